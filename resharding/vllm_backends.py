@@ -53,7 +53,9 @@ class VllmBackends:
             whole: it has come. Otherwise layers whose weights have not all come keep those that they had.
         """
         loaded, self._loaded = self._loaded, None
-        assert loaded is not None
+        if loaded is None:  # this rank could not begin
+            assert not whole
+            return {}
         loaded.end()
         if whole:
             process_tied(self._model)  # which vLLM's own engines do not

@@ -212,8 +212,8 @@ class VllmEngine:
             return self._engine.collective_rpc("weft_end_by_vllm", args=(whole,))
 
         try:
-            self._engine.collective_rpc("weft_begin_by_vllm", args=(weights.backend,))
             try:
+                self._engine.collective_rpc("weft_begin_by_vllm", args=(weights.backend,))
                 return take_as_told(weights, self._tensor_parallel, self._identity, call, lambda: end(True))
             except BaseException:
                 with contextlib.suppress(Exception):  # the error before says it

@@ -65,7 +65,9 @@ class WorkerExtension:
         Args:
             whole: it has come. Otherwise layers whose weights have not all come keep those that they had.
         """
-        assert self._weft_backends is not None
+        if self._weft_backends is None:  # this rank, or another one, could not begin
+            assert not whole
+            return {}
         self.weight_transfer_engine = self._weft_backends.receiver
         if not whole:
             self._weight_update_active = False

@@ -246,3 +246,20 @@ def test_version_after_version_arrives_on_a_gpu(folder: Path, backend: str, gpu:
     finally:
         trainer.close()
         engine.close()
+
+
+def test_ranks_that_have_begun_end_where_another_could_not_begin():
+    asked: list[tuple[str, tuple[Any, ...]]] = []
+
+    class Ranks:
+        def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+            asked.append((method, args))
+            if method == "weft_begin_by_vllm":
+                raise RuntimeError("rank 1 has no such backend")
+            return [{}, {}]
+
+    engine: Any = object.__new__(VllmEngine)
+    engine._engine, engine._tensor_parallel, engine._identity = Ranks(), 2, ""
+    with pytest.raises(WeightSyncError, match="version 3: rank 1 has no such backend"):
+        engine._take_by_vllm(Weights(3, (), backend="nccl"))
+    assert asked == [("weft_begin_by_vllm", ("nccl",)), ("weft_end_by_vllm", (False,))]
