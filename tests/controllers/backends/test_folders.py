@@ -12,6 +12,7 @@ from weft.controllers.backends.user_code import MAX_BYTES, UserCode
 from weft.dataflow.errors import UserError
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_node_that_sees_neither_model_nor_modules_gets_both(scenes: Any):
     result = scenes["folders"]

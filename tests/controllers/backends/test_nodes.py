@@ -22,6 +22,7 @@ def until_empty(folder: Path) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_groups_on_three_nodes_read_each_others_rows(scenes: Any, tmp_path: Path):
     result = scenes["nodes"]
     made = {"rollout": group(ToyRollout), "reward": group(ToyReward), "actor": group(ToyActor)}

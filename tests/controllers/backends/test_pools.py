@@ -29,6 +29,7 @@ def column(looks: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
     return [look[name] for look in looks]
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_pool_over_two_nodes_has_a_block_of_ranks_on_each(result: Mapping[str, Any]):
     actor, reward = result["grown"]["looks"]["actor"], result["grown"]["looks"]["reward"]
@@ -43,6 +44,7 @@ def test_a_pool_over_two_nodes_has_a_block_of_ranks_on_each(result: Mapping[str,
     assert result["grown"]["rows"] == [8, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_two_training_ranks_on_two_nodes_make_the_updates_of_one_process(result: Mapping[str, Any], tmp_path: Path):
     there = result["trained"]
@@ -54,6 +56,7 @@ def test_two_training_ranks_on_two_nodes_make_the_updates_of_one_process(result:
     assert there["actor"][0]["squares"] == pytest.approx(here["actor"][0]["squares"], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_rank_without_gpus_sees_none_on_a_node_that_has_some(result: Mapping[str, Any]):
     reward = result["grown"]["looks"]["reward"]
@@ -62,6 +65,7 @@ def test_a_rank_without_gpus_sees_none_on_a_node_that_has_some(result: Mapping[s
     assert {*column(reward, "host")} == {"127.0.0.1"}
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_groups_that_share_gpus_start_in_turn_on_the_same_devices(result: Mapping[str, Any]):
     looks = result["shared"]["looks"]
@@ -77,6 +81,7 @@ def test_groups_that_share_gpus_start_in_turn_on_the_same_devices(result: Mappin
     assert result["shared"]["rows"] == [8, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_pools_beside_each_other_are_on_one_node_with_separate_devices(result: Mapping[str, Any]):
     looks = result["shared"]["looks"]
@@ -86,12 +91,14 @@ def test_pools_beside_each_other_are_on_one_node_with_separate_devices(result: M
     assert of_reward == ["reward[0] made"], "it has devices of its own, and is not offloaded"
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_weights_travel_between_nodes(result: Mapping[str, Any]):
     actor, reference = result["trained"]["actor"], result["trained"]["reference"]
     assert reference == [{"version": 2, "squares": actor[0]["squares"]}]
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_cluster_that_grows_is_waited_for_and_the_user_is_told_what_is_missing(result: Mapping[str, Any]):
     assert "asks for 4 GPUs (train: 4), but the cluster at" in result["too_large"]
