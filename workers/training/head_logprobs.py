@@ -144,18 +144,17 @@ class _HeadLogprobs(torch.autograd.Function):
             kept = logits if chunks.kept else None
         own = torch.cat(parts) if parts else hidden.new_zeros((0, 4), dtype=chunks.dtype)
         chosen, largest, sums, weighted = (own if how.shards is None else _joined(own, how.shards)).unbind(1)
-        log_sums = largest + sums.log()
         entropies = sums.log() - weighted / sums
         if how.trains:
-            ctx.how, ctx.kept, ctx.largest = how, kept, own[:, 1]
-            ctx.save_for_backward(hidden, weight, bias, targets, scales, log_sums, entropies)
+            ctx.how, ctx.kept, ctx.below = how, kept, own[:, 1] - largest
+            ctx.save_for_backward(hidden, weight, bias, targets, scales, largest, sums, entropies)
         if not how.entropy:
             ctx.mark_non_differentiable(entropies)
-        return chosen - log_sums, entropies
+        return chosen - largest - sums.log(), entropies  # in this order: a large logit would round the other sum
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, scales, log_sums, entropies = ctx.saved_tensors
+        hidden, weight, bias, targets, scales, largest, sums, entropies = ctx.saved_tensors
         how: _How = ctx.how
         chunks, kept = _Chunks(hidden, weight, bias, scales, how), ctx.kept
         ctx.kept = None
@@ -168,12 +167,10 @@ class _HeadLogprobs(torch.autograd.Function):
             slopes = chunks.slopes(logits, part)
             ids = _own_ids(targets[part], how.shards)
             if kept is not None and how.keeps_exponentials:
-                logits *= ((ctx.largest - log_sums).exp() * -grads[0])[
-                    :, None
-                ]  # exponentials, of which it makes -grad * p
+                logits *= (ctx.below.exp() / sums * -grads[0])[:, None]  # exponentials, of which it makes -grad * p
             else:
                 to_entropy = (grads[1][part], entropies[part]) if how.entropy else None
-                _differentiate(logits, log_sums[part], grads[0][part], to_entropy)
+                _differentiate(logits, largest[part], sums[part], grads[0][part], to_entropy)
             _add_to_chosen(logits, ids, grads[0][part])
             chunks.through_form(logits, slopes, part)
             if grad_bias is not None:
@@ -314,22 +311,25 @@ def _joined(own: Tensor, shards: _Shards) -> Tensor:
     return torch.stack([chosen.sum(0), most, (sums * share).sum(0), (weighted * share).sum(0)], 1)
 
 
-def _differentiate(logits: Tensor, log_sums: Tensor, grad: Tensor, entropy: tuple[Tensor, Tensor] | None) -> None:
-    """Replace logits [T, vocabulary] by the gradient of sum_t grad_t log p_t (+ sum_t e_t H_t), but for what each token's own logit adds.
+def _differentiate(
+    logits: Tensor, largest: Tensor, sums: Tensor, grad: Tensor, entropy: tuple[Tensor, Tensor] | None
+) -> None:
+    """Replace logits z [T, vocabulary] by the gradient of sum_t grad_t log p_t (+ sum_t e_t H_t), but for what each token's own logit adds.
 
     Args:
+        largest, sums: [T] the largest z, and the sum of exp(z - largest), over the whole vocabulary.
         entropy: (e, H), each [T].
     """
     if not logits.shape[1]:
         return
     for rows in _cached_rows(logits):
-        log_p = logits[rows].sub_(log_sums[rows, None])
+        above, of_all = logits[rows].sub_(largest[rows, None]), sums[rows, None]
         if entropy is None:
-            log_p.exp_().mul_(-grad[rows, None])
+            above.exp_().mul_(-grad[rows, None] / of_all)
         else:
-            grads, entropies = entropy[0][rows, None], entropy[1][rows, None]
-            p = log_p.exp()
-            log_p.add_(entropies).mul_(grads).add_(grad[rows, None]).mul_(p).neg_()
+            grads, entropies = entropy[0][rows, None] / of_all, entropy[1][rows, None]
+            exponentials = above.exp()
+            above.add_(entropies - of_all.log()).mul_(grads).add_(grad[rows, None] / of_all).mul_(exponentials).neg_()
 
 
 def _add_to_chosen(logits: Tensor, ids: Tensor, grad: Tensor) -> None:

@@ -130,6 +130,25 @@ def test_half_precision_is_off_by_the_rounding_of_its_products_alone(kept_bytes:
         assert (ours.grad - right.grad).norm() < 0.01 * right.grad.norm()
 
 
+@pytest.mark.parametrize("kept_bytes", [2**20, 0])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_probabilities_of_large_logits_are_not_rounded_as_these_are(
+    kept_bytes: int, entropy: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """A logit of 5000 and the logarithm of a sum have a common float32 to 2e-4, and probabilities would be as far off."""
+    monkeypatch.setattr(module, "KEPT_BYTES", kept_bytes)
+    hidden, targets = torch.full((2, 1), 1024.0), torch.tensor([0, 1])
+    weight = torch.cat([5 - torch.tensor([0, 1, 2, 4]) / 2048, torch.linspace(-1, 1, V)])[:, None]
+    own, exact = weight.requires_grad_(), weight.detach().double().requires_grad_()
+    ours = head_logprobs(hidden, own, None, targets, None, entropy=entropy)
+    right = plain(hidden.double(), exact, None, targets, None, HeadForm())
+    for found in (ours, right):
+        assert found[1] is not None
+        (found[0].sum() + (found[1].sum() if entropy else 0)).backward()
+    for one, other in zip((*ours, own.grad), (*right, exact.grad), strict=True):
+        assert one is not None and other is not None and (one - other).norm() < 1e-6 * other.norm()
+
+
 def test_logits_that_are_kept_are_one_chunk_and_others_are_cut_evenly(monkeypatch: pytest.MonkeyPatch):
     hidden, weight, targets = torch.randn(9, H, requires_grad=True), torch.randn(V, H), torch.randint(V, (9,))
     for kept_bytes, expected in ((2**20, [(9, V)]), (0, [(5, V), (4, V)] * 2)):
