@@ -20,6 +20,7 @@ import numpy as np
 from ..dataflow.column import IMAGES, PROMPT_IDS
 from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
+from ..dataflow.prompts.images import PROGRAM
 from .model_folder import causal_lm_types, read_model_config, refusals_named, sees_images
 
 if TYPE_CHECKING:
@@ -189,11 +190,13 @@ class ImageReader:
 
 
 def open_image(encoded: Any) -> Any:
-    """An image of Pillow, decoded, in RGB."""
-    from PIL import Image
+    """An image of Pillow, decoded, in RGB, the way up that its EXIF data say (as `datasets` and `transformers` turn it)."""
+    from PIL import Image, ImageOps
 
     with Image.open(io.BytesIO(encoded)) as image:
-        return image.convert("RGB")
+        if image.format == "EPS":
+            raise ValueError(PROGRAM)
+        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def probe_images() -> list[bytes]:

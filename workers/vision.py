@@ -74,7 +74,7 @@ def positions(backbone: Any, input_ids: Tensor, shown: Shown, inside: Tensor | N
 
 
 def tower_parameters(backbone: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that rows without images do not reach."""
+    """The parameters that rows without images do not reach, and rows with images not always all of."""
     for name, parameter in backbone.named_parameters():
         if not name.startswith(f"{LANGUAGE}."):
             yield parameter

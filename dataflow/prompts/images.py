@@ -23,6 +23,7 @@ from .origin import Origin
 
 COLUMNS = ("images", "image")
 """Where images are looked for: the names of TRL, verl and OpenRLHF, and that of `datasets`."""
+PROGRAM = "it is PostScript, which is a program, and is not run"
 _MARK = re.compile(r"(<image>)")
 """The place of an image in a text: verl's mark."""
 
@@ -117,8 +118,8 @@ def why_unreadable(encoded: pa.Buffer) -> str:
         return "Pillow, which reads images, is not installed (pip install pillow)"
     with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
         try:
-            with Image.open(pa.BufferReader(encoded)):
-                return ""
+            with Image.open(pa.BufferReader(encoded)) as image:
+                return PROGRAM if image.format == "EPS" else ""
         except (Image.DecompressionBombWarning, Image.DecompressionBombError):
             return f"it has more than the {Image.MAX_IMAGE_PIXELS:,} pixels that Pillow takes for safe"
         except Exception as error:  # a decoder can fail in any way

@@ -1,6 +1,8 @@
 """Models that see: rows with images through training and generation, beside the plain `transformers` model."""
 
 import importlib.util
+import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,12 @@ import pytest
 import seeing_model
 import seeing_ranks
 import torch
+from PIL import ExifTags, Image
 from ranks import run_processes
 from seeing_model import IMAGE, PICTURES, make_rows, picture
 from spmd import one_step
 from torch.nn import functional as F
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, LlavaConfig, LlavaForConditionalGeneration
 
 import weft
 from weft.algorithms.policy_loss import NegativeLogLikelihood
@@ -25,11 +28,14 @@ from weft.dataflow.prompts.prompts import Prompts
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.critic import CriticConfig, CriticWorker
-from weft.workers.images import ImageReader
+from weft.workers.images import ImageReader, open_image
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
 from weft.workers.rollout import RolloutWorker
 from weft.workers.rollout_config import RolloutConfig
 from weft.workers.training.lora import Lora
+from weft.workers.training.packed_sequences import PackedSequences
+from weft.workers.training.response_model import ResponseModel
+from weft.workers.vision import Shown
 
 ROWS = make_rows()
 
@@ -207,6 +213,29 @@ def test_ranks_with_and_without_images_take_one_step_together(seeing: Path, tmp_
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         assert (found[name] - gradient).norm() / norm < 1e-5, name
+
+
+def test_an_image_is_turned_as_its_camera_says_and_a_program_is_not_run():
+    file, turned = io.BytesIO(), Image.Exif()
+    turned[ExifTags.Base.Orientation] = 6
+    Image.new("RGB", (24, 16)).save(file, "JPEG", exif=turned)
+    assert open_image(file.getvalue()).size == (16, 24)
+    with pytest.raises(ValueError, match="PostScript, which is a program"):
+        open_image(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\n")
+
+
+@pytest.mark.parametrize("with_image", [False, True])
+def test_the_same_parameters_have_gradients_with_an_image_and_without(with_image: bool):
+    """LLaVA takes images before the last layer of its tower, and FSDP adds up the parameters that have a gradient."""
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+    text = {"model_type": "llama", "vocab_size": 8, "num_hidden_layers": 1, "num_key_value_heads": 1, **small}
+    tower = {"model_type": "clip_vision_model", "num_hidden_layers": 2, "image_size": 4, "patch_size": 4, **small}
+    llava = LlavaForConditionalGeneration(LlavaConfig(vision_config=tower, text_config=text, image_token_index=7))
+    model, ids = ResponseModel(llava), torch.tensor([1, 7, 2])
+    shown = Shown(ids == 7, {"pixel_values": torch.ones(1, 3, 4, 4)}) if with_image else None
+    rows = replace(PackedSequences.of([3], ids.device), shown=shown)
+    model(ids, rows, np.array([1]), torch.tensor([2]), None)[0].sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_in_bfloat16_it_computes_nearly_the_same(seeing: Path):

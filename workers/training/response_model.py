@@ -177,10 +177,10 @@ class ResponseModel(nn.Module):
                 inputs = self._with_images(inputs, rows)
         outputs = self.backbone(**inputs, use_cache=False)
         hidden = outputs.last_hidden_state.flatten(0, 1)
-        if self.sees and rows.shown is None and torch.is_grad_enabled():
-            # On all ranks the same parameters have gradients, whoever has rows with images.
-            unused = [p.sum() for p in tower_parameters(self.backbone) if p.requires_grad]
-            hidden = hidden + 0.0 * sum(unused) if unused else hidden
+        if self.sees and torch.is_grad_enabled():
+            # On all ranks the same parameters have gradients, whoever has rows with images: LLaVA leaves out the last layer of the tower.
+            tower = [p.sum() for p in tower_parameters(self.backbone) if p.requires_grad]
+            hidden = hidden + 0.0 * sum(tower) if tower else hidden
         return outputs, hidden if self.packs else hidden[rows.slots]
 
     def _with_images(self, inputs: dict[str, Any], rows: PackedSequences) -> dict[str, Any]:

@@ -111,6 +111,10 @@ def test_an_image_stands_where_a_block_or_a_mark_is_or_else_at_the_beginning(
     [
         ({"images": [b"GIF89"]}, "column 'images', image 1: it is no image that Pillow can read"),
         ({"images": [BLUE, b""]}, "column 'images', image 2: it is no image that Pillow can read"),
+        (
+            {"images": [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\n"]},
+            "image 1: it is PostScript, which is a",
+        ),
         ({"images": [BLUE, None]}, "column 'images', image 2: the column is list of binary without the bytes"),
         ({"images": [BLUE], "image": BLUE}, "columns 'images' and 'image' both hold images"),
         (
