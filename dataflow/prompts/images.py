@@ -185,9 +185,12 @@ def _has_mark(message: dict[str, Any]) -> bool:
 
 def _parted(message: dict[str, Any]) -> list[dict[str, Any]]:
     """The content of a message with an image block for each mark."""
-    return [
-        {"type": "image"} if _MARK.fullmatch(part) else {"type": "text", "text": part}
-        for block in _blocks(message)
-        for part in _MARK.split(str(block.get("text", "")))
-        if part
-    ]
+    return [part for block in _blocks(message) for part in _parts(block)]
+
+
+def _parts(block: dict[str, Any]) -> list[dict[str, Any]]:
+    text = block.get("text")
+    if not isinstance(text, str):  # a block of another kind
+        return [block]
+    parts = filter(None, _MARK.split(text))
+    return [{"type": "image"} if _MARK.fullmatch(part) else {"type": "text", "text": part} for part in parts]

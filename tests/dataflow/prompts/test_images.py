@@ -12,6 +12,7 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from weft.dataflow.errors import UserError
+from weft.dataflow.prompts.images import with_places
 from weft.dataflow.prompts.prompts import Prompts
 from weft.dataflow.prompts.tokenizer import Tokenizer
 
@@ -104,6 +105,12 @@ def test_an_image_stands_where_a_block_or_a_mark_is_or_else_at_the_beginning(
         prompts = Prompts.from_rows([row], tokenizer)
         assert prompts.table["prompt"][0].as_py().startswith(text)
         assert prompts.table["prompt_ids"][0].as_py().count(9) == 1
+
+
+def test_blocks_of_other_kinds_stay_beside_marks():
+    content = [{"type": "video", "text": None}, {"type": "text", "text": "what <image>"}]
+    parted = [content[0], {"type": "text", "text": "what "}, {"type": "image"}]
+    assert with_places([{"role": "user", "content": content}], 1) == [{"role": "user", "content": parted}]
 
 
 @pytest.mark.parametrize(
