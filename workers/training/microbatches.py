@@ -140,16 +140,15 @@ class Microbatches:
             if plan is not None:
                 return [rows[part] for part in plan]
         cut = partial(self.plan, packed=packed, groups=groups)
-        return level_microbatches(cut, partial(self._cost_of, cost=cost), number, max_tokens)
+        cost_of = partial(self._cost_of, cost=SharingCost(cost, masked=pads))
+        return level_microbatches(cut, cost_of, number, max_tokens)
 
-    def _cost_of(self, part: np.ndarray, cost: RowCost) -> float:
-        """What a microbatch costs; prompts that rows share are computed once."""
+    def _cost_of(self, part: np.ndarray, cost: SharingCost) -> float:
+        """What a microbatch costs."""
         prompts, after = (lengths[part] for lengths in self._lengths())
-        total = float(cost(prompts + after).sum())
         if self.same_prompt is None:
-            return total
-        _, firsts = np.unique(self.same_prompt[part], return_index=True)
-        return total - float(cost(prompts).sum() - cost(prompts[firsts]).sum())
+            return float(cost.row(prompts + after).sum())
+        return cost.shared(prompts, after, self.same_prompt[part])
 
     def _lengths(self) -> tuple[np.ndarray, np.ndarray]:
         """([rows] tokens of each prompt, [rows] those that the model reads after it: the last one is only predicted, unless it is read)."""

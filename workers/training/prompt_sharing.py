@@ -78,19 +78,23 @@ class SharingCost:
     """Whether attention computes all keys of a microbatch for each response, and masks those that it does not see; otherwise a kernel
     leaves them out."""
 
-    def pays(self, prompts: np.ndarray, counts: np.ndarray, same: np.ndarray) -> bool:
-        """Whether it leaves out enough that rows share their prompts.
+    def shared(self, prompts: np.ndarray, after: np.ndarray, same: np.ndarray) -> float:
+        """The cost of rows that share their prompts, in tokens of linear layers.
 
         Args:
             prompts: [rows] tokens of each prompt.
-            counts: [rows] tokens of its response.
+            after: [rows] tokens that come after it.
             same: [rows], equal for rows with equal prompts.
         """
         _, first = np.unique(same, return_index=True)
-        after = counts.astype(np.float64)
+        after = after.astype(np.float64)
         seen = after * (prompts + after if self.masked else prompts + after / 2)
-        shared = self.row(prompts[first]).sum() + (after + 2 * seen / self.row.attention_length).sum()
-        return bool(shared <= (1 - GAIN) * self.row(prompts + counts).sum())
+        return float(self.row(prompts[first]).sum() + (after + 2 * seen / self.row.attention_length).sum())
+
+    def pays(self, prompts: np.ndarray, after: np.ndarray, same: np.ndarray) -> bool:
+        """Whether it leaves out enough that rows share their prompts; see `shared`."""
+        alone = float(self.row(prompts + after).sum())
+        return self.shared(prompts, after, same) <= (1 - GAIN) * alone
 
 
 def equal_prompts(

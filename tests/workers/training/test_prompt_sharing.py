@@ -121,7 +121,8 @@ def test_ranks_in_lockstep_have_level_microbatches_in_which_a_shared_prompt_cost
     assert sorted(np.concatenate(level).tolist()) == list(range(8))
     # The model reads 28 tokens of each row: the last one of a response is only predicted.
     of_prompt, of_row = 20 * 1.2, 28 * 1.28
-    assert rows._cost_of(level[0], RowCost(100)) == pytest.approx(of_prompt + 3 * (of_row - of_prompt))
+    seen = SharingCost(RowCost(100), masked=False)
+    assert rows._cost_of(level[0], seen) == pytest.approx(of_prompt + 3 * (of_row - of_prompt))
 
 
 def test_rows_that_share_little_are_computed_as_they_are():
