@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...dataflow.errors import UserError
 from ...resharding.pipeline_stages import PipelineStages
 from ..model_folder import SCALAR_HEAD, find_model_config, read_model_config, text_settings
 from ..weight_files import stored_tensors
@@ -128,13 +127,14 @@ def model_size(model: str | Path, *, scalar: bool = False) -> ModelSize:
         scalar: it has a scalar head in the place of its own, as critics and reward models have.
 
     Raises:
-        UserError: there is no such model, it has no safetensors files, or one of them is damaged.
+        UserError: there is no such model, or one of its files is damaged.
+        ValueError: it has no safetensors files.
     """
     settings = text_settings(read_model_config(model))
     folder = find_model_config(model).parent
     shapes = {name: entry.shape for name, entry in stored_tensors(model, folder).items()}
     if not shapes:
-        raise UserError(f"model {str(model)!r}: {folder} has no safetensors files")
+        raise ValueError(f"model {str(model)!r}: {folder} has no safetensors files")  # a run reads others, too
     layers, vocabulary = int(settings.get("num_hidden_layers") or 1), int(settings.get("vocab_size", 0))
     heads = {name: shape for name, shape in shapes.items() if "head" in name and vocabulary in shape}
     rest = {name: shape for name, shape in shapes.items() if name not in heads}

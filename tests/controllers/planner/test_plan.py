@@ -1,6 +1,7 @@
 """Sizes, bytes and seconds of a plan, worked by hand on toys."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ from weft.algorithms.supervised import supervised
 from weft.controllers.driver import Driver
 from weft.controllers.dry_run import planning
 from weft.controllers.placement import OtherMachine, Place, ResourcePool
-from weft.controllers.planner.memory import GroupMemory
+from weft.controllers.planner.memory import GroupMemory, group_memory
 from weft.controllers.planner.plan import Plan, plan_of
 from weft.controllers.planner.sizes import sample_bytes, step_sizes
 from weft.controllers.schedule import Asynchronous, Synchronous
@@ -88,6 +89,14 @@ def test_groups_that_take_turns_on_gpus_need_the_largest_of_them_there_and_the_o
     assert plan.device_bytes == {"gpus": 40} and plan.host_bytes == 100 + 2 * 5 + 2 * 5 + 2 * 20
     other = replace(actor, pool="others", group="actor")
     assert replace(plan, groups=(rollout, other)).host_bytes == 100 + 2 * 5 + 2 * 5, "each has its own GPUs"
+
+
+def test_a_model_without_safetensors_files_is_not_refused_since_a_run_reads_others(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    plan = planned()
+    place = plan.spec.placement["actor"]
+    found = group_memory(plan.spec, "actor", group(ActorWorker, model=str(tmp_path)), place, plan.sizes, gpu_bytes=0)
+    assert "has no safetensors files" in found.unknown and not found.phases
 
 
 def test_responses_of_data_count_with_their_mean_length():

@@ -157,5 +157,5 @@ def test_a_frozen_model_is_held_in_the_dtype_of_its_passes(tiny_model: Path):
 
 def test_a_folder_without_weights_is_told(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    with pytest.raises(UserError, match="has no safetensors files"):
+    with pytest.raises(ValueError, match="has no safetensors files"):
         model_size(tmp_path)
