@@ -302,6 +302,14 @@ class CostModel(Config):
     seed: int = 0
     """[seed] Of the lengths that are drawn: a prompt gets the same ones under every schedule and placement. Change it to see the spread."""
 
+    @field_validator("ranks_per_replica")
+    @classmethod
+    def _replicas_have_ranks(cls, value: Mapping[str, int]) -> Mapping[str, int]:
+        for name, ranks in value.items():
+            if ranks < 1:
+                raise ValueError(f"a replica of {name!r} must have at least 1 rank, not {ranks}")
+        return value
+
     def replica_ranks(self, group: str, config: object) -> int:
         """Ranks of one replica of a group with this configuration."""
         return self.ranks_per_replica.get(group) or ranks_of_a_replica(config)

@@ -302,6 +302,9 @@ def test_costs_that_fit_nothing_are_refused(tmp_path: Path):
         run(tmp_path, schedule, Simulated(CostModel(nodes={"rolout.generate": LinearCost()})))
     with pytest.raises(UserError, match="replicas of 2 ranks do not divide the 1 of 'actor'"):
         run(tmp_path, schedule, Simulated(CostModel(ranks_per_replica={"actor": 2})))
+    for ranks in (0, -1):
+        with pytest.raises(UserError, match=rf"a replica of 'actor' must have at least 1 rank, not {ranks}"):
+            CostModel(ranks_per_replica={"actor": ranks})
     with pytest.raises(UserError, match=r"node 'rollout.generate' generates: its cost must be a Generation"):
         run(tmp_path, schedule, Simulated())
     with pytest.raises(UserError, match="decode_step_s must be seconds above 0"):
