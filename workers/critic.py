@@ -14,7 +14,7 @@ from ..dataflow.column import PROMPT_IDS, RESPONSE_IDS, REWARD, VALUES
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Metrics
 from .dispatch import Dispatch
-from .model_folder import read_model_config, sees_images
+from .model_folder import check_scalar_head, read_model_config
 from .remote import remote
 from .trained import TrainedConfig, TrainedWorker, loss_may_read, loss_reads, training_batch
 from .worker import Context
@@ -47,12 +47,7 @@ class CriticWorker(TrainedWorker):
     @classmethod
     def check(cls, config: CriticConfig, nodes: Sequence[Node], source: Source) -> None:
         super().check(config, nodes, source)
-        settings = read_model_config(config.model)
-        if sees_images(settings):
-            raise UserError(
-                f"model {str(config.model)!r} (type {settings['model_type']!r}) sees images, and gets no scalar head: take a model of text "
-                "alone"
-            )
+        check_scalar_head(config.model, read_model_config(config.model))
         wanted = {"values": "values", "score": "rewards"}
         for node in nodes:
             head = wanted.get(node.operation.name, config.head)

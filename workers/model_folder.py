@@ -212,6 +212,19 @@ def sees_images(settings: Mapping[str, Any]) -> bool:
     return bool(causal) and kind not in causal and kind in _types("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
 
 
+def check_scalar_head(model: str | Path, settings: Mapping[str, Any]) -> None:
+    """See that a model of this kind can have a scalar head in the place of its own.
+
+    Raises:
+        UserError: it sees images.
+    """
+    if sees_images(settings):
+        raise UserError(
+            f"model {str(model)!r} (type {settings['model_type']!r}) sees images, and gets no scalar head: take a critic or a reward model "
+            "of text alone"
+        )
+
+
 def causal_lm_types() -> frozenset[str]:
     """Types of models that the installed `transformers` has a causal language model of; empty where that cannot be read: the worker
     finds out when it starts."""

@@ -14,7 +14,7 @@ from ..dataflow.metrics import Metrics
 from .critic import last_of_rows
 from .dispatch import Coordinates, Dispatch
 from .engine_worker import EngineWorker
-from .model_folder import SCALAR_HEAD
+from .model_folder import SCALAR_HEAD, check_scalar_head, read_model_config
 from .remote import remote
 from .reward import of_column, reward_metrics
 from .training.engine import ModelConfig
@@ -42,6 +42,7 @@ class RewardModelWorker(EngineWorker):
     @classmethod
     def check(cls, config: RewardModelConfig, nodes: Sequence[Node], source: Source) -> None:
         super().check(config, nodes, source)
+        check_scalar_head(config.model, read_model_config(config.model))
         if find_tensor(config.model, SCALAR_HEAD) is None:
             raise UserError(
                 f"model {str(config.model)!r} has no scalar head (a tensor {SCALAR_HEAD!r} in its safetensors files), so no rewards; "

@@ -30,6 +30,7 @@ from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.critic import CriticConfig, CriticWorker
 from weft.workers.images import ImageReader, open_image
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
+from weft.workers.reward_model import RewardModelConfig, RewardModelWorker
 from weft.workers.rollout import RolloutWorker
 from weft.workers.rollout_config import RolloutConfig
 from weft.workers.training.lora import Lora
@@ -294,6 +295,7 @@ SEEN = pa.array(PICTURES, pa.list_(pa.large_binary()))
         (ActorConfig(model="", sequence_parallel=2), "sequence_parallel=2: model .* sees images"),
         (ActorConfig(model="", pipeline_parallel=2), "pipeline_parallel=2: model .* sees images"),
         (CriticConfig(model=""), "sees images, and gets no scalar head"),
+        (RewardModelConfig(model=""), "sees images, and gets no scalar head"),
         (
             RolloutConfig(model="", engine="transformers", routes=True),
             "routes=True: .* sees images, and its routes are not",
@@ -306,7 +308,12 @@ def test_what_is_not_supported_is_refused_by_name_before_anything_starts(
 ):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchvision" else find(name))
-    workers: dict[type, Any] = {ActorConfig: ActorWorker, CriticConfig: CriticWorker, RolloutConfig: RolloutWorker}
+    workers: dict[type, Any] = {
+        ActorConfig: ActorWorker,
+        CriticConfig: CriticWorker,
+        RewardModelConfig: RewardModelWorker,
+        RolloutConfig: RolloutWorker,
+    }
     with pytest.raises(UserError, match=said):
         workers[type(config)].check(
             config.model_copy(update={"model": seeing}), (), source(prompt_ids=pa.array([[1, 2]]))

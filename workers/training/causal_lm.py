@@ -17,7 +17,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...dataflow.errors import UserError
-from ..model_folder import SCALAR_HEAD, refusals_named
+from ..model_folder import SCALAR_HEAD, check_scalar_head, refusals_named
 from ..vision import is_type_that_sees
 from .engine import Head, Recomputed
 from .scalar_head import new_scalar_head, put_scalar_head
@@ -57,14 +57,11 @@ def build_causal_lm(
         activation_checkpointing: which activations are computed a second time in the backward pass.
 
     Raises:
-        UserError: `transformers` refuses the model, or to checkpoint its activations.
+        UserError: `transformers` refuses the model, or to checkpoint its activations, or the model gets no scalar head.
     """
     settings = training_settings(model, folder)
-    if head != "logprobs" and is_type_that_sees(settings):
-        raise UserError(
-            f"model {str(model)!r} (type {settings.model_type!r}) sees images, and gets no scalar head: take a critic or a reward model of "
-            "text alone"
-        )
+    if head != "logprobs":
+        check_scalar_head(model, {"model_type": settings.model_type})
     with refusals_named(model, "cannot be trained"), torch.device("meta"):
         causal_lm = auto_class(settings).from_config(settings, dtype=torch.float32)
     causal_lm.eval()
