@@ -10,7 +10,6 @@ The cache is `~/.cache/weft`, or `WEFT_CACHE`. Copies that nobody has used for M
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from ..dataflow.buffer.disk import make_folder
 from ..dataflow.errors import UserError, WorkerError
 from .once_a_node import growth_told, once_a_node
+from .weight_files import read_header
 
 MARKS = ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "adapter_config.json")
 """A folder that has one of these is that of a model or a tokenizer."""
@@ -100,11 +100,8 @@ def _places(path: Path, size: int) -> list[int]:
     """Where a large file is sampled: at its ends, at even distances, and in the middle of each tensor."""
     places = [0, size - _SAMPLE_BYTES, *(size * i // _SAMPLES for i in range(1, _SAMPLES))]
     if path.suffix == ".safetensors":
-        with path.open("rb") as file, suppress(ValueError, LookupError, TypeError):
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, size)))
-            offsets = (entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
-            places += [8 + length + (begin + end) // 2 for begin, end in offsets]
+        with suppress(ValueError):
+            places += [(entry.start + entry.end) // 2 for entry in read_header(path)[0].values()]
     return sorted(min(max(0, place), size - _SAMPLE_BYTES) for place in places)
 
 
