@@ -112,10 +112,8 @@ def _what_instead(kind: pa.DataType) -> str:
 
 def why_unreadable(encoded: pa.Buffer) -> str:
     """Why bytes are not an image of a size that models are shown, by their header; empty: they are one."""
-    try:
-        from PIL import Image
-    except ImportError:
-        return "Pillow, which reads images, is not installed (pip install pillow)"
+    from PIL import Image
+
     with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
         try:
             with Image.open(pa.BufferReader(encoded)) as image:
