@@ -287,7 +287,7 @@ class OtherMachine:
 
     @contextmanager
     def assumed(self) -> Iterator[None]:
-        """As if this machine had these GPUs, and four CPUs for each."""
+        """As if this machine had these GPUs, and four CPUs for each, if it does not have more."""
         before = OTHER.set(self)
         try:
             yield
@@ -300,13 +300,13 @@ OTHER: ContextVar[OtherMachine | None] = ContextVar("OTHER", default=None)
 
 
 def machine_cpus() -> int:
-    """CPUs that this process may use."""
+    """CPUs that this process may use; of a machine that is planned for, at least four for each GPU."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(cpus, 4 * other.gpus) if (other := OTHER.get()) is not None else cpus
 
 
 def machine_gpus() -> int:
-    """NVIDIA GPUs that this process may use, found without loading CUDA."""
+    """NVIDIA GPUs that this process may use, found without loading CUDA; or those of the machine that is planned for."""
     if (other := OTHER.get()) is not None:
         return other.gpus
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
