@@ -28,7 +28,7 @@ class Shown:
     """The images of the rows of a pass."""
 
     places: Tensor
-    """[B, L] bool: where the model puts what it sees in the place of a token."""
+    """[B, L] bool, or [T] of packed rows: where the model puts what it sees in the place of a token."""
     inputs: Mapping[str, Tensor]
     """Arguments of the vision tower by name, those of all images, in the order of their places."""
 

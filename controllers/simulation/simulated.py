@@ -94,9 +94,12 @@ class Simulated:
         for name, place in placement.items():
             each = self.costs.replica_ranks(name, configs.get(name))
             if place.ranks % each:
-                raise UserError(
-                    f"CostModel.ranks_per_replica: replicas of {each} ranks do not divide the {place.ranks} of {name!r}"
+                where = (
+                    "CostModel.ranks_per_replica"
+                    if name in self.costs.ranks_per_replica
+                    else f"the configuration of {name!r}"
                 )
+                raise UserError(f"{where}: replicas of {each} ranks do not divide the {place.ranks} of {name!r}")
         for node, cost in self.costs.nodes.items():
             if isinstance(cost, PipelineCost | SequenceParallelCost):
                 name = node.partition(".")[0]

@@ -30,6 +30,7 @@ from weft.dataflow.buffer.log import LogReader
 from weft.dataflow.buffer.run_files import LOG
 from weft.dataflow.errors import DeadlineError, UserError
 from weft.dataflow.handle import group
+from weft.workers.actor import ActorWorker
 
 
 def test_synchronous_by_hand(tmp_path: Path):
@@ -302,6 +303,9 @@ def test_costs_that_fit_nothing_are_refused(tmp_path: Path):
         run(tmp_path, schedule, Simulated(CostModel(nodes={"rolout.generate": LinearCost()})))
     with pytest.raises(UserError, match="replicas of 2 ranks do not divide the 1 of 'actor'"):
         run(tmp_path, schedule, Simulated(CostModel(ranks_per_replica={"actor": 2})))
+    pair = group(ActorWorker, model="m", tensor_parallel=2)
+    with pytest.raises(UserError, match="configuration of 'actor': replicas of 2 ranks do not divide the 1"):
+        Simulated().check({"actor": Place(ResourcePool("a", cpus=1), ranks=1)}, {"actor": pair})
     for ranks in (0, -1):
         with pytest.raises(UserError, match=rf"a replica of 'actor' must have at least 1 rank, not {ranks}"):
             CostModel(ranks_per_replica={"actor": ranks})
