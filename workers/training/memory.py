@@ -103,7 +103,7 @@ class TrainingMemory:
     moments: int
     gathered: int
     """Of a pass: weights in the dtype of passes, where the rank holds a part of them, or another dtype: of the whole model, or of two
-    layers and the embeddings where they are gathered layer by layer."""
+    layers (one, where a rank is alone) and the embeddings where they are gathered layer by layer."""
     exchanged: int
     """Of an update: as much of the gradients, in their own dtype, and their copy in the exchange, where the rank keeps a part of them."""
     outer_gradients: int
