@@ -118,6 +118,8 @@ def _trained(
         try:
             found = _activations(config, sizes, passes, size, trains=trains, gpu_bytes=gpu_bytes * known.on_gpu)
         except ValueError as error:
+            if isinstance(error, UserError) and config.engine is None:
+                raise
             unknown = f"activations: {error}"
     stages: tuple[StageMemory, ...] = ()
     if config.pipeline_parallel > 1 and passes is not None:

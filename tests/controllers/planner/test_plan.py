@@ -4,21 +4,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from safetensors.numpy import save_file
 from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 
 from weft.algorithms.supervised import supervised
 from weft.controllers.driver import Driver
 from weft.controllers.dry_run import planning
 from weft.controllers.placement import OtherMachine, Place, ResourcePool
+from weft.controllers.planner import memory
 from weft.controllers.planner.memory import GroupMemory, group_memory
 from weft.controllers.planner.plan import Plan, plan_of
 from weft.controllers.planner.sizes import sample_bytes, step_sizes
 from weft.controllers.schedule import Asynchronous, Synchronous
 from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LinearCost
 from weft.controllers.simulation.simulated import Simulated
-from weft.dataflow.errors import Planned
+from weft.dataflow.errors import Planned, UserError
 from weft.dataflow.handle import group
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorWorker
@@ -97,6 +100,24 @@ def test_a_model_without_safetensors_files_is_not_refused_since_a_run_reads_othe
     place = plan.spec.placement["actor"]
     found = group_memory(plan.spec, "actor", group(ActorWorker, model=str(tmp_path)), place, plan.sizes, gpu_bytes=0)
     assert "has no safetensors files" in found.unknown and not found.phases
+
+
+def test_files_that_are_not_those_of_the_model_are_refused_by_a_plan_unless_another_engine_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 4}')
+    save_file({"model.embed_tokens.weight": np.zeros((4, 2), np.float32)}, tmp_path / "model.safetensors")
+
+    def refuse(*_: Any, **__: Any) -> int:
+        raise UserError("its files have no 'model.norm.weight'")
+
+    monkeypatch.setattr(memory, "_activations", refuse)
+    plan = planned()
+    place, sizes = plan.spec.placement["actor"], replace(plan.sizes, response_tokens=10.0)
+    with pytest.raises(UserError, match=r"no 'model.norm.weight'"):
+        group_memory(plan.spec, "actor", group(ActorWorker, model=str(tmp_path)), place, sizes, gpu_bytes=0)
+    own = group(ActorWorker, model=str(tmp_path), engine=refuse)
+    assert "no 'model.norm.weight'" in group_memory(plan.spec, "actor", own, place, sizes, gpu_bytes=0).unknown
 
 
 def test_responses_of_data_count_with_their_mean_length():
