@@ -98,7 +98,8 @@ def test_a_model_without_safetensors_files_is_not_refused_since_a_run_reads_othe
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     plan = planned()
     place = plan.spec.placement["actor"]
-    found = group_memory(plan.spec, "actor", group(ActorWorker, model=str(tmp_path)), place, plan.sizes, gpu_bytes=0)
+    actor: Any = group(ActorWorker, model=str(tmp_path))
+    found = group_memory(plan.spec, "actor", actor, place, plan.sizes, gpu_bytes=0)
     assert "has no safetensors files" in found.unknown and not found.phases
 
 
@@ -114,9 +115,10 @@ def test_files_that_are_not_those_of_the_model_are_refused_by_a_plan_unless_anot
     monkeypatch.setattr(memory, "_activations", refuse)
     plan = planned()
     place, sizes = plan.spec.placement["actor"], replace(plan.sizes, response_tokens=10.0)
+    actor: Any = group(ActorWorker, model=str(tmp_path))
     with pytest.raises(UserError, match=r"no 'model.norm.weight'"):
-        group_memory(plan.spec, "actor", group(ActorWorker, model=str(tmp_path)), place, sizes, gpu_bytes=0)
-    own = group(ActorWorker, model=str(tmp_path), engine=refuse)
+        group_memory(plan.spec, "actor", actor, place, sizes, gpu_bytes=0)
+    own: Any = group(ActorWorker, model=str(tmp_path), engine=refuse)
     assert "no 'model.norm.weight'" in group_memory(plan.spec, "actor", own, place, sizes, gpu_bytes=0).unknown
 
 

@@ -303,7 +303,7 @@ def test_costs_that_fit_nothing_are_refused(tmp_path: Path):
         run(tmp_path, schedule, Simulated(CostModel(nodes={"rolout.generate": LinearCost()})))
     with pytest.raises(UserError, match="replicas of 2 ranks do not divide the 1 of 'actor'"):
         run(tmp_path, schedule, Simulated(CostModel(ranks_per_replica={"actor": 2})))
-    pair = group(ActorWorker, model="m", tensor_parallel=2)
+    pair: Any = group(ActorWorker, model="m", tensor_parallel=2)
     with pytest.raises(UserError, match="configuration of 'actor': replicas of 2 ranks do not divide the 1"):
         Simulated().check({"actor": Place(ResourcePool("a", cpus=1), ranks=1)}, {"actor": pair})
     for ranks in (0, -1):
