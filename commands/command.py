@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias
 
 from tyro.conf import Positional, arg
 
-from ..dataflow.errors import UserError
+from ..dataflow.errors import UserError, nearest
 
 MAX_NUMBER = 2**63 - 1
 Switch: TypeAlias = Annotated[bool, arg(help_behavior_hint="")]
@@ -57,6 +57,25 @@ class Command(ABC):
         """The words of the command line as tyro is to read them; `--` stands before those that are no options."""
         return list(words)
 
+    @classmethod
+    def split_at_script(cls, words: Sequence[str]) -> list[str]:
+        """The same for a command that takes a script: words behind the script are the script's, whatever they look like.
+
+        Raises:
+            UserError: an option before the script is none of this command.
+        """
+        at = next((number for number, word in enumerate(words) if word.endswith(".py")), None)
+        if at is None:
+            return list(words)
+        options = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(cls)}
+        options = {"--help", *options} - {"--script", "--arguments"}
+        for word in words[:at]:
+            option = word.partition("=")[0]
+            if option.startswith("--") and option.replace("_", "-") not in options:
+                hint = nearest(option, options) or f"; options before the script are {', '.join(sorted(options))}"
+                raise UserError(f"there is no option {option}{hint}")
+        return [*words[:at], "--", *words[at:]]
+
     @abstractmethod
     def answer(self) -> Answer:
         """Do what the command says.
@@ -78,5 +97,4 @@ class ScriptCommand(Command):
 
     @classmethod
     def split(cls, words: Sequence[str]) -> list[str]:
-        at = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
-        return [*words[:at], *(["--"] if at < len(words) else []), *words[at:]]
+        return cls.split_at_script(words)

@@ -174,11 +174,12 @@ def _group(group: GroupMemory) -> Sequence[str]:
 def _machine(plan: Plan) -> Iterator[str]:
     machine = plan.machine
     short = "  NOT ENOUGH" if plan.host_bytes > machine.memory_bytes else ""
+    there = f"this machine has {amount(machine.memory_bytes)}, of which {amount(machine.memory_free)} are free{short}"
+    there = "how much the other machine has is not known" if machine.planned_for else there
     ranks = sum(group.ranks for group in plan.groups if group.libraries)
     yield (
         f"  together {amount(plan.host_bytes)} of host memory, {amount(plan.driver_bytes)} of it the driver's"
-        f"{f', in {ranks + 1} processes' if ranks else ''}; this machine has {amount(machine.memory_bytes)}, of which "
-        f"{amount(machine.memory_free)} are free{short}"
+        f"{f', in {ranks + 1} processes' if ranks else ''}; {there}"
     )
     for pool, needed in plan.device_bytes.items():
         there = (
@@ -188,6 +189,8 @@ def _machine(plan: Plan) -> Iterator[str]:
         )
         short = "  NOT ENOUGH" if machine.gpus and needed > machine.gpu_bytes else ""
         yield f"  together {amount(needed)} of each GPU of {pool}; {there}{short}"
+    if machine.gpus and not plan.device_bytes:
+        yield f"  nothing of it is on a GPU, of which the machine has {machine.gpus}: no group with a model is placed on a pool with gpus=..."
 
 
 def _disk(plan: Plan) -> Iterable[Sequence[str]]:

@@ -51,9 +51,7 @@ class Submit(Command):
 
     @classmethod
     def split(cls, words: Sequence[str]) -> list[str]:
-        """Words after the script are the script's, whatever they look like."""
-        at = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
-        return [*words[:at], *(["--"] if at < len(words) else []), *words[at:]]
+        return cls.split_at_script(words)
 
     def answer(self) -> Answer:
         from ..controllers.backends.job_request import JobRequest

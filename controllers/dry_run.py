@@ -145,8 +145,8 @@ def _refuse_to_write(event: str, arguments: tuple[Any, ...]) -> None:
     does = "starts" if event == "subprocess.Popen" else "writes"
     raise UserError(
         f"before it makes its driver, the script {does} {os.fsdecode(what) if isinstance(what, str | bytes | os.PathLike) else what}"
-        f"{_place()}, and weft plan starts and writes nothing. Run the script once, so that it is there; or make it by "
-        "weft.prepared(...), which also says how to sketch it"
+        f"{_place()}, and weft plan starts and writes nothing. Do it only where it is not done yet, and run the script "
+        "once; or make it by weft.prepared(...), which also says how to sketch it"
     )
 
 

@@ -46,7 +46,7 @@ Data = str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]]
 
 
 @short_errors
-@names_parameters("weft.train")
+@names_parameters("weft.train", "; what else workers are set to goes into the program that explain=True prints")
 def train(
     model: str | Path,
     data: Data,

@@ -54,6 +54,7 @@ def bind_signature(
     kwargs: Mapping[str, Any],
     *,
     name: str | None = None,
+    others: str = "",
 ) -> inspect.BoundArguments:
     """`inspect.Signature.bind` with defaults filled in and errors that name the nearest right argument.
 
@@ -63,6 +64,7 @@ def bind_signature(
         args: arguments given by position.
         kwargs: arguments given by name.
         name: the function's name in messages; None: its own name.
+        others: end of the message about an unknown argument that is near no known one.
 
     Raises:
         UserError: an argument is unknown, missing, given twice, or one too many.
@@ -73,7 +75,7 @@ def bind_signature(
     takes = ", ".join(named) or "only rows"
     for given, value in kwargs.items():
         if given not in named and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            hint = nearest(given, named) or f"; it takes {takes}"
+            hint = nearest(given, named) or f"; it takes {takes}{others}"
             raise UserError(f"{who} takes no argument {given!r} (value {value!r}){hint}")
     try:
         bound = inspect.Signature(parameters).bind(*args, **kwargs)
@@ -110,11 +112,12 @@ def names_arguments(cls: type[T]) -> type[T]:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def names_parameters(name: str) -> Callable[[F], F]:
+def names_parameters(name: str, others: str = "") -> Callable[[F], F]:
     """Make a function refuse wrong arguments with the messages of `bind_signature`.
 
     Args:
         name: the function's name in messages.
+        others: see `bind_signature`.
 
     >>> @names_parameters("measure")
     ... def measure(*, height: int) -> int:
@@ -127,7 +130,7 @@ def names_parameters(name: str) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def check_and_call(*args: Any, **kwargs: Any) -> Any:
-            bind_signature(function, 0, args, kwargs, name=name)
+            bind_signature(function, 0, args, kwargs, name=name, others=others)
             return function(*args, **kwargs)
 
         return cast(F, check_and_call)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..dataflow.column import IMAGES, RESPONSE_IDS, ROUTES, TEMPERATURE
+from ..dataflow.errors import UserError
 from .dispatch import Coordinates
 from .images import check_images
 from .row_cost import RowCost, row_cost_of
@@ -52,6 +53,12 @@ class EngineWorker(Worker):
             from .training.fsdp import FsdpEngine as make
         where = replace(context, rank=0, world_size=1, rendezvous=None) if alone else context
         self.engine: TrainingEngine = make(config, where, training, head=head)
+        missing = [name for name in vars(TrainingEngine) if name[0] != "_" and not hasattr(self.engine, name)]
+        if missing:
+            made = type(self.engine).__name__
+            raise UserError(
+                f"engine={config.engine!r} made a {made}, which is no TrainingEngine: it has no {', '.join(missing)}"
+            )
 
     @classmethod
     def check(cls, config: Any, nodes: Sequence[Node], source: Source) -> None:

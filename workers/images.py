@@ -46,9 +46,9 @@ def check_images(model: str | Path, source: Source) -> None:
     settings = read_model_config(model)
     if not sees_images(settings):
         kind = settings.get("model_type")
-        known = " (it is trained on text alone, whatever it could see)" if kind in causal_lm_types() else ""
+        known = ", which is trained on text alone, whatever it could see" if kind in causal_lm_types() else ""
         raise UserError(
-            f"{source.name}: column {str(IMAGES)!r} holds images, and the model in {model} is given text alone (type {kind!r}){known}; "
+            f"{source.name}: column {str(IMAGES)!r} holds images, and the model in {model} is given text alone (type {kind!r}{known}); "
             "leave the column out, or rename it if only a reward function is to have it"
         )
     token = image_token(settings)

@@ -35,6 +35,8 @@ class Machine:
     """Of one GPU; 0 where there is none."""
     disk_free: int
     """Where this directory lies."""
+    planned_for: bool = False
+    """Its GPUs are those of another machine, whose host memory is not known."""
 
 
 @dataclass(frozen=True)
@@ -151,4 +153,4 @@ def this_machine() -> Machine:
         import torch
 
         gpu_bytes = torch.cuda.get_device_properties(0).total_memory
-    return Machine(machine_cpus(), gpus, total, total - used, gpu_bytes, shutil.disk_usage(".").free)
+    return Machine(machine_cpus(), gpus, total, total - used, gpu_bytes, shutil.disk_usage(".").free, other is not None)

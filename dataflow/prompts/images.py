@@ -107,7 +107,10 @@ def _check(values: pa.Array, column: str, kind: pa.DataType, origin: Origin) -> 
 
 def _what_instead(kind: pa.DataType) -> str:
     what = f"is {type_name(kind)} without the bytes of an image"
-    return f"the column {what}: an image is its file's content (PNG, JPEG, ...), or an object with that as 'bytes'"
+    return (
+        f"the column {what}: an image is its file's content (PNG, JPEG, ...), or an object with that as 'bytes'; paths and addresses "
+        "are not followed"
+    )
 
 
 def why_unreadable(encoded: pa.Buffer) -> str:
@@ -121,7 +124,9 @@ def why_unreadable(encoded: pa.Buffer) -> str:
         except (Image.DecompressionBombWarning, Image.DecompressionBombError):
             return f"it has more than the {Image.MAX_IMAGE_PIXELS:,} pixels that Pillow takes for safe"
         except Exception as error:  # a decoder can fail in any way
-            return f"it is no image that Pillow can read ({short(str(error))})"
+            return (
+                f"it is no image that Pillow can read ({short(str(error)) if str(error) else 'its header is cut off'})"
+            )
 
 
 def with_places(messages: Sequence[dict[str, Any]], images: int) -> list[dict[str, Any]]:

@@ -102,6 +102,15 @@ def test_a_machine_with_gpus_is_planned_for_without_one(folder: Path):
     assert done.returncode == 0, done.stderr
     machine = json.loads(done.stdout)["machine"]
     assert (machine["gpus"], machine["gpu_bytes"]) == (8, 80 * 2**30)
+    assert machine["planned_for"]
+    script.write_text(SCRIPT)
+    unused = plan(folder, "--machine", "8x80", "train.py").stdout
+    assert "nothing of it is on a GPU, of which the machine has 8" in unused and "this machine has" not in unused
+    mistyped = plan(folder, "--machin", "8x80", "train.py")
+    assert (mistyped.returncode, mistyped.stderr) == (
+        2,
+        "error: there is no option --machin; did you mean '--machine'?\n",
+    )
     wrong = plan(folder, "--machine", "80GB", "train.py")
     assert (
         wrong.returncode == 2

@@ -125,6 +125,7 @@ def test_each_held_out_set_that_has_a_name_is_an_evaluation(even: Any, capsys: p
     [
         ({"method": "grop"}, "method='grop'; did you mean 'grpo'?"),
         ({"mehtod": "grpo"}, "weft.train takes no argument 'mehtod' (value 'grpo'); did you mean 'method'?"),
+        ({"offload": "moments"}, "; what else workers are set to goes into the program that explain=True prints"),
         ({"rewards": None}, "method='grpo' trains on responses that are rewarded: give rewards=..."),
         ({"method": "gpro"}, "method='gpro'; did you mean 'grpo'?"),
         ({"reading": {"promt": "prompt"}}, "no setting 'promt' (value 'prompt'); did you mean 'prompt'?"),

@@ -325,7 +325,7 @@ def test_a_source_whose_images_do_not_fit_the_model_is_refused_before_anything_s
     of_text: Any = [(ActorConfig(model=tiny_model), ActorWorker), (RolloutConfig(model=tiny_model), RolloutWorker)]
     for config, worker in of_text:
         with pytest.raises(
-            UserError, match=r"'images' holds images, and the model in .* is given text alone \(type 'qwen2'\)"
+            UserError, match=r"'images' holds images, and the model in .* is given text alone \(type 'qwen2', which is"
         ):
             worker.check(config, (), source(prompt_ids=pa.array([[1]] * 5), images=SEEN))
     rollout = RolloutConfig(model=seeing, engine="transformers")

@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from ...algorithms.loss import Loss
+from ...dataflow.arguments import bind_signature
 from ...dataflow.batch import Batch
 from ...dataflow.config import Config
 from ...dataflow.errors import UserError
@@ -154,6 +155,8 @@ class ModelConfig(Config):
                     f"{name}={getattr(self, name)}: model {str(self.model)!r} (type {settings['model_type']!r}) sees images, and its ranks "
                     "share neither layers nor tokens yet; leave it at 1"
                 )
+        if self.engine is not None:
+            _check_call(self.engine)
         check_weights(self.model, trained=self.engine is None)
         if self.pipeline_parallel > 1 and self.engine is None:
             raise UserError(
@@ -169,6 +172,20 @@ class ModelConfig(Config):
                 )
             if heads is not None and heads % self.sequence_parallel:
                 raise UserError(f"{what} does not divide the model's attention heads ({heads})")
+
+
+def _check_call(make: EngineFactory) -> None:
+    """Check that a factory takes what it is called with.
+
+    Raises:
+        UserError: it does not.
+    """
+    name = f"engine={getattr(make, '__qualname__', repr(make))}"
+    try:
+        bind_signature(make, 0, ("config", "context", "training"), {"head": "logprobs"}, name=name)
+    except ValueError as error:  # of `inspect.signature`, too: a partial whose function does not take what it sets
+        said = str(error) if isinstance(error, UserError) else f"{name}: {error}"
+        raise UserError(f"{said}. It is called with (config, context, training, head=...): docs/your_own.md") from None
 
 
 Head = Literal["logprobs", "values", "rewards"]

@@ -112,7 +112,8 @@ def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(tmp_path
         ({"prompt": [{"role": "user", "content": 4}]}, "the content of a message of role 'user' is 4; it must be text"),
         (
             {"prompt": "What is it?", "images": ["cat.png"]},
-            "line 1: column 'images', image 1: the column is list of text without the bytes of an image",
+            "line 1: column 'images', image 1: the column is list of text without the bytes of an image: an "
+            "image is its file's content (PNG, JPEG, ...), or an object with that as 'bytes'; paths and addresses are not followed",
         ),
         (
             {"prompt": "a", "image": {"bytes": None, "path": "cat.png"}},

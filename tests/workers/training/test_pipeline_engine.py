@@ -1,6 +1,7 @@
 """An engine of another kind in the place of FsdpEngine: a pipeline over two processes computes the same."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.dispatch import Coordinates, Dispatch
 from weft.workers.training.engine import EngineFactory
 from weft.workers.training.fsdp import FsdpEngine
+from weft.workers.worker import Context
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -93,5 +95,16 @@ def test_what_is_no_engine_or_has_no_pipeline_is_refused(tiny_model: Path):
     with pytest.raises(UserError, match="engine"):
         ActorConfig(model="m", engine="torchtitan")  # pyright: ignore[reportArgumentType]
     assert isinstance(FsdpEngine, EngineFactory)
+    for wrong, said in (
+        (lambda config, context: None, r"takes no argument 'head' .*; it takes config, context\. It is called with"),
+        (lambda config, *, head, context, training: None, r"too many positional arguments; .* It is called with"),
+        (partial(FsdpEngine, nothing=1), r"engine=.*It is called with \(config, context, training, head=...\)"),
+    ):
+        with pytest.raises(UserError, match=said):
+            ActorConfig(model=str(tiny_model), engine=wrong).check()  # pyright: ignore[reportArgumentType]
+    nothing = ActorConfig(model=str(tiny_model), engine=lambda config, context, training, head: None)  # pyright: ignore[reportArgumentType]
+    nothing.check()
+    with pytest.raises(UserError, match="made a NoneType, which is no TrainingEngine: it has no coordinates, logprobs"):
+        ActorWorker(nothing, Context("actor"))
     with pytest.raises(UserError, match="pipeline_parallel=2: FsdpEngine has no pipeline"):
         ActorConfig(model=str(tiny_model), pipeline_parallel=2).check()
