@@ -190,7 +190,7 @@ def _machine(plan: Plan) -> Iterator[str]:
         short = "  NOT ENOUGH" if machine.gpus and needed > machine.gpu_bytes else ""
         yield f"  together {amount(needed)} of each GPU of {pool}; {there}{short}"
     if machine.gpus and not plan.device_bytes:
-        yield f"  nothing of it is on a GPU, of which the machine has {machine.gpus}: no group with a model is placed on a pool with gpus=..."
+        yield f"  nothing of it is on a GPU, of which the machine has {machine.gpus}: no group with a model has a pool with gpus=..."
 
 
 def _disk(plan: Plan) -> Iterable[Sequence[str]]:

@@ -274,7 +274,7 @@ def examine(gpu: bool, checks: Sequence[Check] = CHECKS) -> list[Record]:
 
         if not torch.cuda.is_available():
             raise UserError(
-                f"--gpu: torch {torch.__version__} finds no GPU here; without --gpu the checks run in the form that a CPU allows"
+                f"--gpu: torch {torch.__version__} finds no GPU here; --try runs the checks in the form that a CPU allows"
             )
     records: list[Record] = []
     for check in checks:
