@@ -98,7 +98,7 @@ def test_what_is_no_engine_or_has_no_pipeline_is_refused(tiny_model: Path):
     for wrong, said in (
         (lambda config, context: None, r"takes no argument 'head' .*; it takes config, context\. It is called with"),
         (lambda config, *, head, context, training: None, r"too many positional arguments; .* It is called with"),
-        (partial(FsdpEngine, **{"nothing": 1}), r"engine=.*It is called with \(config, context, training, head=...\)"),
+        (partial(FsdpEngine, nothing=1), r"engine=.*It is called with \(config, context, training, head=...\)"),  # pyright: ignore[reportCallIssue]
     ):
         with pytest.raises(UserError, match=said):
             ActorConfig(model=str(tiny_model), engine=wrong).check()  # pyright: ignore[reportArgumentType]
