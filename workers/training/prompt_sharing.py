@@ -79,17 +79,20 @@ class SharingCost:
     leaves them out."""
 
     def shared(self, prompts: np.ndarray, after: np.ndarray, same: np.ndarray) -> float:
-        """The cost of rows that share their prompts, in tokens of linear layers.
+        """The cost of rows, in tokens of linear layers, of which those with equal prompts share them.
 
         Args:
             prompts: [rows] tokens of each prompt.
             after: [rows] tokens that come after it.
             same: [rows], equal for rows with equal prompts.
         """
-        _, first = np.unique(same, return_index=True)
-        after = after.astype(np.float64)
-        seen = after * (prompts + after if self.masked else prompts + after / 2)
-        return float(self.row(prompts[first]).sum() + (after + 2 * seen / self.row.attention_length).sum())
+        _, first, of_row, count = np.unique(same, return_index=True, return_inverse=True, return_counts=True)
+        several = count[of_row] > 1
+        alone = self.row((prompts + after)[~several]).sum()
+        before, own = prompts[several], after[several].astype(np.float64)
+        seen = own * (before + own if self.masked else before + own / 2)
+        once = self.row(prompts[first[count > 1]]).sum()
+        return float(alone + once + (own + 2 * seen / self.row.attention_length).sum())
 
     def pays(self, prompts: np.ndarray, after: np.ndarray, same: np.ndarray) -> bool:
         """Whether it leaves out enough that rows share their prompts; see `shared`."""

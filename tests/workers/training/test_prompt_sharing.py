@@ -132,6 +132,11 @@ def test_rows_that_share_little_are_computed_as_they_are():
     assert equal_prompts(prompts, cu_seqlens, np.array([1, 0, 1]), cost) is None  # the second is not computed
 
 
+def test_a_row_that_shares_no_prompt_costs_what_it_costs_alone():
+    cost, prompts, after = SharingCost(RowCost(100)), np.array([50, 20]), np.array([500, 30])
+    assert cost.shared(prompts, after, np.array([0, 1])) == pytest.approx(RowCost(100)(prompts + after).sum())
+
+
 def test_rows_share_prompts_only_where_their_attention_costs_less_than_is_left_out():
     """Responses of 4,096 tokens to prompts of 1,024: a mask makes each of them look at all 5,120 keys, without one at half of its own."""
     prompts, counts, same = np.full(8, 1024), np.full(8, 4096), np.zeros(8, np.int64)
