@@ -58,10 +58,7 @@ def check_images(model: str | Path, source: Source) -> None:
     wrong = np.flatnonzero(places != counts)
     if len(wrong):
         row = int(wrong[0])
-        raise UserError(
-            f"{source.name}: row {row} has {counts[row]} images, and its prompt has {places[row]} placeholders (token id {token} of the "
-            f"model in {model}); each image has one, which the chat template writes"
-        )
+        raise UserError(f"{source.name}: row {row} {_misplaced(counts[row], places[row], token, model)}")
 
 
 def image_token(settings: Mapping[str, Any]) -> int | None:
@@ -72,6 +69,13 @@ def image_token(settings: Mapping[str, Any]) -> int | None:
     """
     return next(
         (settings[name] for name in ("image_token_id", "image_token_index") if settings.get(name) is not None), None
+    )
+
+
+def _misplaced(images: int, places: int, token: int, model: str | Path) -> str:
+    return (
+        f"has {images} images, and its prompt has {places} placeholders (token id {token} of the model in {model}); each image has one, "
+        "which the chat template writes"
     )
 
 
@@ -144,10 +148,7 @@ class ImageReader:
         if not len(images):  # without an image the token is one as any other
             return SeenPrompt(prompt_ids, np.zeros(len(prompt_ids), bool))
         if len(places) != len(images):
-            raise UserError(
-                f"it has {len(images)} images, and its prompt has {len(places)} placeholders (token id {self.token} of the model in "
-                f"{self._model}); each image has one, which the chat template writes"
-            )
+            raise UserError(f"it {_misplaced(len(images), len(places), self.token, self._model)}")
         seen = tuple(self.see(image) for image in images)
         pieces: list[np.ndarray] = []
         end = 0
