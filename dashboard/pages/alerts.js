@@ -19,6 +19,6 @@ function view(data, context) {
   return h("div", { key: "list" }, latest.map((alert, place) => entry(alert, place, context)));
 }
 
-const badge = (facts) => (facts.alerts ? { text: count(facts.alerts), tone: "busy" } : null);
+const badge = (facts) => (facts.alerts ? { text: count(facts.alerts), tone: "warn" } : null);
 
 export const alerts = { title: "Alerts", loads: ["run"], follows: ["alerts", "status"], load: ({ run }, signal) => get("alerts", { run }, signal), view, badge };

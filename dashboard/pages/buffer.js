@@ -42,7 +42,7 @@ function view(data, context) {
   const [from, to] = stepsOf(context.params) ?? [-Infinity, Infinity];
   const staleness = (data.staleness ?? []).filter((row) => row.step >= from && row.step <= to);
   const drops = data.drops.map((drop) => [line(drop.reason, 80), drop.rows, count(drop.rows), "--bad"]);
-  const space = segments && [["in segments", segments.bytes, bytes(segments.bytes)], segments.spilled_bytes != null && ["spilled to disk", segments.spilled_bytes, bytes(segments.spilled_bytes), "--busy"], segments.budget_bytes != null && ["budget", segments.budget_bytes, bytes(segments.budget_bytes), "--idle"]].filter(Boolean);
+  const space = segments && [["in segments", segments.bytes, bytes(segments.bytes)], segments.spilled_bytes != null && ["spilled to disk", segments.spilled_bytes, bytes(segments.spilled_bytes), "--warn"], segments.budget_bytes != null && ["budget", segments.budget_bytes, bytes(segments.budget_bytes), "--idle"]].filter(Boolean);
   return [
     h("h2", { class: "hidden-text", key: "title" }, "Buffer"),
     known && figures([["waiting", count(totals.waiting)], ["leased", count(totals.leased)], ["done", count(totals.done), "ok"], ["dropped", count(totals.dropped), totals.dropped ? "bad" : ""], segments && ["segments", count(segments.count)], segments && ["bytes", bytes(segments.bytes)]]),

@@ -1,9 +1,9 @@
 // A line chart: uPlot draws, and this says what. Bands, marks, zoom by dragging, one cursor over all charts of a page.
 import { colour, h } from "./dom.js";
-import { bytes, duration, number, percent } from "./format.js";
+import { axisLabels, bytes, duration, number, percent } from "./format.js";
 import { plain } from "./text.js";
 
-const MARKS = { checkpoint: "--idle", evaluation: "--accent", restart: "--bad", alert: "--busy" };
+const MARKS = { checkpoint: "--idle", evaluation: "--accent", restart: "--bad", alert: "--warn" };
 const NEAR_PX = 5;
 const CROWD = 60; // marks beyond which only alerts and restarts are drawn
 const TIMES = [0.001, 0.01, 0.1, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
@@ -113,8 +113,8 @@ export function chart(node, props) {
         y: { distr: current.log ? 3 : 1, range: (u, low, high) => bounds(low, high, current.log, current.floor) },
       },
       axes: [
-        { stroke: ink, grid: { show: false }, ticks: { show: false }, font, size: 18, ...(current.axis === "time_s" ? { incrs: TIMES } : {}), gap: 3, space: 72, values: (u, at) => at.map((v) => (v == null ? "" : format(v))) },
-        { stroke: ink, grid, ticks: { show: false }, font, size: current.form === "bytes" ? 54 : 44, gap: 4, space: current.log ? 18 : 24, values: (u, at) => at.map((v) => (v == null ? "" : formOf(current.form)(v))) },
+        { stroke: ink, grid: { show: false }, ticks: { show: false }, font, size: 18, ...(current.axis === "time_s" ? { incrs: TIMES } : {}), gap: 3, space: 72, values: (u, at) => axisLabels(at, format) },
+        { stroke: ink, grid, ticks: { show: false }, font, size: current.form === "bytes" ? 54 : 44, gap: 4, space: current.log ? 18 : 24, values: (u, at) => axisLabels(at, formOf(current.form)) },
       ],
       cursor: { y: false, points: { size: 6 }, drag: { x: true, y: false, setScale: false }, sync: { key: "weft", scales: ["x", null] } },
       series: [{}, ...series], bands, hooks: { draw: [drawMarks], setCursor: [hover], setSelect: [selected] },

@@ -13,10 +13,23 @@ async function load({ params }, signal) {
   return { ...found, curves };
 }
 
-const shown = (value) => (value == null ? "–" : typeof value === "number" ? number(value) : line(typeof value === "object" ? JSON.stringify(value) : value, 300));
+const MOST_ENTRIES = 24; // of a setting that has parts
+const told = (value) => (value != null && typeof value === "object" ? Object.entries(value).map(([name, part]) => (Array.isArray(value) ? told(part) : `${name} ${told(part)}`)).join(", ") || "none" : String(value ?? "–"));
+const brief = (value) => line(told(value), 200);
+
+/** A setting's value; one that has parts, such as a node, has an entry for each of them. */
+function shown(value) {
+  if (value == null) return "–";
+  if (typeof value === "number") return number(value);
+  if (typeof value !== "object") return line(value, 300);
+  const parts = Array.isArray(value) ? value.map((part) => ["", part]) : Object.entries(value);
+  if (!parts.length) return "none";
+  const more = parts.length - MOST_ENTRIES;
+  return h("dl", { class: "parts" }, parts.slice(0, MOST_ENTRIES).map(([name, part]) => h("div", {}, name ? h("dt", {}, line(name, 60)) : null, h("dd", {}, brief(part)))), more > 0 ? h("div", {}, `… ${count(more)} more`) : null);
+}
 
 function differences(title, rows, data, same) {
-  const columns = [{ name: "name", title: "", label: "name", cell: (row) => h("span", { class: "mono" }, line(row.name, 120)) }, { name: "a", title: line(data.a, 40), wide: true, cell: (row) => shown(row.a) }, { name: "b", title: line(data.b, 40), wide: true, cell: (row) => shown(row.b) }];
+  const columns = [{ name: "name", title: "", label: "name", cell: (row) => h("span", { class: "mono" }, line(row.name, 120)) }, { name: "a", title: line(data.a, 40), wraps: true, cell: (row) => shown(row.a) }, { name: "b", title: line(data.b, 40), wraps: true, cell: (row) => shown(row.b) }];
   return [h("h2", { key: `${title}-title` }, title), rows?.length ? h("div", { class: "panel", key: title }, table(columns, rows, { label: title, key: (row) => row.name })) : h("p", { class: "soft", key: title }, same)];
 }
 

@@ -13,7 +13,7 @@ const FOUND = 36;
 const FEW = 20; // points that are drawn as they are
 const AXES = { step: "steps", time_s: "time", samples: "samples" };
 const COLOURS = ["--s1", "--s2", "--s3", "--s4", "--s5", "--s6", "--s7", "--s8"];
-const SMOOTHING = "0.6";
+const SMOOTHING = "0.2";
 const UNITS = { "0 to 1": "", "of the reward": "", "of the gradient": "", "tokens/s": "", ratio: "", "nats/token": "nats a token" };
 
 const runsOf = (params) => [params.run, ...parted(params.runs)].filter((run, place, all) => run && all.indexOf(run) === place);
@@ -132,7 +132,7 @@ function toolbar(data, { params, set, runs }) {
   return h("div", { class: "toolbar", key: "toolbar" },
     h("input", { type: "search", placeholder: `Search ${data.metrics.length} metrics`, "aria-label": "search metrics", value: params.q ?? "", on: { input: (event) => set({ q: event.target.value }) } }),
     h("span", { class: "chips", role: "group", "aria-label": "axis" }, Object.keys(AXES).map(axis)),
-    h("label", {}, "smooth", h("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: weight, on: { input: (event) => set({ smooth: event.target.value }) } }), number(Number(weight))),
+    h("label", {}, "smooth", h("input", { type: "range", min: "0", max: "1", step: "0.05", value: weight, on: { input: (event) => set({ smooth: event.target.value }) } }), number(Number(weight))),
     h("label", {}, h("input", { type: "checkbox", checked: Boolean(params.log), on: { change: (event) => set({ log: event.target.checked }) } }), "log"),
     data.runs.length > 1 ? h("label", {}, h("input", { type: "checkbox", checked: Boolean(params.band), on: { change: (event) => set({ band: event.target.checked }) } }), "mean and band") : null,
     add,

@@ -100,9 +100,9 @@ export function patch(parent, next) {
   }
 }
 
-/** A colour of the style sheet, such as "--ink", as a canvas takes it. */
+/** A colour of the style sheet, such as "--ink" or "color-mix(…)", as a canvas takes it. */
 export function colour(name) {
   const probe = document.getElementById("probe") ?? document.body.appendChild(h("i", { id: "probe", hidden: true }));
-  probe.style.color = `var(${name})`;
+  probe.style.color = name.startsWith("--") ? `var(${name})` : name;
   return getComputedStyle(probe).color;
 }

@@ -17,6 +17,19 @@ export function number(value) {
   return value < 0 ? `−${text}` : text;
 }
 
+/** Labels of an axis, formatted by `form`, with enough decimals that no two of them are alike: 0.9995 and 1, not "1" and "1". */
+export function axisLabels(values, form = number) {
+  const labels = values.map((value) => (value == null ? "" : form(value)));
+  const known = values.filter((value) => value != null);
+  if (new Set(known.map(form)).size === known.length) return labels;
+  const [scale, unit] = form === percent ? [100, " %"] : [1, ""];
+  if (form !== number && form !== percent) return labels.map((label, place) => (labels.indexOf(label) === place ? label : ""));
+  const gap = Math.min(...known.slice(1).map((value, place) => scale * Math.abs(value - known[place])));
+  const decimals = Math.min(12, Math.max(0, Math.ceil(-Math.log10(gap) - 1e-9) + (Number.isInteger(+(gap / 10 ** Math.floor(Math.log10(gap))).toPrecision(6)) ? 0 : 1)));
+  const exact = new Intl.NumberFormat("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
+  return values.map((value) => (value == null ? "" : exact.format(scale * value).replace("-", "−") + unit));
+}
+
 export const count = (value) => (value == null ? NONE : grouped.format(value));
 export const percent = (share) => (share == null ? NONE : `${share > 0 && share < 0.01 ? (100 * share).toPrecision(1) : Math.round(100 * share)} %`);
 export const signed = (value) => (value == null ? NONE : value > 0 ? `+${number(value)}` : number(value));

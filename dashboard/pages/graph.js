@@ -8,13 +8,17 @@ import { empty, table } from "./table.js";
 import { line } from "./text.js";
 
 const WIDTH = 160;
+const NARROWEST = 84; // of a node where several stand beside one another on a phone
 const HEIGHT = 76;
 const MARGIN = 10;
+const GAP = 40; // between layers beside one another, at least
+const DOWN_GAP = 32;
+const [LANE, DOWN_LANE] = [28, 12]; // between edges of weights
 const ARROWS = [["arrow", "tip-ink"], ["arrow-weights", "tip-accent"]];
 const cut = (text, limit) => (text.length > limit ? `${text.slice(0, limit - 1)}…` : text);
 const short = (name) => name.split("/").pop().split(".").pop();
 
-function bar(node, x, y) {
+function bar(node, x, y, width) {
   const parts = [[node.done, "tip-ok"], [node.leased, "tip-busy"], [node.waiting, "tip-idle"]];
   const inside = (node.leased ?? 0) + (node.waiting ?? 0);
   if (inside) parts[0][0] = Math.min(parts[0][0] ?? 0, inside); // what is in flight stays visible in a long run
@@ -22,7 +26,7 @@ function bar(node, x, y) {
   let at = x;
   return parts.map(([rows, shade]) => {
     if (!rows || !total) return null;
-    const wide = Math.max(2, (rows / total) * (WIDTH - 24));
+    const wide = Math.max(2, (rows / total) * (width - 24));
     const drawn = s("rect", { class: shade, x: at, y, width: Math.max(1, wide - 1), height: 6, rx: 2 });
     at += wide;
     return drawn;
@@ -37,32 +41,34 @@ function noteOf(node) {
   return flow;
 }
 
-function box(node, { x, y }, chosen, choose) {
+function box(node, { x, y }, width, chosen, choose) {
+  const letters = (size) => Math.floor((width - 24) / size);
   const runs = node.group ? `${node.group}${node.ranks > 1 ? ` · ${node.ranks} ranks` : ""}` : (node.shape ?? "");
   const rows = `${count(node.waiting)} rows waiting, ${count(node.leased)} leased, ${count(node.done)} done`;
   const listens = { click: () => choose(node.name), keydown: (event) => (event.key === "Enter" || event.key === " ") && (event.preventDefault(), event.stopPropagation(), choose(node.name)) };
   return s("g", { class: `node ${node.busy ? "busy" : ""} ${chosen ? "on" : ""}`, key: node.name, tabindex: 0, role: "button", "aria-pressed": String(chosen), "aria-label": `${node.name}, ${runs}, ${node.busy ? "busy" : "idle"}: ${rows}`, on: listens },
     s("title", {}, `${line(node.name)}\n${rows}`),
-    s("rect", { class: "box", x, y, width: WIDTH, height: HEIGHT, rx: 8 }),
-    s("circle", { class: node.busy ? "tip-busy pulse" : "tip-idle", cx: x + WIDTH - 14, cy: y + 15, r: 4 }),
-    s("text", { class: "nm", x: x + 12, y: y + 20 }, cut(line(short(node.name)), 16)),
-    s("text", { class: "gr", x: x + 12, y: y + 35 }, cut(line(runs), 23)),
-    bar(node, x + 12, y + 44),
-    s("text", { class: "ct", x: x + 12, y: y + 66 }, cut(line(noteOf(node)), 23)));
+    s("rect", { class: "box", x, y, width, height: HEIGHT, rx: 8 }),
+    s("circle", { class: node.busy ? "tip-busy pulse" : "tip-idle", cx: x + width - 14, cy: y + HEIGHT - 14, r: 4 }),
+    s("text", { class: "nm", x: x + 12, y: y + 20 }, cut(line(short(node.name)), letters(7))),
+    s("text", { class: "gr", x: x + 12, y: y + 35 }, cut(line(runs), letters(5.9))),
+    bar(node, x + 12, y + 44, width),
+    s("text", { class: "ct", x: x + 12, y: y + 66 }, cut(line(noteOf(node)), letters(6.2))));
 }
 
-function path(from, to, down) {
-  const [x1, y1, x2, y2] = down ? [from.x + WIDTH / 2, from.y + HEIGHT, to.x + WIDTH / 2, to.y - 2] : [from.x + WIDTH, from.y + HEIGHT / 2, to.x - 2, to.y + HEIGHT / 2];
+function path(from, to, width, down) {
+  const [x1, y1, x2, y2] = down ? [from.x + width / 2, from.y + HEIGHT, to.x + width / 2, to.y - 2] : [from.x + width, from.y + HEIGHT / 2, to.x - 2, to.y + HEIGHT / 2];
   const [mx, my] = [(x1 + x2) / 2, (y1 + y2) / 2];
-  const bend = x2 - 44; // a long edge keeps its height until it is past the layers between, whose nodes stand elsewhere
-  if (!down && x2 - x1 > WIDTH) return { d: `M${x1} ${y1}L${bend} ${y1}C${bend + 24} ${y1} ${x2 - 24} ${y2} ${x2} ${y2}`, x: mx, y: y1 };
+  // A long edge keeps its direction until it is past the layers between, whose nodes stand elsewhere.
+  if (!down && x2 - x1 > width) return { d: `M${x1} ${y1}L${x2 - 44} ${y1}C${x2 - 20} ${y1} ${x2 - 24} ${y2} ${x2} ${y2}`, x: mx, y: y1 };
+  if (down && y2 - y1 > HEIGHT) return { d: `M${x1} ${y1}L${x1} ${y2 - 30}C${x1} ${y2 - 12} ${x2} ${y2 - 20} ${x2} ${y2}`, x: x1, y: my };
   return { d: down ? `M${x1} ${y1}C${x1} ${my} ${x2} ${my} ${x2} ${y2}` : `M${x1} ${y1}C${mx} ${y1} ${mx} ${y2} ${x2} ${y2}`, x: mx, y: my };
 }
 
-function flow(edge, places, down) {
+function flow(edge, places, width, down) {
   const [from, to] = [places[edge.from], places[edge.to]];
   if (!from || !to) return null;
-  const { d, x, y } = path(from, to, down);
+  const { d, x, y } = path(from, to, width, down);
   const text = edge.rows ? count(edge.rows) : "";
   return s("g", { key: `${edge.from}>${edge.to}` }, s("path", { class: "edge", d, "marker-end": "url(#arrow)" }), s("title", {}, `${count(edge.rows ?? 0)} rows wait here\n${(edge.columns ?? []).map((name) => line(name)).join(", ")}`),
     text ? s("text", { class: "edge-label", x: down ? x + 6 : x, y: down ? y + 4 : y - 7, "text-anchor": down ? "start" : "middle" }, text) : null);
@@ -77,7 +83,7 @@ export function weightsText(edge) {
   return [parts.join(", "), moved.join(", ").replace(", in ", " in ")].filter(Boolean).join(" · ");
 }
 
-function weights(edges, nodes, places, size, down) {
+function weights(edges, nodes, places, size, width, down) {
   const at = (group, method) => {
     const own = nodes.filter((node) => node.group === group && places[node.name]);
     return places[(own.find((node) => node.name.endsWith(`.${method}`)) ?? own[0])?.name];
@@ -85,8 +91,8 @@ function weights(edges, nodes, places, size, down) {
   return edges.map((edge, lane) => {
     const [from, to] = [at(edge.from, "update"), at(edge.to, "generate")];
     if (!from || !to) return null;
-    const low = (down ? size.width : size.height) + 26 + lane * 28;
-    const [x1, y1, x2, y2] = down ? [from.x + WIDTH, from.y + HEIGHT / 2, to.x + WIDTH + 2, to.y + HEIGHT / 2] : [from.x + WIDTH / 2, from.y + HEIGHT, to.x + WIDTH / 2, to.y + HEIGHT + 2];
+    const low = (down ? size.width + 16 : size.height + 26) + lane * (down ? DOWN_LANE : LANE);
+    const [x1, y1, x2, y2] = down ? [from.x + width, from.y + HEIGHT / 2, to.x + width + 2, to.y + HEIGHT / 2] : [from.x + width / 2, from.y + HEIGHT, to.x + width / 2, to.y + HEIGHT + 2];
     const d = down ? `M${x1} ${y1}C${low} ${y1} ${low} ${y1} ${low} ${y1 - 20}L${low} ${y2 + 20}C${low} ${y2} ${low} ${y2} ${x2} ${y2}` : `M${x1} ${y1}C${x1} ${low} ${x1} ${low} ${x1 - 40} ${low}L${x2 + 40} ${low}C${x2} ${low} ${x2} ${low} ${x2} ${y2}`;
     const text = weightsText(edge);
     return s("g", { key: `w${lane}` }, s("path", { class: "edge weights", d, "marker-end": "url(#arrow-weights)" }), s("title", {}, `${edge.from} → ${edge.to}: ${text}`),
@@ -106,21 +112,25 @@ function map(name, data, { params, set }) {
   const nodes = data.nodes.filter((node) => (node.graph ?? "") === name);
   const names = nodes.map((node) => node.name);
   const edges = shortest(data.edges.filter((edge) => names.includes(edge.from) && names.includes(edge.to)));
-  const down = innerWidth < 900 && nodes.length > 2;
   const room = innerWidth - (innerWidth > 760 ? 208 + 48 : 24) - 26 - 2 * MARGIN;
-  const size = layout(names, edges.map((edge) => [edge.from, edge.to]), { width: WIDTH, height: HEIGHT, gapAlong: down ? 40 : (layers) => Math.max(40, Math.min(110, (room - layers * WIDTH) / Math.max(1, layers - 1))), gapAcross: down ? 16 : 30, down });
-  for (const place of Object.values(size.places)) [place.x, place.y] = [place.x + MARGIN, place.y + MARGIN];
   const groups = new Set(nodes.map((node) => node.group));
   const followed = data.weights.filter((edge) => groups.has(edge.from) && groups.has(edge.to));
-  const below = followed.length ? 30 + followed.length * 28 : 0;
-  const [wide, high] = [size.width + 2 * MARGIN + (down ? below : 0), size.height + 2 * MARGIN + (down ? 0 : below)];
+  const placed = (width, down) => layout(names, edges.map((edge) => [edge.from, edge.to]), { width, height: HEIGHT, gapAlong: down ? DOWN_GAP : (layers) => Math.max(GAP, Math.min(110, (room - layers * WIDTH) / Math.max(1, layers - 1))), gapAcross: down ? 12 : 30, down });
+  const beside = placed(WIDTH, false);
+  const down = beside.width > room && nodes.length > 2; // layers that do not fit beside one another stand below one another
+  const lanes = followed.length ? (down ? 20 + followed.length * DOWN_LANE : 30 + followed.length * LANE) : 0;
+  const across = down ? Math.round((placed(WIDTH, true).width + 12) / (WIDTH + 12)) : 1; // nodes in the widest layer
+  const width = down ? Math.max(NARROWEST, Math.min(WIDTH, Math.floor((room - lanes + 12) / across) - 12)) : WIDTH;
+  const size = down ? placed(width, true) : beside;
+  for (const place of Object.values(size.places)) [place.x, place.y] = [place.x + MARGIN, place.y + MARGIN];
+  const [wide, high] = [size.width + 2 * MARGIN + (down ? lanes : 0), size.height + 2 * MARGIN + (down ? 0 : lanes)];
   const named = (node) => `${name}:${node}`;
   const choose = (node) => set({ node: params.node === named(node) ? "" : named(node) });
   const markers = ARROWS.map(([id, shade]) => s("marker", { id, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }, s("path", { class: shade, d: "M0 0L8 4L0 8z" })));
   return h("div", { class: "panel map", key: `map-${name}`, tabindex: "0", role: "region", "aria-label": `graph ${name}` },
     s("svg", { width: wide, height: high, viewBox: `0 0 ${wide} ${high}`, role: "group", "aria-label": `nodes of the graph ${name}` }, s("defs", {}, markers),
-      edges.map((edge) => flow(edge, size.places, down)), weights(followed, nodes, size.places, size, down),
-      nodes.map((node) => box(node, size.places[node.name], params.node === named(node.name), choose))),
+      edges.map((edge) => flow(edge, size.places, width, down)), weights(followed, nodes, size.places, size, width, down),
+      nodes.map((node) => box(node, size.places[node.name], width, params.node === named(node.name), choose))),
     down ? followed.map((edge) => h("p", { class: "small" }, `${edge.from} → ${edge.to}: ${weightsText(edge)}`)) : null);
 }
 

@@ -7,15 +7,21 @@ const LANE = { group: 26, rank: 18 };
 const BAR = { group: 16, rank: 10 };
 const TOP = 22;
 const of = (sizes, lane) => sizes[lane.kind] ?? sizes.group;
-const COLOURS = ["--s1", "--s2", "--s3", "--s5", "--s4", "--s6", "--s7", "--s8"];
-const SPECIAL = { weights: "--accent", checkpoint: "--ink3", evaluation: "--s7" };
+const HUES = ["--s1", "--s2", "--s3", "--s5", "--s4", "--s6"];
+const MIXED = ["var(--ink)", "var(--panel)"]; // each further round of the hues is darker or lighter than the one before
+export const OWN_WORK = { weights: "var(--accent)", checkpoint: "var(--ink3)", evaluation: "var(--s7)", recording: "var(--idle)" };
+const OWN = [[/weights|publish|canar/, "weights"], [/checkpoint/, "checkpoint"], [/^recorder\./, "recording"]];
 
-const OWN = [[/weights|publish|canar/, "--accent"], [/checkpoint/, "--ink3"], [/^recorder\./, "--idle"]];
-
-/** The colours of nodes: those of the graph in order, the run's own work (weights, checkpoints, recording) in one colour each. */
+/** The colours of nodes, as CSS: no two nodes of the graph share one; the run's own work (weights, checkpoints, recording) has one each. */
 export function shadesOf(nodes) {
   let next = 0;
-  return nodes.map((name) => OWN.find(([pattern]) => pattern.test(name))?.[1] ?? COLOURS[next++ % COLOURS.length]);
+  return nodes.map((name) => {
+    const own = OWN.find(([pattern]) => pattern.test(name));
+    if (own) return OWN_WORK[own[1]];
+    const [hue, round] = [HUES[next % HUES.length], Math.floor(next++ / HUES.length)];
+    if (!round) return `var(${hue})`;
+    return `color-mix(in srgb, var(${hue}) ${Math.max(30, 70 - 16 * Math.floor((round - 1) / MIXED.length))}%, ${MIXED[(round - 1) % MIXED.length]})`;
+  });
 }
 
 /** Distances between marks of an axis that people can read: 1, 2, 5, times a power of ten, and minutes and hours. */
@@ -35,7 +41,7 @@ export function lanes(node, props) {
   const tip = h("div", { class: "tip", hidden: true });
   node.append(canvas, tip);
   const wide = () => node.clientWidth - 24;
-  const left = () => (wide() < 520 ? 74 : 132);
+  const left = () => (wide() < 520 ? 88 : 132);
   const right = () => (wide() < 520 ? 40 : 54);
   const scale = () => {
     const [start, end] = current.range;
@@ -48,7 +54,7 @@ export function lanes(node, props) {
   function bars(ctx, lane, y) {
     const limit = wide() - right();
     const shades = shadesOf(current.data.nodes).map(colour);
-    const special = SPECIAL[lane.kind] && colour(SPECIAL[lane.kind]);
+    const special = OWN_WORK[lane.kind] && colour(OWN_WORK[lane.kind]);
     if (lane.bins) {
       const { t0, dt, nodes, shares } = lane.bins;
       for (let bin = 0; bin < shares.length; bin++) {

@@ -19,12 +19,11 @@ function spark(values) {
   return s("svg", { class: "spark", width: 72, height: 18, "aria-hidden": "true" }, s("polyline", { points: known.map(at).join(" "), fill: "none", stroke: "var(--s1)", "stroke-width": 1.5 }));
 }
 
+/** Why a run failed, what of it cannot be read, or its last alert: the line below its row. */
 function trouble(run) {
-  if (run.why) return h("span", { class: "bad-text", title: line(run.why, 1000) }, line(run.why, 160));
-  const harm = run.damage?.[0];
-  if (harm) return h("span", { class: "bad-text", title: line(run.damage.join("\n"), 2000) }, `cannot be read: ${line(harm, 160)}`);
-  const last = run.trouble;
-  return last ? h("span", { class: "soft", title: line(last.text, 1000) }, line(last.text, 160)) : null;
+  if (run.why) return h("span", { class: "bad-text clamped", title: line(run.why, 1000) }, "✕ ", line(run.why, 400));
+  if (run.damage?.length) return h("span", { class: "bad-text clamped", title: line(run.damage.join("\n"), 2000) }, "✕ cannot be read: ", line(run.damage[0], 400));
+  return run.trouble ? h("span", { class: "soft clamped", title: line(run.trouble.text, 1000) }, h("span", { class: "warn-text" }, "▲ "), line(run.trouble.text, 400)) : null;
 }
 
 function columns({ params, set }) {
@@ -43,7 +42,6 @@ function columns({ params, set }) {
     { name: "tokens", title: "Tokens/s", n: true, value: (run) => run.tokens_per_s, cell: (run) => number(run.tokens_per_s) },
     { name: "took", title: "Took", n: true, value: (run) => run.duration_s, cell: (run) => duration(run.duration_s) },
     { name: "updated", title: "Last written", n: true, value: (run) => run.updated_at, cell: (run) => ago(run.updated_at) },
-    { name: "trouble", title: "Last alert", wide: true, value: (run) => run.why ?? run.trouble?.text, cell: trouble },
   ];
 }
 
@@ -66,7 +64,7 @@ function view(data, context) {
   const state = (name) => h("button", { class: "chip", "aria-pressed": String(params.status === name), on: { click: () => set({ status: params.status === name ? "" : name }) } }, `${statusOf({ status: name }).word} ${data.runs.filter((run) => run.status === name).length}`);
   const lay = marked.length ? h("a", { class: "button", href: link("curves", { run: marked[0], runs: joined(marked.slice(1)) }) }, `Curves of ${marked.length} ${marked.length === 1 ? "run" : "runs"}`) : h("span", { class: "faint small" }, "Tick runs to lay them over one another.");
   const two = marked.length === 2 ? h("a", { class: "button", href: link("compare", { run: marked[0], with: marked[1] }) }, "Compare the two") : null;
-  const list = rows.length ? h("div", { class: "panel", key: "table" }, table(columns(context), sorted(columns(context), rows, params.sort ?? "-updated").slice(0, most), { sort: params.sort ?? "-updated", sorts: (sort) => set({ sort }), key: (run) => run.run, on: (run) => run.run === params.at, label: "runs" })) : empty("No run matches.", "The filter looks at names, states, settings and troubles.");
+  const list = rows.length ? h("div", { class: "panel", key: "table" }, table(columns(context), sorted(columns(context), rows, params.sort ?? "-updated").slice(0, most), { sort: params.sort ?? "-updated", sorts: (sort) => set({ sort }), key: (run) => run.run, on: (run) => run.run === params.at, note: trouble, label: "runs" })) : empty("No run matches.", "The filter looks at names, states, settings and troubles.");
   return [h("div", { class: "toolbar", key: "toolbar" }, filter, h("span", { class: "chips" }, states.map(state)), h("span", { class: "fill" }), lay, two), list,
     rows.length > most ? h("p", { class: "row", key: "more" }, h("span", { class: "soft small" }, `${count(most)} of ${count(rows.length)} runs.`), h("button", { on: { click: () => set({ most: most + SHOWN }) } }, `${count(Math.min(SHOWN, rows.length - most))} more`)) : null];
 }

@@ -12,6 +12,7 @@ import { SHADES, ramp, scaleOf, shadeOfColumn, tokens } from "./tokens.js";
 import { promptTurns, responseTurns } from "./turns.js";
 
 const AGAIN_MS = 700;
+const MOST_PARTS = 8; // of a reward, beside it
 
 async function load(context, signal) {
   const data = await read(context, signal).catch((error) => {
@@ -65,7 +66,7 @@ function response(sample, by, scale, context) {
   const scalars = Object.entries(sample.scalars ?? {}).filter(([, value]) => value != null && typeof value !== "object");
   const body = sample.turns?.length && params.as !== "tokens" ? responseTurns(sample, by, scale, render) : sample.tokens?.length && (params.as === "tokens" || !unnamed(sample)) ? widget(tokens, { sample, by, scale }, { class: "figured" }) : block(`${sample.id}/response`, sample.response, render);
   return h("article", { class: `panel response ${on ? "on" : ""}`, key: `s${sample.id}`, "aria-label": `response ${sample.id}` },
-    h("div", { class: "meta" }, figure("reward", number(sample.reward)), sample.advantage != null ? figure("advantage", signed(sample.advantage)) : null, length != null ? h("span", {}, `${count(length)} tokens`) : null, versions(sample), sample.truncated ? h("span", { class: "busy-text" }, "truncated") : null,
+    h("div", { class: "meta" }, figure("reward", number(sample.reward)), Object.entries(sample.parts ?? {}).slice(0, MOST_PARTS).map(([name, value]) => figure(line(name, 40), number(value))), sample.advantage != null ? figure("advantage", signed(sample.advantage)) : null, length != null ? h("span", {}, `${count(length)} tokens`) : null, versions(sample), sample.truncated ? h("span", { class: "warn-text" }, "truncated") : null,
       h("span", { class: "fill" }), h("a", { href: link("samples", { run, group: sample.group ?? params.group, sample: sample.id }), title: "permanent link" }, `#${sample.id}`), chip("diff", picked.includes(String(sample.id)), pick, `compare response ${sample.id}`)),
     sample.own_prompt ? h("details", {}, h("summary", {}, "its own prompt"), sample.prompt_turns?.length ? promptTurns(`${sample.id}/prompt`, sample.prompt_turns, render) : block(`${sample.id}/prompt`, sample.prompt, render, { class: "prompt" })) : null,
     body,

@@ -1,19 +1,24 @@
 // What is done to a curve before it is drawn.
 
-const POINTS = 40;
+const WIDEST = 0.1; // of the curve's length, on either side
 
-/** Exponential moving average of weight `weight` (0: the curve itself), without the pull of its start towards 0. The weight is that of a
-    curve of 40 points; one of more points is averaged over the same share of its length, so that a long run looks as smooth as a short one. */
-export function smooth(values, chosen) {
-  if (!chosen) return values;
-  const weight = chosen ** (POINTS / Math.max(POINTS, values.length));
-  let mean = 0;
-  let total = 0;
-  return values.map((value) => {
+/** Moving average with a triangular window, centred so that the curve does not lag behind what was measured. `strength` is 0 (the curve
+    itself) to 1 (a window of a tenth of the curve's length on either side). The window shrinks towards both ends, so the first and the
+    last value are the measured ones. */
+export function smooth(values, strength) {
+  const widest = Math.round(strength * WIDEST * values.length);
+  if (!widest) return values;
+  return values.map((value, at) => {
     if (value == null) return null;
-    mean = weight * mean + (1 - weight) * value;
-    total = weight * total + (1 - weight);
-    return mean / total;
+    const half = Math.min(widest, at, values.length - 1 - at);
+    let [sum, total] = [0, 0];
+    for (let place = at - half; place <= at + half; place++) {
+      if (values[place] == null) continue;
+      const weight = half + 1 - Math.abs(place - at);
+      sum += weight * values[place];
+      total += weight;
+    }
+    return sum / total;
   });
 }
 

@@ -17,8 +17,9 @@ export function sorted(columns, rows, sort) {
   return [...known, ...unknown];
 }
 
-/** columns: [{name, title, value(row), cell(row), n: is a number, wide}]; options: sort, set (of the address), key(row), on(row): is chosen, served: the server has sorted. */
-export function table(columns, rows, { sort, sorts, key, on, label, served }) {
+/** columns: [{name, title, value(row), cell(row), n: is a number, wide}]; options: sort, set (of the address), key(row), on(row): is chosen,
+    note(row): a line below the row, over its whole width; served: the server has sorted. */
+export function table(columns, rows, { sort, sorts, key, on, note, label, served }) {
   const head = (column) => {
     const direction = sort === column.name ? "ascending" : sort === `-${column.name}` ? "descending" : null;
     const next = direction === "descending" ? column.name : direction === "ascending" || column.n ? `-${column.name}` : column.name;
@@ -27,7 +28,14 @@ export function table(columns, rows, { sort, sorts, key, on, label, served }) {
     return h("th", { scope: "col", class: column.n ? "n" : "", "aria-sort": direction }, title || h("span", { class: "hidden-text" }, column.label ?? ""));
   };
   const cells = (row) => columns.map((column) => h("td", { class: `${column.n ? "n" : ""} ${column.wide ? "wide" : column.wraps ? "wraps" : ""}` }, column.cell ? column.cell(row) : (column.value(row) ?? "–")));
-  const body = (sorts && !served ? sorted(columns, rows, sort) : rows).map((row, place) => h("tr", { key: key ? String(key(row)) : String(place), class: on?.(row) ? "on" : "" }, cells(row)));
+  const body = (sorts && !served ? sorted(columns, rows, sort) : rows).flatMap((row, place) => {
+    const name = key ? String(key(row)) : String(place);
+    const below = note?.(row);
+    return [
+      h("tr", { key: name, class: `${on?.(row) ? "on" : ""} ${below ? "noted" : ""}` }, cells(row)),
+      below ? h("tr", { key: `${name}/note`, class: `note ${on?.(row) ? "on" : ""}` }, h("td", { colspan: String(columns.length) }, h("div", {}, below))) : null,
+    ];
+  });
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, h("table", {}, h("thead", {}, h("tr", {}, columns.map(head))), h("tbody", {}, body)));
 }
 

@@ -2,7 +2,7 @@
 import { get } from "./api.js";
 import { h, widget } from "./dom.js";
 import { clock, duration, percent } from "./format.js";
-import { lanes, shadesOf } from "./lanes.js";
+import { OWN_WORK, lanes, shadesOf } from "./lanes.js";
 import { joined, parted } from "./route.js";
 import { empty, table } from "./table.js";
 import { line } from "./text.js";
@@ -55,10 +55,10 @@ function critical(data) {
   const total = [...byNode.values()].reduce((a, b) => a + b, 0);
   if (!total) return null;
   const shades = shadesOf(data.nodes);
-  const shade = (node) => shades[data.nodes.indexOf(node)] ?? "--idle";
+  const shade = (node) => shades[data.nodes.indexOf(node)] ?? "var(--idle)";
   const [start, end] = [data.critical[0].start_s, data.critical[data.critical.length - 1].end_s];
   const rows = [...byNode].sort((a, b) => b[1] - a[1]).slice(0, 8).map(([node, seconds]) => [
-    h("span", { class: "mono" }, line(node)), h("span", { class: "track" }, h("i", { css: { width: `${(100 * seconds) / total}%`, "--shade": `var(${shade(node)})` } })), h("span", {}, `${duration(seconds)} · ${percent(seconds / total)}`),
+    h("span", { class: "mono" }, line(node)), h("span", { class: "track" }, h("i", { css: { width: `${(100 * seconds) / total}%`, "--shade": shade(node) } })), h("span", {}, `${duration(seconds)} · ${percent(seconds / total)}`),
   ]);
   return [h("h2", { key: "critical-title" }, "Critical path", h("small", {}, `what ${clock(start, 0.1)} to ${clock(end, 0.1)} went to, outlined above: shorten this, and a step is shorter`)), h("div", { class: "panel pad bars", key: "critical" }, rows)];
 }
@@ -67,8 +67,8 @@ function critical(data) {
 function legend(nodes) {
   const byShade = new Map();
   shadesOf(nodes).forEach((shade, place) => byShade.set(shade, [...(byShade.get(shade) ?? []), nodes[place]]));
-  const named = { "--accent": "weights", "--ink3": "checkpoints", "--idle": "recording" };
-  return [...byShade].map(([shade, names]) => h("span", { title: names.join(", ") }, h("i", { class: "swatch", css: { "--shade": `var(${shade})` } }), named[shade] ?? line(names.join(", "), 60)));
+  const named = { [OWN_WORK.weights]: "weights", [OWN_WORK.checkpoint]: "checkpoints", [OWN_WORK.recording]: "recording" };
+  return [...byShade].map(([shade, names]) => h("span", { title: names.join(", ") }, h("i", { class: "swatch", css: { "--shade": shade } }), named[shade] ?? line(names.join(", "), 60)));
 }
 
 function view(data, context) {

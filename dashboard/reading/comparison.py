@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ def compare_configs(
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """What differs between two configurations: (settings, versions, data), each as name -> both values."""
     own = [{key: value for key, value in one.items() if key not in OF_ONE_START} for one in (a, b)]
+    for one in own:
+        if isinstance(one.get("graphs"), Mapping):
+            one["graphs"] = {name: _nodes(lines) for name, lines in one["graphs"].items()}
     data = [{"sources": one.get("sources", {}), "data": one.get("data", {})} for one in (a, b)]
     return (
         dict(_differences(own[0], own[1])),
@@ -31,17 +35,50 @@ def compare_configs(
     )
 
 
+def _nodes(lines: Any) -> Any:
+    """The printed lines of a graph as a mapping of its nodes, so that a comparison names the node and what differs in it.
+
+    >>> _nodes(["graph grpo", "  source train: prompt_ids", "  1. reward.score  [map; takes rows]", "       writes reward"])
+    {'graph': 'grpo', 'source train': 'prompt_ids', 'reward.score': {'kind': 'map; takes rows', 'writes': 'reward'}}
+    """
+    if not isinstance(lines, list):
+        return lines
+    found: dict[str, Any] = {}
+    node: dict[str, str] | None = None
+    for text in map(str.strip, map(str, lines)):
+        first, _, rest = text.partition(" ")
+        if header := re.fullmatch(r"\d+\. (\S+)\s+\[(.*)\]", text):
+            node = found[header[1]] = {"kind": header[2]}
+        elif node is not None and first in ("reads", "writes"):
+            node[first] = rest
+        elif ": " in text:
+            name, _, value = text.partition(": ")
+            found[name] = value
+        elif " follows " in text:
+            name, _, value = text.partition(" follows ")
+            found[f"{name} follows"] = value
+        else:
+            found[first] = rest
+    return found
+
+
 def _differences(a: Any, b: Any, name: str = "") -> Iterator[tuple[str, list[Any]]]:
     """The name, with dots, and both values of whatever differs. What one run lacks altogether, such as a held-out set, is one value.
 
     >>> dict(_differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 3, "c": 2}, "d": {"e": 4, "f": 5}}))
     {'a.b': [1, 3], 'd': ['(not there)', {'e': 4, 'f': 5}]}
     """
+    if _are_records(a) and _are_records(b) and len(a) == len(b):
+        a, b = ({str(place): entry for place, entry in enumerate(one)} for one in (a, b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in dict.fromkeys([*a, *b]):
             yield from _differences(a.get(key, MISSING), b.get(key, MISSING), f"{name}.{key}" if name else str(key))
     elif a != b:
         yield name, [a, b]
+
+
+def _are_records(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value)
 
 
 def compare_metrics(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -222,10 +223,12 @@ def _whole(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, list) and name not in NOT_COLUMNS and len(value) == len(ids) and _are_numbers(value):
             columns[NAMES.get(name, name)] = numbers(np.array(value[:MOST_TOKENS], np.float64), 6)
     columns |= _derived(row, ids)
+    parts = _reward_parts(row)
+    shown = {"prompt", "response", "reward_parts", *(f"reward/{name}" for name in parts)}
     scalars = {
         name: _cut(value) if isinstance(value, str) else value
         for name, value in row.items()
-        if not isinstance(value, list) and name not in ("prompt", "response")
+        if not isinstance(value, list) and name not in shown
     }
     advantages = row.get("advantages")
     texts = token_texts(tokenizer, ids[:MOST_TOKENS])
@@ -236,6 +239,7 @@ def _whole(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         "kind": row["graph"],
         "prompt_key": row["prompt_key"],
         "reward": row.get("reward"),
+        "parts": parts,
         "advantage": float(np.mean(advantages)) if advantages else None,
         "truncated": row.get("finish_reason") == "length",
         "prompt": _cut(row.get("prompt")),
@@ -249,6 +253,24 @@ def _whole(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         if tokenizer is None
         else turns_of_tokens(texts),
         "scalars": scalars,
+    }
+
+
+def _reward_parts(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers that make up a reward, by name: the columns `reward/NAME` and the JSON of `reward_parts`.
+
+    >>> _reward_parts({"reward": 1.1, "reward/style": 0.1, "reward_parts": '{"right": 1.0, "style": 0.1}'})
+    {'style': 0.1, 'right': 1.0}
+    """
+    parts = {name.removeprefix("reward/"): value for name, value in row.items() if name.startswith("reward/")}
+    try:
+        recorded = json.loads(row.get("reward_parts") or "{}")
+    except (TypeError, ValueError):  # a column of the user's own that has this name
+        recorded = {}
+    return {
+        str(name): value
+        for name, value in (parts | (recorded if isinstance(recorded, dict) else {})).items()
+        if isinstance(value, int | float)
     }
 
 

@@ -77,6 +77,21 @@ def test_what_one_run_lacks_altogether_is_one_line():
     assert settings == {"settings": [None, {"x": 1}]} and data == {"data.hard": [held_out, "(not there)"]}
 
 
+def test_graphs_are_compared_node_by_node():
+    lines = ["graph grpo", "  source train: prompt_ids", "  1. reward.score  [map; takes rows]", "       writes reward"]
+    other = [
+        *lines[:2],
+        "  1. reward.keep  [filter; takes rows]",
+        "  2. reward.score  [map; takes rows]",
+        "       writes r",
+    ]
+    settings, _, _ = compare_configs({"graphs": {"train": lines}}, {"graphs": {"train": other}})
+    assert settings == {
+        "graphs.train.reward.score.writes": ["reward", "r"],
+        "graphs.train.reward.keep": ["(not there)", {"kind": "filter; takes rows"}],
+    }
+
+
 def test_versions_are_apart_and_what_a_clock_measures_is_passed_over():
     a = {"versions": {"torch": "2.6"}, "schedule": {"steps": 3}, "origin": "x"}
     b = {"versions": {"torch": "2.7"}, "schedule": {"steps": 3}, "origin": "y", "seed": 1}

@@ -46,9 +46,34 @@ def test_a_stretch_between_two_steps_is_the_step_that_is_nearest(ask):
     assert ask("zoom", "m.stepsOf({x: '3.2~5.8', axis: 'time_s'})") is None
 
 
-def test_smoothing_begins_at_the_first_value_and_passes_over_what_is_missing(ask):
-    assert ask("smooth", "m.smooth([1, 1, null, 1], 0.5)") == [1, 1, None, 1]
-    assert ask("smooth", "m.smooth([0, 1], 0.5)") == [0, pytest.approx(2 / 3)]
+def test_labels_of_an_axis_all_differ(ask):
+    labels = ask("format", "m.axisLabels([0.9995, 1, 1.0005])")
+    assert labels == ["0.9995", "1.0000", "1.0005"]
+    assert ask("format", "m.axisLabels([0, 0.5, 1])") == ["0", "0.5", "1"]
+    assert ask("format", "m.axisLabels([0.985, 0.99, 0.995], m.percent)") == ["98.5 %", "99.0 %", "99.5 %"]
+    assert ask("format", "m.axisLabels([12000.1, 12000.2], m.number)") == ["12,000.1", "12,000.2"]
+    assert ask("format", "m.axisLabels([null, 1], m.number)") == ["", "1"]
+
+
+def test_no_two_nodes_share_a_colour(ask):
+    nodes = [f"node_{number}" for number in range(20)]
+    shades = ask("lanes", f"m.shadesOf({nodes})")
+    assert len(set(shades)) == len(nodes)
+    own = ask("lanes", "Object.values(m.OWN_WORK)")
+    assert not set(own) & set(shades)
+
+
+def test_a_smoothed_curve_does_not_lag_and_ends_at_the_measured_values(ask):
+    assert ask("smooth", "m.smooth([1, 1, null, 1], 1)") == [1, 1, None, 1]
+    rises = "Array.from({length: 300}, (_, step) => Math.min(1, step / 60))"
+    smoothed = ask("smooth", f"m.smooth({rises}, 0.2)")
+    assert smoothed[0] == 0 and smoothed[-1] == 1
+    assert smoothed[30] == pytest.approx(0.5) and smoothed[66] == pytest.approx(1)
+    assert ask("smooth", "m.smooth([0, 4, 0, 4, 0, 4, 0, 4, 0, 4], 1)")[4] == pytest.approx(2, abs=0.5)
+    assert ask("smooth", "m.smooth([0, 1], 0)") == [0, 1]
+
+
+def test_runs_are_averaged_where_they_have_values(ask):
     both = ask("smooth", "m.together([{x: [0, 2], y: [0, 2]}, {x: [0, 1, 2], y: [2, 1, 4]}])")
     assert both["x"] == [0, 1, 2] and both["mean"] == [1, 1, 3]
     assert both["high"] == [pytest.approx(1 + 2**0.5), 1, pytest.approx(3 + 2**0.5)]

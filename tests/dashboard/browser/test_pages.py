@@ -1,7 +1,10 @@
 """Every page of every kind of run, light and dark, wide and narrow: it is there, its console is silent, and it fits its window."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree, rmtree
+from typing import Any
 
 import pytest
 from forked import program
@@ -50,6 +53,60 @@ def test_two_runs_are_laid_over_one_another_and_compared(look):
     assert "first" in legend and "killed" in legend
     assert main.locator("canvas").count() > 8
     assert "Settings" in window.show("compare", run="first", **{"with": "killed"}).inner_text()
+
+
+def altered(folder: Path, name: str, **files: Callable[[Any], Any]) -> str:
+    """A copy of the run `first` whose JSON files are changed by functions. Returns its name."""
+    run = copytree(folder / "first", folder / name)
+    for file, change in files.items():
+        path = run / f"{file}.json"
+        path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    return name
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_graph_of_many_layers_stays_in_its_frame(look, folder: Path, width: int):
+    def lengthen(graphs: Any) -> Any:
+        nodes = graphs["train"]["nodes"]
+        for number in range(6):
+            nodes.insert(-1, {**nodes[1], "name": f"reward.stage_{number}", "after": [nodes[-2]["name"]]})
+        nodes[-1]["after"] = [nodes[-2]["name"]]
+        return graphs
+
+    name = altered(folder, f"layers {width}", graph=lengthen)
+    window = look(width=width)
+    window.show("graph", run=name)
+    assert window.page.locator(".map").first.locator(".node").count() == 12
+    frame = window.page.evaluate("(map => [map.scrollWidth, map.clientWidth])(document.querySelector('.map'))")
+    assert frame[0] <= frame[1]
+    rmtree(folder / name)
+
+
+def test_two_runs_with_other_graphs_are_compared_node_by_node(look, folder: Path):
+    def change(config: Any) -> Any:
+        config["graphs"]["train"] = [line for line in config["graphs"]["train"] if "old_logprobs" not in line]
+        config["graphs"]["train"].insert(2, "  1. reward.filter  [filter; train; takes rows]")
+        return config
+
+    name = altered(folder, "other graph", config=change)
+    text = look().show("compare", run="first", **{"with": name}).inner_text()
+    assert "graphs.train.actor.logprobs.writes" in text and "graphs.train.reward.filter" in text
+    assert '["' not in text and '{"' not in text
+    rmtree(folder / name)
+
+
+def test_the_last_alert_of_a_run_is_read_whole_in_the_list(look, folder: Path):
+    name = altered(folder, "alerted")
+    said = "entropy fell to 0.01 of its first value; raise the temperature or add an entropy term " * 2
+    alert = {"time": 1763851200.2, "step": 3, "name": "entropy", "text": said, "ends": False}
+    (folder / name / "alerts.jsonl").write_text(json.dumps(alert) + "\n")
+    for width in (1280, 390):
+        window = look(width=width)
+        window.show("runs")
+        note = window.page.locator("tr.note", has_text="entropy fell")
+        box = note.locator("div").bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= width
+    rmtree(folder / name)
 
 
 def test_a_link_shows_the_same_to_somebody_else(look):
