@@ -4,6 +4,8 @@
 
 PYTHON := .venv/bin/python
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check --no-deps
+# PyTorch's index has the CPU builds that PyPI lacks. Setup asks it only when pip, as it is configured, finds no such wheel.
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
 .PHONY: setup demo test check lint types bench bench-peers clean
 .DEFAULT_GOAL := setup
@@ -51,8 +53,9 @@ clean:
 	@$(PYTHON) $(PIP_INSTALL) --no-build-isolation --editable .
 	@touch $@
 
-# $(call install,ENVIRONMENT,LOCK) builds a virtual environment with what the lock names. The lock is
-# complete, hence --no-deps: the resolver would add packages that break a CPU install (CONTRIBUTING.md says which).
+# $(call install,ENVIRONMENT,LOCK) builds a virtual environment from a lock. The lock is complete, hence --no-deps:
+# the resolver would add packages that break a CPU install (CONTRIBUTING.md lists them).
+# Builds that PyPI cannot have (local versions: NAME==VERSION+LABEL) come first, so that a missing one fails within seconds.
 define install
 @set -eu; \
 for python in python3.11 python3 none; do \
@@ -62,8 +65,16 @@ if [ $$python = none ]; then echo "weft: needs Python 3.11 or newer with its ven
 echo "weft: installing the $$(grep -c == $(2)) packages of $(2) into $(1)/, once; takes a few minutes ..."; \
 if [ -e $(1)/.requirements-installed ]; then clear=; else clear=--clear; fi; \
 $$python -m venv $$clear $(1); \
-$(1)/bin/python $(PIP_INSTALL) --no-compile --requirement $(2) || { \
-	echo "weft: pip could not install $(2); if it names torch, see 'Setting up' in CONTRIBUTING.md" >&2; exit 1; }; \
+pip="$(1)/bin/python $(PIP_INSTALL) --no-compile"; \
+builds=$$(grep -E '^[^#]*==[^#]*[+]' $(2) || true); \
+if [ -n "$$builds" ] && ! said=$$($$pip $$builds 2>&1); then \
+	case "$$said" in *"No matching distribution"*) ;; *) echo "$$said" >&2; exit 1;; esac; \
+	echo "weft: pip, as it is configured, does not find" $$builds "; trying $(TORCH_INDEX) ..."; \
+	$$pip --retries 1 --timeout 15 --extra-index-url $(TORCH_INDEX) $$builds || { \
+		echo "weft: pip finds no" $$builds "at $(TORCH_INDEX) either. Name an index that has it, 'make setup TORCH_INDEX=URL'," \
+			"or a folder with its wheel, 'PIP_FIND_LINKS=FOLDER make setup'" >&2; exit 1; }; \
+fi; \
+$$pip --requirement $(2) || { echo "weft: pip could not install $(2)" >&2; exit 1; }; \
 touch $(1)/.requirements-installed; \
 echo "weft: $(1)/ is ready"
 endef
