@@ -41,7 +41,7 @@ class GroupChannel:
         """That were handed to the group, or taken from it."""
         self._other = 1 - rank
         self._device = device
-        self._silence_s = connection.silence_s
+        self._connection = connection
         meeting = _Meeting(connection)
         with _as_os_errors():
             self._group: Any = (
@@ -77,13 +77,14 @@ class GroupChannel:
 
     def _await(self, work: Any) -> None:
         """Wait until bytes are sent, or there. NCCL's own `wait` only has the device wait, with no end to it."""
+        silence_s = self._connection.silence_s
         if self._device.type == "cpu":
-            work.wait()
+            work.wait(timedelta(seconds=silence_s))
             return
-        deadline = time.monotonic() + self._silence_s
+        deadline = time.monotonic() + silence_s
         while not work.is_completed():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"NCCL moved nothing for {self._silence_s:.0f} s")
+                raise TimeoutError(f"NCCL moved nothing for {silence_s:.0f} s")
             time.sleep(_LOOK_S)
         work.wait()  # the device's present stream goes on after it; an error is raised here
 

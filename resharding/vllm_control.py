@@ -123,15 +123,15 @@ class Receivers:
         self.lost = {}
         self._engines, here = [], {}
         deadline = time.monotonic() + patience_s
-        while not set(expected) <= here.keys() and (left := deadline - time.monotonic()) > 0:
-            with contextlib.suppress(queue.Empty):
-                engine = self._came.get(timeout=left)
-                if engine.version != version:
-                    self._refuse(
-                        engine, f"version {engine.version} is not there any more: version {version} is published"
-                    )
-                    continue
-                here[engine.receiver] = engine
+        while not set(expected) <= here.keys():
+            try:  # engines that have come are taken even when time is up
+                engine = self._came.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            if engine.version != version:
+                self._refuse(engine, f"version {engine.version} is not there any more: version {version} is published")
+                continue
+            here[engine.receiver] = engine
         for name in expected:
             if name not in here:
                 self.lost[name] = f"{name} did not come within {patience_s:.0f} s for version {version}"

@@ -104,7 +104,7 @@ def test_who_lacks_the_version_before_is_sent_everything(publisher: WeightPublis
 def test_who_comes_late_in_the_same_version_is_sent_everything(
     publisher: WeightPublisher, model: Tensors, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(transfers, "GRACE_S", 0.05)
+    monkeypatch.setattr(transfers, "GRACE_S", 0.05)  # waited out: one comes late
     for version in (1, 2):
         weights = publisher.publish(whole(model), version, ["early[0]", "late[0]"])
         assert take(weights, model, "early[0]") == take(weights, model, "late[0]") == publisher.finish()

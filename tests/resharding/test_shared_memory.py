@@ -172,7 +172,7 @@ def test_threads_that_map_at_once_have_one_mapping_each_and_let_go_what_is_gone(
     start = threading.Barrier(8)
 
     def maps(number: int) -> mapped_memory.MappedMemory:
-        start.wait(10)
+        start.wait(60)
         return mapped_memory.map_files([(paths[4 + number % 4], 4096)])
 
     with ThreadPoolExecutor(8) as threads:
@@ -218,14 +218,14 @@ def test_places_are_found_while_another_thread_makes_memory(
         def values(self) -> Iterator[Any]:
             for value in super().values():
                 maker.start()
-                maker.join(0.2)
+                maker.join(0.2)  # waited out: it cannot end before this does
                 yield value
 
     other = SharedMemory(64)
     maker = threading.Thread(target=lambda: setattr(other, "another", SharedMemory(64)))
     monkeypatch.setattr(shared_memory, "_starts", Starts({memory._memory: (0, MemoryPlace("", 0, 0))}))
     assert place_of(torch.empty(4)) is None
-    maker.join(10)
+    maker.join(60)
     assert len(shared_memory._starts) == 2
 
 

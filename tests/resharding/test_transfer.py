@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -142,7 +142,7 @@ def test_several_ranks_give_to_several_receivers_at_once(way: str, new_publisher
 
 
 def test_who_comes_late_gets_everything_too(new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "GRACE_S", 0.05)
+    monkeypatch.setattr(transfers, "GRACE_S", 0.05)  # waited out: the others come late
     publisher = new_publisher()
     weights = publisher.publish(whole(tensors()), 1, ["early", "late", "never"])
     early, checksum = received(weights.to("early"))
@@ -233,19 +233,26 @@ def receiving_plan(incoming: receiving.IncomingWeights, like: Tensors):
 def test_who_comes_in_the_middle_waits_for_longer_than_its_patience_while_others_get_on(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "GRACE_S", 0.05)
-    monkeypatch.setattr(transfers, "NEWS_S", 0.05, raising=False)
-    monkeypatch.setattr(receiving, "PATIENCE_S", 1.0)
-    of = {"a": torch.randn(4000)}
+    monkeypatch.setattr(transfers, "NEWS_S", 0.05)  # waited out: the late receiver is told this often
+    real, news = receiving._Source.next_bucket, threading.Semaphore(0)
+
+    def next_bucket(self: Any) -> int | None:
+        if (bucket := real(self)) is None:
+            news.release()
+        return bucket
+
+    monkeypatch.setattr(receiving._Source, "next_bucket", next_bucket)
+    of = {"a": torch.randn(30_000)}
     weights = new_publisher().publish(whole(of), 1, ["early"])
     with ThreadPoolExecutor(1) as threads, open_weights(weights.to("early")) as early:
         steps = early.slices(receiving_plan(early, of).received_by(0))
         next(steps)
         late = threads.submit(lambda: received(weights.to("late"), of))
-        for _ in steps:
-            time.sleep(0.15)
+        told = 0
+        for _ in steps:  # the late receiver's patience begins anew with each piece of news
+            told += told < 5 and news.acquire(timeout=0.5)  # polled: there are 118 buckets
         early.finish()
-        assert equal(late.result(timeout=30)[0], of)
+        assert told == 5 and equal(late.result(timeout=60)[0], of)
 
 
 # What goes wrong
@@ -255,7 +262,6 @@ def test_a_receiver_that_cannot_be_served_does_not_hold_up_the_others(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere(monkeypatch)
-    monkeypatch.setattr(receiving, "PATIENCE_S", 5.0)
     real, failed = transfers.Transfer._send, list[int]()
 
     def once_without_memory(*arguments: object) -> None:
@@ -286,7 +292,7 @@ def test_too_many_open_files_keep_receivers_out_only_as_long_as_they_are_open(ne
         try:
             stray.connect((rank.host, rank.port))  # the kernel may have set a number aside for it
             early.connect((rank.host, rank.port))
-            early.settimeout(0.3)
+            early.settimeout(0.3)  # waited out: nobody answers
             with pytest.raises(TimeoutError):
                 early.recv(1)
         finally:
@@ -306,12 +312,12 @@ def test_an_address_of_another_machine_is_named() -> None:
 def test_a_late_receiver_is_told_that_the_weights_changed_before_it_is_told_a_sum(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "GRACE_S", 0.05)
+    monkeypatch.setattr(transfers, "GRACE_S", 0.05)  # waited out: the others come late
     real = transfers.Transfer._add_up
     monkeypatch.setattr(
         transfers.Transfer,
         "_add_up",
-        lambda *arguments: arguments[0]._condition.wait_for(lambda: False, 0.3) or real(*arguments),
+        lambda *arguments: arguments[0]._condition.wait_for(lambda: False, 0.3) or real(*arguments),  # waited out
     )
     of = tensors()
     weights = new_publisher().publish(whole(of), 4)
@@ -337,7 +343,7 @@ def test_a_receiver_of_an_older_version_is_told(new_publisher: NewPublisher) -> 
 def test_weights_that_change_while_they_are_given_are_found(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "GRACE_S", 0.05)
+    monkeypatch.setattr(transfers, "GRACE_S", 0.05)  # waited out: the others come late
     of = tensors()
     publisher = new_publisher()
     weights = publisher.publish(whole(of), 4, ["first", "second"])
@@ -380,35 +386,45 @@ def test_a_wrong_sum_of_sums_is_found(new_publisher: NewPublisher, monkeypatch: 
 def test_a_receiver_that_stops_in_the_middle_holds_up_the_others_for_its_deadline_and_is_named(
     way: str, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "SILENCE_S", 0.3)
+    real, stopped = transfers.Transfer._give, threading.Event()
+
+    def give(self: transfers.Transfer, session: Any, number: int) -> None:
+        mapped = session.wants is None
+        if session.receiver == "idle" and (mapped or (number and stopped.wait(60))):
+            session.connection.be_patient(0.05)  # waited out: the idle receiver answers nothing from here on
+        real(self, session, number)
+
+    monkeypatch.setattr(transfers.Transfer, "_give", give)
     publisher = new_publisher(1 << 18)
     large = {"a": torch.zeros(4_000_000)}
     weights = publisher.publish(whole(large), 1, ["idle", "other"])
-    idle = open_weights(weights.to("idle"))
-    steps = idle.slices(receiving_plan(idle, large).received_by(0))
-    with ThreadPoolExecutor(1) as threads:
+    with ThreadPoolExecutor(1) as threads, open_weights(weights.to("idle")) as idle:
+        steps = idle.slices(receiving_plan(idle, large).received_by(0))
         other = threads.submit(lambda: received(weights.to("other"), large))
         next(steps)
-        assert equal(other.result(timeout=30)[0], large)
-    assert [*publisher.lost] == ["idle"]
-    assert "idle was silent after" in publisher.lost["idle"] and "of 62 buckets of version 1" in publisher.lost["idle"]
-    with pytest.raises(WeightSyncError, match=r"rank 0 of the trainer at 127.0.0.1:\d+: .*after \d+ of 62 buckets"):
-        for _ in steps:
-            pass
-    idle.close()
+        stopped.set()
+        assert equal(other.result(timeout=60)[0], large)
+        assert [*publisher.lost] == ["idle"]
+        assert re.search(r"idle was silent after \d+ of 62 buckets of version 1", publisher.lost["idle"])
+        with pytest.raises(
+            WeightSyncError, match=r"rank 0 of the trainer at 127.0.0.1:\d+: .*after \d+ of 62 buckets"
+        ):
+            list(steps)
 
 
 def test_with_more_bytes_each_side_is_more_patient(
     way: str, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "SILENCE_S", 0.2)
     monkeypatch.setattr(connections, "SLOWEST_BYTES_PER_S", 1000.0)
-    of = {"a": torch.randn(4000)}
-    weights = new_publisher().publish(whole(of), 1).to("slow")
+    of, publisher = {"a": torch.randn(4000)}, new_publisher()
+    weights = publisher.publish(whole(of), 1).to("slow")
     with open_weights(weights) as incoming:
         steps = incoming.slices(receiving_plan(incoming, of).received_by(0))
         next(steps)
-        time.sleep(0.5)  # longer than with little to send
+        assert publisher._transfer is not None
+        (source,), (session,) = incoming._sources, publisher._transfer._sessions
+        for side in (source, session):
+            assert side.connection.silence_s == side.connection._socket.gettimeout() == connections.SILENCE_S + 16
         list(steps)
         incoming.finish()
 
@@ -416,11 +432,13 @@ def test_with_more_bytes_each_side_is_more_patient(
 def test_a_publisher_that_says_nothing_is_given_up(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiving, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(transfers.Transfer, "_fill", lambda *arguments: time.sleep(1) or 0)
+    monkeypatch.setattr(receiving, "PATIENCE_S", 0.2)  # waited out: the publisher fills nothing until it is over
+    over = threading.Event()
+    monkeypatch.setattr(transfers.Transfer, "_fill", lambda *arguments: 0 if over.wait(60) else 1)
     weights = new_publisher().publish(whole(tensors()), 3)
     with pytest.raises(WeightSyncError, match=r"version 3, rank 0 .* nothing came for 0 s, before the first bucket"):
         received(weights)
+    over.set()
 
 
 def test_a_publisher_that_cannot_read_its_parts_says_so_on_both_sides(

@@ -96,7 +96,9 @@ def test_an_engine_that_takes_the_place_of_another_is_told_from_it(receivers: Re
 def test_the_transfer_begins_without_an_engine_that_does_not_come(receivers: Receivers) -> None:
     late = Engine(record(receivers, version=2))
     engine = Engine(record(receivers))
-    assert receivers.gather(3, ["rollout[0]", "rollout[1]"], 0, patience_s=0.2) == ["rollout[0] first"]
+    while receivers._came.qsize() < 2:
+        time.sleep(0.001)
+    assert receivers.gather(3, ["rollout[0]", "rollout[1]"], 0, patience_s=0) == ["rollout[0] first"]
     assert receivers.lost == {"rollout[1]": "rollout[1] did not come within 0 s for version 3"}
     receivers.end(SUMS)
     engine.over()
@@ -186,8 +188,10 @@ def test_an_engine_whose_trainer_ends_anywhere_says_so(receivers: Receivers, aft
 
 
 def test_an_engine_waits_no_longer_than_its_patience(receivers: Receivers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "SILENCE_S", 0.05)
     engine = Engine(record(receivers))
+    while receivers._came.empty():
+        time.sleep(0.001)
+    monkeypatch.setattr(connection, "SILENCE_S", 0.05)  # waited out: the engine is connected, and is sent nothing more
     receivers.gather(3, ["rollout[0]"], 0)
     engine.over()
     assert "it was silent for 0 s" in engine.failure
