@@ -176,7 +176,7 @@ def dpo(preferences: Any, *, actor: Trainable, reference: Scorer | None = None, 
     The reference's log-probabilities are computed for the rows of each step; from columns of the source that have them
     (`chosen_reference_logprobs`, `rejected_reference_logprobs`; graph `reference_of_pairs`) they are only read.
     """
-    known = {str(CHOSEN_REFERENCE_LOGPROBS), str(REJECTED_REFERENCE_LOGPROBS)} <= set(preferences.columns)
+    known = CHOSEN_REFERENCE_LOGPROBS in preferences and REJECTED_REFERENCE_LOGPROBS in preferences
     rows = pairs_with_reference(preferences) if known else pairs(preferences)
     if reference:
         rows = reference.logprobs(rows, into=str(REFERENCE_LOGPROBS))
@@ -220,7 +220,7 @@ def kto(responses: Any, *, actor: Any, reference: Scorer, loss: Loss = Desirabil
     The reference point is estimated over the rows of a step, before its update, from the responses to other prompts: two forward
     passes more. Under a schedule that runs nodes on parts of a step it is the estimate of the part.
     """
-    rows = pairs(responses) if str(CHOSEN_IDS) in responses.columns else labelled(responses, by=by)
+    rows = pairs(responses) if CHOSEN_IDS in responses else labelled(responses, by=by)
     others = mismatched(rows)
     others = actor.logprobs(others, of=str(MISMATCHED_IDS), into=str(MISMATCHED_LOGPROBS))
     others = reference.logprobs(others, of=str(MISMATCHED_IDS), into=str(MISMATCHED_REFERENCE_LOGPROBS))

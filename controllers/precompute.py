@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from ..dataflow.errors import UserError
 from ..dataflow.graph import Graph
 from ..dataflow.node import SOURCE, Node
 from ..dataflow.operation import declaration_of, node
-from ..dataflow.source import TableSource
+from ..dataflow.source import TableSource, file_columns
 from .backends.backend import Backend
 from .driver import Driver
 from .dry_run import is_planning, note_pass
@@ -66,14 +66,13 @@ def precompute(
     table, number = graph.source.table, len(graph.source.table)
     if is_planning():
         note_pass(graph.name, number)
-        for column in writers:
-            table = table.append_column(column, pa.nulls(number))
-        return TableSource(graph.source.name, table)
+        return _with_written(graph, {column: pa.nulls(number) for column in writers})
     steps = max(1, math.ceil(number / rows_per_step))
     require_folder(Path(root), f"root {str(root)!r}")
     folder = Path(tempfile.mkdtemp(dir=root, prefix=".precompute-")).resolve()
     try:
-        numbered = TableSource(graph.source.name, table.append_column(ROW_NUMBER, pa.array(np.arange(number))))
+        with_numbers = table.append_column(ROW_NUMBER, pa.array(np.arange(number)))
+        numbered = TableSource(graph.source.name, with_numbers, file_columns(graph.source))
         nodes = (*graph.nodes, _writing(writers, folder))
         with Driver(
             replace(graph, source=numbered, nodes=nodes),
@@ -89,9 +88,15 @@ def precompute(
         found = _in_order(graph, _read(folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    for column in writers:
-        table = table.append_column(column, found[column])
-    return TableSource(graph.source.name, table)
+    return _with_written(graph, {column: found[column] for column in writers})
+
+
+def _with_written(graph: Graph, written: Mapping[str, pa.Array | pa.ChunkedArray]) -> TableSource:
+    """The source of a graph with the columns that its nodes wrote, which take the place of the file's of the same name."""
+    table = graph.source.table.drop_columns([name for name in written if name in graph.source.columns])
+    for name, values in written.items():
+        table = table.append_column(name, values)
+    return TableSource(graph.source.name, table, file_columns(graph.source) - {*written})
 
 
 def _writers(graph: Graph) -> dict[str, str]:

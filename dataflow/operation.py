@@ -18,7 +18,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Columns: TypeAlias = tuple[str | Column, ...] | Callable[..., Iterable[str | Column]]
-"""Columns of a declaration: a tuple, or a function of the call's arguments that returns them."""
+"""Columns of a declaration: a tuple, or a function of the call's arguments that returns them.
+
+A `Column` is one of Weft's: nodes or the reader of the data make it. A column of the user's file is never taken for it, whatever its
+name. A string means any column of that name."""
 
 ALL_COLUMNS = "*"
 """In `may_read`: every column that the rows have."""
@@ -127,6 +130,11 @@ class Declaration:
             takes=self._checked_takes(self._value("takes", self.takes, arguments)),
             interruptible=self.interruptible,
         )
+
+    def weft_columns(self, arguments: Mapping[str, Any]) -> frozenset[str]:
+        """Names of the columns that one call reads and that are declared as a `Column`."""
+        named = [name for part in ("reads", "may_read") for name in self._value(part, getattr(self, part), arguments)]
+        return frozenset(str(name) for name in named if isinstance(name, Column))
 
     def check(self, function: Callable[..., Any], skip: int) -> Declaration:
         """This declaration, if it breaks no rule.

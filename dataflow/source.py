@@ -20,9 +20,18 @@ class Source(Protocol):
     def table(self) -> pa.Table: ...
 
 
+def file_columns(source: Source) -> frozenset[str]:
+    """Columns that a source took over from the user's file as they were.
+
+    They belong to the user. A node gets them if it names them or asks for all columns, but never in the place of a column of Weft's
+    that happens to have the same name (`Declaration.weft_columns`).
+    """
+    return getattr(source, "file_columns", frozenset())
+
+
 @dataclass(frozen=True)
 class TableSource:
-    """Rows of any Arrow table; see `dataflow/prompts/prompts.py` for prompts from files.
+    """Rows of any Arrow table, in Weft's own columns; see `dataflow/prompts/prompts.py` for prompts from files.
 
     >>> TableSource("pairs", pa.table({"prompt_ids": [[1, 2]]})).columns
     ('prompt_ids',)
@@ -30,6 +39,8 @@ class TableSource:
 
     name: str
     table: pa.Table
+    file_columns: frozenset[str] = frozenset()
+    """Columns that belong to the user: see the function `file_columns`."""
 
     @property
     def columns(self) -> tuple[str, ...]:

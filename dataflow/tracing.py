@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from .arguments import bind, bind_signature
-from .column import DRAW_PATH, IDENTITY, not_inherited
+from .column import DRAW_PATH, IDENTITY, Column, not_inherited
 from .errors import GraphError, UserError
 from .graph import Graph
 from .handle import Handle
 from .node import SOURCE, Node
 from .operation import ALL_COLUMNS, CONFIG, Declaration, Shape
-from .source import Source
+from .source import Source, file_columns
 from .validation import refuse, rows_problems
 
 
@@ -34,19 +34,27 @@ class SymbolicRows:
     def columns(self) -> tuple[str, ...]:
         return tuple(self.writers)
 
+    def __contains__(self, column: str | Column) -> bool:
+        """Whether the rows have a column. A `Column` is one that Weft made: the user's file may have its name for something else."""
+        return str(column) in self.writers and not (isinstance(column, Column) and self.is_of_file(str(column)))
+
+    def is_of_file(self, column: str) -> bool:
+        """Whether a column is still that of the user's file, which no node has written."""
+        return not self.writers[column] and column in self.trace.file_columns
+
     def __trace__(
         self, handle: Handle | None, function: Callable[..., Any], declaration: Declaration, args: Any, kwargs: Any
     ) -> SymbolicRows:
         return self.trace.add(self, handle, function, declaration, args, kwargs)
 
     def __or__(self, other: SymbolicRows) -> SymbolicRows:
-        """Two branches over the same rows, joined: the columns of both."""
+        """Two branches over the same rows, joined: the columns of both. What a node wrote comes before a source's column."""
         if other.level != self.level:
             raise UserError("| joins two branches over the same rows; these were expanded from one another, or apart")
         return SymbolicRows(
             self.trace,
             self.level,
-            {**self.writers, **other.writers},
+            {**self.writers, **{c: w for c, w in other.writers.items() if w or c not in self.writers}},
             tuple(dict.fromkeys(self.filters + other.filters)),
         )
 
@@ -63,6 +71,7 @@ class Trace:
     def __init__(self, name: str, source: Source) -> None:
         self.name = name
         self.source = source
+        self.file_columns = file_columns(source)
         self.nodes: list[Node] = []
         self.handles: dict[str, Handle] = {}
         self.path: tuple[str, ...] = ()
@@ -104,9 +113,12 @@ class Trace:
         group = self.name_handle(handle, None) if handle else None
         name = _unused(f"{group}.{declaration.name}" if group else declaration.name, {n.name for n in self.nodes})
         arguments = bind(function, 2 if handle else 1, args, kwargs)
-        operation = declaration.called_with({**arguments, CONFIG: handle.config} if handle else arguments)
-        optional = rows.columns if ALL_COLUMNS in operation.may_read else operation.may_read
-        reads = tuple(dict.fromkeys(c for c in (*operation.reads, *optional) if c in rows.writers))
+        given = {**arguments, CONFIG: handle.config} if handle else arguments
+        operation = declaration.called_with(given)
+        own = declaration.weft_columns(given)
+        reached = [c for c in rows.writers if not (c in own and rows.is_of_file(c))]
+        optional = reached if ALL_COLUMNS in operation.may_read else operation.may_read
+        reads = tuple(dict.fromkeys(c for c in (*operation.reads, *optional) if c in reached))
         expands = operation.shape is Shape.EXPAND
         identity = {str(c) for c in IDENTITY if expands or c is not DRAW_PATH}
         node = Node(
@@ -116,7 +128,7 @@ class Trace:
             function=function,
             arguments=arguments,
             reads=reads,
-            missing=tuple(c for c in operation.reads if c not in rows.writers and c not in identity),
+            missing=tuple(c for c in operation.reads if c not in reached and c not in identity),
             writes=operation.writes,
             level=rows.level,
             makes_level=self.num_levels if expands else None,
@@ -131,7 +143,7 @@ class Trace:
             trace=self,
             level=rows.level if node.makes_level is None else node.makes_level,
             writers={
-                **{column: writer for column, writer in rows.writers.items() if column not in left},
+                **{c: writer for c, writer in rows.writers.items() if c not in left or rows.is_of_file(c)},
                 **dict.fromkeys(operation.writes, name),
             },
             filters=(*rows.filters, name) if operation.shape is Shape.FILTER else () if expands else rows.filters,

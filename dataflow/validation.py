@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from .column import IDENTITY, KNOWN, not_inherited
 from .errors import GraphError, nearest
 from .node import SOURCE, Node, ParameterEdge
-from .source import Source
+from .source import Source, file_columns
 
 
 def refuse(problems: Sequence[str]) -> None:
@@ -36,7 +36,8 @@ def following_problems(edges: Sequence[ParameterEdge], updated: Sequence[str | N
 
 
 def _column_problems(source: Source, nodes: Sequence[Node]) -> Iterable[str]:
-    written: dict[str, str] = dict.fromkeys(source.columns, f"source {source.name!r}")
+    made = [column for column in source.columns if column not in file_columns(source)]
+    written: dict[str, str] = dict.fromkeys(made, f"source {source.name!r}")
     for position, node in enumerate(nodes):
         for column in node.missing:
             yield f"node {node.name!r} reads column {column!r}, {_why_missing(column, position, source, nodes)}"
@@ -71,6 +72,11 @@ def _why_missing(column: str, position: int, source: Source, nodes: Sequence[Nod
             reasons = getattr(value, "leaves_out", None)
             if isinstance(reasons, Mapping) and column in reasons:
                 return f"which node {node.name!r} leaves out: {reasons[column]}"
+    if column in file_columns(source):
+        return (
+            f"which no node writes. The column {column!r} of {source.name!r} belongs to your file, and Weft never takes it for its own"
+            f"{_how_to_have(column, reader, source, nodes)}"
+        )
     return f"which no node writes{_how_to_have(column, reader, source, nodes)}"
 
 
@@ -87,7 +93,7 @@ def _how_to_have(column: str, reader: Node, source: Source, nodes: Sequence[Node
     """How to get a column that no node writes; if that is not known, the column with the nearest name."""
     if column in KNOWN and KNOWN[column].made:
         return f"; {KNOWN[column].made}"
-    known = [*source.columns, *(c for n in nodes for c in n.writes)]
+    known = [*(c for c in source.columns if c != column), *(c for n in nodes for c in n.writes)]
     near = nearest(column, [c for c in known if c not in reader.writes])
     return near or f"; there are {', '.join(dict.fromkeys(known)) or 'none'}"
 

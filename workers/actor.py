@@ -24,6 +24,7 @@ from ..dataflow.column import (
     RESPONSE_VERSIONS,
     ROUTES,
     TEMPERATURE,
+    Column,
 )
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Max, Mean, Metrics
@@ -84,9 +85,9 @@ class ActorConfig(TrainedConfig):
         return self
 
 
-def _may_read(loss: Loss) -> tuple[str, ...]:
+def _may_read(loss: Loss) -> tuple[str | Column, ...]:
     """Columns that an update uses if they exist: optional columns of the loss, and those that its metrics compare."""
-    return (*loss_may_read(loss), *map(str, (TEMPERATURE, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, ROUTES)))
+    return (*loss_may_read(loss), TEMPERATURE, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, ROUTES)
 
 
 class ActorWorker(TrainedWorker):

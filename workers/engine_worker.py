@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..dataflow.column import IMAGES, RESPONSE_IDS, ROUTES, TEMPERATURE
+from ..dataflow.column import IMAGES, RESPONSE_IDS, ROUTES, TEMPERATURE, Column
 from ..dataflow.errors import UserError
 from .dispatch import Coordinates
 from .images import check_images
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from ..dataflow.source import Source
 
 
-def logprobs_may_read(of: str, replay: bool = True) -> tuple[str, ...]:
+def logprobs_may_read(of: str, replay: bool = True) -> tuple[Column, ...]:
     """Columns that a pass for the log-probabilities of responses uses if they exist; routes are those of sampled ones.
 
     Args:
         of: the column of response tokens.
         replay: whether a mixture of experts takes the experts of `routes`.
     """
-    return (str(TEMPERATURE), str(IMAGES), *([str(ROUTES)] if replay and of == str(RESPONSE_IDS) else []))
+    return (TEMPERATURE, IMAGES, *([ROUTES] if replay and of == str(RESPONSE_IDS) else []))
 
 
 class EngineWorker(Worker):

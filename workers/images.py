@@ -21,6 +21,7 @@ from ..dataflow.column import IMAGES, PROMPT_IDS
 from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
 from ..dataflow.prompts.images import PROGRAM
+from ..dataflow.source import file_columns
 from .model_folder import causal_lm_types, read_model_config, refusals_named, sees_images
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def check_images(model: str | Path, source: Source) -> None:
     Raises:
         UserError: the model sees none, or a prompt has more or fewer placeholders than images.
     """
-    if str(IMAGES) not in source.columns or str(PROMPT_IDS) not in source.columns:
+    made = {*source.columns} - file_columns(source)
+    if not {str(IMAGES), str(PROMPT_IDS)} <= made:
         return
     counts = _counts(source, str(IMAGES))
     if not counts.any():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from pydantic import model_validator
 
 from ..algorithms.loss import Loss
 from ..algorithms.old_policy import needs_old_logprobs
-from ..dataflow.column import IMAGES, OLD_LOGPROBS, PROMPT_IDS, RESPONSE_IDS, RESPONSE_MASK
+from ..dataflow.column import IMAGES, KNOWN, OLD_LOGPROBS, PROMPT_IDS, RESPONSE_IDS, RESPONSE_MASK, Column
 from ..dataflow.errors import UserError
 from ..dataflow.takes import TrainingBatch
 from .dispatch import Dispatch
@@ -41,14 +41,19 @@ class TrainedConfig(ModelConfig, TrainingConfig):
         return self
 
 
-def loss_reads(loss: Loss) -> tuple[str, ...]:
+def loss_reads(loss: Loss) -> tuple[str | Column, ...]:
     """Columns that an update with this loss requires."""
-    return (str(PROMPT_IDS), str(RESPONSE_IDS), *loss.reads)
+    return (PROMPT_IDS, RESPONSE_IDS, *_declared(loss.reads))
 
 
-def loss_may_read(loss: Loss) -> tuple[str, ...]:
+def loss_may_read(loss: Loss) -> tuple[str | Column, ...]:
     """Columns that such an update uses where there are any."""
-    return (*loss.may_read, str(RESPONSE_MASK), str(IMAGES))
+    return (*_declared(loss.may_read), RESPONSE_MASK, IMAGES)
+
+
+def _declared(names: Iterable[str]) -> Iterator[str | Column]:
+    """Columns that a loss names: those that Weft declares are meant as such, so a file's column of that name is not taken for one."""
+    return (KNOWN.get(name, name) for name in names)
 
 
 def training_batch(loss: Loss, epochs: int, minibatches: int, config: TrainedConfig) -> TrainingBatch:

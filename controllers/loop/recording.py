@@ -38,6 +38,7 @@ from ...dataflow.column import (
 from ...dataflow.graph import Graph
 from ...dataflow.node import Node
 from ...dataflow.operation import declaration_of
+from ...dataflow.source import file_columns
 from ...workers.recorder import RecorderWorker
 from ..graph_run import EvaluationRun, GraphRun
 from ..group import Call, WorkerGroup
@@ -73,7 +74,8 @@ RECORD = f"{RECORDER}.record"
 
 def with_recording(graph: Graph) -> Graph:
     """The graph with one more node, which writes samples to the run directory."""
-    writers: dict[str, str] = dict.fromkeys(graph.source.columns, "")
+    own = [column for column in graph.source.columns if column not in file_columns(graph.source)]
+    writers: dict[str, str] = dict.fromkeys(own, "")
     level = 0
     for node in graph.nodes:
         writers |= dict.fromkeys(node.writes, node.name)

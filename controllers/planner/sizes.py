@@ -27,6 +27,7 @@ from ...dataflow.column import (
 from ...dataflow.graph import Graph
 from ...dataflow.node import SOURCE, Node
 from ...dataflow.operation import Shape
+from ...dataflow.source import file_columns
 from ...workers.training.memory import CPU_TOKENS, GPU_TOKENS
 from ...workers.training.microbatch_plan import OptimizerSteps
 from ..loop.recording import RECORDED
@@ -134,7 +135,8 @@ def update_sizes(spec: RunSpec, node: Node, sizes: StepSizes) -> UpdateSizes:
 def sample_bytes(graph: Graph, sizes: StepSizes) -> int:
     """Bytes of the samples of a step, at most: with responses of the longest kind."""
     written = {c for node in graph.nodes for c in node.writes}
-    known = written.union(graph.source.columns).intersection(str(column) for column in RECORDED)
+    made = {*graph.source.columns} - file_columns(graph.source)
+    known = (written | made).intersection(str(column) for column in RECORDED)
     of_token = [c for c in (RESPONSE_IDS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, ADVANTAGES) if str(c) in known]
     texts = sum(_mean(graph, str(column)) for column in (PROMPT, ANSWER) if str(column) in graph.source.columns)
     letters = texts / max(1.0, sizes.prompt_tokens) if sizes.prompt_tokens else 1.0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from ...dataflow.batch import Batch
 from ...dataflow.buffer.disk import MAX_PAUSE_S, PAUSE_S, is_full
@@ -84,6 +85,7 @@ def gather(rows: RowTask, reader: SegmentReader) -> Batch:
         columns[str(DRAW_PATH)] = rows.draws
     if rows.made is not None and str(MADE_BEFORE) in rows.operation.may_read:
         columns[str(MADE_BEFORE)] = rows.made
+    of_file: dict[str, Any] = {}
     for piece in rows.pieces:
         read = [reader.read(s) for s in piece.segments]
         if piece.by_position:
@@ -97,8 +99,12 @@ def gather(rows: RowTask, reader: SegmentReader) -> Batch:
             part = merged.select(piece.columns)
         if len(where) != len(part) or not np.array_equal(where, np.arange(len(part))):
             part = part.take(where)
-        columns.update({name: part[name] for name in part.columns})
+        (of_file if piece.of_file else columns).update({name: part[name] for name in part.columns})
     batch = Batch.of(**columns)
+    if of_file:  # a column may have a name of Weft's, and another type
+        record = batch.record
+        names = [*record.schema.names, *of_file]
+        batch = Batch(pa.RecordBatch.from_arrays([*record.columns, *of_file.values()], names=names))
     return _masked(batch, rows.masked) if rows.masked else batch
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..graph import Graph
 from ..node import SOURCE
+from ..source import file_columns
 from .leases import Lease
 from .rows import Group, Part
 from .segments import Segment
@@ -26,6 +27,8 @@ class Piece:
     """[rows] int64, in the order of the consumer's rows."""
     segments: tuple[Segment, ...]
     by_position: bool = False
+    of_file: bool = False
+    """Whether the columns are the user's file's: they keep their types, whatever their names."""
 
 
 class Pieces:
@@ -39,14 +42,16 @@ class Pieces:
 
     def __init__(self, graph: Graph, source: Segment | None, lease: Lease) -> None:
         node = lease.node
-        by_writer: dict[str, list[str]] = {}
+        by_writer: dict[tuple[str, bool], list[str]] = {}
+        of_file = file_columns(graph.source)
         for column in node.reads:
-            by_writer.setdefault(node.writers[column], []).append(column)
-        self._source = source
+            writer = node.writers[column]
+            by_writer.setdefault((writer, not writer and column in of_file), []).append(column)
+        self._source, self._of_file = source, of_file
         self._found: list[tuple[tuple[str, ...], np.ndarray, list[Part] | None]] = []
         """Columns, the keys of all rows, and the part of each; None: they are the source's."""
         numbers = {other.name: i for i, other in enumerate(graph.nodes)}
-        for writer, columns in by_writer.items():
+        for (writer, _), columns in by_writer.items():
             if not writer:
                 assert source is not None, f"graph {graph.name!r} has no segment with the rows of its source"
                 positions = lease.of_groups([group.position for group in lease.groups])
@@ -89,7 +94,9 @@ class Pieces:
                 end = begin + len(share)
                 if parts is None:
                     assert self._source is not None
-                    own.append(Piece(columns, ordered[begin:end], (self._source,), by_position=True))
+                    own.append(
+                        Piece(columns, ordered[begin:end], (self._source,), True, of_file=columns[0] in self._of_file)
+                    )
                 else:
                     of = dict.fromkeys([parts[k] for k in share or (0,)])
                     own.append(Piece(columns, ordered[begin:end], tuple([part.segment for part in of])))

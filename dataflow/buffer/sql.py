@@ -178,9 +178,12 @@ class _Reader:
 
 
 def _with_columns(table: pa.Table, other: pa.Table) -> pa.Table:
+    """The table with the columns of another, which a node wrote: they take the place of the file's of the same name."""
     for name in other.column_names:
         if name not in table.column_names:
             table = table.append_column(name, other[name])
+        elif name != "sample_id":
+            table = table.set_column(table.column_names.index(name), name, other[name])
     return table
 
 

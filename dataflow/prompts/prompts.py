@@ -80,6 +80,8 @@ class Prompts:
     """Rows left out because their prompt was longer than `max_prompt_tokens`, or than the model that answers it can read."""
     too_long: TooLong = field(default="error", repr=False)
     """Whether a prompt that is longer than the model which answers it can read is refused or dropped."""
+    file_columns: frozenset[str] = field(default=frozenset(), repr=False)
+    """Columns that were kept as they are in the file: they belong to the user, whatever their names."""
     understood: Understanding | None = field(default=None, repr=False)
     """What was understood of the rows that were read; None: the table was not read here."""
 
@@ -172,7 +174,9 @@ class Prompts:
         lengths = {name: _lengths(made, name) for name in made.column_names if name.endswith("_ids")}
         understood = observer.understanding(rows, answers, lengths, images)
         result = _with_the_rest(made, table, answers, images)
-        whole = cls(rows.name, result, format.name, 0, how.too_long, understood)
+        own = {*made.column_names, *(["answer"] if answers else []), *([str(IMAGES)] if images else [])}
+        kept = frozenset(result.column_names) - own
+        whole = cls(rows.name, result, format.name, 0, how.too_long, kept, understood)
         return whole._up_to_setting(lengths["prompt_ids"], how, origin)
 
     def _up_to_setting(self, lengths: np.ndarray, how: ReadSettings, origin: Origin) -> Prompts:

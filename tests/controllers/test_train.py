@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -15,8 +16,11 @@ from tokenizers.pre_tokenizers import Whitespace
 
 import weft
 from weft.algorithms.methods import METHODS
+from weft.algorithms.policy_loss import PolicyLoss
+from weft.algorithms.supervised import supervised
 from weft.controllers.program import Program
 from weft.controllers.train import shared_devices
+from weft.dataflow.column import CHOSEN_IDS, IDENTITY, IMAGES, KNOWN, PROMPT_IDS, REJECTED_IDS, RESPONSE_IDS
 from weft.dataflow.metric_names import untimed
 from weft.workers.rewards.function import Reward
 
@@ -106,6 +110,51 @@ def test_the_program_of_each_method_has_its_graph_with_its_settings(
     if "advantages" in chosen.settings:
         settings["advantages"] = graph["group_advantages"].arguments["estimator"]
     assert {name: settings[name] for name in chosen.settings} == dict(chosen.settings)
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "grpo", "remax", "ppo"])
+def test_columns_of_a_file_do_not_change_training_whatever_their_names(method: str, even: Any, tmp_path: Path):
+    """A file may have a column for every name that Weft has for something: its values train nothing."""
+    own = {str(c) for c in (IMAGES, *IDENTITY)} | {
+        "prompt",
+        "answer",
+        "response",
+        *map(str, (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)),
+    }
+    noise = {name: [0.01] if pa.types.is_list(c.type) else 0.01 for name, c in KNOWN.items() if name not in own}
+    data = {"answered": ANSWERED, "pairs": ROWS, "prompts": PROMPTS}[DATA.get(method, "prompts")]
+    rewards = () if method in ("sft", "dpo", "kto") else (even,)
+    found: list[Any] = []
+    texts = dict.fromkeys(noise, "hot")
+    for name, more in (("plain", {}), ("noisy", {**noise, "reward/right": 7.0}), ("texts", texts)):
+        rows = [{**row, **more} for row in data]
+        settings: dict[str, Any] = {"method": method, "steps": 1, "prompts_per_step": 4, "root": tmp_path, "name": name}
+        settings |= {"n": 4, "max_tokens": 4} if rewards else {}
+        weft.train("model", rows, *rewards, **settings, learning_rate=1e-2, progress=False)
+        found.append((tmp_path / name / "model" / "model.safetensors").read_bytes())
+    assert found[0] == found[1] == found[2] != (Path("model") / "model.safetensors").read_bytes()
+
+
+def test_a_reward_gets_the_columns_of_the_file_as_they_are(even: Any, tmp_path: Path):
+    seen: list[Any] = []
+
+    def look(response_ids: list[int], values: Any, advantages: Any, version: Any, reward: Any) -> float:
+        seen.append((values, advantages, version, reward))
+        return even(response_ids)
+
+    rows = [{**row, "values": "high", "advantages": 2**40, "version": 1, "reward": 0.1} for row in PROMPTS]
+    short: Any = {"steps": 1, "prompts_per_step": 2, "n": 2, "max_tokens": 2, "root": tmp_path, "progress": False}
+    weft.train("model", rows, look, **short)
+    assert {*seen} == {("high", 2**40, 1, 0.1)}, "with their types: 0.1 is no float32"
+
+
+def test_a_column_of_the_file_is_not_taken_for_one_that_no_node_writes(even: Any):
+    rows = weft.Prompts.from_rows([{"prompt": "1 2", "completion": " 3", "advantages": 1.0}], "model")
+    actor = weft.group(weft.ActorWorker, model="model")
+    with pytest.raises(weft.UserError) as refused:
+        supervised(rows, actor=actor, loss=PolicyLoss())
+    assert "node 'actor.update' reads column 'advantages', which no node writes" in str(refused.value)
+    assert "The column 'advantages' of 'rows' belongs to your file" in str(refused.value)
 
 
 def test_each_held_out_set_that_has_a_name_is_an_evaluation(even: Any, capsys: pytest.CaptureFixture[str]):
