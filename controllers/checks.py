@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
+from ..algorithms.sampling import Sampling
+from ..dataflow.batch import Batch
 from ..dataflow.buffer.capacity import expected_rows
 from ..dataflow.buffer.sample_buffer import BufferConfig
-from ..dataflow.column import OLD_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS
+from ..dataflow.column import (
+    CHOSEN_IDS,
+    OLD_LOGPROBS,
+    PROMPT_IDS,
+    REJECTED_IDS,
+    RESPONSE_IDS,
+    RESPONSE_LOGPROBS,
+    RESPONSE_VERSIONS,
+)
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.graph import TRAIN, Graph
 from ..dataflow.handle import Handle
@@ -19,6 +31,9 @@ from .recovery.resume import WITHOUT_ROWS, ResumePoint
 from .run_directory import check_name
 from .run_spec import Evaluation, RunSpec
 from .schedule import Stepwise, Synchronous, Training
+
+_RESPONSES = (RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
+"""Columns of a source that models read after its prompts."""
 
 
 def check_kinds(
@@ -116,6 +131,7 @@ def check_workers(graphs: Iterable[Graph]) -> None:
             raise UserError(f"source {graph.source.name!r} of graph {graph.name!r} has no rows")
         for group, handle in graph.handles.items():
             handle.worker_class.check(handle.config, [n for n in graph.nodes if n.group == group], graph.source)
+        check_lengths(graph)
 
 
 def check_schedule(spec: RunSpec) -> None:
@@ -194,9 +210,9 @@ def check_followed(graph: Graph, schedule: Training) -> None:
                 )
 
 
-def with_prompts_that_fit(graph: Graph) -> Graph:
-    """The graph without the prompts of its source that whoever answers them cannot read, where its source says that they are to be
-    dropped; else the worker classes refuse them."""
+def with_rows_that_fit(graph: Graph) -> Graph:
+    """The graph without the rows of its source that are too long for a model which reads them, where its source says to drop these.
+    Otherwise `check_workers` refuses them."""
     if not isinstance(graph.source, Prompts):
         return graph
     longest = (
@@ -204,7 +220,66 @@ def with_prompts_that_fit(graph: Graph) -> Graph:
         for name, handle in graph.handles.items()
     )
     limit = min((tokens for tokens in longest if tokens is not None), default=None)
-    return graph if limit is None else replace(graph, source=graph.source.up_to(limit))
+    if limit is not None:
+        graph = replace(graph, source=graph.source.up_to(limit))
+    if (tokens := _row_tokens(graph)) is not None and (context := _shortest_context(graph)) is not None:
+        name, most = context
+        reason = f"longer than the context of {name!r}, {most} tokens"
+        return replace(graph, source=graph.source.keeping_short(tokens <= most, reason))  # pyright: ignore[reportAttributeAccessIssue]
+    return graph
+
+
+def check_lengths(graph: Graph) -> None:
+    """Every model can read the rows that reach it: those of the source, and prompts with responses of up to `max_tokens`.
+
+    Raises:
+        UserError: naming the group with the shortest context, the longest row, and how many rows are too long.
+    """
+    tokens, context = _row_tokens(graph), _shortest_context(graph)
+    if tokens is None or context is None or not len(tokens):
+        return
+    (name, most), row = context, int(np.argmax(tokens))
+    if tokens[row] <= most:
+        return
+    generated = _generated_tokens(graph)
+    has = (
+        f"{tokens[row]} tokens"
+        if generated is None
+        else f"{tokens[row] - generated} prompt tokens and max_tokens={generated}"
+    )
+    lower = "" if generated is None else "lower max_tokens, "
+    raise UserError(
+        f"row {row} of {graph.source.name} has {has}, more than the context of {most} of {name!r} "
+        f"({graph.handles[name].config.model}); so have {int((tokens > most).sum())} of {len(tokens)} rows; {lower}drop these rows "
+        "(too_long='drop' where they are read), or take a model with a longer context"
+    )
+
+
+def _row_tokens(graph: Graph) -> np.ndarray | None:
+    """[rows of the source] tokens of the longest row that models are given of each: its prompt and a response, which the source has or a
+    node samples. None: the source has no prompts, or no node reads them with responses."""
+    if str(PROMPT_IDS) not in graph.source.columns:
+        return None
+    given = {c for n in graph.nodes for c in map(str, _RESPONSES) if n.writers.get(c) == ""}
+    generated = _generated_tokens(graph)
+    if not given and generated is None:
+        return None
+    rows = Batch.of_table(graph.source.table.select([str(PROMPT_IDS), *sorted(given)]))
+    responses = [rows.lengths(column) for column in given] + ([] if generated is None else [generated])
+    return rows.lengths(PROMPT_IDS) + np.maximum.reduce(np.broadcast_arrays(np.zeros(len(rows), np.int64), *responses))
+
+
+def _generated_tokens(graph: Graph) -> int | None:
+    """Most tokens of a response that is sampled for a prompt of the source; None: no node samples any."""
+    samplings = [n.arguments.get("sampling") for n in graph.nodes if n.writers.get(str(PROMPT_IDS)) == ""]
+    return max((each.max_tokens for each in samplings if isinstance(each, Sampling)), default=None)
+
+
+def _shortest_context(graph: Graph) -> tuple[str, int] | None:
+    """The group whose model reads the shortest rows, and how many tokens they may have; None: no group has a limit."""
+    found = {name: handle.worker_class.longest_row(handle.config) for name, handle in graph.handles.items()}
+    limits = {name: tokens for name, tokens in found.items() if tokens is not None}
+    return min(limits.items(), key=lambda item: item[1], default=None)
 
 
 def check_capacity(graph: Graph, schedule: Training, buffer: BufferConfig) -> None:

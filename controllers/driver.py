@@ -29,7 +29,7 @@ from .checks import (
     check_resumes,
     check_schedule,
     check_workers,
-    with_prompts_that_fit,
+    with_rows_that_fit,
 )
 from .dashboard_process import start_dashboard
 from .deadlines import set_deadlines
@@ -345,7 +345,7 @@ def _checked(
         UserError: naming the place, the rule, the value and the nearest right name.
     """
     names = check_names(evaluations)
-    graphs = [with_prompts_that_fit(one) for one in (graph, *(e.graph for e in evaluations))]
+    graphs = [with_rows_that_fit(one) for one in (graph, *(e.graph for e in evaluations))]
     handles = check_graphs(graphs)
     check_best(settings["checkpoint"], evaluations, handles)
     agree_on_adapters(handles.values())

@@ -19,6 +19,7 @@ from ..dataflow.node import SOURCE, Node
 from ..dataflow.operation import declaration_of, node
 from ..dataflow.source import TableSource, file_columns
 from .backends.backend import Backend
+from .checks import with_rows_that_fit
 from .driver import Driver
 from .dry_run import is_planning, note_pass
 from .job_environment import root_of
@@ -62,6 +63,7 @@ def precompute(
     """
     if rows_per_step < 1:
         raise UserError(f"precompute(rows_per_step={rows_per_step}): it must be at least 1")
+    graph = with_rows_that_fit(graph)
     writers, root = _writers(graph), root_of(root)
     table, number = graph.source.table, len(graph.source.table)
     if is_planning():

@@ -10,6 +10,7 @@ from ..dataflow.column import IMAGES, RESPONSE_IDS, ROUTES, TEMPERATURE, Column
 from ..dataflow.errors import UserError
 from .dispatch import Coordinates
 from .images import check_images
+from .model_folder import context_of, read_model_config
 from .row_cost import RowCost, row_cost_of
 from .training.engine import Head, ModelConfig, TrainingConfig, TrainingEngine
 from .vocabulary import check_vocabulary
@@ -65,6 +66,10 @@ class EngineWorker(Worker):
         config.check()
         check_vocabulary(config.model, source)
         check_images(config.model, source)
+
+    @classmethod
+    def longest_row(cls, config: Any) -> int | None:
+        return context_of(read_model_config(config.model))
 
     @classmethod
     def row_cost(cls, config: Any) -> RowCost:

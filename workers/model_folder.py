@@ -107,10 +107,22 @@ def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def context_of(settings: Mapping[str, Any]) -> int | None:
     """Tokens that a model takes at most; None: its settings leave it to the defaults of `transformers`, or it has no limit.
 
+    Rotary positions may be stretched (YaRN) beyond the number that the settings name.
+
     >>> context_of({"n_positions": 1024}), context_of({"text_config": {"max_position_embeddings": 64}}), context_of({})
     (1024, 64, None)
+    >>> yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    >>> context_of({"max_position_embeddings": 32768, "rope_scaling": yarn})
+    131072
     """
-    return _first(text_settings(settings), _CONTEXT_NAMES)
+    text = text_settings(settings)
+    context = _first(text, _CONTEXT_NAMES)
+    rope = text.get("rope_scaling") or text.get("rope_parameters")
+    if context is None or not isinstance(rope, Mapping):
+        return context
+    factor, trained = rope.get("factor"), rope.get("original_max_position_embeddings")
+    stretched = factor * trained if isinstance(factor, int | float) and isinstance(trained, int) else 0
+    return max(context, int(stretched))
 
 
 def num_heads(settings: Mapping[str, Any]) -> int | None:

@@ -94,6 +94,11 @@ class Worker:
         return None
 
     @classmethod
+    def longest_row(cls, config: Any) -> int | None:
+        """Tokens of the longest row, prompt and response together, that a group's model can read; None: there is no limit."""
+        return None
+
+    @classmethod
     def refuses_adapter(cls, config: Any, leader: Any) -> str:
         """Why a group of this class cannot take its leader's adapter alone; empty: it can, and finds it in `config.adapter`.
 

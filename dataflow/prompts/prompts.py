@@ -197,10 +197,19 @@ class Prompts:
 
     def up_to(self, tokens: int) -> Prompts:
         """Without the prompts that are longer, where these are rows to `drop`; all of them are an error."""
-        kept = _lengths(self.table, "prompt_ids") <= tokens
+        reason = f"longer than {tokens} tokens, which leaves the model no room for a response"
+        return self.keeping_short(_lengths(self.table, "prompt_ids") <= tokens, reason)
+
+    def keeping_short(self, kept: np.ndarray, reason: str) -> Prompts:
+        """Without the rows that are too long for a model, where these are rows to `drop`; all of them are an error.
+
+        Args:
+            kept: [rows] bool, False for those that are too long.
+            reason: completes "rows were dropped: ...".
+        """
         if self.too_long != "drop" or kept.all() or not kept.any():
             return self
-        return self._keeping(kept, f"longer than {tokens} tokens, which leaves the model no room for a response")
+        return self._keeping(kept, reason)
 
     def hold_out(self, rows: int, seed: int = 0) -> tuple[Prompts, Prompts]:
         """Two sources that share no prompt: the rows to train on, and `rows` drawn at random to evaluate on.

@@ -40,8 +40,9 @@ class ReadSettings(Config):
     """[tokens] Longest prompt allowed, inclusive. None: what the context of the model leaves. Lower it where a few long prompts cost the
     memory of all."""
     too_long: TooLong = "error"
-    """What a longer prompt is: an "error", or a row to "drop". It holds as well for prompts that leave no room for a response in the
-    context of the model that is to answer them; the driver finds these before it starts anything. Choose "drop" where data are plenty."""
+    """What a longer prompt is: an "error", or a row to "drop". The same holds for rows that do not fit into the context of a model of
+    the run: prompts without room for a response, and prompts with a longer response. The driver finds them before it starts anything.
+    Choose "drop" where data are plenty."""
     limit: int | None = Field(default=None, ge=1)
     """[rows] How many are read at most. None: all. Set it for a trial."""
 

@@ -27,7 +27,7 @@ from ...resharding.incoming import IncomingWeights
 from ...resharding.weights import Part
 from ..device import rank_device
 from ..dispatch import Coordinates
-from ..model_folder import num_experts
+from ..model_folder import context_of, num_experts
 from ..row_cost import row_cost_of
 from ..worker import Context
 from .adapter import is_trained
@@ -166,6 +166,7 @@ class FsdpEngine:
             columns,
             self.device,
             vocabulary=self.vocabulary,
+            context=context_of(self.model.causal_lm.config.to_dict()),
             owner=owner,
             reads_last=reads_last,
             sharing=SharingCost(self._row_cost, masked=self._pads) if self.model.shares_prompts else None,

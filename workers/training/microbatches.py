@@ -63,6 +63,7 @@ class Microbatches:
         device: torch.device,
         *,
         vocabulary: int,
+        context: int | None = None,
         owner: str,
         reads_last: bool = False,
         sharing: SharingCost | None = None,
@@ -74,14 +75,15 @@ class Microbatches:
         Args:
             columns: those that a loss reads.
             vocabulary: number of token ids that the model has.
+            context: tokens of the longest row that the model can read; None: it has no limit.
             owner: name of the model, for messages.
             sharing: what rows cost that share the tokens of a prompt; they do where it pays. None: they cannot.
             routers: of the model, which are told to take the column `routes`; None: they choose, whatever columns there are.
             images: the processor of a model that sees; None: it does not.
 
         Raises:
-            UserError: a response without a prompt, a ragged column that does not fit its responses, a token id or an expert that
-                the model does not have, or images that do not fit their prompt, or the model.
+            UserError: a response without a prompt, a row longer than the context, a ragged column that does not fit its responses, a
+                token id or an expert that the model does not have, or images that do not fit their prompt, or the model.
         """
         columns = list(columns)
         check_rows(batch, columns)
@@ -100,6 +102,13 @@ class Microbatches:
         shown = ShownRows.of(batch, images, owner)
         prompts = batch.ragged_numpy(PROMPT_IDS) if shown is None else shown.prompts
         sequences = (prompts, batch.ragged_numpy(RESPONSE_IDS))
+        tokens = np.diff(sequences[0][1]).astype(np.int64) + np.diff(sequences[1][1])
+        if context is not None and len(tokens) and tokens.max() > context:
+            i = int(np.argmax(tokens))
+            raise UserError(
+                f"row {_name_of(batch, i)} has {tokens[i]} tokens, prompt and response together; {owner} reads at most {context} "
+                "(its max_position_embeddings); drop longer rows (too_long='drop' where they are read), or lower max_tokens"
+            )
         routes = None if routers is None else _routes(batch, routers, owner)
         same_prompt = None
         if sharing is not None:
