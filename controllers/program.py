@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import inspect
+import itertools
+import math
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError
+from .definitions import MAIN, Script, factory, names_of
 
 T = TypeVar("T")
 PACKAGE = __name__.split(".")[0]
@@ -33,6 +40,9 @@ class Statement:
 class Program:
     """Statements that were carried out. A result of an earlier one is written by its name.
 
+    The text begins with the imports and the script's definitions that the statements use. If the script defines a name of the program,
+    such as `reward`, the program calls its own `weft_reward`.
+
     >>> program = Program()
     >>> digits = program.assign("digits", list, ("1", "2"))
     >>> sorted_digits = program.assign("largest", max, digits)
@@ -42,12 +52,17 @@ class Program:
     """
 
     def __init__(self) -> None:
-        self._statements: list[Statement | str] = []
+        self._statements: list[Statement | Callable[[], str]] = []
         self._made: list[tuple[Any, str]] = []
-        self._imports: dict[str, set[str]] = {}
-        """Module -> what is imported from it."""
-        self._functions: dict[str, str] = {}
-        """Name -> text of a function that the script defines."""
+        self._script = Script()
+        self._imports: dict[str, dict[str, str]] = {}
+        """Module -> imported name -> its alias here."""
+        self._needs: set[str] = set()
+        """Names that the script defines."""
+        self._definitions: dict[str, str] = {}
+        """Name -> text that defines it, in order: closures, and names of scripts without source text."""
+        self._renamed: set[str] = set()
+        """Names of the program that the script also defines."""
 
     def assign(self, name: str, function: Callable[..., T], /, *positional: Any, **arguments: Any) -> T:
         """Make a call, and give its result a name."""
@@ -56,9 +71,13 @@ class Program:
         self._made.append((made, name))
         return made
 
-    def add(self, text: str) -> None:
-        """Any other statement, as text."""
-        self._statements.append(text)
+    def add(self, write: Callable[[], str]) -> None:
+        """Add another statement; `write` returns its text."""
+        self._statements.append(write)
+
+    def named(self, name: str) -> str:
+        """The name in the text for a name of the program."""
+        return f"{PACKAGE}_{name}" if name in self._renamed else name
 
     def call(self, function: Any, /, *positional: Any, **arguments: Any) -> str:
         """A call as text.
@@ -75,60 +94,234 @@ class Program:
 
     @property
     def text(self) -> str:
-        """The whole program, with what it imports, and the functions that the script itself defines.
+        """The whole program, with its imports and the definitions that it needs from the script.
 
         Raises:
             UserError: a value has no text.
         """
-        lines = [
-            s if isinstance(s, str) else f"{s.name} = {self.call(s.function, *s.positional, **s.arguments)}"
+        self._renamed = set()
+        lines = self._lines()
+        own = {name for _, name in self._made} | {"driver", "metrics"}
+        needed = self._script.needed(self._needs)
+        taken = {*self._needs, *self._definitions, *(name for part in needed for name in part.binds)}
+        if own & taken:
+            self._renamed = own & taken
+            lines = self._lines()
+        imports = [f"from {module} import {_names(names)}" for module, names in sorted(self._imports.items())]
+        texts = [part.text for part in needed] + list(self._definitions.values())
+        future = [text for text in texts if text.startswith("from __future__")]
+        weft = [f"import {PACKAGE}"] if any(f"{PACKAGE}." in line for line in [*lines, *texts]) else []
+        blocks = list(dict.fromkeys([*future, *weft, *imports, *texts]))
+        body = "\n".join(lines)
+        if not blocks:
+            return body
+        text = blocks[0]
+        for before, block in itertools.pairwise(blocks):
+            text += ("\n\n\n" if _is_definition(before) or _is_definition(block) else "\n") + block
+        return text + ("\n\n\n" if _is_definition(blocks[-1]) else "\n\n") + body
+
+    def _lines(self) -> list[str]:
+        return [
+            f"{self.named(s.name)} = {self.call(s.function, *s.positional, **s.arguments)}"
+            if isinstance(s, Statement)
+            else s()
             for s in self._statements
         ]
-        package = [f"import {PACKAGE}"] if any(f"{PACKAGE}." in line for line in lines) else []
-        imports = [
-            f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(self._imports.items())
-        ]
-        head = [*package, *imports, *(f"\n\n{function}\n" for function in self._functions.values())]
-        return "\n".join([*head, *([""] if head else []), *lines])
 
     def expression(self, value: Any) -> str:
         """A value as text; of settings only those that differ from their defaults."""
         for made, name in self._made:
             if made is value and not isinstance(value, str | int | float | None):  # equal ones may be one object
-                return name
-        if isinstance(value, Config):
-            return self.call(type(value), **_given_settings(value))
-        if is_dataclass(value) and not isinstance(value, type):
-            return self.call(type(value), **_given_fields(value))
+                return self.named(name)
+        if isinstance(value, enum.Enum):
+            return f"{self._name_of(type(value))}.{value.name}"
+        if value is None or isinstance(value, bool | str | bytes | int | float | Path):
+            return _literal(value)
+        if isinstance(value, re.Pattern):
+            return self.call(re.compile, value.pattern, value.flags)
+        if isinstance(value, functools.partial):
+            return self.call(functools.partial, value.func, *value.args, **value.keywords)
         if inspect.isroutine(value) or isinstance(value, type):
             return self._name_of(value)
+        if isinstance(value, Config):
+            return self.call(type(value), **_given_settings(value))
+        if is_dataclass(value):
+            return self.call(type(value), **_given_fields(value))
         if isinstance(value, Mapping):
             return "{" + ", ".join(f"{self.expression(k)}: {self.expression(v)}" for k, v in value.items()) + "}"
         if isinstance(value, list | tuple):
             inner = ", ".join(map(self.expression, value))
             return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
-        if value is None or isinstance(value, str | int | float | Path):
-            return _quoted(str(value)) if isinstance(value, str | Path) else repr(value)
+        if isinstance(value, set | frozenset):
+            return self.call(type(value), sorted(value, key=repr))
         if _exported(type(value).__name__) is type(value):  # a backend: its text says how it was made
             return f"{PACKAGE}.{value!r}"
-        raise UserError(f"{value!r} has no text for a program: give functions by their names, and data by its files")
+        return self._object(value)
+
+    def _object(self, value: Any) -> str:
+        """Any other object: by its name in the script or a module, or by a call of its class if its attributes tell the arguments."""
+        name = self._script.name_of(value)
+        if name is not None:
+            self._needs.add(name)
+            return name
+        for module in (sys.modules.get(type(value).__module__), *list(sys.modules.values())):
+            name = next((n for n, each in list(getattr(module, "__dict__", {}).items()) if each is value), None)
+            if isinstance(module, ModuleType) and module.__name__ != MAIN and name and not name.startswith("__"):
+                return self._import(module.__name__, name, value)
+        try:
+            arguments = _constructor_arguments(value)
+        except (AttributeError, TypeError, ValueError):
+            raise UserError(
+                f"{value!r} has no text for a program: give it a name at the top level of the script, such as `reward = ...`"
+            ) from None
+        return self.call(type(value), **arguments)
 
     def _name_of(self, function: Any) -> str:
-        """A function or a class by its name, which is imported; a function of the script is written out."""
-        owner, _, own = function.__qualname__.rpartition(".")
-        name = owner or own
-        module = sys.modules.get(function.__module__)
-        there = getattr(module, name, None)
-        known = function if not owner else there
-        if module is None or known is None or (not owner and there is not function) or "." in name:
-            raise UserError(f"{function.__qualname__} of {function.__module__} has no name that a program could import")
-        if _exported(name) is known:
-            return f"{PACKAGE}.{function.__qualname__}"
-        if function.__module__ == "__main__":
-            self._functions[name] = textwrap.dedent(inspect.getsource(function)).rstrip()
-        elif function.__module__ != "builtins":
-            self._imports.setdefault(function.__module__, set()).add(name)
-        return function.__qualname__
+        """A function or class by its name; a closure by a call that makes it."""
+        if inspect.ismethod(function):
+            owner = function.__self__
+            return f"{self.expression(owner)}.{function.__name__}"
+        qualified = getattr(function, "__qualname__", None) or function.__name__
+        name = qualified.partition(".")[0]
+        home = function.__module__ or ""
+        module = sys.modules.get(home)
+        there: Any = module
+        for each in qualified.split("."):
+            there = getattr(there, each, None)
+        if _exported(name) is not None and _exported(name) is getattr(module, name, None):
+            return f"{PACKAGE}.{qualified}"
+        if home == "builtins":
+            return qualified
+        if there is function and home != MAIN:
+            return qualified.replace(name, self._import(home, name, getattr(module, name)), 1)
+        known = self._script.name_of(function)
+        if there is function or known is not None:
+            return self._script_name(known or qualified)
+        if inspect.isfunction(function):
+            return self._closure(function)
+        raise UserError(f"{qualified} of {home} has no name that a program could import: define it at the top level")
+
+    def _script_name(self, qualified: str) -> str:
+        name = qualified.partition(".")[0]
+        if self._script.has(name):
+            self._needs.add(name)
+        elif name not in self._definitions:
+            self._define(name, getattr(self._script.module, name))
+        return qualified
+
+    def _define(self, name: str, value: Any) -> None:
+        """Define a name of a script without source text (a notebook) by its value."""
+        self._definitions[name] = ""  # it may refer to itself
+        if isinstance(value, ModuleType):
+            text = f"import {value.__name__}" + ("" if value.__name__ == name else f" as {name}")
+        elif inspect.isfunction(value) and value.__module__ == MAIN and value.__name__ == name:
+            text, enclosed = factory(value)
+            if enclosed:
+                text = f"{name} = {self._closure(value)}"
+            else:
+                self._define_reads(text, value)
+                text = text if not text.startswith("lambda") else f"{name} = {text}"
+        else:
+            text = f"{name} = {self.expression(value)}"
+        del self._definitions[name]
+        if text != f"{name} = {name}":
+            self._definitions[name] = text
+
+    def _define_reads(self, text: str, function: FunctionType) -> None:
+        """Provide the global names that a function refers to."""
+        for name in sorted(names_of(text)[1]):
+            if name not in function.__globals__ or name in self._definitions:
+                continue
+            value = function.__globals__[name]
+            if function.__module__ != MAIN:
+                self._import(function.__module__, name, value, alias=False)
+            elif self._script.has(name):
+                self._needs.add(name)
+            else:
+                self._define(name, value)
+
+    def _closure(self, function: FunctionType) -> str:
+        """A lambda inline, or a call of a factory with the values that the closure holds."""
+        text, enclosed = factory(function)
+        self._define_reads(text, function)
+        values = inspect.getclosurevars(function).nonlocals
+        arguments = ", ".join(f"{name}={self.expression(values[name])}" for name in enclosed)
+        if text.startswith("lambda") and not enclosed:
+            return f"({text})"
+        name = function.__name__ if function.__name__.isidentifier() else "function"
+        if not enclosed:
+            made, body = name, text
+        else:
+            made = f"make_{name}"
+            inner = f"return {text}" if text.startswith("lambda") else f"{text}\nreturn {name}"
+            body = f"def {made}({', '.join(enclosed)}):\n{textwrap.indent(inner, '    ')}"
+        made = self._unused(made, body)
+        self._definitions[made] = (
+            body if made in body.partition("(")[0] else body.replace(made.rpartition("_")[0], made, 1)
+        )
+        return made if not enclosed else f"{made}({arguments})"
+
+    def _unused(self, name: str, text: str) -> str:
+        """An unused name for a definition, or the name of an equal definition."""
+        number, free = 1, name
+        while self._definitions.get(free, text) not in (text, text.replace(name, free, 1)) or self._script.has(free):
+            number += 1
+            free = f"{name}_{number}"
+        return free
+
+    def _import(self, module: str, name: str, value: Any, *, alias: bool = True) -> str:
+        """Import a name; use an alias if the script or another import has it already."""
+        names = self._imports.setdefault(module, {})
+        others = {n for other, imported in self._imports.items() if other != module for n in imported.values()}
+        here = vars(self._script.module).get(name, value)
+        if name not in names:
+            free, number = name, 1
+            while alias and (free in others or (free == name and here is not value and self._script.has(name))):
+                number += 1
+                free = f"{name}_{number}"
+            names[name] = free
+        return names[name]
+
+
+def _names(names: Mapping[str, str]) -> str:
+    return ", ".join(name if name == own else f"{name} as {own}" for name, own in sorted(names.items()))
+
+
+def _is_definition(text: str) -> bool:
+    return text.startswith(("def ", "async def ", "class ", "@"))
+
+
+def _literal(value: Any) -> str:
+    """
+    >>> _literal(float("inf")), _literal(Path("runs")), _literal(0.1)
+    ('float("inf")', '"runs"', '0.1')
+    """
+    if isinstance(value, str | Path):
+        return _quoted(str(value))
+    if isinstance(value, float):
+        return repr(float(value)) if math.isfinite(value) else f'float("{float(value)}")'
+    return repr(value)
+
+
+def _constructor_arguments(value: Any) -> dict[str, Any]:
+    """Arguments that make an object of a class that keeps each of them as an attribute of its name.
+
+    Raises:
+        AttributeError, TypeError, ValueError: the attributes do not tell the arguments.
+    """
+    construct = type(value).__init__
+    if not inspect.isfunction(construct) and (
+        construct is not object.__init__ or getattr(value, "__dict__", None) is None
+    ):
+        raise TypeError("its class is not written in Python")
+    arguments: dict[str, Any] = {}
+    for name, parameter in inspect.signature(type(value)).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise TypeError(name)
+        given = getattr(value, name if hasattr(value, name) else f"_{name}")
+        if parameter.default is parameter.empty or given != parameter.default:
+            arguments[name] = given
+    return arguments
 
 
 def _exported(name: str) -> Any:

@@ -19,6 +19,7 @@ from ..dataflow.graph import Graph
 from ..dataflow.handle import group
 from ..dataflow.prompts.prompts import Prompts
 from ..dataflow.prompts.settings import ReadArguments
+from ..dataflow.redaction import redacted
 from ..dataflow.source import Source
 from ..workers.actor import ActorWorker
 from ..workers.critic import CriticWorker
@@ -174,7 +175,7 @@ def _groups(
     }
     if method.samples:
         groups["rollout"].follows(groups["actor"])
-        program.add("rollout.follows(actor)")
+        program.add(lambda: f"{program.named('rollout')}.follows({program.named('actor')})")
     return groups
 
 
@@ -182,9 +183,17 @@ def _explain(program: Program, training: Graph, settings: Mapping[str, Any]) -> 
     """Print the program."""
     defaults = inspect.signature(Driver).parameters
     given = {key: value for key, value in settings.items() if value != defaults[key].default}
-    program.add(f"with {program.call(Driver, training, **given)} as driver:")
-    program.add(f'    metrics = driver.run()\n    driver.call(actor, "save", path=driver.directory.path / "{MODEL}")')
-    print(program.text)
+
+    def run() -> str:
+        driver, metrics, actor = map(program.named, ("driver", "metrics", "actor"))
+        return (
+            f"with {program.call(Driver, training, **given)} as {driver}:\n"
+            f"    {metrics} = {driver}.run()\n"
+            f'    {driver}.call({actor}, "save", path={driver}.directory.path / "{MODEL}")'
+        )
+
+    program.add(run)
+    print(redacted(program.text))
 
 
 def _run(training: Graph, actor: Any, settings: Mapping[str, Any]) -> list[dict[str, float]]:

@@ -213,11 +213,23 @@ def test_a_run_that_makes_checkpoints_goes_on(even: Any, tmp_path: Path, capsys:
     assert [row["step"] for row in weft.train("model", "prompts.jsonl", even, steps=2, **kept)] == [0, 1, 2]
 
 
-def test_a_program_has_functions_of_the_script_and_refuses_what_has_no_name(
+def test_a_program_refuses_an_object_that_has_no_text_and_says_how_to_give_it_one(
     even: Any, capsys: pytest.CaptureFixture[str]
 ):
-    with pytest.raises(weft.UserError, match="has no name that a program could import"):
-        weft.train("model", PROMPTS, lambda response: 0.0, max_tokens=6, explain=True)
+    class Near:
+        def __init__(self, *goals: int) -> None:
+            self.goal = sum(goals)
+
+        def __call__(self, response: str) -> float:
+            return float(len(response) == self.goal)
+
+    with pytest.raises(
+        weft.UserError, match="has no text for a program: give it a name at the top level of the script"
+    ):
+        weft.train("model", PROMPTS, Near(1, 2), max_tokens=6, explain=True)
+
+
+def test_a_program_imports_functions_of_modules(even: Any, capsys: pytest.CaptureFixture[str]):
     rows = printed(capsys, "model", PROMPTS[:2], [even, Reward(function=even, name="more", weight=0.5)], max_tokens=6)
     assert 'weft.Prompts.from_rows([{"prompt": "0 0"}, {"prompt": "0 1"}], "model", name="prompts")' in rows
     assert "from my_rewards import even" in rows
