@@ -84,6 +84,7 @@ WERE_WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "PhiMoE": ("phimoe", {"router_jitter_noise": 0.3, "input_jitter_noise": 0.3, **_EXPERTS}),
     "Mixtral": ("mixtral", {"router_jitter_noise": 0.3, **_WINDOW, **_EXPERTS}),
     "BioGPT": ("biogpt", {"layerdrop": 0.5, "hidden_dropout_prob": 0.5, "activation_dropout": 0.5}),
+    "DiffLlama": ("diffllama", {}),
     "Llama 4": ("llama4_text", {"attention_chunk_size": 8, "intermediate_size_mlp": 48, **_EXPERTS}),
 }
 WERE_RIGHT: dict[str, tuple[str, dict[str, Any]]] = {

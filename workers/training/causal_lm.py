@@ -65,7 +65,8 @@ def build_causal_lm(
     with refusals_named(model, "cannot be trained"), torch.device("meta"):
         causal_lm = auto_class(settings).from_config(settings, dtype=torch.float32)
     causal_lm.eval()
-    _compute_buffers(causal_lm)
+    _forget_values(causal_lm)
+    _compute_buffers(model, causal_lm)
     made: dict[str, Tensor] = {}
     dropped: frozenset[str] = frozenset()
     if head != "logprobs":
@@ -132,18 +133,53 @@ def training_settings(model: str | Path, folder: Path) -> Any:
     return settings
 
 
-def _compute_buffers(causal_lm: Any) -> None:
+def _forget_values(causal_lm: Any) -> None:
+    """Put every tensor that files hold on the meta device.
+
+    Some constructors draw values on the host in spite of `torch.device("meta")` (DiffLlama's `torch.normal`). A tensor with values
+    would count as loaded, and keep the values that were drawn.
+    """
+    stored = {id(tensor): tensor for tensor in causal_lm.state_dict(keep_vars=True).values() if not tensor.is_meta}
+    empty: dict[int, Tensor] = {}
+    for number, tensor in stored.items():
+        made = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        empty[number] = torch.nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+    for module in causal_lm.modules():
+        held: dict[str, Any]
+        for held in (module._parameters, module._buffers):  # a tied tensor stands in several places
+            held |= {name: empty[id(tensor)] for name, tensor in held.items() if id(tensor) in empty}
+
+
+def _compute_buffers(model: str | Path, causal_lm: Any) -> None:
     """Give buffers that no file holds (frequencies of rope, masks) the values that `from_pretrained` gives them.
 
     On the meta device a constructor computes nothing. The initialization of `transformers` computes these buffers anew, and passes over
     tensors that are marked as loaded.
+
+    Raises:
+        UserError: the initialization leaves one out.
     """
     for tensor in (*causal_lm.parameters(), *causal_lm.buffers()):
         tensor._is_hf_initialized = True
+    unknown: list[tuple[str, torch.nn.Module, str]] = []
     for name, buffer in list(causal_lm.named_non_persistent_buffers()):
         path, _, last = name.rpartition(".")
-        causal_lm.get_submodule(path)._buffers[last] = torch.empty_like(buffer, device="cpu")
+        module = causal_lm.get_submodule(path)
+        if not buffer.is_meta:
+            module._buffers[last] = buffer.clone()
+            continue
+        module._buffers[last] = made = torch.empty_like(buffer, device="cpu")
+        if made.is_floating_point() and made.numel():
+            made.fill_(torch.nan)
+            unknown.append((name, module, last))
     causal_lm.initialize_weights()
+    for name, module, last in unknown:
+        buffer = module._buffers[last]
+        if buffer is not None and bool(buffer.isnan().all()):
+            raise UserError(
+                f"model {str(model)!r} cannot be trained: no file holds its buffer {name!r}, and transformers does not compute it anew"
+            )
 
 
 def _switch_off_dropout(settings: Any) -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import loading_ranks
+import numpy as np
 import pytest
 import torch
 from families import FAMILIES, make, make_family
 from ranks import run_processes
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
@@ -23,7 +24,7 @@ from weft.workers.training.safetensors_files import open_tensors
 from weft.workers.training.stored_weights import CompleteWeights, StoredWeights, open_stored
 from weft.workers.weight_files import weight_files
 
-QUICK = ("Qwen2", "Mixtral", "Gemma 3 that sees", "GPT-2", "Phi-3 longrope")
+QUICK = ("Qwen2", "Mixtral", "DiffLlama", "Gemma 3 that sees", "GPT-2", "Phi-3 longrope")
 FILE = "model.safetensors"
 
 
@@ -221,3 +222,48 @@ def test_what_the_model_was_read_from_is_free_before_its_forward_passes_are_comp
     monkeypatch.setattr(loading, "find_agreement", find)
     load(folder)
     assert alive == [None]
+
+
+class DrawingConfig(LlamaConfig):
+    model_type = "weft-draws-on-the-host"
+
+
+class DrawingLlama(LlamaForCausalLM):
+    """A model whose constructor makes tensors of numpy arrays, which no device context reaches."""
+
+    config_class = DrawingConfig
+
+    def __init__(self, config: DrawingConfig) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.scale = torch.nn.Parameter(torch.from_numpy(np.random.default_rng().random(3, np.float32)))
+            layer.register_buffer("offset", torch.from_numpy(np.random.default_rng().random(3, np.float32)))
+            layer.register_buffer("powers", torch.from_numpy(np.float32([1, 2, 4])), persistent=False)
+
+
+def test_values_that_a_constructor_draws_on_the_host_come_from_the_file(tmp_path: Path):
+    AutoConfig.register(DrawingConfig.model_type, DrawingConfig, exist_ok=True)
+    AutoModelForCausalLM.register(DrawingConfig, DrawingLlama, exist_ok=True)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 97}
+    made = DrawingLlama(DrawingConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    model = load(save(made, tmp_path / "model")).model.causal_lm
+    for own, theirs in zip(model.model.layers, made.model.layers, strict=True):
+        assert torch.equal(own.scale, theirs.scale) and torch.equal(own.offset, theirs.offset)
+        assert own.powers.tolist() == [1, 2, 4]
+
+
+class ForgettingLlama(DrawingLlama):
+    """A model with a buffer that only its constructor computes: on the meta device it has no values."""
+
+    def __init__(self, config: DrawingConfig) -> None:
+        super().__init__(config)
+        self.model.register_buffer("slopes", torch.arange(1.0, 4.0), persistent=False)
+
+
+def test_a_buffer_that_nothing_computes_is_refused_by_name(tmp_path: Path):
+    AutoConfig.register(DrawingConfig.model_type, DrawingConfig, exist_ok=True)
+    AutoModelForCausalLM.register(DrawingConfig, ForgettingLlama, exist_ok=True)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 97}
+    made = ForgettingLlama(DrawingConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    with pytest.raises(UserError, match=r"no file holds its buffer 'model.slopes', and transformers does not compute"):
+        load(save(made, tmp_path / "model"))
