@@ -19,6 +19,7 @@ import pyarrow as pa
 from ..dataflow.batch import Batch
 from ..dataflow.column import (
     CHOSEN_IDS,
+    CHOSEN_MASK,
     CHOSEN_REFERENCE_LOGPROBS,
     GROUP_ID,
     MISMATCHED_IDS,
@@ -29,6 +30,7 @@ from ..dataflow.column import (
     REFERENCE_LOGPROBS,
     REFERENCE_POINT,
     REJECTED_IDS,
+    REJECTED_MASK,
     REJECTED_REFERENCE_LOGPROBS,
     RESPONSE_IDS,
     RESPONSE_MASK,
@@ -46,7 +48,12 @@ from .protocols import Rewarder, Rollout, Scorer, Trainable
 from .sampling import Sampling
 
 
-@node(shape=Shape.EXPAND, reads=(CHOSEN_IDS, REJECTED_IDS), writes=(RESPONSE_IDS, PREFERRED))
+@node(
+    shape=Shape.EXPAND,
+    reads=(CHOSEN_IDS, REJECTED_IDS),
+    may_read=(CHOSEN_MASK, REJECTED_MASK),
+    writes=(RESPONSE_IDS, RESPONSE_MASK, PREFERRED),
+)
 def pairs(preferences: Batch) -> Batch:
     """Two rows of each preference: the chosen response, and the rejected one.
 
@@ -60,7 +67,8 @@ def pairs(preferences: Batch) -> Batch:
 @node(
     shape=Shape.EXPAND,
     reads=(CHOSEN_IDS, REJECTED_IDS, CHOSEN_REFERENCE_LOGPROBS, REJECTED_REFERENCE_LOGPROBS),
-    writes=(RESPONSE_IDS, PREFERRED, REFERENCE_LOGPROBS),
+    may_read=(CHOSEN_MASK, REJECTED_MASK),
+    writes=(RESPONSE_IDS, RESPONSE_MASK, PREFERRED, REFERENCE_LOGPROBS),
 )
 def pairs_with_reference(preferences: Batch) -> Batch:
     """The same of preferences whose reference log-probabilities are known already (graph `reference_of_pairs`)."""
@@ -242,16 +250,22 @@ def preference_accuracy(preferences: Any, *, actor: Scorer, reference: Scorer | 
 def _two_of_each(preferences: Batch, columns: dict[Column, tuple[Column, Column]]) -> Batch:
     """Rows 2i and 2i + 1 are the chosen and the rejected response of preference i."""
     number = len(preferences)
+    if CHOSEN_MASK in preferences and REJECTED_MASK in preferences:
+        columns = {**columns, RESPONSE_MASK: (CHOSEN_MASK, REJECTED_MASK)}
     order = pa.array(np.arange(2 * number).reshape(2, number).T.ravel())
     made = {
         str(name): pa.concat_arrays([preferences[side] for side in sides]).take(order)
         for name, sides in columns.items()
     }
-    return Batch.of(
+    rows = Batch.of(
         parent_id=np.repeat(preferences.numpy(SAMPLE_ID), 2),
         preferred=np.tile(np.array([1, 0], np.uint8), number),
         **made,
     )
+    if RESPONSE_MASK in rows:
+        return rows
+    ids, cu_seqlens = rows.ragged_numpy(RESPONSE_IDS)
+    return rows.with_columns(response_mask=(np.ones(len(ids), np.uint8), cu_seqlens))
 
 
 def _sums(rows: Batch, column: object, mask: object = RESPONSE_MASK) -> np.ndarray:

@@ -130,6 +130,10 @@ STEP_LABELS = Column(
 # Preferences.
 CHOSEN_IDS = Column("chosen_ids", ragged(int32), "[L] tokens of the preferred response")
 REJECTED_IDS = Column("rejected_ids", ragged(int32), "[L] tokens of the other response")
+CHOSEN_MASK = Column("chosen_mask", ragged(pa.uint8()), "[L] 1 where a token of chosen_ids counts; absent: all of them")
+REJECTED_MASK = Column(
+    "rejected_mask", ragged(pa.uint8()), "[L] 1 where a token of rejected_ids counts; absent: all of them"
+)
 PREFERRED = Column(
     "preferred", pa.uint8(), "1: the response is the better one of its pair, or good by itself; 0: it is not"
 )
@@ -153,8 +157,8 @@ DESCRIBED: dict[Column, tuple[Column, ...]] = {
         *(RESPONSE_LOGPROBS, RESPONSE_VERSIONS, ROUTES, RESPONSE_MASK, TOKEN_REWARDS, VALUES, RETURNS, ADVANTAGES),
         *(OLD_LOGPROBS, ENTROPIES, REFERENCE_LOGPROBS, TOKEN_SCORES, STEP_LABELS),
     ),
-    CHOSEN_IDS: (CHOSEN_REFERENCE_LOGPROBS,),
-    REJECTED_IDS: (REJECTED_REFERENCE_LOGPROBS,),
+    CHOSEN_IDS: (CHOSEN_REFERENCE_LOGPROBS, CHOSEN_MASK),
+    REJECTED_IDS: (REJECTED_REFERENCE_LOGPROBS, REJECTED_MASK),
     MISMATCHED_IDS: (MISMATCHED_MASK, MISMATCHED_LOGPROBS, MISMATCHED_REFERENCE_LOGPROBS),
 }
 """Token ids -> what other columns say of each of these tokens. New rows with other tokens do not inherit it."""

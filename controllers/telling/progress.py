@@ -71,9 +71,8 @@ class Progress:
             if in_full and understood is not None:
                 self.say(f"data {source.name!r}: {understood}")
             elif number := getattr(source, "dropped", 0):
-                self.say(
-                    f"{number} of {number + len(source.table)} prompts of {source.name!r} are left out: they are too long"
-                )
+                why = "; ".join(understood.dropped) if understood else "they are too long"
+                self.say(f"{number} of {number + len(source.table)} prompts of {source.name!r} are left out: {why}")
 
     def resumed(self, checkpoint: Path, step: int, damage: Iterable[str]) -> None:
         for what in damage:

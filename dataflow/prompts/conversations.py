@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import pyarrow as pa
+from typing import Any, NoReturn
 
 from ..errors import UserError
-from .damage import short
-from .formats import find_column
 from .images import refuse_places, with_places
+from .messages import ROLES, SYSTEM_ROLES, Messages, same_message, same_text
 from .origin import Origin
 from .tokenizer import Tokenizer
 
-Messages = list[dict[str, Any]]
-
-_SYSTEM = ("system", "developer")
-"""Roles of a message that a conversation may begin with, and that no second one should follow."""
+Gap = tuple[int, int]
+"""(start, end) characters of a response that are not trained: the turns of others, and the headers between turns."""
 
 
 @dataclass(frozen=True)
@@ -36,79 +30,204 @@ class Texts:
     whole: bool = False
     """Whether there are no prompts: each text is one sequence to model."""
     own_system: int = 0
-    """Rows that begin with a system message of their own, where another was to be added."""
+    """Rows that have a system message of their own, where the setting `system` would add one."""
+    gaps: Mapping[str, Sequence[Sequence[Gap]]] = field(default_factory=dict)
+    """By column and row, the parts of the response that are not trained, in order. A column without gaps may be missing."""
+    rows: Sequence[int] | None = None
+    """Row of the source that each row was made from. None: one row was made from each."""
+    turns: int = 0
+    """Assistant turns in the rows."""
+    trained_turns: int = 0
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The messages of one row: a prompt, and by column the messages that follow it, of which the first is the assistant's.
+
+    Where the prompt ends inside an assistant's turn (`begun`), the first message of a response is that turn as a whole.
+    """
+
+    prompt: Messages
+    responses: Mapping[str, Messages] = field(default_factory=dict)
+    begun: bool = False
+
+    @property
+    def turns(self) -> int:
+        """Assistant turns of the row; those of the prompt count once."""
+        following = [message for response in self.responses.values() for message in response]
+        return _assistant_turns(self.prompt) - self.begun + _assistant_turns(following)
+
+
+@dataclass
+class _Run:
+    """Assistant turns that fit into one row, since the text of each goes on after that of the one before."""
+
+    prompt: str
+    response: str
+    gaps: list[Gap] = field(default_factory=list)
+    turns: int = 1
 
 
 @dataclass(frozen=True)
 class Conversations:
-    """What rendering rows of messages needs beside the messages."""
+    """Renders the messages of rows."""
 
     origin: Origin
     tokenizer: Tokenizer
     system: str | None = None
     """System prompt of rows that have none of their own."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Of the chat template, for all rows."""
+    """Variables of the chat template, for all rows."""
     tools: Sequence[Any] | None = None
     """By row: functions that the model may call."""
     own_variables: Sequence[Any] | None = None
     """By row: further variables of the template."""
+    own_systems: Sequence[str | None] | None = None
+    """By row: the system prompt that a column has."""
     images: Sequence[int] | None = None
-    """By row: how many images it has; None: no row of the source has any."""
+    """By row: the number of images. None: no row of the source has any."""
 
-    @classmethod
-    def of(
-        cls,
-        table: pa.Table,
-        origin: Origin,
-        tokenizer: Tokenizer,
-        system: str | None,
-        variables: Mapping[str, Any],
-        images: Sequence[int] | None = None,
-    ) -> Conversations:
-        """With the columns `tools` and `chat_template_kwargs` of the rows, if there are any.
+    def render(self, exchanges: Sequence[Exchange], columns: Mapping[str, str], *, split: bool = False) -> Texts:
+        """Rows as text. Only the assistant's turns of a response are trained; the rest of it is in its gaps.
+
+        Args:
+            exchanges: the messages of each row. All have the same responses.
+            columns: by response, the column of the file that it comes from.
+            split: make several rows of a conversation whose earlier turns the template changes when later ones follow: each turn is
+                then trained after the text that it would be generated after. Otherwise such a row is refused.
 
         Raises:
-            UserError: one of these columns is text that is not JSON.
+            UserError: the template refuses the messages of a row, or renders them in a way that cannot be trained; the message names
+                the row.
         """
+        prompts: list[str] = []
+        responses: dict[str, list[str]] = {name: [] for name in columns}
+        gaps: dict[str, list[list[Gap]]] = {name: [] for name in columns}
+        rows: list[int] = []
+        own_system = trained = 0
+        for row, exchange in enumerate(exchanges):
+            messages, is_own = self._with_system(row, exchange.prompt)
+            own_system += is_own
+            messages = self._placed(row, messages, list(exchange.responses.values()))
+            before = messages[:-1] if exchange.begun else messages
+            first = {name: self._finished(row, [*before, tail[0]]) for name, tail in exchange.responses.items()}
+            prompt = self._prompt(row, messages, list(first.values()), begun=exchange.begun)
+            runs = {
+                name: self._runs(row, prompt, first[name], before, tail) for name, tail in exchange.responses.items()
+            }
+            made = max(map(len, runs.values()), default=1)
+            if made > 1 and not split:
+                name = next(name for name, found in runs.items() if len(found) > 1)
+                raise UserError(
+                    f"{self.origin(row)}: the response in {columns[name]!r} has several assistant turns, and the chat template changes "
+                    "the earlier ones when later ones follow; make the row end with its first assistant turn that is to be trained"
+                )
+            trained += sum(run.turns for found in runs.values() for run in found)
+            rows += [row] * made
+            for number in range(made):
+                prompts.append(next((found[number].prompt for found in runs.values()), prompt))
+                for name, found in runs.items():
+                    responses[name].append(found[number].response)
+                    gaps[name].append(found[number].gaps)
+        return Texts(
+            prompts,
+            responses,
+            chat=True,
+            own_system=own_system,
+            gaps=gaps,
+            rows=rows if len(rows) > len(exchanges) else None,
+            turns=sum(exchange.turns for exchange in exchanges),
+            trained_turns=trained,
+        )
 
-        def values(name: str) -> list[Any] | None:
-            if name not in table.column_names:
-                return None
-            try:
-                return [_without_nulls(_from_json(value)) for value in table.column(name).to_pylist()]
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{origin.files}: column {name!r} is text that is not JSON ({error})") from None
+    def _runs(self, row: int, prompt: str, first: str, before: Messages, response: Messages) -> list[_Run]:
+        """The assistant turns of a response. A turn goes into the run of the one before if its prompt begins with the text of that run.
 
-        return cls(origin, tokenizer, system, variables, values("tools"), values("chat_template_kwargs"), images)
-
-    def render(self, prompts: Sequence[Messages], responses: Mapping[str, Sequence[Messages]]) -> Texts:
-        """Prompts and, by column, what the template adds when the response's messages follow.
-
-        Raises:
-            UserError: the template refuses the messages of a row; the message names it.
+        Args:
+            prompt, first: the prompt, and the text up to the end of the response's first turn.
+            before: the messages that the response follows.
         """
-        texts: list[str] = []
-        tails: dict[str, list[str]] = {name: [] for name in responses}
-        own_system = 0
-        for row, messages in enumerate(prompts):
-            if self.system is not None:
-                if messages[0].get("role") in _SYSTEM:
-                    own_system += 1
-                else:
-                    messages = [{"role": "system", "content": self.system}, *messages]
-            messages = self._placed(row, messages, [each[row] for each in responses.values()])
-            # A prompt that ends with the assistant's turn is a response already begun (TRL's rule).
-            begun = messages[-1]["role"] == "assistant"
-            prompt = self._text(row, messages, add_generation_prompt=not begun, continue_last=begun)
-            wholes = {name: self._text(row, messages + column[row]) for name, column in responses.items()}
-            # Some templates open the assistant's turn with text (`<think>`) that finished turns do not have.
-            if not all(whole.startswith(prompt) for whole in wholes.values()):
-                prompt = common_start([prompt, *wholes.values()])
-            texts.append(prompt)
-            for name, whole in wholes.items():
-                tails[name].append(self._until_stop(whole[len(prompt) :]))
-        return Texts(texts, tails, chat=True, own_system=own_system)
+        runs = [_Run(prompt, first[len(prompt) :])]
+        conversation, ended = [*before, *response], first
+        for k in range(len(before) + 1, len(conversation)):
+            if conversation[k]["role"] != "assistant":
+                continue
+            text = self._finished(row, conversation[: k + 1])
+            opened = self._prompt(row, conversation[:k], [text])
+            run = runs[-1]
+            if opened.startswith(ended):
+                start = len(run.prompt)
+                run.gaps.append((len(ended) - start, len(opened) - start))
+                run.response = text[start:]
+                run.turns += 1
+            else:
+                runs.append(_Run(opened, text[len(opened) :]))
+            ended = text
+        return runs
+
+    def _prompt(self, row: int, messages: Messages, finished: Sequence[str], *, begun: bool = False) -> str:
+        """The text that generation goes on from, which all finished turns begin with.
+
+        That is the prompt with the header of the assistant's turn. Some templates open the turn for generation with text that finished
+        turns do not have (`<think>`): the prompt then ends where the text of a finished turn begins. It never ends at any other place,
+        such as inside a tag that both happen to begin with.
+        """
+        prompt = self._text(row, messages, add_generation_prompt=not begun, continue_last=begun)
+        if all(text.startswith(prompt) for text in finished):
+            return prompt
+        if not begun:
+            header = self._header(row, messages)
+            if prompt.startswith(header) and all(text.startswith(header) for text in finished):
+                return header
+        text = next(text for text in finished if not text.startswith(prompt))
+        raise UserError(
+            f"{self.origin(row)}: the chat template writes {_end(text, prompt)} for the assistant's turn, but {_end(prompt, text)} "
+            "where it is to be generated, so no place divides the prompt from the response; change the template, or the settings "
+            "thinking and chat_template_kwargs"
+        )
+
+    def _header(self, row: int, messages: Messages) -> str:
+        """The text before the content of a finished assistant's turn."""
+        mark = "WEFT_ANSWERS_HERE"
+        text = self._text(row, [*messages, {"role": "assistant", "content": mark}])
+        return text[: text.rfind(mark)] if mark in text else text
+
+    def _finished(self, row: int, messages: Messages) -> str:
+        """Messages up to the token that ends the last turn. Templates write a newline after it, but generation stops before."""
+        text = self._text(row, messages)
+        stripped = text.rstrip("\n")
+        return stripped if stripped.endswith(self.tokenizer.special_texts) else text
+
+    def _text(self, row: int, messages: Messages, **how: bool) -> str:
+        own = (self.own_variables[row] if self.own_variables else None) or {}
+        tools = self.tools[row] if self.tools else None
+        chat = self.tokenizer.chat
+        try:
+            text = chat.render(messages, tools=tools, **how, **{**self.variables, **own})
+        except UserError as error:
+            raise UserError(f"{self.origin(row)}: {error}") from None
+        for message in messages:
+            role = message["role"]
+            if role not in ROLES and not any(role in source for source in chat.sources.values()):
+                raise UserError(
+                    f"{self.origin(row)}: a message has the role {role!r}, which the chat template does not know; roles are "
+                    f"{', '.join(ROLES)}"
+                )
+        return text
+
+    def _with_system(self, row: int, messages: Messages) -> tuple[Messages, bool]:
+        """The messages with their system prompt, and whether they have one of their own in the place of `system`."""
+        has_own = messages[0]["role"] in SYSTEM_ROLES
+        column = self.own_systems[row] if self.own_systems else None
+        if column is not None and column.strip():
+            if has_own and not same_text(messages[0].get("content"), column):
+                raise UserError(
+                    f"{self.origin(row)}: the system prompt of the column and the first message of the row differ; remove one of them"
+                )
+            return (messages if has_own else [_system(column), *messages]), self.system is not None
+        if self.system is None or has_own:
+            return messages, has_own and self.system is not None
+        return [_system(self.system), *messages], False
 
     def _placed(self, row: int, prompt: Messages, responses: Sequence[Messages]) -> Messages:
         """The prompt with the places of the row's images."""
@@ -122,21 +241,67 @@ class Conversations:
         except UserError as error:
             raise UserError(f"{self.origin(row)}: {error}") from None
 
-    def _text(self, row: int, messages: Messages, **how: bool) -> str:
-        own = (self.own_variables[row] if self.own_variables else None) or {}
-        tools = self.tools[row] if self.tools else None
-        try:
-            return self.tokenizer.chat.render(messages, tools=tools, **how, **{**self.variables, **own})
-        except UserError as error:
-            raise UserError(f"{self.origin(row)}: {error}") from None
 
-    def _until_stop(self, response: str) -> str:
-        """Without the newline that templates write after the token that ends a turn: generation stops before it."""
-        stripped = response.rstrip("\n")
-        return stripped if stripped.endswith(self.tokenizer.special_texts) else response
+@dataclass(frozen=True)
+class Divider:
+    """Divides rows of messages into prompts and responses."""
 
-    def split_dialogues(self, dialogues: Sequence[Messages], column: str, answered: bool) -> Texts:
-        """Conversations: prompts, or prompts with responses where they end with the assistant's turn.
+    origin: Origin
+
+    def with_prompts(
+        self,
+        prompts: Sequence[Messages],
+        responses: Mapping[str, Sequence[Messages]],
+        columns: Mapping[str, str],
+    ) -> list[Exchange]:
+        """Prompts, each with its responses.
+
+        A response is the assistant's turn, or a whole conversation that has the prompt in it, which is then taken once. A prompt that
+        ends with the assistant's turn is a turn already begun (TRL's rule).
+
+        Args:
+            responses: by the column that their tokens go to.
+            columns: by the same names, the column of the file.
+
+        Raises:
+            UserError: a response is neither; the message names the row.
+        """
+        made: list[Exchange] = []
+        for row, prompt in enumerate(prompts):
+            own = {name: column[row] for name, column in responses.items()}
+            begun = prompt[-1]["role"] == "assistant"
+            if not own:
+                made.append(Exchange(prompt, begun=begun))
+                continue
+            if begun:
+                continued = {name: _continued(prompt, response) for name, response in own.items()}
+                if all(continued.values()):
+                    self._check_ends(row, continued, columns)
+                    made.append(Exchange(prompt, continued, begun=True))
+                    continue
+            wholes: dict[str, Messages] = {}
+            start = 0
+            for name, response in own.items():
+                wholes[name], end = self._whole(row, prompt, response, columns[name])
+                start = max(start, end)
+            made.append(self._divided(row, wholes, columns, start))
+        return made
+
+    def pairs(
+        self, chosen: Sequence[Messages], rejected: Sequence[Messages], columns: Mapping[str, str]
+    ) -> list[Exchange]:
+        """Pairs of whole conversations: the prompt is the messages that both begin with.
+
+        Raises:
+            UserError: the conversations of a row have no common prompt, or do not end with the assistant's turn.
+        """
+        return [
+            self._divided(row, {"chosen_ids": list(pair[0]), "rejected_ids": list(pair[1])}, columns, 1)
+            for row, pair in enumerate(zip(chosen, rejected, strict=True))
+        ]
+
+    def last_turns(self, dialogues: Sequence[Messages], column: str, answered: bool) -> list[Exchange]:
+        """Conversations as prompts, or, where they end with the assistant's turn, as prompts with that turn.
 
         Args:
             answered: whether the first of all rows ends with the assistant's turn.
@@ -149,82 +314,112 @@ class Conversations:
                 said = "without it (a prompt)", "with the assistant's turn (a response)"
                 raise UserError(
                     f"{self.origin(row)}: {column!r} ends {said[not answered]}, but the rows before end {said[answered]}; "
-                    "keep the two in different files"
+                    "keep the two in different files, or train on every assistant turn (train_on='all')"
                 )
             if answered and len(messages) == 1:
                 raise UserError(f"{self.origin(row)}: {column!r} holds only a response, with no message before it")
         if not answered:
-            return self.render(dialogues, {})
-        return self.render([m[:-1] for m in dialogues], {"response_ids": [m[-1:] for m in dialogues]})
+            return [Exchange(messages) for messages in dialogues]
+        return [Exchange(messages[:-1], {"response_ids": messages[-1:]}) for messages in dialogues]
 
-    def split_preferences(self, chosen: Sequence[Messages], rejected: Sequence[Messages]) -> Texts:
-        """Pairs without a prompt of their own: the prompt is the messages that both begin with.
+    def all_turns(self, dialogues: Sequence[Messages], column: str) -> list[Exchange]:
+        """Conversations as a prompt, up to the first assistant turn, and all that follows. What comes after the last assistant turn
+        is left out: nothing of it could be trained.
 
         Raises:
-            UserError: both responses of a row begin with different messages.
+            UserError: a conversation has no assistant turn, or begins with it.
         """
-        prompts: list[Messages] = []
-        for row, pair in enumerate(zip(chosen, rejected, strict=True)):
-            most = min(map(len, pair)) - 1  # at least one message is the response
-            same = next((i for i in range(most) if pair[0][i] != pair[1][i]), most)
-            if same == 0:
-                raise UserError(
-                    f"{self.origin(row)}: 'chosen' and 'rejected' begin with different messages: no common prompt"
+        made: list[Exchange] = []
+        for row, messages in enumerate(dialogues):
+            turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+            if not turns or turns[0] == 0:
+                what = (
+                    "begins with the assistant's turn, with no message before it" if turns else "has no assistant turn"
                 )
-            prompts.append(pair[0][:same])
-        counts = [len(prompt) for prompt in prompts]
-        return self.render(
-            prompts,
-            {
-                "chosen_ids": [messages[n:] for messages, n in zip(chosen, counts, strict=True)],
-                "rejected_ids": [messages[n:] for messages, n in zip(rejected, counts, strict=True)],
-            },
+                raise UserError(f"{self.origin(row)}: {column!r} {what} (train_on='all')")
+            made.append(Exchange(messages[: turns[0]], {"response_ids": messages[turns[0] : turns[-1] + 1]}))
+        return made
+
+    def _whole(self, row: int, prompt: Messages, response: Messages, column: str) -> tuple[Messages, int]:
+        """The whole conversation of a response, and where the prompt in it ends."""
+        systems = sum(message["role"] in SYSTEM_ROLES for message in prompt[:1])
+        for asked, added in ((prompt, []), (prompt[systems:], prompt[:systems])):
+            at = _find(response, asked)
+            if at is not None and (at == 0 or not added):
+                return [*added, *response], len(added) + at + len(asked)
+        if response[0]["role"] == "assistant":
+            return [*prompt, *response], len(prompt)
+        raise UserError(
+            f"{self.origin(row)}: {column!r} begins with a message of role {response[0]['role']!r}, and the row's prompt is not in it; "
+            "a response is the assistant's turn, or the whole conversation with the prompt as it stands in its own column"
         )
 
+    def _divided(self, row: int, wholes: dict[str, Messages], columns: Mapping[str, str], start: int) -> Exchange:
+        """Conversations divided after the messages that all of them begin with, before an assistant turn.
 
-def read_messages(table: pa.Table, path: str, origin: Origin) -> list[Messages]:
-    """A column of messages, without the fields that are null.
+        Args:
+            start: first place at which they may be divided.
+        """
+        self._check_ends(row, wholes, columns)
+        first, *others = wholes.values()
+        names = " and ".join(repr(columns[name]) for name in wholes)
+        most = min(map(len, wholes.values())) - 1  # at least one message is the response
+        if others:
+            shared = next((k for k in range(most) if not all(same_message(first[k], o[k]) for o in others)), most)
+        else:
+            shared = start
+        if shared < start:
+            self._no_prompt(row, names, len(wholes))
+        for end in range(min(shared, most), start - 1, -1):
+            if all(whole[end]["role"] == "assistant" for whole in wholes.values()):
+                return Exchange(first[:end], {name: whole[end:] for name, whole in wholes.items()})
+        raise UserError(
+            f"{self.origin(row)}: in {names} the prompt is not followed by the assistant's turn, so there is no response"
+        )
 
-    Raises:
-        UserError: a row has no messages, or a message no role.
-    """
-    dialogues: list[Messages] = []
-    for row, messages in enumerate(find_column(table, path, origin, "column").to_pylist()):
-        if not messages:
-            raise UserError(f"{origin(row)}: {path!r} is {short(messages)}; every row needs at least one message there")
-        clean = [_without_nulls(message) for message in messages]
-        for message in clean:
-            if "role" not in message:
-                raise UserError(f"{origin(row)}: a message in {path!r} has no role: {short(message)}")
-        dialogues.append(clean)
-    return dialogues
+    def _no_prompt(self, row: int, names: str, number: int) -> NoReturn:
+        if number > 1:
+            raise UserError(f"{self.origin(row)}: {names} begin with different messages: no common prompt")
+        raise UserError(f"{self.origin(row)}: {names} has no message before the response")
 
-
-def common_start(texts: Sequence[str]) -> str:
-    """The longest string that all texts begin with.
-
-    >>> common_start(["the sky", "the sea"])
-    'the s'
-    """
-    low, high = min(texts), max(texts)  # what these two share, everything between them shares
-    end = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
-    return low[:end]
-
-
-def _without_nulls(value: Any) -> Any:
-    """Without the fields that are null: Arrow gives every struct of a column the fields of all, and templates ask
-    whether a field is there."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+    def _check_ends(self, row: int, wholes: Mapping[str, Messages], columns: Mapping[str, str]) -> None:
+        for name, messages in wholes.items():
+            if messages[-1]["role"] != "assistant":
+                raise UserError(
+                    f"{self.origin(row)}: {columns[name]!r} ends with a message of role {messages[-1]['role']!r}; a response ends with "
+                    "the assistant's turn"
+                )
 
 
-def _from_json(value: Any) -> Any:
-    """TRL keeps tools of different shapes as JSON text, in whole or one by one: Arrow has one type per column."""
-    if isinstance(value, str):
-        return json.loads(value)
-    return (
-        [_from_json(inner) if isinstance(inner, str) else inner for inner in value]
-        if isinstance(value, list)
-        else value
-    )
+def _continued(prompt: Messages, response: Messages) -> Messages:
+    """The response to a prompt that ends inside an assistant's turn, with that whole turn as its first message. Empty: the response
+    does not go on with it."""
+    *before, last = prompt
+    repeats = len(response) > len(before) and all(map(same_message, response, before))
+    turn, *rest = response[len(before) :] if repeats else response
+    begun, text = last.get("content"), turn.get("content")
+    if turn["role"] != "assistant" or not isinstance(begun, str) or not isinstance(text, str) or turn == last:
+        return []
+    if text.startswith(begun):
+        return [turn, *rest]
+    return [] if repeats and before else [{**turn, "content": begun + text}, *rest]
+
+
+def _find(conversation: Messages, part: Messages) -> int | None:
+    """Where the messages first stand in a conversation."""
+    places = range(len(conversation) - len(part) + 1) if part else ()
+    return next((k for k in places if all(map(same_message, conversation[k:], part))), None)
+
+
+def _assistant_turns(messages: Messages) -> int:
+    return sum(message["role"] == "assistant" for message in messages)
+
+
+def _system(content: str) -> dict[str, Any]:
+    return {"role": "system", "content": content}
+
+
+def _end(text: str, other: str, characters: int = 30) -> str:
+    """The part of a text that differs from another one, with a little of what stands before it, for a message."""
+    same = next((k for k, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    return repr(text[max(0, same - 15) : same + characters])

@@ -1,4 +1,4 @@
-"""Formats: which columns hold prompts and responses in the data of TRL, verl, OpenRLHF, slime and verifiers."""
+"""Formats: which columns hold prompts and responses in common data sets, and in the data of TRL, verl, OpenRLHF and slime."""
 
 from __future__ import annotations
 
@@ -30,13 +30,27 @@ class Format:
     rejected: str | None = None
     dialogue: str | None = None
     text: str | None = None
+    context: str | None = None
+    """Text that a prompt of text goes on with, after a blank line, where a row has it."""
+    system: str | None = None
+    """System prompts."""
     marks: tuple[str, ...] = ()
     """Further columns that the format is known by."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        named = (self.prompt, self.dialogue, self.text, self.response, self.chosen, self.rejected)
+        named = (
+            *(self.system, self.prompt, self.context, self.dialogue, self.text),
+            *(self.response, self.chosen, self.rejected),
+        )
         return tuple(column for column in named if column) + self.marks
+
+    @property
+    def responses(self) -> dict[str, str]:
+        """The columns of responses, by the column that their tokens go to."""
+        if self.chosen and self.rejected:
+            return {"chosen_ids": self.chosen, "rejected_ids": self.rejected}
+        return {"response_ids": self.response} if self.response else {}
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(self.columns)})"
@@ -44,22 +58,29 @@ class Format:
 
 FORMATS = (
     Format("TRL unpaired preference", prompt="prompt", response="completion", marks=("label",)),
+    Format("Orca pairs", system="system", prompt="question", chosen="chosen", rejected="rejected"),
     Format("TRL or OpenRLHF preference", prompt="prompt", chosen="chosen", rejected="rejected"),
+    Format("ShareGPT preference", prompt="conversations", chosen="chosen", rejected="rejected"),
+    Format("preference of questions", prompt="question", chosen="chosen", rejected="rejected"),
+    Format("preference of inputs", prompt="input", chosen="chosen", rejected="rejected"),
+    Format("preference of instructions", prompt="instruction", chosen="chosen", rejected="rejected"),
     Format("TRL or OpenRLHF preference, implicit prompt", chosen="chosen", rejected="rejected"),
     Format("TRL prompt-completion", prompt="prompt", response="completion"),
     Format("verl supervised", prompt="prompt", response="response"),
+    Format("Alpaca", prompt="instruction", context="input", response="output"),
+    Format("Alpaca without inputs", prompt="instruction", response="output"),
+    Format("Dolly", prompt="instruction", context="context", response="response"),
     Format("OpenRLHF supervised", prompt="input", response="output"),
     Format("verl prompts", prompt="prompt", marks=("reward_model",)),
     Format("slime prompts", prompt="prompt", marks=("label",)),
     Format("OpenRLHF prompts with labels", prompt="input", marks=("label",)),
-    Format("verifiers prompts", prompt="prompt", marks=("info",)),
     Format("TRL prompt-only", prompt="prompt"),
     Format("slime conversations", dialogue="messages", marks=("label",)),
     Format("TRL or verl conversations", dialogue="messages"),
+    Format("ShareGPT conversations", dialogue="conversations"),
     Format("OpenRLHF prompts", dialogue="input"),
     Format("OpenRLHF prompt-collection", dialogue="context_messages"),
-    Format("GSM8K or verifiers questions", prompt="question", marks=("answer",)),
-    Format("verifiers questions", prompt="question", marks=("info",)),
+    Format("GSM8K questions", prompt="question", marks=("answer",)),
     Format("MATH problems", prompt="problem", marks=("solution",)),
     Format("MATH problems with answers", prompt="problem", marks=("answer",)),
     Format("questions", prompt="question"),
@@ -68,8 +89,20 @@ FORMATS = (
 )
 """Known formats, the most specific first: a file has the first one whose columns it all has."""
 
+SYSTEM_COLUMNS = ("system", "system_prompt")
+"""Columns in which any format may have the system prompt of each row."""
+
 
 def find_format(table: pa.Table, origin: Origin, columns: Mapping[str, str | None]) -> Format:
+    """The format of a file, with the column of its system prompts if there is one; see `_find_format`."""
+    format = _find_format(table, origin, columns)
+    used = {*format.columns, columns["answer"]} - {format.system}
+    found = [name for name in SYSTEM_COLUMNS if name in table.column_names and name not in used]
+    system = next((name for name in found if is_text(table.schema.field(name).type)), None)
+    return dataclasses.replace(format, system=system)
+
+
+def _find_format(table: pa.Table, origin: Origin, columns: Mapping[str, str | None]) -> Format:
     """The format that the arguments describe, or else the first known one whose columns the file has.
 
     Args:
@@ -91,22 +124,39 @@ def find_format(table: pa.Table, origin: Origin, columns: Mapping[str, str | Non
         if whole and prompt != "prompt":  # OpenRLHF's `--input_key`; only TRL's own `prompt` may hold half a response
             return Format(said, dialogue=prompt)
         return Format(said, prompt=prompt, response=response)
-    if {"instruction", "input"} <= set(names):
-        raise UserError(
-            f"{origin.files}: columns 'instruction' and 'input' (Alpaca's format) make one prompt together; "
-            "write them into one column 'prompt', or say prompt='instruction'"
-        )
     for format in FORMATS:
-        if set(format.columns) <= set(names):
-            if format.dialogue == "input" and is_text(table.schema.field("input").type):
-                format = dataclasses.replace(format, prompt="input", dialogue=None)
-            if response is not None:
-                if not format.prompt:
-                    break
-                format = Format(f"{format.name}, response={response!r}", prompt=format.prompt, response=response)
-            return format
+        if not set(format.columns) <= set(names):
+            continue
+        if format.text and "role" in names:
+            raise UserError(
+                f"{origin.files}: columns 'role' and 'text' make each row one message (OpenAssistant's trees); a row must be a whole "
+                "conversation, in a column 'messages'. To train on the texts alone, leave out 'role'"
+            )
+        if format.dialogue == "input" and is_text(table.schema.field("input").type):
+            format = dataclasses.replace(format, prompt="input", dialogue=None)
+        if format.columns == ("prompt",) and response is None and (whole := _conversations(table)):
+            format = Format("UltraChat conversations", dialogue=whole)
+        if format.columns == ("chosen", "rejected") and all(_has_turns(table.column(name)) for name in format.columns):
+            format = dataclasses.replace(format, name="HH-RLHF")
+        if response is not None:
+            if not format.prompt:
+                break
+            name = f"{format.name}, response={response!r}"
+            format = dataclasses.replace(format, name=name, response=response, chosen=None, rejected=None)
+        return format
 
     raise _unknown(table, origin)
+
+
+def _conversations(table: pa.Table) -> str | None:
+    """A column of whole conversations beside a column `prompt`, which is then their first message."""
+    found = [name for name in ("messages", "conversations") if name in table.column_names]
+    return next((name for name in found if pa.types.is_nested(table.schema.field(name).type)), None)
+
+
+def _has_turns(column: pa.ChunkedArray) -> bool:
+    """Whether every text begins with a turn of HH-RLHF."""
+    return is_text(column.type) and count_matches(as_text(column), r"^\n\nHuman:") == len(column)
 
 
 def _unknown(table: pa.Table, origin: Origin) -> UserError:
@@ -130,7 +180,8 @@ def _likest(wanted: str, found: Sequence[str]) -> tuple[float, str]:
 
     def likeness(name: str) -> float:
         part = 0.9 if wanted in name.split("_") else 0.0  # `chosen_response` is like `chosen`
-        return max(part, difflib.SequenceMatcher(None, wanted, name).ratio())
+        alike = min(0.9, difflib.SequenceMatcher(None, wanted, name).ratio())
+        return 1.0 if name == wanted else max(part, alike)
 
     return max((likeness(name), name) for name in found)
 
@@ -154,18 +205,17 @@ def find_column(table: pa.Table, path: str, origin: Origin, role: str) -> pa.Chu
 
 
 def column_kind(kind: pa.DataType, column: str, origin: Origin) -> Literal["text", "messages"]:
-    """Whether a column is text or messages; refuses what is neither."""
+    """Whether a column is text or messages (or single ones); refuses what is neither."""
     if is_text(kind):
         return "text"
-    item = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else None
-    if item is not None and pa.types.is_struct(item):
-        fields = [f.name for f in item]
-        if "role" in fields and ("content" in fields or "tool_calls" in fields):
+    item = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
+    if pa.types.is_struct(item):
+        fields = {f.name for f in item}
+        if ("role" in fields and fields & {"content", "tool_calls"}) or fields >= {"from", "value"}:
             return "messages"
-        hint = " (rename 'from' to 'role' and 'value' to 'content')" if {"from", "value"} <= set(fields) else ""
         raise UserError(
-            f"{origin.files}: column {column!r} holds objects with {', '.join(fields)}; "
-            f"messages have 'role' and 'content'{hint}"
+            f"{origin.files}: column {column!r} holds objects with {', '.join(f.name for f in item)}; "
+            "messages have 'role' and 'content' (or ShareGPT's 'from' and 'value')"
         )
     if pa.types.is_null(kind):
         raise UserError(f"{origin.files}: column {column!r} is empty (null) in every row")

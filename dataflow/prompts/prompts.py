@@ -1,4 +1,4 @@
-"""Prompts: a source of rows, read from files or data sets in the formats of TRL, verl, OpenRLHF, slime and verifiers.
+"""Prompts: a source of rows, read from files or data sets in common formats and those of TRL, verl, OpenRLHF and slime.
 
     prompts = Prompts.read("gsm8k_train.parquet", "models/qwen2-tiny", max_prompt_tokens=512)
     print(prompts.understood)
@@ -9,7 +9,7 @@ before torch is imported. docs/data.md shows every format.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -19,7 +19,7 @@ import pyarrow as pa
 import xxhash
 
 from ..batch import Batch
-from ..column import IMAGES
+from ..column import IDENTITY, IMAGES
 from ..errors import UserError
 from .answers import Answers, find_answers
 from .files import table_of
@@ -34,8 +34,13 @@ from .tokenizer import Tokenizer
 from .tokens import tokenise
 from .understanding import Observer, Understanding
 
-_WRITTEN = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids", "sample_id", "group_id", "parent_id")
-"""Columns that Weft makes: a file that has one of its own would be misread, so it is refused."""
+_WRITTEN = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
+"""Columns of tokens. A file that has one of its own is refused: its tokens may be those of another model."""
+
+_MASKS = ("response_mask", "chosen_mask", "rejected_mask")
+
+_RENAMED = (*map(str, IDENTITY), *_MASKS)
+"""Columns that Weft gives rows. A file's own column of this name is kept as `file_NAME`."""
 
 _MEDIA = ("video", "videos", "audio", "audios")
 """Columns in which TRL, verl and OpenRLHF look for what goes to a model beside text and images."""
@@ -54,13 +59,16 @@ class Prompts:
       turn at its end; plain text gets the special tokens that the tokenizer adds by default.
     - `response_ids`, or `chosen_ids` and `rejected_ids` (lists of int32), where the format has responses: the tokens
       that follow those of `prompt_ids`, with the token that ends a response.
+    - `response_mask`, or `chosen_mask` and `rejected_mask` (lists of uint8), where a response has several turns: 1 for each token that is
+      trained, 0 in the turns of others.
     - `prompt` (string): the text of the prompt, after the chat template.
     - `images` (list of large binary), where rows have images: each row's, encoded as they were, in the order of their placeholders in
       `prompt_ids`, of which each has one.
     - `answer` (string), where the format has a ground truth: the final answer, if it is a worked solution; JSON, if it is a list or
       struct.
     - every other column of the file, as it is. Messages in a column called `prompt` are kept as `prompt_messages`, worked solutions
-      in a column called `answer` as `full_answer`.
+      in a column called `answer` as `full_answer`. A column that has the name of one of Weft's is kept with `file_` before it
+      (`file_parent_id`), and so is a `prompt` that prompts are not made from.
 
     >>> from tokenizers import Tokenizer as Backend, models, pre_tokenizers
     >>> backend = Backend(models.WordLevel({"<unk>": 0, "2": 1, "+": 2}, unk_token="<unk>"))
@@ -77,7 +85,7 @@ class Prompts:
     format: str = ""
     """The format that was found."""
     dropped: int = 0
-    """Rows left out because their prompt was longer than `max_prompt_tokens`, or than the model that answers it can read."""
+    """Rows left out: by `filter`, or because their prompt was longer than `max_prompt_tokens` or than the model can read."""
     too_long: TooLong = field(default="error", repr=False)
     """Whether a prompt that is longer than the model which answers it can read is refused or dropped."""
     file_columns: frozenset[str] = field(default=frozenset(), repr=False)
@@ -152,34 +160,42 @@ class Prompts:
     @classmethod
     def _of(cls, rows: Rows, source: str | Path | Tokenizer, how: ReadSettings) -> Prompts:
         table, origin = rows.table, rows.origin
-        taken = next((column for column in _WRITTEN if column in table.column_names), None)
-        if taken:
-            raise UserError(f"{origin.files}: column {taken!r} is one that Weft writes; rename it in the file")
-        _refuse_media(table, origin)
+        _refuse_columns(table, origin)
+        table = table.rename_columns([f"file_{name}" if name in _RENAMED else name for name in table.column_names])
         images = find_images(table, origin)
         format = find_format(table, origin, {"prompt": how.prompt, "answer": how.answer, "response": how.response})
+        if format.prompt != "prompt" and "prompt" in table.column_names:
+            table = table.rename_columns(["file_prompt" if name == "prompt" else name for name in table.column_names])
         tokenizer = Tokenizer.load(source)
         rendering = Rendering.of(table, format, origin, tokenizer, how)
         answers = find_answers(table, format, origin, how.answer, how.extract_answer)
         observer = Observer(rendering, how)
         parts: list[pa.Table] = []
+        sources: list[np.ndarray] = []
         for start in range(0, len(table), _PART):
             part, there = table.slice(start, _PART), origin.at(start)
             counts = None if images is None else images.counts[start : start + _PART].tolist()
             texts = rendering.texts(part, there, counts)
+            of_part = np.arange(len(part)) if texts.rows is None else np.asarray(texts.rows)
             ids = tokenise(texts, there, tokenizer)
-            observer.see(texts, ids, answers.texts.slice(start, _PART) if answers else None)
+            observer.see(texts, ids, None if answers is None else answers.texts.slice(start, _PART).take(of_part))
             parts.append(pa.table({**ids, "prompt": pa.array(texts.prompts, pa.string())}))
-        made = pa.concat_tables(parts)
+            sources.append(start + of_part)
+        made, source_rows = _with_useful_masks(pa.concat_tables(parts)), np.concatenate(sources)
         lengths = {name: _lengths(made, name) for name in made.column_names if name.endswith("_ids")}
-        understood = observer.understanding(rows, answers, lengths, images)
+        understood = observer.understanding(replace(rows, table=table), answers, lengths, images)
+        if len(source_rows) > len(table):  # conversations were split
+            table = table.take(source_rows)
+            answers = answers and replace(answers, texts=answers.texts.take(source_rows))
         result = _with_the_rest(made, table, answers, images)
         own = {*made.column_names, *(["answer"] if answers else []), *([str(IMAGES)] if images else [])}
         kept = frozenset(result.column_names) - own
         whole = cls(rows.name, result, format.name, 0, how.too_long, kept, understood)
-        return whole._up_to_setting(lengths["prompt_ids"], how, origin)
+        return whole._up_to_setting(lengths["prompt_ids"], how, origin, source_rows)
 
-    def _up_to_setting(self, lengths: np.ndarray, how: ReadSettings, origin: Origin) -> Prompts:
+    def _up_to_setting(
+        self, lengths: np.ndarray, how: ReadSettings, origin: Origin, source_rows: np.ndarray
+    ) -> Prompts:
         """Without the prompts that are longer than `max_prompt_tokens`, or an error about them."""
         limit = how.max_prompt_tokens
         if limit is None:
@@ -189,7 +205,7 @@ class Prompts:
             more = f" ({len(long)} of {len(lengths)} rows are longer)"
             way = "raise max_prompt_tokens" + (", or say too_long='drop'" if len(long) < len(lengths) else "")
             raise UserError(
-                f"{origin(int(long[0]))}: the prompt has {lengths[long[0]]} tokens, max_prompt_tokens is {limit}{more}; {way}"
+                f"{origin(int(source_rows[long[0]]))}: the prompt has {lengths[long[0]]} tokens, max_prompt_tokens is {limit}{more}; {way}"
             )
         return (
             self._keeping(lengths <= limit, f"longer than max_prompt_tokens={limit}") if len(long) else self._compact()
@@ -247,6 +263,73 @@ class Prompts:
         train = replace(self, table=rest)._compact()
         return train, replace(self, name=f"{self.name}_held_out", table=held_out, dropped=0, understood=None)._compact()
 
+    def filter(self, keep: Callable[[dict[str, Any]], bool]) -> Prompts:
+        """The rows for which a function returns True, in their order. The others count as left out (`dropped`).
+
+        Args:
+            keep: called with each row as a dictionary of its columns.
+
+        Raises:
+            UserError: the function returns something else than True or False, or keeps no row. An error of the function itself is
+                raised as it is, with a note that names the row.
+
+        >>> from tokenizers import Tokenizer as Backend, models
+        >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))
+        >>> prompts = Prompts.from_rows([{"prompt": f"{i}+1", "level": i} for i in (3, 1, 2)], byte, name="sums")
+        >>> prompts.filter(lambda row: row["level"] < 3).table["prompt"].to_pylist()
+        ['1+1', '2+1']
+        """
+        name = getattr(keep, "__name__", repr(keep))
+        kept = np.zeros(len(self), bool)
+        for number, answer in enumerate(self._of_each_row(keep)):
+            if not isinstance(answer, bool | np.bool_):
+                raise UserError(
+                    f"{self.name}, row {number + 1}: filter({name}) returned {answer!r}; it must return True to keep a row, or False"
+                )
+            kept[number] = answer
+        if not kept.any():
+            raise UserError(f"{self.name}: filter({name}) keeps none of {len(self)} rows")
+        return self if kept.all() else self._keeping(kept, f"filter({name})")
+
+    def sort(self, key: Callable[[dict[str, Any]], Any], *, reverse: bool = False) -> Prompts:
+        """The rows in the order of their keys; rows of equal keys stay in their order. A schedule issues rows in this order with
+        `shuffle=False`.
+
+        Args:
+            key: called with each row as a dictionary of its columns.
+            reverse: largest keys first.
+
+        Raises:
+            UserError: two keys cannot be compared, or a key is not a number (nan). An error of the function itself is raised as it is,
+                with a note that names the row.
+
+        >>> from tokenizers import Tokenizer as Backend, models
+        >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))
+        >>> prompts = Prompts.from_rows([{"prompt": f"{i}+1", "level": i} for i in (3, 1, 2)], byte, name="sums")
+        >>> prompts.sort(lambda row: row["level"]).table["prompt"].to_pylist()
+        ['1+1', '2+1', '3+1']
+        """
+        keys = list(self._of_each_row(key))
+        name = getattr(key, "__name__", repr(key))
+        unordered = next((k for k, value in enumerate(keys) if isinstance(value, float) and value != value), None)
+        if unordered is not None:
+            raise UserError(f"{self.name}, row {unordered + 1}: the key of sort({name}) is nan, which has no order")
+        try:
+            order = sorted(range(len(keys)), key=keys.__getitem__, reverse=reverse)
+        except TypeError as error:
+            raise UserError(f"{self.name}: the keys of sort({name}) cannot be compared ({error})") from None
+        return replace(self, table=self.table.take(pa.array(order, pa.int64())))._compact()
+
+    def _of_each_row(self, function: Callable[[dict[str, Any]], Any]) -> Iterator[Any]:
+        for start in range(0, len(self), _PART):
+            for number, row in enumerate(self.table.slice(start, _PART).to_pylist(), start=start + 1):
+                try:
+                    answer = function(row)
+                except Exception as error:
+                    error.add_note(f"{self.name}, row {number}")
+                    raise
+                yield answer
+
     @property
     def _asked(self) -> list[tuple[Hashable, ...]]:
         """By row, what tells its prompt from others: the text, and the images that it is about."""
@@ -276,6 +359,14 @@ class Prompts:
         return self.table.num_rows
 
 
+def _with_useful_masks(made: pa.Table) -> pa.Table:
+    """Without masks, if they leave out no token."""
+    masks = [name for name in _MASKS if name in made.column_names]
+    trained = (chunk.flatten() for name in masks for chunk in made.column(name).chunks)
+    useful = any(len(values) and not values.to_numpy().all() for values in trained)
+    return made if useful else made.drop_columns(masks)
+
+
 def _with_the_rest(made: pa.Table, table: pa.Table, answers: Answers | None, images: Images | None) -> pa.Table:
     """The columns that were made, and those of the file that none of them takes the place of."""
     columns: dict[str, pa.ChunkedArray] = dict(zip(made.column_names, made.columns, strict=True))
@@ -297,8 +388,15 @@ def _lengths(table: pa.Table, column: str) -> np.ndarray:
     return Batch.of_table(table.select([column])).lengths(column)
 
 
-def _refuse_media(table: pa.Table, origin: Origin) -> None:
-    """A column of videos or sounds beside the prompts: the model would be asked about them without seeing or hearing them."""
+def _refuse_columns(table: pa.Table, origin: Origin) -> None:
+    """Columns that would be misread: two of one name, tokens, and what a model would have to see or hear."""
+    names = table.column_names
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{origin.files}: there are two columns {twice!r}; rename one of them")
+    taken = next((column for column in _WRITTEN if column in names), None)
+    if taken:
+        raise UserError(f"{origin.files}: column {taken!r} is one that Weft writes; rename it in the file")
     for column in _MEDIA:
         values = table.column(column) if column in table.column_names else ()
         row = next((row for row, value in enumerate(values) if value.as_py() not in (None, [], "")), None)

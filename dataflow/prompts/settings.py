@@ -10,6 +10,7 @@ from pydantic import Field
 from ..config import Config
 
 TooLong = Literal["error", "drop"]
+TrainOn = Literal["last", "all"]
 
 
 class ReadSettings(Config):
@@ -23,6 +24,9 @@ class ReadSettings(Config):
     response: str | None = None
     """Column to take responses from, for supervised training. None: as the format of the rows has it. Set it where the column has another
     name."""
+    train_on: TrainOn = "last"
+    """Assistant turns of a conversation that supervised training learns from: the "last" one, or "all". Set it to "all" for dialogues of
+    several turns; other turns are never trained."""
     extract_answer: bool = True
     r"""Take the final answer out of a worked one: what follows `####`, or what `\boxed{}` holds. Set it to False where a grader wants the
     whole."""
@@ -53,6 +57,7 @@ class ReadArguments(TypedDict, total=False):
     prompt: str | None
     answer: str | None
     response: str | None
+    train_on: TrainOn
     extract_answer: bool
     chat: bool | None
     system: str | None

@@ -10,14 +10,18 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from ..errors import UserError
-from .conversations import Conversations, Messages, Texts, common_start, read_messages
+from .conversations import Conversations, Divider, Gap, Texts
 from .damage import short
-from .formats import Format, as_text, column_kind, count_matches, find_column
+from .formats import Format, as_text, column_kind, count_matches, find_column, type_name
+from .messages import read_messages, read_tools, read_variables
 from .origin import Origin
-from .settings import ReadSettings
+from .settings import ReadSettings, TrainOn
 from .tokenizer import Tokenizer
 
 Kind = Literal["text", "messages"]
+
+_TURNS = re.compile(r"\n\n(Human|Assistant):")
+"""Where a turn begins in the texts of HH-RLHF."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,21 @@ class Rendering:
     """Why they do, or do not."""
     has_bos: bool = False
     """Whether plain prompts begin with the token that begins a sequence already."""
+    repeats: bool = False
+    """Whether every response of text begins with its prompt, which is then taken off."""
     answered: bool = False
     """Whether conversations end with the assistant's turn."""
+    train_on: TrainOn = "last"
+    """The assistant turns of conversations that are responses."""
     system: str | None = None
     variables: Mapping[str, Any] | None = None
     """Of the chat template, for all rows."""
+
+    @property
+    def many_turns(self) -> bool:
+        """Whether responses may have several turns."""
+        marked = self.format.name == "HH-RLHF"
+        return marked or any(self.kinds[path] == "messages" for path in self.format.responses.values())
 
     @classmethod
     def of(
@@ -53,7 +67,7 @@ class Rendering:
         Raises:
             UserError: a column is neither text nor messages; or a setting does not go with the columns or the template.
         """
-        columns = [path for path in (format.prompt, format.dialogue, *_parts(format).values()) if path]
+        columns = [path for path in (format.prompt, format.dialogue, *format.responses.values()) if path]
         kinds: dict[str, Kind] = {
             path: column_kind(find_column(table, path, origin, "column").type, path, origin) for path in columns
         }
@@ -62,20 +76,28 @@ class Rendering:
                 f"{origin.files}: column {format.dialogue!r} is text, in the format {format} it is messages; "
                 f"say prompt={format.dialogue!r} to use the text as a prompt"
             )
-        chat, reason = _needs_template(table, format, origin, tokenizer, kinds, settings.chat)
+        if settings.train_on == "all" and not format.dialogue:
+            raise UserError(
+                f"train_on='all': {origin.files} was read as {format}, which has no conversations to choose turns of; leave it out"
+            )
+        repeats = _repeat_prompts(table, format, origin, kinds)
+        chat, reason = _needs_template(table, format, origin, tokenizer, kinds, settings.chat, repeats)
         if not chat:
             _refuse_template_settings(settings, reason)
-            return cls(format, tokenizer, kinds, chat, reason, _have_bos(table, format, origin, tokenizer))
+            _refuse_template_columns(table, format, origin, reason)
+            bos = _have_bos(table, format, origin, tokenizer)
+            return cls(format, tokenizer, kinds, chat, reason, bos, repeats)
         variables = tokenizer.chat.variables(settings.thinking, settings.chat_template_kwargs)
         first = read_messages(table.slice(0, 1), format.dialogue, origin) if format.dialogue else []
-        answered = bool(first) and first[0][-1]["role"] == "assistant"
         return cls(
             format,
             tokenizer,
             kinds,
             chat,
             reason,
-            answered=answered,
+            repeats=repeats,
+            answered=settings.train_on == "all" or (bool(first) and first[0][-1]["role"] == "assistant"),
+            train_on=settings.train_on,
             system=settings.system,
             variables=variables,
         )
@@ -93,38 +115,86 @@ class Rendering:
         format = self.format
         if format.text:
             return Texts(_strings(table, format.text, origin), {}, chat=False, whole=True)
-        parts = _parts(format)
+        parts = format.responses
         if not self.chat:
-            responses = {name: _strings(table, path, origin) for name, path in parts.items()}
+            prompts = self._prompts(table, origin) if format.prompt else []
+            responses = {name: self._answers(table, path, origin, prompts) for name, path in parts.items()}
             if format.prompt:
-                prompts = _strings(table, format.prompt, origin, empty="refuse")
                 return Texts(prompts, responses, chat=False, has_bos=self.has_bos)
             return _split_texts(responses, origin)
-        messages = {path: self._messages(table, path, origin) for path in self.kinds}
-        rows = Conversations.of(table, origin, self.tokenizer, self.system, self.variables or {}, images)
-        if format.prompt:
-            return rows.render(messages[format.prompt], {name: messages[path] for name, path in parts.items()})
+        rows = Conversations(
+            origin,
+            self.tokenizer,
+            self.system,
+            self.variables or {},
+            read_tools(table, origin),
+            read_variables(table, origin),
+            as_text(table.column(format.system)).to_pylist() if format.system else None,
+            images,
+        )
+        divider = Divider(origin)
         if format.dialogue:
-            return rows.split_dialogues(messages[format.dialogue], format.dialogue, self.answered)
-        chosen, rejected = (messages[path] for path in parts.values())
-        return rows.split_preferences(chosen, rejected)
+            dialogues, response = read_messages(table, format.dialogue, origin), {"response_ids": format.dialogue}
+            if self.train_on == "all":
+                return rows.render(divider.all_turns(dialogues, format.dialogue), response, split=images is None)
+            exchanges = divider.last_turns(dialogues, format.dialogue, self.answered)
+            return rows.render(exchanges, response if self.answered else {})
+        prompts = self._prompts(table, origin) if self.kinds.get(format.prompt or "") == "text" else []
+        answers = {
+            name: read_messages(table, path, origin)
+            if self.kinds[path] == "messages"
+            else [[{"role": "assistant", "content": text}] for text in self._answers(table, path, origin, prompts)]
+            for name, path in parts.items()
+        }
+        if not format.prompt:
+            return rows.render(divider.pairs(answers["chosen_ids"], answers["rejected_ids"], parts), parts)
+        asked = (
+            [[{"role": "user", "content": text}] for text in prompts]
+            if prompts
+            else read_messages(table, format.prompt, origin)
+        )
+        return rows.render(divider.with_prompts(asked, answers, parts), parts)
 
-    def _messages(self, table: pa.Table, path: str, origin: Origin) -> list[Messages]:
-        """A column as messages; text is the content of one."""
-        if self.kinds[path] == "messages":
-            return read_messages(table, path, origin)
-        if path == self.format.prompt:
-            texts, role = _strings(table, path, origin, empty="refuse"), "user"
-        else:
-            texts, role = _strings(table, path, origin), "assistant"
-        return [[{"role": role, "content": text}] for text in texts]
+    def _prompts(self, table: pa.Table, origin: Origin) -> list[str]:
+        """Prompts of text, each with its context."""
+        assert self.format.prompt
+        prompts = _strings(table, self.format.prompt, origin, empty="refuse")
+        if self.format.context is None:
+            return prompts
+        column = find_column(table, self.format.context, origin, "column")
+        if pa.types.is_null(column.type):
+            return prompts
+        if column_kind(column.type, self.format.context, origin) != "text":
+            raise UserError(
+                f"{origin.files}: column {self.format.context!r} is {type_name(column.type)}, in the format {self.format} it is text"
+            )
+        contexts = as_text(column).to_pylist()
+        return [
+            f"{prompt}\n\n{context}" if (context or "").strip() else prompt
+            for prompt, context in zip(prompts, contexts, strict=True)
+        ]
+
+    def _answers(self, table: pa.Table, path: str, origin: Origin, prompts: Sequence[str]) -> list[str]:
+        """Responses of text, without the prompt that they repeat."""
+        texts = _strings(table, path, origin)
+        if not self.repeats:
+            return texts
+        return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
-def _parts(format: Format) -> dict[str, str]:
-    """The columns of responses, by the column that their tokens go to."""
-    if format.chosen and format.rejected:
-        return {"chosen_ids": format.chosen, "rejected_ids": format.rejected}
-    return {"response_ids": format.response} if format.response else {}
+def _repeat_prompts(table: pa.Table, format: Format, origin: Origin, kinds: Mapping[str, Kind]) -> bool:
+    """Whether every response begins with its prompt, and goes on: then it is the whole text, and not the response alone."""
+    paths = [format.prompt, *format.responses.values()]
+    if len(paths) < 2 or format.context or any(kinds.get(path or "") != "text" for path in paths):
+        return False
+    columns = [as_text(find_column(table, path, origin, "column")) for path in paths if path]
+    for start in range(0, len(table), 8192):
+        prompts, *responses = (column.slice(start, 8192).to_pylist() for column in columns)
+        for texts in responses:
+            for prompt, text in zip(prompts, texts, strict=True):
+                if not prompt or not text or len(text) <= len(prompt) or not text.startswith(prompt):
+                    return False
+    return True
 
 
 def _needs_template(
@@ -134,6 +204,7 @@ def _needs_template(
     tokenizer: Tokenizer,
     kinds: Mapping[str, Kind],
     wanted: bool | None,
+    repeats: bool,
 ) -> tuple[bool, str]:
     """Whether the rows go through the chat template, and why."""
     messages = next((path for path, kind in kinds.items() if kind == "messages"), None)
@@ -145,13 +216,17 @@ def _needs_template(
                 "or leave out chat=False: the prompt is then sent as a user's message"
             )
         return True, f"{messages!r} holds messages"
+    if format.name == "HH-RLHF":
+        return False, "the texts mark their turns themselves ('Human:', 'Assistant:')"
     if format.text or format.prompt is None:
         return False, "each text is one sequence" if format.text else "the prompt is what both responses begin with"
     if wanted is not None:
         return wanted, f"chat={wanted}"
     if not tokenizer.chat:
         return False, "the tokenizer has no chat template"
-    responses = [as_text(find_column(table, path, origin, "response")) for path in _parts(format).values()]
+    if repeats:
+        return False, "the responses begin with the prompts, so each is one text with its prompt"
+    responses = [as_text(find_column(table, path, origin, "response")) for path in format.responses.values()]
     if responses and all(count_matches(column, r"^\s") == len(column) for column in responses):
         return False, "the responses begin with a space, so they continue the text of the prompts"
     prompts = as_text(find_column(table, format.prompt, origin, "prompt"))
@@ -178,6 +253,18 @@ def _refuse_template_settings(settings: ReadSettings, reason: str) -> None:
             raise UserError(f"{name}={short(value)}: the chat template is not applied to these prompts ({reason})")
 
 
+def _refuse_template_columns(table: pa.Table, format: Format, origin: Origin, reason: str) -> None:
+    """System prompts and tools of rows that do not go through the template: the model would not see them."""
+    for column in (format.system, "tools", "chat_template_kwargs"):
+        values = table.column(column) if column is not None and column in table.column_names else ()
+        row = next((row for row, value in enumerate(values) if value.as_py() not in (None, [], "", {})), None)
+        if row is not None:
+            raise UserError(
+                f"{origin(row)}: column {column!r} is for the chat template, which is not applied to these rows ({reason}); rename the "
+                "column if the model is not to see it"
+            )
+
+
 def _strings(table: pa.Table, path: str, origin: Origin, empty: Literal["refuse", "allow"] = "allow") -> list[str]:
     """A text column as Python strings; null is refused, and blank text too if the caller asks for that."""
     texts = as_text(find_column(table, path, origin, "column")).to_pylist()
@@ -188,15 +275,54 @@ def _strings(table: pa.Table, path: str, origin: Origin, empty: Literal["refuse"
 
 
 def _split_texts(pairs: Mapping[str, Sequence[str]], origin: Origin) -> Texts:
-    """Pairs of texts without a separate prompt: the words that both begin with are the prompt."""
+    """Pairs of texts without a separate prompt: what both begin with is the prompt, up to the last mark `Assistant:` in it if there is
+    one (HH-RLHF), else up to the last word. After a mark, the turns `Human:` in a response are gaps."""
     prompts: list[str] = []
-    for row, pair in enumerate(zip(pairs["chosen_ids"], pairs["rejected_ids"], strict=True)):
-        # Cut before the last white space of the common beginning: no word is split, and tokens begin with their space.
-        words = re.match(r"(.*\S)\s", common_start(pair), re.DOTALL)
-        if words is None:
-            raise UserError(
-                f"{origin(row)}: 'chosen' and 'rejected' do not begin with the same words: no common prompt"
-            )
-        prompts.append(words.group(1))
-    tails = {name: [t[len(p) :] for t, p in zip(column, prompts, strict=True)] for name, column in pairs.items()}
-    return Texts(prompts, tails, chat=False)
+    tails: dict[str, list[str]] = {name: [] for name in pairs}
+    gaps: dict[str, list[list[Gap]]] = {name: [] for name in pairs}
+    for row, pair in enumerate(zip(*pairs.values(), strict=True)):
+        start = common_start(pair)
+        marks = [found.end() for found in _TURNS.finditer(start) if found[1] == "Assistant"]
+        if marks:
+            cut = marks[-1]
+        else:
+            # Cut before the last white space of the common beginning: no word is split, and tokens begin with their space.
+            words = re.match(r"(.*\S)\s", start, re.DOTALL)
+            if words is None:
+                raise UserError(
+                    f"{origin(row)}: 'chosen' and 'rejected' do not begin with the same words: no common prompt"
+                )
+            cut = words.end(1)
+        prompts.append(pair[0][:cut])
+        for name, text in zip(pairs, pair, strict=True):
+            tails[name].append(text[cut:])
+            gaps[name].append(_turns_of_others(text[cut:], origin, row) if marks else [])
+    return Texts(prompts, tails, chat=False, gaps=gaps)
+
+
+def _turns_of_others(response: str, origin: Origin, row: int) -> list[Gap]:
+    """The parts of a response from a mark `Human:` to the next mark `Assistant:`."""
+    found: list[Gap] = []
+    began: int | None = None
+    for mark in _TURNS.finditer(response):
+        if mark[1] == "Human" and began is None:
+            began = mark.start()
+        elif mark[1] == "Assistant" and began is not None:
+            found.append((began, mark.end()))
+            began = None
+    if began is not None:
+        raise UserError(
+            f"{origin(row)}: a text ends with a turn of 'Human:'; a response ends with the assistant's turn"
+        )
+    return found
+
+
+def common_start(texts: Sequence[str]) -> str:
+    """The longest string that all texts begin with.
+
+    >>> common_start(["the sky", "the sea"])
+    'the s'
+    """
+    low, high = min(texts), max(texts)  # what these two share, everything between them shares
+    end = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
+    return low[:end]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -9,14 +10,14 @@ import pyarrow as pa
 
 from ..batch import ragged_array
 from ..errors import UserError
-from .conversations import Texts
+from .conversations import Gap, Texts
 from .damage import short
 from .origin import Origin
 from .tokenizer import Tokenizer
 
 
 def tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa.Array]:
-    """The `*_ids` columns of rows: lists of int32, one a row.
+    """The `*_ids` columns of rows, lists of int32, and for responses that may have gaps a `*_mask`, lists of uint8.
 
     Raises:
         UserError: a prompt or response has no tokens; the message names the row.
@@ -34,6 +35,7 @@ def tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa
     if texts.whole:
         return _whole(prompts, texts, origin, tokenizer, stop)
     responses = _responses(prompts, texts, origin, tokenizer, special)
+    masks = _masks(responses, texts, origin, tokenizer)
     for name, rows in responses.items():
         if stop is not None:
             responses[name] = rows = [_stopped(response, stop) for response in rows]
@@ -42,7 +44,74 @@ def tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa
                 raise UserError(
                     f"{origin(row)}: the response {short(texts.responses[name][row])} has no tokens ({name})"
                 )
-    return {"prompt_ids": _lists(prompts), **{name: _lists(rows) for name, rows in responses.items()}}
+    columns = {"prompt_ids": _lists(prompts), **{name: _lists(rows) for name, rows in responses.items()}}
+    for name, rows in masks.items():
+        # The token that ends a response is trained, too.
+        longer = [
+            np.pad(mask, (0, len(ids) - len(mask)), constant_values=1)
+            for mask, ids in zip(rows, responses[name], strict=True)
+        ]
+        columns[mask_of(name)] = _lists(longer, pa.uint8())
+    return columns
+
+
+def mask_of(ids: str) -> str:
+    """The column that says which tokens of a column are trained.
+
+    >>> mask_of("response_ids")
+    'response_mask'
+    """
+    return f"{ids.removesuffix('_ids')}_mask"
+
+
+def _masks(
+    responses: dict[str, list[np.ndarray]], texts: Texts, origin: Origin, tokenizer: Tokenizer
+) -> dict[str, list[np.ndarray]]:
+    """By column, [tokens] uint8 for each row: 0 where a token belongs to a gap. A response with gaps is tokenised anew, in place, one
+    part at a time, as its turns are tokenised in generation: so no token reaches over the end of a turn."""
+    masks: dict[str, list[np.ndarray]] = {}
+    for name, all_gaps in texts.gaps.items():
+        rows = responses[name]
+        masks[name] = [np.ones(len(ids), np.uint8) for ids in rows]
+        gapped = [row for row, gaps in enumerate(all_gaps) if gaps]
+        ends = {row: [*itertools.chain(*all_gaps[row]), len(texts.responses[name][row])] for row in gapped}
+        pieces = {
+            row: [texts.responses[name][row][a:b] for a, b in itertools.pairwise([0, *ends[row]])] for row in gapped
+        }
+        tokens = iter(_rows(tokenizer, [piece for row in gapped for piece in pieces[row]], False) if gapped else [])
+        for row in gapped:
+            parts = list(itertools.islice(tokens, len(pieces[row])))
+            joined = np.concatenate(parts)
+            if np.array_equal(joined, rows[row]) or _text(tokenizer, joined) == _text(tokenizer, rows[row]):
+                rows[row] = joined
+                masks[name][row] = np.repeat(np.arange(len(parts)) % 2 == 0, [len(part) for part in parts]).astype(
+                    np.uint8
+                )
+            else:  # the tokenizer begins each text with a space
+                masks[name][row] = _mask_by_place(
+                    rows[row], texts.prompts[row], texts.responses[name][row], all_gaps[row], origin(row), tokenizer
+                )
+    return masks
+
+
+def _mask_by_place(
+    ids: np.ndarray, prompt: str, response: str, gaps: Sequence[Gap], place: str, tokenizer: Tokenizer
+) -> np.ndarray:
+    """[tokens] uint8: 0 where a token reaches into a gap, by its place in the text of prompt and response."""
+    encoding = tokenizer.backend.encode(prompt + response, add_special_tokens=False)
+    if encoding.ids[-len(ids) :] != ids.tolist():
+        raise UserError(
+            f"{place}: the tokenizer divides this row differently with and without its prompt; its turns cannot be told apart"
+        )
+    spans = np.array(encoding.offsets[-len(ids) :]) - len(prompt)
+    mask = np.ones(len(ids), np.uint8)
+    for start, end in gaps:
+        mask[(spans[:, 0] < end) & (spans[:, 1] > start)] = 0
+    return mask
+
+
+def _text(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+    return tokenizer.backend.decode(ids.tolist(), skip_special_tokens=False)
 
 
 def _responses(
@@ -118,6 +187,6 @@ def _rows(tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) -> l
     return np.split(values, offsets[1:-1])
 
 
-def _lists(rows: Sequence[np.ndarray]) -> pa.Array:
-    """A list<int32> array, one list per row."""
-    return ragged_array(np.concatenate(rows), np.cumsum([0, *map(len, rows)]), pa.int32())
+def _lists(rows: Sequence[np.ndarray], kind: pa.DataType = pa.int32()) -> pa.Array:
+    """An array of lists, one per row."""
+    return ragged_array(np.concatenate(rows), np.cumsum([0, *map(len, rows)]), kind)

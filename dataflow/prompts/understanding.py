@@ -1,7 +1,8 @@
-"""Understanding: what was understood of a data set, to be read by the user before anything is trained on it."""
+"""Understanding: how a data set is read, for the user to check before anything is trained on it."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,12 +17,22 @@ from .images import Images
 from .rows import Rows
 from .settings import ReadSettings
 from .texts import Rendering
+from .tokens import mask_of
 
 EXAMPLES = 3
 """Rows that are shown."""
 
 _SHOWN = 240
-"""Characters that are printed of an example, and of an answer a quarter of them."""
+"""Characters that are printed of a prompt; half of them of a response, a quarter of an answer and of a system prompt."""
+
+_NAMED = 8
+"""Columns that are printed with their types; the others are counted."""
+
+_PARTS = 6
+"""Parts of a response of several turns that are printed."""
+
+_UNREAD_FIELDS = ("weight", "train", "mask", "masked", "loss")
+"""Fields of messages by which other trainers choose the turns to train."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,10 @@ class Example:
     response: str | None = None
     """The response that is trained on (of a pair, the chosen one), where rows have any."""
     answer: str | None = None
+    rejected: str | None = None
+    """The other response of a pair."""
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By name of a response that has several turns, its parts: the first is trained, the second is not, and so on."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +97,8 @@ class Understanding:
     """Column of the source -> its type."""
     roles: Mapping[str, str]
     """`prompt`, `answer`, `response`, ... -> the column that it is taken from."""
+    trains: str
+    """The part of a row that is trained."""
     chat: bool
     """Whether the chat template was applied."""
     chat_reason: str
@@ -101,16 +118,23 @@ class Understanding:
     """Reason -> rows that were left out."""
     images: str = ""
     """How many images there are, in how many rows; empty: none."""
+    notes: tuple[str, ...] = ()
+    """What may surprise: empty responses, pairs of equal ones, fields that are not used."""
 
     def without(self, rows: int, reason: str) -> Understanding:
         """With rows that were left out later."""
         return replace(self, dropped={**self.dropped, reason: self.dropped.get(reason, 0) + rows})
 
     def __str__(self) -> str:
-        lines = [f"{self.source}: {self.rows:,} {'row' if self.rows == 1 else 'rows'}, read as {self.format}"]
+        lines = [f"{self.source}: {_rows(self.rows)}, read as {self.format}"]
         lines += [f"  default   {choice}" for choice in self.choices]
-        lines.append(f"  columns   {', '.join(self._column(name) for name in self.columns)}")
+        used = [name for name in self.columns if self._roles_of(name)]
+        kept = [name for name in self.columns if name not in used]
+        lines.append(f"  reads     {'; '.join(self._column(name) for name in used)}")
+        if kept:
+            lines.append(f"  keeps     {self._listed(kept)}; not trained on, for rewards and nodes of your own")
         lines.append(f"  template  {'applied' if self.chat else 'not applied'}: {self.chat_reason}{self._settings()}")
+        lines.append(f"  trains    {self.trains}")
         if "answer" in self.roles:
             lines.append(f"  answers   from {self.roles['answer']!r}: {self.extraction}")
         else:
@@ -120,19 +144,22 @@ class Understanding:
         lines.append(f"  prompts   {self.prompts}")
         if self.responses is not None:
             lines.append(f"  responses {self.responses}")
+        lines += [f"  note      {note}" for note in self.notes]
         dropped = [f"{rows:,} of {self.rows:,}: {reason}" for reason, rows in self.dropped.items()]
         lines.append(f"  left out  {'; '.join(dropped) or 'none'}")
         for number, example in enumerate(self.examples, start=1):
-            lines.append(f"  row {number}     {_shown(example.prompt, _SHOWN)}")
-            if example.response is not None:
-                lines.append(f"    response {_shown(example.response, _SHOWN // 4)}")
-            if example.answer is not None:
-                lines.append(f"    answer {_shown(example.answer, _SHOWN // 4)}")
+            lines += _example_lines(number, example)
         return "\n".join(map(_printable, lines))
 
+    def _roles_of(self, column: str) -> list[str]:
+        return [role for role, name in self.roles.items() if name == column or name.startswith(f"{column}.")]
+
     def _column(self, name: str) -> str:
-        roles = [role for role, column in self.roles.items() if column == name or column.startswith(f"{name}.")]
-        return f"{name} ({'; '.join([self.columns[name], *roles])})"
+        return f"{_clipped(name)} ({_clipped(self.columns[name])}) as {' and '.join(self._roles_of(name))}"
+
+    def _listed(self, names: Sequence[str]) -> str:
+        named = [f"{_clipped(name)} ({_clipped(self.columns[name])})" for name in names[:_NAMED]]
+        return ", ".join(named) + (f" and {len(names) - _NAMED:,} more columns" if len(names) > _NAMED else "")
 
     def _settings(self) -> str:
         said = [f"{name}={value!r}" for name, value in self.variables.items()]
@@ -149,7 +176,8 @@ class Observer:
         self._rendering = rendering
         self._settings = settings
         self._examples: list[Example] = []
-        self._own_system = 0
+        self._own_system = self._turns = self._trained_turns = self._split = self._rows = 0
+        self._empty = self._equal = 0
 
     def see(self, texts: Texts, ids: Mapping[str, pa.Array], answers: pa.ChunkedArray | None) -> None:
         """Look at a part of the rows.
@@ -160,16 +188,79 @@ class Observer:
             answers: their answers.
         """
         self._own_system += texts.own_system
-        tokenizer = self._rendering.tokenizer
+        self._turns += texts.turns
+        self._trained_turns += texts.trained_turns
+        self._rows += len(texts.prompts)
+        self._split += len(texts.prompts) - len(set(texts.rows)) if texts.rows is not None else 0
+        self._count_odd(texts)
+        decode = self._rendering.tokenizer.backend.decode
         for row in range(min(EXAMPLES - len(self._examples), len(texts.prompts))):
             # From the tokens, not from the text: what the model sees.
+            tokens = {name: column[row].as_py() for name, column in ids.items()}
             shown = {
-                name: tokenizer.backend.decode(column[row].as_py(), skip_special_tokens=False)
-                for name, column in ids.items()
+                name: decode(values, skip_special_tokens=False)
+                for name, values in tokens.items()
+                if name.endswith("_ids")
             }
-            prompt, *responses = (shown[name] for name in ids)
+            prompt, *responses = shown.values()
+            response, rejected, *_ = (*responses, None, None)
+            parts = {
+                column: tuple(
+                    decode([token for _, token in piece], skip_special_tokens=False)
+                    for _, piece in itertools.groupby(
+                        zip(tokens[mask_of(column)], tokens[column], strict=True), lambda pair: pair[0]
+                    )
+                )
+                for column in shown
+                if 0 in (tokens.get(mask_of(column)) or ())
+            }
             answer = None if answers is None else answers[row].as_py()
-            self._examples.append(Example(prompt, responses[0] if responses else None, answer))
+            self._examples.append(Example(prompt, response, answer, rejected, parts))
+
+    def _count_odd(self, texts: Texts) -> None:
+        """Count responses that say nothing, and pairs of equal ones."""
+        columns = list(texts.responses.values())
+        stops = self._rendering.tokenizer.special_texts
+        for column in columns:
+            self._empty += sum(not _without_end(text, stops).strip() for text in column)
+        if len(columns) == 2:
+            self._equal += sum(one == other for one, other in zip(*columns, strict=True))
+
+    def _trains(self) -> str:
+        """The part of a row that is trained, in a sentence."""
+        format, rendering = self._rendering.format, self._rendering
+        if format.text:
+            return "every token of a text but the first"
+        turns = "; of several turns only the assistant's" if rendering.many_turns else ""
+        if format.chosen:
+            return f"the chosen and the rejected response, compared with each other{turns}"
+        if format.dialogue and rendering.train_on == "all":
+            split = "; the template changes earlier turns when later ones follow, so " if self._split else ""
+            split += f"some conversations became several rows ({self._split:,} more)" if self._split else ""
+            return f"every assistant turn, {self._trained_turns:,} in {_rows(self._rows)} (train_on='all'){split}"
+        if format.dialogue and rendering.answered:
+            more = f"{self._trained_turns:,} of {self._turns:,} turns (train_on='last'; 'all' trains each)"
+            return f"the last assistant turn of each conversation{f', {more}' if self._turns > self._trained_turns else ''}"
+        if format.response:
+            return f"the response{turns}"
+        return "no text of these rows: they are prompts, which the model is to answer"
+
+    def _notes(self, rows: Rows, odd_of: int) -> tuple[str, ...]:
+        format = self._rendering.format
+        notes = []
+        if self._rendering.repeats:
+            notes.append("every response begins with its prompt, which is taken once")
+        if self._empty:
+            notes.append(f"{self._empty:,} of {odd_of:,} responses are empty: they train the model to say nothing")
+        if self._equal:
+            notes.append(f"{self._equal:,} pairs have equal responses, which cannot be told apart")
+        for column in (format.dialogue, format.prompt, *format.responses.values()):
+            fields = _fields_of(rows.table, column)
+            if unread := [name for name in _UNREAD_FIELDS if name in fields]:
+                notes.append(
+                    f"the messages in {column!r} have a field {unread[0]!r}, which does not change what is trained"
+                )
+        return tuple(notes)
 
     def understanding(
         self,
@@ -193,7 +284,8 @@ class Observer:
             rows=len(rows.table),
             format=format.name,
             columns={field.name: type_name(field.type) for field in rows.table.schema},
-            roles=_roles(format, answers),
+            roles=_roles(format, answers, rows.table.column_names, rendering.chat, images),
+            trains=self._trains(),
             chat=rendering.chat,
             chat_reason=rendering.reason,
             prompts=Lengths.of(lengths["prompt_ids"]),
@@ -205,19 +297,40 @@ class Observer:
             extraction=_extraction(answers, rows, self._settings.extract_answer),
             choices=rows.choices,
             images="" if images is None else str(images),
+            notes=self._notes(rows, sum(map(len, responses))),
         )
 
 
-def _roles(format: Format, answers: Answers | None) -> dict[str, str]:
+def _roles(
+    format: Format, answers: Answers | None, names: Sequence[str], chat: bool, images: Images | None
+) -> dict[str, str]:
+    of_template = {"tools": "tools", "template variables": "chat_template_kwargs"} if chat else {}
     named: dict[str, str | None] = {
+        "system prompt": format.system if chat else None,
         "prompt": format.prompt or format.text,
+        "context of the prompt": format.context,
         "conversation": format.dialogue,
         "response": format.response,
         "chosen": format.chosen,
         "rejected": format.rejected,
         "answer": answers.column if answers else None,
+        "images": images.column if images else None,
+        **{role: column for role, column in of_template.items() if column in names},
     }
     return {role: column for role, column in named.items() if column is not None}
+
+
+def _fields_of(table: pa.Table, column: str | None) -> list[str]:
+    """Fields of the messages in a column."""
+    kind = table.schema.field(column).type if column in table.column_names else None
+    if kind is not None and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        kind = kind.value_type
+    return [field.name for field in kind] if kind is not None and pa.types.is_struct(kind) else []
+
+
+def _without_end(text: str, ends: tuple[str, ...]) -> str:
+    end = next((end for end in ends if end and text.endswith(end)), "")
+    return text.removesuffix(end)
 
 
 def _extraction(answers: Answers | None, rows: Rows, extract: bool) -> str:
@@ -237,6 +350,31 @@ def _extraction(answers: Answers | None, rows: Rows, extract: bool) -> str:
         whole = len(answers.texts) - answers.shortened
         said.append(f"as written in {whole:,}, the first {rows.origin(answers.first_whole)}")
     return "; ".join(said)
+
+
+def _example_lines(number: int, example: Example) -> list[str]:
+    """A row, each part of it in quotes on a line of its own."""
+    lines = [f"  row {number}     prompt   {_shown(example.prompt, _SHOWN)}"]
+    texts = {"response_ids": example.response}
+    if example.rejected is not None:
+        texts = {"chosen_ids": example.response, "rejected_ids": example.rejected}
+    for column, text in texts.items():
+        name = column.removesuffix("_ids")
+        for k, part in enumerate(example.parts.get(column, () if text is None else (text,))[:_PARTS]):
+            lines.append(f"            {'(not trained)' if k % 2 else f'{name:8}'} {_shown(part, _SHOWN // 2)}")
+        if len(example.parts.get(column, ())) > _PARTS:
+            lines.append(f"            and {len(example.parts[column]) - _PARTS:,} more parts of it")
+    if example.answer is not None:
+        lines.append(f"            answer   {_shown(example.answer, _SHOWN // 4)}")
+    return lines
+
+
+def _rows(number: int) -> str:
+    return "1 row" if number == 1 else f"{number:,} rows"
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _printable(line: str) -> str:

@@ -36,13 +36,16 @@ def test_what_was_understood_of_the_data_is_printed_once_and_kept_with_the_run(
         return capsys.readouterr().out
 
     first = said(1, "none")
-    assert first.count("data 'words': words: 5 rows, read as TRL prompt-only\n  columns   prompt (text; prompt)") == 1
+    assert (
+        first.count("data 'words': words: 5 rows, read as TRL prompt-only\n  reads     prompt (text) as prompt;") == 1
+    )
     assert (
         "  answers   from 'answer': what follows ####, in 4 of 5 rows; as written in 1, the first words, row 5" in first
     )
     assert "  left out  1 of 5: longer than max_prompt_tokens=1" in first
     kept = json.loads((tmp_path / "a" / "config.json").read_text())["data"]["train"]
-    assert kept["prompts"]["longest"] == 2 and kept["examples"][2] == {"prompt": "t2", "response": None, "answer": "t2"}
+    assert kept["prompts"]["longest"] == 2
+    assert kept["examples"][2] == {"prompt": "t2", "response": None, "answer": "t2", "rejected": None, "parts": {}}
     again = said(2, "latest")
     assert "data 'words'" not in again
-    assert again.count("1 of 5 prompts of 'words' are left out: they are too long") == 1
+    assert again.count("1 of 5 prompts of 'words' are left out: longer than max_prompt_tokens=1") == 1

@@ -91,7 +91,7 @@ def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(tmp_path
     [
         ({"prompt": 3}, "column 'prompt' is int64; it must be text, or messages"),
         ({"prompt": ["a", "b"]}, "column 'prompt' is list of text; it must be text, or messages"),
-        ({"prompt": [{"from": "human", "value": "hi"}]}, "rename 'from' to 'role' and 'value' to 'content'"),
+        ({"prompt": [{"speaker": "human", "text": "hi"}]}, "messages have 'role' and 'content' (or ShareGPT's 'from'"),
         ({"prompt": None}, "column 'prompt' is empty (null) in every row"),
         ({"prompt": []}, "column 'prompt' is list of null; it must be text, or messages"),
         ({"messages": "hi"}, "say prompt='messages' to use the text as a prompt"),
@@ -99,7 +99,11 @@ def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(tmp_path
         ({"prompt": [{"role": "robot", "content": "a"}]}, "refused the messages: unknown role robot"),
         ({"prompt": [{"role": None, "content": "a"}, USER]}, "line 1: a message in 'prompt' has no role"),
         ({"prompt": [USER], "tools": "{"}, "column 'tools' is text that is not JSON"),
-        ({"instruction": "add", "input": "2 2", "output": "4"}, "Alpaca's format) make one prompt together"),
+        (
+            {"instruction": "add", "input": [USER], "output": "4"},
+            "column 'input' is list of {role, content}, in the format",
+        ),
+        ({"text": "Hi", "role": "prompter", "message_id": "a"}, "make each row one message (OpenAssistant's trees)"),
         ({"messages": [BLUE]}, "line 1: 'messages' holds only a response"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]},

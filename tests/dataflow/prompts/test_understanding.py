@@ -21,16 +21,18 @@ def test_columns_roles_lengths_and_what_is_left_out_are_said(tmp_path: Path, qwe
     assert understood.examples[:1] == (Example(short + "<think>\n\n</think>\n\n", None, "0"),)
     assert len(understood.examples) == 3
     tokens = len(prompts.table["prompt_ids"][0])
-    assert str(understood).replace(str(tmp_path), "").splitlines()[:6] == [
-        "/sums.jsonl: 5 rows, read as GSM8K or verifiers questions",
-        "  columns   question (text; prompt), answer (text; answer), level (int64)",
+    assert str(understood).replace(str(tmp_path), "").splitlines()[:8] == [
+        "/sums.jsonl: 5 rows, read as GSM8K questions",
+        "  reads     question (text) as prompt; answer (text) as answer",
+        "  keeps     level (int64); not trained on, for rewards and nodes of your own",
         "  template  applied: the text is sent as a user's message; enable_thinking=False; system prompt 'Be brief.'",
+        "  trains    no text of these rows: they are prompts, which the model is to answer",
         "  answers   from 'answer': what follows ####, in 5 of 5 rows",
         f"  prompts   {tokens} to {understood.prompts.longest} tokens; half up to {tokens}, "
         f"90 % {understood.prompts.longest}, 99 % {understood.prompts.longest}",
         "  left out  1 of 5: longer than max_prompt_tokens=53",
     ]
-    assert "    answer '0'" in str(understood)
+    assert "            answer   '0'" in str(understood)
     assert prompts.up_to(tokens) is prompts  # none is longer
 
 
@@ -75,3 +77,40 @@ def test_control_characters_of_a_columns_name_do_not_reach_the_terminal(tmp_path
     prompts = Prompts.from_rows([{"prompt": "1", "a\x1b[2Jb": {"c\nd": 1}}], base, name="ro\rws")
     assert all(c.isprintable() or c == "\n" for c in str(prompts.understood))
     assert "a\\x1b[2Jb" in str(prompts.understood)
+
+
+def test_boundaries_roles_and_odd_rows_are_printed(qwen: Path) -> None:
+    rows = [
+        {"prompt": "Color?", "chosen": "Blue.", "rejected": "Red.", "score": 1.0},
+        {"prompt": "Color?", "chosen": "", "rejected": "Red.", "score": 1.0},
+        {"prompt": "Color?", "chosen": "Red.", "rejected": "Red.", "score": 1.0},
+    ]
+    said = str(Prompts.from_rows(rows, qwen).understood).splitlines()
+    assert "  reads     prompt (text) as prompt; chosen (text) as chosen; rejected (text) as rejected" in said
+    assert "  keeps     score (double); not trained on, for rewards and nodes of your own" in said
+    assert "  trains    the chosen and the rejected response, compared with each other" in said
+    assert "  note      1 of 6 responses are empty: they train the model to say nothing" in said
+    assert "  note      1 pairs have equal responses, which cannot be told apart" in said
+    first = said.index("  row 1     prompt   '<|im_start|>user\\nColor?<|im_end|>\\n<|im_start|>assistant\\n'")
+    assert said[first + 1 : first + 3] == [
+        "            chosen   'Blue.<|im_end|>'",
+        "            rejected 'Red.<|im_end|>'",
+    ]
+    weighted = [{"from": "human", "value": "Hi", "weight": 0.0}, {"from": "gpt", "value": "A", "weight": 0.0}]
+    said = str(Prompts.from_rows([{"conversations": weighted}], qwen).understood)
+    assert (
+        "note      the messages in 'conversations' have a field 'weight', which does not change what is trained" in said
+    )
+
+
+def test_what_is_printed_is_short_and_plain_whatever_the_rows_hold(qwen: Path) -> None:
+    turns = [{"role": ("user", "assistant")[k % 2], "content": "x\x1b[2J\u202e" * 50_000} for k in range(100)]
+    row = {
+        "messages": turns,
+        **{f"column {k}" * 20: k for k in range(500)},
+        "deep": {f"field{k}": k for k in range(999)},
+    }
+    said = str(Prompts.from_rows([row], qwen, train_on="all").understood)
+    assert len(said) < 4000 and max(map(len, said.splitlines())) < 1100
+    assert all(c.isprintable() or c == "\n" for c in said)
+    assert "and 493 more columns" in said and "and 93 more parts of it" in said
