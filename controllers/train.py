@@ -17,6 +17,7 @@ from ..dataflow.column import CHOSEN_IDS
 from ..dataflow.errors import Ended, UserError
 from ..dataflow.graph import Graph
 from ..dataflow.handle import group
+from ..dataflow.prompts.files import is_rows
 from ..dataflow.prompts.prompts import Prompts
 from ..dataflow.prompts.settings import ReadArguments
 from ..dataflow.redaction import redacted
@@ -218,7 +219,7 @@ def _run(training: Graph, actor: Any, settings: Mapping[str, Any]) -> list[dict[
 
 
 def _read(program: Program, name: str, data: Data, model: str | Path, reading: ReadArguments | None) -> Source:
-    rows = not isinstance(data, str | Path) and all(isinstance(row, Mapping) for row in data)
+    rows = is_rows(data)
     more = {**({"name": name} if rows else {}), **(reading or {})}
     return program.assign(name, Prompts.from_rows if rows else Prompts.read, data, model, **more)
 

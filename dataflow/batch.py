@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from .column import KNOWN
+from .column import ANSWER, KNOWN
 from .errors import UserError, nearest
+from .json_values import JsonType, exact_array, is_json
 from .lazy import torch
 
 if TYPE_CHECKING:
@@ -319,6 +320,9 @@ def _joined(name: str, column: pa.ChunkedArray, max_bytes: int) -> pa.Array:
     """A column as one array. (`Table.combine_chunks` leaves text of over 2 GiB in several chunks.)"""
     if column.num_chunks == 1:
         return column.chunk(0)
+    if column.nbytes > max_bytes and is_json(column.type):
+        storage = [chunk.storage.cast(pa.large_string()) for chunk in column.chunks]
+        return pa.ExtensionArray.from_storage(JsonType(pa.large_string()), pa.concat_arrays(storage))
     if column.nbytes > max_bytes:
         column = column.cast(_wide(column.type))
     try:
@@ -353,9 +357,11 @@ def _tensor(array: pa.Array) -> Tensor:
 
 
 def _array(name: str, data: Any) -> pa.Array:
-    wanted = KNOWN[name].type if name in KNOWN else None
+    wanted = KNOWN[name].type if name in KNOWN and name != str(ANSWER) else None
     if isinstance(data, pa.ChunkedArray):
         data = _joined(name, data, MAX_OFFSET)
+    if name == str(ANSWER) and isinstance(data, list):  # text, or any other value of a file
+        return exact_array(data) if any(value is not None for value in data) else pa.array(data, pa.string())
     if isinstance(data, pa.Array):
         return data if wanted is None or data.type == wanted else data.cast(wanted)
     if isinstance(data, tuple) and len(data) == 2:

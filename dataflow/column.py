@@ -62,7 +62,9 @@ IMAGES = Column(
     "[images] encoded (PNG, JPEG, ...), in the order of their placeholders in prompt_ids, of which each has one",
     "the data has them: a column 'images' of encoded images, read by Prompts.read",
 )
-ANSWER = Column("answer", string, "ground truth that came with the prompt")
+ANSWER = Column(
+    "answer", string, "ground truth that came with the prompt: text, or any other value of the file (`JsonType`)"
+)
 RESPONSE_IDS = Column("response_ids", ragged(int32), "[L] sampled token ids, the stop token included")
 RESPONSE = Column("response", string, "text of the response, special tokens skipped")
 RESPONSE_LOGPROBS = Column("response_logprobs", ragged(float32), "[L] nats, under the weights that sampled each token")

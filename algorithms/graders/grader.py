@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import json
+from typing import Any
+
 from ...dataflow.config import Config
+from ...dataflow.errors import SampleError
 
 
 class Grader(Config):
     """A frozen value that grades one response. A reward worker calls it like any other function, with the columns that its parameters
-    name: `response`, the text, and `answer`, the ground truth that came with the prompt.
+    name: `response`, the text, and `answer`, the ground truth that came with the prompt. A subclass gets the answer as text, whatever it is
+    in the data: `5` for the number 5, JSON for a list or an object.
 
     >>> class Shouts(Grader):
     ...     mark: str = "!"
@@ -16,4 +23,39 @@ class Grader(Config):
     ...         return float(response.endswith(self.mark))
     >>> Shouts()("Eureka!")
     1.0
+    >>> class Same(Grader):
+    ...     def __call__(self, response: str, answer: str) -> float:
+    ...         return float(response == answer)
+    >>> Same()("5", 5), Same()("[1, 2]", [1, 2])
+    (1.0, 1.0)
     """
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        own = vars(cls).get("__call__")
+        if own is None or "answer" not in inspect.signature(own).parameters:
+            return
+        signature = inspect.signature(own)
+
+        @functools.wraps(own)
+        def graded(*arguments: Any, **named: Any) -> float:
+            given = signature.bind(*arguments, **named)
+            if "answer" in given.arguments:
+                given.arguments["answer"] = answer_text(given.arguments["answer"])
+            return own(*given.args, **given.kwargs)
+
+        cls.__call__ = graded  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def answer_text(answer: object) -> str:
+    """An answer as text.
+
+    Raises:
+        SampleError: there is none.
+
+    >>> answer_text(5), answer_text(0.5), answer_text(True), answer_text({"a": [1]})
+    ('5', '0.5', 'True', '{"a": [1]}')
+    """
+    if answer is None:
+        raise SampleError("the row has no answer")
+    return answer if isinstance(answer, str) else json.dumps(answer) if isinstance(answer, list | dict) else str(answer)

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from ...algorithms.sampling import Sampling
-from ...dataflow.batch import Batch
+from ...dataflow.batch import Batch, is_ragged
 from ...dataflow.column import (
     ADVANTAGES,
     ANSWER,
@@ -149,6 +148,6 @@ def _mean(graph: Graph, column: str) -> float:
     if column not in graph.source.columns or not len(graph.source.table):
         return 0.0
     values = graph.source.table.select([column])
-    if pa.types.is_string(values.schema.field(column).type):
-        return float(np.mean([len(text or "") for text in values[column].to_pylist()]))
+    if not is_ragged(values.schema.field(column).type):
+        return float(np.mean([len(str(value or "")) for value in values[column].to_pylist()]))
     return float(np.mean(Batch.of_table(values).lengths(column)))

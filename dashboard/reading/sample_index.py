@@ -21,6 +21,7 @@ import xxhash
 from ...dataflow.buffer.run_files import SAMPLES, SAMPLES_ARCHIVE
 from ...dataflow.buffer.run_tables import read_parquet
 from ...dataflow.buffer.samples import NAME
+from ...dataflow.json_values import is_json
 
 compute: Any = pyarrow.compute  # its functions are made when it is imported
 TEXT_BYTES = 256 << 20
@@ -226,6 +227,8 @@ def _indexed(table: pa.Table, file: int, *, short: bool) -> pa.Table:
     kept: dict[str, Any] = {}
     all_rows = pa.array(np.arange(len(table)))  # taking them copies: what is kept holds no file in memory
     for name, column in zip(table.column_names, table.columns, strict=True):
+        if is_json(column.type):  # an answer that is no text is shown as JSON
+            column = column.cast(pa.string())
         kind = column.type
         if pa.types.is_list(kind) or pa.types.is_large_list(kind):
             kept |= _of_tokens(name, column.combine_chunks())

@@ -7,17 +7,16 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .origin import lines
 
 MAX_NESTING = 100
 """Levels of objects and lists in a row; the parsers, which call themselves for each, end the process at some tens of thousands."""
 _STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
-_LONG_INTEGER = re.compile(r"-?\d{19,}(?![\d.eE])")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def refuse_deep(place: str, text: bytes) -> None:
@@ -36,50 +35,53 @@ def refuse_deep(place: str, text: bytes) -> None:
             raise UserError(f"{place}: objects and lists are nested more than {MAX_NESTING} deep")
 
 
-def refuse_large_integers(place: str, text: str) -> None:
-    """Refuse an integer that would become a floating-point number, and lose its last digits.
+def refuse_surrogates(key: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+    """Refuse halves of characters, which no file and no tokenizer can hold.
 
     Args:
-        text: a row as JSON.
+        key: the column.
+        rows: the place of each row, and the row.
 
     Raises:
-        UserError: an integer needs more than 64 bits.
+        UserError: a text of this column has one; the message names the row.
     """
-
-    def checked(digits: str) -> int:
-        number = int(digits) if len(digits) < 100 else 2**64
-        if not -(2**63) <= number < 2**63:
-            short_digits = digits if len(digits) <= 40 else f"{digits[:37]}..."
-            raise UserError(f"{place}: the integer {short_digits} has more than 64 bits; write it as text, in quotes")
-        return number
-
-    if _LONG_INTEGER.search(text):
-        json.loads(text, parse_int=checked)
+    for place, row in rows:
+        half = lone_surrogate(row.get(key))
+        if half is not None:
+            raise UserError(
+                f"{place}: {key!r} holds the lone surrogate {half!a}, which is half of a character: the text was cut or decoded "
+                "wrongly; repair it, or take it out with text.encode(errors='ignore').decode()"
+            )
 
 
-def explain_json(path: Path) -> None:
-    """Read line by line what pyarrow could not read, to name the line; slow, but it ends in an error anyway.
+def lone_surrogate(value: object) -> str | None:
+    """The first half of a character in a text, or in the texts of a list or an object, if there is one.
+
+    >>> lone_surrogate(["a" + chr(0xD83D)]), lone_surrogate("a\U0001f600") is None
+    ('\\ud83d', True)
+    """
+    if isinstance(value, str):
+        found = _SURROGATE.search(value)
+        return found[0] if found else None
+    inner = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+    if not isinstance(inner, list | tuple):
+        return None
+    return next((half for each in inner if (half := lone_surrogate(each)) is not None), None)
+
+
+def refuse_foreign(key: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+    """Name the first value of a column that is none that a file could hold.
 
     Raises:
-        UserError: for the first line that is not an object in UTF-8, or has a value of another type than the lines before.
+        UserError: there is one.
     """
-
-    def parsed() -> Iterator[tuple[str, dict[str, Any]]]:
-        for number, line in lines(path):
-            place = f"{path}, line {number}"
-            text = line.decode(errors="replace").strip()
-            try:
-                line.decode()
-                row = json.loads(text)
-            except UnicodeDecodeError as error:
-                raise UserError(f"{place}: not UTF-8 ({error})") from None
-            except ValueError as error:
-                raise UserError(f"{place}: not JSON ({error}): {_start(text)}") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{place}: a row is an object {{...}} on one line, not {short(row)}")
-            yield place, row
-
-    explain_types(parsed(), "line")
+    for place, row in rows:
+        value = row.get(key)
+        kind = _json_type(value)
+        if kind.startswith("a ") and kind not in ("a boolean", "a number", "a list"):
+            raise UserError(
+                f"{place}: {key!r} is {kind}; a value is text, a number, a boolean, a list, an object or null"
+            )
 
 
 def explain_csv(path: Path, data: bytes, delimiter: str) -> None:
@@ -109,47 +111,49 @@ def explain_csv(path: Path, data: bytes, delimiter: str) -> None:
         raise UserError(f"{path}, line {rows.line_num}: not CSV ({error})") from None
 
 
-def explain_types(rows: Iterable[tuple[str, Mapping[str, Any]]], unit: str) -> None:
+def refuse_mixed(name: str, values: Iterable[Any], origin: Callable[[int], str]) -> None:
     """Name the first value whose type is not that of the same field in the rows before it.
 
     Args:
-        rows: the place of each row, and the row.
-        unit: what a place counts: `line` or `row`.
+        name: of the column.
+        values: of its rows.
+        origin: place of a row.
 
     Raises:
         UserError: for that value; none is raised where all types agree.
     """
-    seen: dict[str, tuple[str, str]] = {}  # field -> (type, where it was first seen)
+    seen: dict[str, tuple[str, int]] = {}
+    """Field -> its type, and the row where it was first seen."""
 
-    def visit(name: str, value: Any, place: str) -> None:
+    def visit(name: str, value: Any, row: int) -> None:
         kind = _json_type(value)
         if kind == "null":
             return
-        was, where = seen.setdefault(name, (kind, place))
+        was, first = seen.setdefault(name, (kind, row))
         if was != kind:
-            where = where.rpartition(f"{unit} ")[2]
+            where = origin(first).rpartition(", ")[2]
             raise UserError(
-                f"{place}: {name!r} is {kind} ({short(value)}), but {was} in {unit} {where}; one column, one type"
+                f"{origin(row)}: {name!r} is {kind} ({short(value)}), but {was} in {where}; one column, one type"
             )
         if isinstance(value, Mapping):
             for key, inner in value.items():
-                visit(f"{name}.{key}", inner, place)
+                visit(f"{name}.{key}", inner, row)
         elif isinstance(value, list):
             for inner in value:
-                visit(f"{name}[]", inner, place)
+                visit(f"{name}[]", inner, row)
 
-    for place, row in rows:
-        for key, value in row.items():
-            visit(key, value, place)
+    for row, value in enumerate(values):
+        visit(name, value, row)
 
 
 def short(value: Any) -> str:
     """A value as JSON, in at most 60 characters."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = _SURROGATE.sub(lambda half: ascii(half[0])[1:-1], json.dumps(value, ensure_ascii=False, default=str))
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _start(text: str) -> str:
+def start_of(text: str) -> str:
+    """The beginning of a text, in at most 80 characters."""
     return text if len(text) <= 80 else text[:77] + "..."
 
 

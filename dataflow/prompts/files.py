@@ -10,19 +10,33 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
 from ..errors import UserError, nearest
-from .damage import explain_csv, explain_json, explain_types, refuse_deep, refuse_large_integers, short
+from ..json_values import exact_array, joined
+from .damage import explain_csv, lone_surrogate, refuse_deep, refuse_foreign, refuse_surrogates, short, start_of
 from .origin import COMPRESSED, Origin, file_kind, lines
 
 _ONE_BLOCK = 2**28
 """Bytes up to which a file is parsed as one block. A row must fit into a block: in larger files, one of `_BLOCK` bytes."""
 _BLOCK = 2**26
+_ROWS = 8192
+"""Rows of JSON that are Python objects at a time."""
+
+
+ACCEPTED_ROWS = "a list of dictionaries, a datasets.Dataset, a pandas DataFrame, or an Arrow table"
+"""Rows of a program that can be read."""
+
+
+@runtime_checkable
+class HasArrow(Protocol):
+    """A `datasets.Dataset`: slices of it are Arrow tables when it is asked for that format."""
+
+    def with_format(self, type: str) -> Any: ...
 
 
 def read_files(paths: Sequence[Path], limit: int | None = None) -> tuple[pa.Table, Origin]:
@@ -47,29 +61,76 @@ def read_files(paths: Sequence[Path], limit: int | None = None) -> tuple[pa.Tabl
     return _concat(tables, [file for file, _ in runs]), Origin(tuple(runs))
 
 
-def table_of(rows: Sequence[Mapping[str, Any]], name: str) -> pa.Table:
-    """Python dictionaries as a table; a key that a row lacks is null there.
+def table_of(rows: Any, name: str, limit: int | None = None) -> pa.Table:
+    """Rows of a program as a table that gives back each value; a key that a row lacks is null there.
+
+    Args:
+        rows: dictionaries, a `datasets.Dataset`, a pandas data frame, or an Arrow table.
+        name: of the rows, for messages.
+        limit: read no more than this many rows.
 
     Raises:
-        UserError: there are no rows, a row is no dictionary, or a column holds values of several types.
+        UserError: they are something else, or there are none; or a value is neither Arrow's nor JSON's.
 
     >>> table_of([{"a": 1}, {"a": 2, "b": "x"}], "rows").to_pylist()
     [{'a': 1, 'b': None}, {'a': 2, 'b': 'x'}]
-    >>> table_of([{"a": 1}, {"a": "x"}], "rows")
+    >>> table_of([{"a": {1, 2}}, {"a": object()}], "rows")
     Traceback (most recent call last):
-    weft.dataflow.errors.UserError: rows, row 2: 'a' is text ("x"), but a number in row 1; one column, one type
+    weft.dataflow.errors.UserError: rows, row 1: 'a' is a set; a value is text, a number, a boolean, a list, an object or null
     """
-    if not rows:
+    if isinstance(rows, pa.Table | pa.RecordBatch):
+        table = pa.table(rows).slice(0, limit)
+    elif isinstance(rows, HasArrow):
+        table = rows.with_format("arrow")[:limit]
+    elif is_frame(rows):
+        table = _table_of_frame(rows.head(limit) if limit is not None else rows, name)
+    elif isinstance(rows, Sequence) and not isinstance(rows, str | bytes):
+        table = _table(((f"{name}, row {number}", row) for number, row in enumerate(rows[:limit], start=1)), name)
+    else:
+        raise UserError(f"{name}: rows are {ACCEPTED_ROWS}, not {described(rows)}")
+    if not table.num_rows:
         raise UserError(f"{name}: there are no rows")
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, Mapping):
-            raise UserError(f"{name}, row {number}: a row is an object {{...}}, not {short(row)}")
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    try:
-        return pa.table({key: pa.array([row.get(key) for row in rows]) for key in keys})
-    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-        explain_types(((f"{name}, row {i}", row) for i, row in enumerate(rows, start=1)), "row")
-        raise UserError(f"{name}: {error}") from None
+    return table.replace_schema_metadata(None)
+
+
+def is_rows(value: object) -> bool:
+    """Whether a value is rows of a program, and no path or list of paths."""
+    if isinstance(value, str | Path):
+        return False
+    listed = isinstance(value, Sequence) and any(isinstance(row, Mapping) for row in value)
+    return listed or isinstance(value, pa.Table | pa.RecordBatch | HasArrow) or is_frame(value)
+
+
+def is_frame(value: object) -> bool:
+    """Whether a value is a pandas data frame."""
+    kind = type(value)
+    return kind.__name__ == "DataFrame" and kind.__module__.partition(".")[0] == "pandas"
+
+
+def _table_of_frame(frame: Any, name: str) -> pa.Table:
+    """A pandas data frame as a table without its index; missing values are null."""
+    columns: dict[str, pa.Array] = {}
+    for key in frame.columns:
+        series = frame[key]
+        if series.dtype == object:
+            values = [None if value is None or value != value else value for value in series.tolist()]
+            columns[key] = _column(key, [(f"{name}, row {row}", {key: v}) for row, v in enumerate(values, start=1)])
+        else:
+            columns[key] = pa.Array.from_pandas(series)
+    return pa.table(columns)
+
+
+def described(value: object) -> str:
+    """The type of a value in words.
+
+    >>> described(3), described(pa.array([1]))
+    ('an int', 'a pyarrow.Int64Array')
+    """
+    kind = type(value)
+    if kind.__name__ == "DatasetDict" and isinstance(value, Mapping):
+        return f"a DatasetDict: give one of its splits ({', '.join(map(repr, value))})"
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def is_readable(path: Path) -> bool:
@@ -142,106 +203,118 @@ def _read_arrow(path: Path, limit: int | None) -> pa.Table:
 
 
 def _read_json_lines(path: Path, limit: int | None) -> pa.Table:
-    for number, line in itertools.islice(lines(path), limit):
-        refuse_deep(f"{path}, line {number}", line)
+    def rows() -> Iterator[tuple[str, Any]]:
+        for number, line in itertools.islice(lines(path), limit):
+            place = f"{path}, line {number}"
+            yield place, _parsed(place, line)
+
+    return _table(rows(), str(path), " on one line")
+
+
+def _parsed(place: str, line: bytes) -> Any:
+    """A line as Python has it: pyarrow's own reader changes values, and ends the process at some files."""
+    refuse_deep(place, line)
     try:
-        if limit is not None:
-            table = _parse_json(b"".join(line for _, line in itertools.islice(lines(path), limit)))
-        elif path.suffix == COMPRESSED:
-            table = _parse_json(gzip.decompress(path.read_bytes()))
-        else:
-            table = _parse_json(path)
-        if any(_has_floats(column.type) for column in table.schema):
-            for number, line in itertools.islice(lines(path), limit):
-                refuse_large_integers(f"{path}, line {number}", line.decode())
-        return table
-    except (pa.ArrowInvalid, UnicodeDecodeError) as error:
-        explain_json(path)
-        raise UserError(f"{path}: {error}") from None
+        return json.loads(line.decode().strip())
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: not UTF-8 ({error})") from None
+    except ValueError as error:
+        raise UserError(f"{place}: not JSON ({error}): {start_of(line.decode().strip())}") from None
 
 
-def _parse_json(source: Path | bytes) -> pa.Table:
-    import pyarrow.json
+def _table(rows: Iterable[tuple[str, Any]], source: str, where: str = "") -> pa.Table:
+    """Rows as a table that gives back each value.
 
-    size = len(source) if isinstance(source, bytes) else source.stat().st_size
-    options = pyarrow.json.ReadOptions(block_size=max(size, 1) if size < _ONE_BLOCK else _BLOCK)
+    Args:
+        rows: the place of each row, and the row.
+        where: an object is to be, for messages.
+    """
+    parts: list[pa.Table] = []
+    rows = iter(rows)
+    while part := list(itertools.islice(rows, _ROWS)):
+        for place, row in part:
+            if not isinstance(row, Mapping):
+                raise UserError(f"{place}: a row is an object {{...}}{where}, not {short(row)}")
+        keys = dict.fromkeys(key for _, row in part for key in row)
+        parts.append(pa.table({key: _column(key, part) for key in keys}) if keys else _no_columns(len(part)))
+    if not parts:
+        raise UserError(f"{source}: {'the file has' if where else 'there are'} no rows")
+    names = list(dict.fromkeys(name for part in parts for name in part.column_names))
+    if not names:
+        raise UserError(f"{source}: the rows have no columns: each is an empty object {{}}")
+    return pa.table(
+        {
+            name: joined(
+                [
+                    part.column(name) if name in part.column_names else pa.chunked_array([pa.nulls(len(part))])
+                    for part in parts
+                ]
+            )
+            for name in names
+        }
+    )
 
-    def read(schema: pa.Schema | None) -> pa.Table:
-        data = pa.BufferReader(source) if isinstance(source, bytes) else str(source)
-        return pyarrow.json.read_json(data, options, pyarrow.json.ParseOptions(explicit_schema=schema))
 
-    table = read(None)
-    # pyarrow makes timestamps of strings that look like dates; an answer of "2024-01-01" is text.
-    schema = pa.schema([f.with_type(_without_timestamps(f.type)) for f in table.schema])
-    if not schema.equals(table.schema):
-        table = read(schema)
-    table.validate(full=True)  # UTF-8 is not checked by the parser
-    return table
+def _no_columns(rows: int) -> pa.Table:
+    return pa.table({"": pa.nulls(rows)}).select([])
 
 
-def _has_floats(kind: pa.DataType) -> bool:
-    """Whether a type has a part that is a floating-point number, which is what pyarrow makes of an integer beyond 64 bits."""
-    return pa.types.is_floating(kind) or any(_has_floats(kind.field(i).type) for i in range(kind.num_fields))
-
-
-def _without_timestamps(kind: pa.DataType) -> pa.DataType:
-    if pa.types.is_timestamp(kind):
-        return pa.string()
-    if pa.types.is_list(kind):
-        return pa.list_(_without_timestamps(kind.value_type))
-    if pa.types.is_struct(kind):
-        return pa.struct([f.with_type(_without_timestamps(f.type)) for f in kind])
-    return kind
+def _column(key: Any, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> pa.Array:
+    if not isinstance(key, str) or lone_surrogate(key):
+        place = next(place for place, row in rows if key in row)
+        raise UserError(f"{place}: the name of a column is text, not {key!a}")
+    try:
+        return exact_array([row.get(key) for _, row in rows])
+    except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+        refuse_surrogates(key, rows)
+        refuse_foreign(key, rows)
+        raise UserError(f"{rows[0][0]}: column {key!r} cannot be read ({error})") from None
 
 
 def _read_json(path: Path, limit: int | None) -> pa.Table:
-    """JSON lines, or one array of objects."""
-    array = next((line.lstrip().startswith(b"[") for _, line in lines(path)), False)
-    if not array:
-        return _read_json_lines(path, limit)
-    try:
-        data = _bytes(path)
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not JSON ({error})") from None
+    """One array of objects, or objects one after the other."""
+    data = _bytes(path)
     refuse_deep(str(path), data)
     try:
-        rows = list(itertools.islice(_objects(text), limit))
+        text = data.decode("utf-8-sig")
+        array = text.lstrip().startswith("[")
+        rows = itertools.islice((_elements if array else _objects)(text), limit)
+        return _table(((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1)), str(path))
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error})") from None
-    for number, row in enumerate(rows, start=1):
-        if not row.startswith("{"):
-            raise UserError(f"{path}, row {number}: a row is an object {{...}}, not {short(json.loads(row))}")
-    if not rows:
-        raise UserError(f"{path}: there are no rows")
-    try:
-        table = _parse_json("\n".join(rows).encode())
-        if any(_has_floats(column.type) for column in table.schema):
-            for number, row in enumerate(rows, start=1):
-                refuse_large_integers(f"{path}, row {number}", row)
-        return table
-    except pa.ArrowInvalid as error:
-        explain_types(((f"{path}, row {i}", json.loads(row)) for i, row in enumerate(rows, start=1)), "row")
-        raise UserError(f"{path}: {error}") from None
 
 
-def _objects(text: str) -> Iterator[str]:
-    """The elements of a JSON array, each on one line: none of them stays a Python object."""
-    decode, blank = json.JSONDecoder(parse_int=str).raw_decode, re.compile(r"\s*")
+_BLANK = re.compile(r"\s*")
+_decode = json.JSONDecoder().raw_decode
 
-    def after_blank(at: int) -> int:
-        return blank.match(text, at).end()  # type: ignore[union-attr]  # it matches no characters, too
 
-    at = after_blank(after_blank(0) + 1)
+def _after_blank(text: str, at: int) -> int:
+    return _BLANK.match(text, at).end()  # type: ignore[union-attr]  # it matches no characters, too
+
+
+def _objects(text: str) -> Iterator[Any]:
+    """Values one after the other."""
+    at = _after_blank(text, 0)
+    while at < len(text):
+        value, end = _decode(text, at)
+        yield value
+        at = _after_blank(text, end)
+
+
+def _elements(text: str) -> Iterator[Any]:
+    """The elements of a JSON array."""
+    at = _after_blank(text, _after_blank(text, 0) + 1)
     while not text.startswith("]", at):
-        _, end = decode(text, at)
-        yield text[at:end].replace("\n", " ").replace("\r", " ")
-        at = after_blank(end)
+        element, end = _decode(text, at)
+        yield element
+        at = _after_blank(text, end)
         if text.startswith(",", at):
-            at = after_blank(at + 1)
+            at = _after_blank(text, at + 1)
         elif not text.startswith("]", at):
             raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
-    if (end := after_blank(at + 1)) < len(text):
+    if (end := _after_blank(text, at + 1)) < len(text):
         raise json.JSONDecodeError("Text after the array", text, end)
 
 
@@ -290,7 +363,7 @@ _READERS: dict[str, Callable[[Path, int | None], pa.Table]] = {
 
 
 def _concat(tables: Sequence[pa.Table], files: Sequence[str]) -> pa.Table:
-    """The rows of all tables; each must have the columns of the first, with the same types."""
+    """The rows of all tables, with the columns of the first."""
     first = tables[0]
     for table, file in zip(tables[1:], files[1:], strict=True):
         for there, here, whose, other in ((first, table, file, files[0]), (table, first, files[0], file)):
@@ -299,11 +372,16 @@ def _concat(tables: Sequence[pa.Table], files: Sequence[str]) -> pa.Table:
                     raise UserError(
                         f"{whose}: has no column {column!r}, which {other} has{nearest(column, here.column_names)}"
                     )
-        for column in first.column_names:
-            a, b = first.schema.field(column), table.schema.field(column)
-            try:
-                pa.unify_schemas([pa.schema([a]), pa.schema([b])], promote_options="permissive")
-            except (pa.ArrowInvalid, pa.ArrowTypeError):
-                raise UserError(f"{file}: column {column!r} is {b.type}, but {a.type} in {files[0]}") from None
-    # Permissive: an all-null column of one file, or messages whose fields come in another order, still fit.
-    return pa.concat_tables(tables, promote_options="permissive") if len(tables) > 1 else first
+    if len(tables) == 1:
+        return first
+    columns: dict[str, pa.ChunkedArray] = {}
+    for column in first.column_names:
+        try:
+            columns[column] = joined([table.column(column) for table in tables])
+        except (pa.ArrowException, TypeError, ValueError):
+            kinds = {file: table.schema.field(column).type for file, table in zip(files, tables, strict=True)}
+            other = next(file for file in files if kinds[file] != kinds[files[0]])
+            raise UserError(
+                f"{other}: column {column!r} is {kinds[other]}, but {kinds[files[0]]} in {files[0]}"
+            ) from None
+    return pa.table(columns)

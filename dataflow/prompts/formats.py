@@ -52,6 +52,11 @@ class Format:
             return {"chosen_ids": self.chosen, "rejected_ids": self.rejected}
         return {"response_ids": self.response} if self.response else {}
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Columns of text or messages."""
+        return self.columns[: len(self.columns) - len(self.marks)]
+
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(self.columns)})"
 
@@ -106,16 +111,16 @@ def _find_format(table: pa.Table, origin: Origin, columns: Mapping[str, str | No
     """The format that the arguments describe, or else the first known one whose columns the file has.
 
     Args:
-        columns: the columns that the user named, by role: `prompt`, `answer`, `response`.
+        columns: the columns that the user named, by role: `prompt`, `answer`, `response`. That of the answers is checked by `find_answers`.
 
     Raises:
         UserError: there is no such column, or no known format has these columns; the message names the nearest.
     """
     names = table.column_names
-    for role, column in columns.items():
+    prompt, response = columns["prompt"], columns["response"]
+    for role, column in (("prompt", prompt), ("response", response)):
         if column is not None:
             find_column(table, column, origin, role)
-    prompt, response = columns["prompt"], columns["response"]
     if prompt is not None:
         if response is None and {"chosen", "rejected"} <= set(names):
             return Format(f"preference, prompt={prompt!r}", prompt=prompt, chosen="chosen", rejected="rejected")

@@ -21,13 +21,15 @@ import xxhash
 from ..batch import Batch
 from ..column import IDENTITY, IMAGES
 from ..errors import UserError
+from ..json_values import is_json, readable_by_arrow
 from .answers import Answers, find_answers
-from .files import table_of
+from .damage import refuse_mixed
+from .files import HasArrow, table_of
 from .formats import find_format, is_text
 from .images import COLUMNS as IMAGE_COLUMNS
 from .images import Images, find_images
 from .origin import Origin
-from .rows import HasArrow, Rows, read_rows
+from .rows import Rows, read_rows
 from .settings import ReadArguments, ReadSettings, TooLong
 from .texts import Rendering
 from .tokenizer import Tokenizer
@@ -64,11 +66,11 @@ class Prompts:
     - `prompt` (string): the text of the prompt, after the chat template.
     - `images` (list of large binary), where rows have images: each row's, encoded as they were, in the order of their placeholders in
       `prompt_ids`, of which each has one.
-    - `answer` (string), where the format has a ground truth: the final answer, if it is a worked solution; JSON, if it is a list or
-      struct.
-    - every other column of the file, as it is. Messages in a column called `prompt` are kept as `prompt_messages`, worked solutions
-      in a column called `answer` as `full_answer`. A column that has the name of one of Weft's is kept with `file_` before it
-      (`file_parent_id`), and so is a `prompt` that prompts are not made from.
+    - `answer`, where the format has a ground truth: the final answer, if it is a worked solution; else the value of the file. Text is a
+      string; numbers, booleans, lists and objects are JSON text on disk and values in Python (`JsonType`).
+    - every other column of the file, as it is. Values that no Arrow type holds exactly are a `JsonType`. Messages in a column called
+      `prompt` are kept as `prompt_messages`, worked solutions in a column called `answer` as `full_answer`. A column that has the name
+      of one of Weft's is kept with `file_` before it (`file_parent_id`), and so is a `prompt` that prompts are not made from.
 
     >>> from tokenizers import Tokenizer as Backend, models, pre_tokenizers
     >>> backend = Backend(models.WordLevel({"<unk>": 0, "2": 1, "+": 2}, unk_token="<unk>"))
@@ -77,7 +79,7 @@ class Prompts:
     >>> len(prompts), prompts.columns
     (1, ('prompt_ids', 'prompt', 'answer', 'level'))
     >>> prompts.table.to_pylist()
-    [{'prompt_ids': [1, 2, 1], 'prompt': '2 + 2', 'answer': '4', 'level': 'easy'}]
+    [{'prompt_ids': [1, 2, 1], 'prompt': '2 + 2', 'answer': 4, 'level': 'easy'}]
     """
 
     name: str
@@ -134,16 +136,16 @@ class Prompts:
     @classmethod
     def from_rows(
         cls,
-        rows: Sequence[Mapping[str, Any]] | HasArrow,
+        rows: Sequence[Mapping[str, Any]] | HasArrow | pa.Table,
         tokenizer: str | Path | Tokenizer,
         *,
         name: str = "rows",
         **settings: Unpack[ReadArguments],
     ) -> Prompts:
-        """Prompts from Python dictionaries or a `datasets.Dataset`, in any of the formats that files may have.
+        """Prompts from rows of a program, in any of the formats that files may have.
 
         Args:
-            rows: a mapping each.
+            rows: dictionaries, a `datasets.Dataset`, a pandas data frame, or an Arrow table.
             tokenizer: as for `read`.
             name: of the source.
             settings: the fields of `ReadSettings`.
@@ -152,23 +154,27 @@ class Prompts:
             UserError: as for `read`.
         """
         how = ReadSettings(**settings)
-        table = (
-            rows.with_format("arrow")[: how.limit] if isinstance(rows, HasArrow) else table_of(rows[: how.limit], name)
-        )
-        return cls._of(Rows(name, table.replace_schema_metadata(None), Origin(((name, 0),))), tokenizer, how)
+        return cls._of(Rows(name, table_of(rows, name, how.limit), Origin(((name, 0),))), tokenizer, how)
 
     @classmethod
     def _of(cls, rows: Rows, source: str | Path | Tokenizer, how: ReadSettings) -> Prompts:
-        table, origin = rows.table, rows.origin
-        _refuse_columns(table, origin)
-        table = table.rename_columns([f"file_{name}" if name in _RENAMED else name for name in table.column_names])
+        exact, origin = rows.table, rows.origin
+        _refuse_columns(exact, origin)
+        table = readable_by_arrow(exact)
+        names = [f"file_{name}" if name in _RENAMED else name for name in table.column_names]
+        exact, table = exact.rename_columns(names), table.rename_columns(names)
         images = find_images(table, origin)
         format = find_format(table, origin, {"prompt": how.prompt, "answer": how.answer, "response": how.response})
-        if format.prompt != "prompt" and "prompt" in table.column_names:
-            table = table.rename_columns(["file_prompt" if name == "prompt" else name for name in table.column_names])
+        if format.prompt != "prompt" and "prompt" in names:
+            names = ["file_prompt" if name == "prompt" else name for name in names]
+            exact, table = exact.rename_columns(names), table.rename_columns(names)
+        for column in format.texts:
+            name = column.partition(".")[0]
+            if is_json(table.schema.field(name).type):
+                refuse_mixed(name, table.column(name).to_pylist(), origin)
         tokenizer = Tokenizer.load(source)
         rendering = Rendering.of(table, format, origin, tokenizer, how)
-        answers = find_answers(table, format, origin, how.answer, how.extract_answer)
+        answers = find_answers(exact, format, origin, how.answer, how.extract_answer)
         observer = Observer(rendering, how)
         parts: list[pa.Table] = []
         sources: list[np.ndarray] = []
@@ -178,16 +184,16 @@ class Prompts:
             texts = rendering.texts(part, there, counts)
             of_part = np.arange(len(part)) if texts.rows is None else np.asarray(texts.rows)
             ids = tokenise(texts, there, tokenizer)
-            observer.see(texts, ids, None if answers is None else answers.texts.slice(start, _PART).take(of_part))
+            observer.see(texts, ids, None if answers is None else answers.values.slice(start, _PART).take(of_part))
             parts.append(pa.table({**ids, "prompt": pa.array(texts.prompts, pa.string())}))
             sources.append(start + of_part)
         made, source_rows = _with_useful_masks(pa.concat_tables(parts)), np.concatenate(sources)
         lengths = {name: _lengths(made, name) for name in made.column_names if name.endswith("_ids")}
         understood = observer.understanding(replace(rows, table=table), answers, lengths, images)
-        if len(source_rows) > len(table):  # conversations were split
-            table = table.take(source_rows)
-            answers = answers and replace(answers, texts=answers.texts.take(source_rows))
-        result = _with_the_rest(made, table, answers, images)
+        if len(source_rows) > len(exact):  # conversations were split
+            exact = exact.take(source_rows)
+            answers = answers and replace(answers, values=answers.values.take(source_rows))
+        result = _with_the_rest(made, exact, answers, images)
         own = {*made.column_names, *(["answer"] if answers else []), *([str(IMAGES)] if images else [])}
         kept = frozenset(result.column_names) - own
         whole = cls(rows.name, result, format.name, 0, how.too_long, kept, understood)
@@ -371,7 +377,7 @@ def _with_the_rest(made: pa.Table, table: pa.Table, answers: Answers | None, ima
     """The columns that were made, and those of the file that none of them takes the place of."""
     columns: dict[str, pa.ChunkedArray] = dict(zip(made.column_names, made.columns, strict=True))
     if answers is not None:
-        columns["answer"] = answers.texts
+        columns["answer"] = answers.values
     if images is not None:
         columns[str(IMAGES)] = pa.chunked_array([images.values])
     taken = {*columns, *IMAGE_COLUMNS} if images is not None else {*columns}

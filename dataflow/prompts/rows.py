@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
 from ..errors import UserError
-from .files import read_files
+from .files import ACCEPTED_ROWS, described, read_files
 from .folders import find_part
 from .hub import is_hub_id, read_hub
 from .origin import Origin
-
-
-@runtime_checkable
-class HasArrow(Protocol):
-    """A `datasets.Dataset`: slices of it are Arrow tables when it is asked for that format."""
-
-    def with_format(self, type: str) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -33,6 +25,20 @@ class Rows:
     origin: Origin
     choices: tuple[str, ...] = ()
     """Defaults that were taken: a subset, a split."""
+
+
+def check_paths(source: object) -> None:
+    """Refuse what is no list of paths.
+
+    Raises:
+        UserError: rows of a program, say, which `Prompts.from_rows` takes.
+    """
+    paths = source if isinstance(source, Sequence) else None
+    if paths is None or not all(isinstance(path, str | Path) for path in paths):
+        raise UserError(
+            f"prompts are read from a path, a list of paths, or the id of a data set, not from {described(source)}; "
+            f"Prompts.from_rows takes {ACCEPTED_ROWS}"
+        )
 
 
 def read_rows(
@@ -50,6 +56,8 @@ def read_rows(
         UserError: with the file or id, the rule, the value and the nearest right name.
     """
     alone = isinstance(source, (str, Path))
+    if not alone:
+        check_paths(source)
     paths = [Path(p).expanduser() for p in ([source] if alone else source)]
     if alone and paths[0].is_dir():
         part = find_part(paths[0], subset, split)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ..config import Config
+from .damage import lone_surrogate
 
 TooLong = Literal["error", "drop"]
 TrainOn = Literal["last", "all"]
@@ -49,6 +50,16 @@ class ReadSettings(Config):
     Choose "drop" where data are plenty."""
     limit: int | None = Field(default=None, ge=1)
     """[rows] How many are read at most. None: all. Set it for a trial."""
+
+    @field_validator("system", "chat_template_kwargs")
+    @classmethod
+    def _is_whole(cls, value: Any) -> Any:
+        half = lone_surrogate(value)
+        if half is not None:
+            raise ValueError(
+                f"holds the lone surrogate {half!a}, which is half of a character: the text was cut or decoded wrongly"
+            )
+        return value
 
 
 class ReadArguments(TypedDict, total=False):

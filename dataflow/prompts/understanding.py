@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -74,7 +75,8 @@ class Example:
     prompt: str
     response: str | None = None
     """The response that is trained on (of a pair, the chosen one), where rows have any."""
-    answer: str | None = None
+    answer: Any = None
+    """As a reward function gets it."""
     rejected: str | None = None
     """The other response of a pair."""
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -343,11 +345,11 @@ def _extraction(answers: Answers | None, rows: Rows, extract: bool) -> str:
         (answers.after_hashes, "what follows ####"),
         (answers.boxed, r"what \boxed{} holds"),
     ]
-    said = [f"{what}, in {count:,} of {len(answers.texts):,} rows" for count, what in found if count]
+    said = [f"{what}, in {count:,} of {len(answers.values):,} rows" for count, what in found if count]
     if not said:
         return "as written"
     if answers.first_whole is not None:
-        whole = len(answers.texts) - answers.shortened
+        whole = len(answers.values) - answers.shortened
         said.append(f"as written in {whole:,}, the first {rows.origin(answers.first_whole)}")
     return "; ".join(said)
 
@@ -386,7 +388,7 @@ def _printable(line: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
-def _shown(text: str, characters: int) -> str:
+def _shown(text: object, characters: int) -> str:
     """A text on one line, its middle left out where it is long.
 
     >>> _shown("a" * 20 + chr(10) + "b" * 20, 20)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -78,16 +77,6 @@ class Samples:
         return {name: self[name] for name in self.rows.columns if name not in _OURS}
 
     def or_else(self, name: str, default: Any) -> list[Any]:
-        """A column, with the default where the rows have none or a null. Text that is JSON of an object is read."""
+        """A column as it is in the file, with the default where the rows have none or a null."""
         values = self[name] if name in self else [None] * len(self)
-        return [default if value is None else _object(value) for value in values]
-
-
-def _object(value: Any) -> Any:
-    if isinstance(value, str) and value.startswith("{"):
-        try:
-            read = json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-        return read if isinstance(read, Mapping) else value
-    return value
+        return [default if value is None else value for value in values]

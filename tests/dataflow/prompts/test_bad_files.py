@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +50,16 @@ def test_unknown_empty_and_broken_files_are_named(tmp_path: Path, qwen: Path) ->
     assert complaint(tmp_path / "g.parquet", qwen) == "g.parquet: the file has no rows"
 
 
-def test_mixed_types_are_named_with_both_lines(tmp_path: Path, qwen: Path) -> None:
-    file = jsonl(
-        tmp_path / "m.jsonl", [{"prompt": "1", "a": None}, {"prompt": "1", "a": 5}, {"prompt": "1", "a": "five"}]
-    )
-    assert (
-        complaint(file, qwen) == "m.jsonl, line 3: 'a' is text (\"five\"), but a number in line 2; one column, one type"
-    )
-    jsonl(file, [{"prompt": [USER]}, {"prompt": "1"}])
-    assert "line 2: 'prompt' is text (\"1\"), but a list in line 1" in complaint(file, qwen)
+def test_mixed_types_of_prompts_are_named_with_both_lines(tmp_path: Path, qwen: Path) -> None:
+    file = jsonl(tmp_path / "m.jsonl", [{"prompt": None}, {"prompt": [USER]}, {"prompt": "1"}])
+    assert "line 3: 'prompt' is text (\"1\"), but a list in line 2; one column, one type" in complaint(file, qwen)
     jsonl(file, [{"prompt": [USER]}, {"prompt": [{"role": "user", "content": [{"type": "text", "text": "?"}]}]}])
     assert "line 2: 'prompt[].content' is a list" in complaint(file, qwen)
     with pytest.raises(UserError, match=r"rows, row 2: 'prompt' is a number \(3\), but text in row 1"):
         Prompts.from_rows([{"prompt": "x"}, {"prompt": 3}], qwen)
+    jsonl(file, [{"prompt": "1"}])
+    other = jsonl(tmp_path / "n.jsonl", [{"prompt": [USER]}])
+    assert "n.jsonl, line 1: 'prompt' is a list" in complaint([file, other], qwen)
 
 
 def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(tmp_path: Path, qwen: Path) -> None:
@@ -179,8 +177,6 @@ def test_files_with_different_columns_are_refused(tmp_path: Path, qwen: Path) ->
     assert (
         complaint([first, second], qwen) == "b.jsonl: has no column 'answer', which a.jsonl has; did you mean 'anser'?"
     )
-    jsonl(second, [{"prompt": "1", "answer": 1}])
-    assert complaint([first, second], qwen) == "b.jsonl: column 'answer' is int64, but string in a.jsonl"
 
 
 def test_damaged_csv_is_named_with_its_row_and_line(tmp_path: Path, qwen: Path) -> None:
@@ -227,26 +223,92 @@ def test_brackets_in_text_are_no_nesting(tmp_path: Path, qwen: Path) -> None:
         assert Prompts.read(file, qwen, chat=False).table["prompt"].to_pylist() == [text]
 
 
-@pytest.mark.parametrize("digits", [str(2**63), str(-(2**63) - 1), str(10**30), "1" + "0" * 5000], ids=len)
-def test_an_integer_beyond_64_bits_is_named_and_no_number_nearby_is_taken(
-    tmp_path: Path, qwen: Path, digits: str
-) -> None:
-    row = f'{{"prompt": "a", "answer": {digits}}}'
-    (tmp_path / "a.jsonl").write_text(f'{{"prompt": "a", "answer": 1}}\n{row}\n')
-    (tmp_path / "a.json").write_text(f"[{row}]")
-    assert complaint(tmp_path / "a.jsonl", qwen).startswith(f"a.jsonl, line 2: the integer {digits[:37]}")
-    assert complaint(tmp_path / "a.json", qwen).startswith(f"a.json, row 1: the integer {digits[:37]}")
+@pytest.mark.parametrize(
+    "content", [b'{"prompt": "a", "answer": 1%s}' % (b"0" * 5000), b'{"prompt": "a", "answer": [1%s]}' % (b"0" * 9000)]
+)
+def test_an_integer_that_python_does_not_read_is_named(tmp_path: Path, qwen: Path, content: bytes) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "a", "answer": 1}\n' + content)
+    assert complaint(tmp_path / "a.jsonl", qwen).startswith("a.jsonl, line 2: not JSON (Exceeds the limit")
 
 
-def test_so_it_is_in_rows_of_a_program(qwen: Path) -> None:
-    with pytest.raises(UserError, match=r"^rows"):
-        Prompts.from_rows([{"prompt": "a", "answer": 2**70}], qwen, name="rows")
+LINES = {
+    "null": b"null",
+    "number": b"3",
+    "float": b"1e5",
+    "text": b'"a"',
+    "list": b'[{"prompt": "a"}]',
+    "boolean": b"true",
+    "NUL": b"\x00",
+    "NUL in text": b'{"prompt": "a\x00b"}',
+    "cut": b'{"prompt": "a',
+    "two": b'{"prompt": "a"} {"prompt": "b"}',
+    "UTF-16": '{"prompt": "a"}'.encode("utf-16"),
+    "a mark within": b"\xef\xbb\xbf\xef\xbb\xbf" + b'{"prompt": "a"}',
+    "word": b"undefined",
+    "half a character": b'{"prompt": "\\ud83d"}',
+    "half a character inside": b'{"prompt": "a", "x": {"y": ["\\udc00"]}}',
+    "half a character as a name": b'{"\\ud83d": "a"}',
+}
 
 
-def test_what_only_looks_like_a_large_integer_is_read(tmp_path: Path, qwen: Path) -> None:
-    rows = [{"prompt": "n: 12345678901234567890, or not", "answer": "98765432109876543210", "x": 1e30}]
-    rows.append({"prompt": "b", "answer": "1", "x": 9223372036854775807 / 2**64})
-    assert len(Prompts.read(jsonl(tmp_path / "a.jsonl", rows), qwen)) == 2
+@pytest.mark.parametrize("good", [0, 1, 20_000])
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+def test_a_line_that_is_no_row_is_named(tmp_path: Path, qwen: Path, line: bytes, good: int) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "a"}\n' * good + line + b"\n")
+    assert re.match(
+        rf"a\.jsonl, line {'(16385|20001)' if good == 20_000 else good + 1}: ", complaint(tmp_path / "a.jsonl", qwen)
+    )
+
+
+@pytest.mark.parametrize("line", [b"null", b"3", b'"a"', b"[]", b"{}"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_file_of_nothing_but_such_lines_is_refused(tmp_path: Path, qwen: Path, line: bytes, name: str) -> None:
+    content = line + b"\n"
+    (tmp_path / name).write_bytes(b"[" + b",".join([line] * 100) + b"]" if name == "a.json" else content * 100_000)
+    said = complaint(tmp_path / name, qwen)
+    assert said.startswith(
+        (f"{name}, line 1: a row is an object", f"{name}, row 1: a row is an object", f"{name}: the rows have")
+    )
+
+
+def test_rows_without_keys_stand_for_rows_of_nulls(tmp_path: Path, qwen: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('\ufeff{}\n{"prompt": "a"}\n')
+    assert complaint(file, qwen).startswith("a.jsonl, line 1: 'prompt' is null")
+    file.write_text('{"prompt": "a", "x": {}}\n{"prompt": "a"}\n')
+    assert Prompts.read(file, qwen).table["x"].to_pylist() == [{}, None]
+
+
+def test_a_value_that_no_file_could_hold_is_named(qwen: Path) -> None:
+    for value, said in (
+        (object(), "rows, row 2: 'x' is a object"),
+        ({1: "a"}, "column 'x' cannot be read"),
+        ("\ud83d", r"rows, row 2: 'x' holds the lone surrogate '\\ud83d'"),
+        ({"a\udc00": 1}, r"rows, row 2: 'x' holds the lone surrogate '\\udc00'"),
+    ):
+        with pytest.raises(UserError, match=said):
+            Prompts.from_rows([{"prompt": "a"}, {"prompt": "a", "x": value}], qwen)
+
+
+def test_half_a_character_in_the_system_prompt_is_named(qwen: Path) -> None:
+    with pytest.raises(UserError, match=r"system: .*lone surrogate '\\ud83d'"):
+        Prompts.from_rows([{"prompt": "a"}], qwen, system="Be brief \ud83d")
+
+
+@pytest.mark.parametrize("source", [3, None, {"prompt": ["a"]}, [{"prompt": "a"}], [3], {"train": []}, object()])
+def test_what_is_no_path_is_refused_with_what_is_read(qwen: Path, source: Any) -> None:
+    with pytest.raises(
+        UserError, match=r"prompts are read from a path.*Prompts.from_rows takes a list of dictionaries"
+    ):
+        Prompts.read(source, qwen)
+
+
+@pytest.mark.parametrize("rows", [3, None, "a.jsonl", {"prompt": ["a"]}, object()])
+def test_what_are_no_rows_is_refused_with_what_is_read(qwen: Path, rows: Any) -> None:
+    with pytest.raises(
+        UserError, match=r"rows are a list of dictionaries, a datasets.Dataset, a pandas DataFrame, or an Arrow"
+    ):
+        Prompts.from_rows(rows, qwen)
 
 
 def test_text_after_an_array_is_refused(tmp_path: Path, qwen: Path) -> None:

@@ -1,0 +1,202 @@
+"""JsonType: an Arrow column of Python values that no plain Arrow type gives back exactly.
+
+Arrow has one type for a column. It gives all objects of a column the same keys, makes floats of integers beside floats, and refuses numbers
+beside text. A reward function must get the value that is in the file, so such columns are stored as JSON text of this type. `to_pylist` and
+`as_py` return the values. Readers that do not know the type (DuckDB, say) see the JSON text.
+
+>>> exact_array([5, "five", {"a": 1}, {"b": None}, None]).to_pylist()
+[5, 'five', {'a': 1}, {'b': None}, None]
+>>> exact_array([1, 2.5]).to_pylist(), exact_array([1, 2]).type
+([1, 2.5], DataType(int64))
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+_CHUNK = 8192
+
+
+class JsonScalar(pa.ExtensionScalar):
+    """A value of such a column."""
+
+    def as_py(self, **_: Any) -> Any:
+        return None if self.value is None else json.loads(self.value.as_py())
+
+
+class JsonType(pa.ExtensionType):
+    """JSON text that is read as the value it describes."""
+
+    def __init__(self, storage: pa.DataType = pa.string()) -> None:
+        super().__init__(storage, "weft.json")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage_type: pa.DataType, serialized: bytes) -> JsonType:
+        return cls(storage_type)
+
+    def __arrow_ext_scalar_class__(self) -> type[JsonScalar]:
+        return JsonScalar
+
+    def __hash__(self) -> int:
+        return hash((JsonType, self.storage_type))
+
+    def __str__(self) -> str:
+        return "values of several types"
+
+
+pa.register_extension_type(JsonType())
+
+
+def is_json(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds values as JSON text."""
+    return isinstance(kind, JsonType)
+
+
+def exact_array(values: Sequence[Any]) -> pa.Array:
+    """Values as an array that gives each of them back.
+
+    Returns:
+        An array of a plain Arrow type, where that gives every value back; else one of `JsonType`. Tuples become lists. Values that
+        JSON cannot hold either (dates in objects with different keys, say) are as Arrow has them.
+
+    Raises:
+        ValueError or TypeError: neither Arrow nor JSON can hold the values.
+    """
+    try:
+        array = pa.array(values)
+    except (pa.ArrowException, OverflowError, TypeError, ValueError):
+        return json_array(values)
+    if _gives_back(array, values):
+        return array
+    try:
+        return json_array(values)
+    except (TypeError, ValueError):
+        return array
+
+
+def json_array(values: Iterable[Any]) -> pa.Array:
+    """Values as JSON text.
+
+    Raises:
+        ValueError or TypeError: JSON cannot hold one of the values.
+    """
+    texts = [None if value is None else json.dumps(_plain(value), ensure_ascii=False) for value in values]
+    return pa.ExtensionArray.from_storage(JsonType(), pa.array(texts, pa.string()))
+
+
+def as_json(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A column as JSON text; raises as `json_array` does."""
+    if is_json(column.type):
+        return column
+    chunks = [json_array(column.slice(start, _CHUNK).to_pylist()) for start in range(0, len(column), _CHUNK)]
+    return pa.chunked_array(chunks, JsonType())
+
+
+def joined(columns: Sequence[pa.ChunkedArray]) -> pa.ChunkedArray:
+    """Columns one after the other, with all their values as they are.
+
+    Raises:
+        ValueError or TypeError: neither an Arrow type nor JSON can hold the values of all.
+    """
+    kinds = list(dict.fromkeys(column.type for column in columns if not pa.types.is_null(column.type)))
+    if not kinds:
+        return pa.chunked_array([chunk for column in columns for chunk in column.chunks], pa.null())
+    kind = kinds[0] if len(kinds) == 1 else _holds_all(kinds)
+    if kind is None:
+        columns, kind = [as_json(column) for column in columns], JsonType()
+    chunks = [
+        pa.nulls(len(column), kind) if pa.types.is_null(column.type) else column.cast(kind)
+        for column in columns
+        if len(column)
+    ]
+    return pa.chunked_array(
+        [c for one in chunks for c in (one.chunks if isinstance(one, pa.ChunkedArray) else [one])], kind
+    )
+
+
+def readable_by_arrow(table: pa.Table) -> pa.Table:
+    """The table with plain Arrow types wherever Arrow has one for the values, however it changes them: objects get the keys of all."""
+    for at, name in enumerate(table.column_names):
+        if is_json(table.schema.field(name).type):
+            try:
+                plain = pa.array(table.column(name).to_pylist())
+            except (pa.ArrowException, OverflowError, TypeError, ValueError):
+                continue
+            table = table.set_column(at, name, plain)
+    return table
+
+
+def _holds_all(kinds: Sequence[pa.DataType]) -> pa.DataType | None:
+    """The Arrow type that holds values of all these types without a change, if there is one."""
+    if any(map(is_json, kinds)):
+        return None
+    try:
+        kind = (
+            pa.unify_schemas([pa.schema([("x", kind)]) for kind in kinds], promote_options="permissive").field("x").type
+        )
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        return None
+    return kind if all(_same_values(each, kind) for each in kinds) else None
+
+
+def _same_values(kind: pa.DataType, wider: pa.DataType) -> bool:
+    """Whether values of a type are the same in the wider one: no float of an integer, no key that an object did not have."""
+    if pa.types.is_null(kind) or kind == wider:
+        return True
+    if pa.types.is_dictionary(kind):
+        return _same_values(kind.value_type, wider)
+    if pa.types.is_struct(kind):
+        names = {field.name for field in kind}
+        return names == {field.name for field in wider} and all(
+            _same_values(kind.field(name).type, wider.field(name).type) for name in names
+        )
+    if kind.num_fields and wider.num_fields:  # lists
+        return _same_values(kind.field(0).type, wider.field(0).type)
+    return not (pa.types.is_integer(kind) and not pa.types.is_integer(wider))
+
+
+def _gives_back(array: pa.Array, values: Sequence[Any]) -> bool:
+    """Whether an array made of these values holds every one of them as it was."""
+    kind = array.type
+    if pa.types.is_string(kind) or pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind):
+        return True  # Arrow mixes these with nothing else
+    present = [value for value in values if value is not None]
+    if pa.types.is_floating(kind):
+        return all(isinstance(value, float | np.floating) for value in present)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _gives_back(array.flatten(), [item for value in present for item in value])
+    if pa.types.is_struct(kind):
+        names = [field.name for field in kind]
+        if not all(isinstance(value, Mapping) and len(value) == len(names) for value in present):
+            return False
+        whole = array.drop_null()
+        try:
+            return all(_gives_back(whole.field(name), [value[name] for value in present]) for name in names)
+        except KeyError:
+            return False
+    if pa.types.is_binary(kind):
+        return all(isinstance(value, bytes | bytearray | memoryview) for value in present)
+    return array.to_pylist() == list(values)
+
+
+def _plain(value: Any) -> Any:
+    """A value of the types that JSON has; raises TypeError for any other."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError(f"the keys of an object are text, not {next(k for k in value if not isinstance(k, str))!r}")
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, np.generic | np.ndarray):
+        return _plain(value.tolist())
+    raise TypeError(f"a {type(value).__name__} has no JSON")
