@@ -173,7 +173,7 @@ def not_inherited(written: Collection[str]) -> set[str]:
     """Columns that rows do not have of their parents, where these columns are written anew.
 
     >>> sorted(not_inherited(("chosen_ids", "prompt_ids")))
-    ['chosen_reference_logprobs', 'routes']
+    ['chosen_mask', 'chosen_reference_logprobs', 'routes']
     """
     return {str(c) for ids, columns in DESCRIBED.items() if str(ids) in written for c in columns}
 
