@@ -9,6 +9,7 @@
      │   ├─ SymptomError                       a sign that a run cannot learn, which `stop_on` names
      │   │   └─ NoSignalError                  the first steps of a run have nothing to learn from
      │   └─ SampleError                        a mistake that shows on particular samples
+     │       └─ ResultError                    a function returned what it never should
      ├─ RunError (RuntimeError)                the run cannot go on; exit code 1
      │   ├─ StalledError                       rows are in flight, and nothing can move
      │   ├─ StalenessError                     rows are older than the schedule allows
@@ -119,6 +120,11 @@ class SampleError(UserError):
     def __init__(self, message: str, sample_ids: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.sample_ids = tuple(sample_ids)
+
+
+class ResultError(SampleError):
+    """A function returned what it cannot mean, such as a list as the reward of one sample. Another try would not help, so the run ends at
+    the first of them."""
 
 
 class SymptomError(UserError):

@@ -16,11 +16,12 @@ import pydantic
 from ..dataflow.batch import Batch
 from ..dataflow.column import PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS, REWARD
 from ..dataflow.config import Config
-from ..dataflow.errors import UserError
+from ..dataflow.errors import ResultError, UserError
 from ..dataflow.metrics import Max, Mean, Metric, Metrics, Std, Sum, merge
 from ..dataflow.prompts.tokenizer import Tokenizer
 from .dispatch import Dispatch
 from .remote import remote
+from .rewards.caller import Caller
 from .rewards.calls import AsyncCalls
 from .rewards.function import Reward
 from .rewards.judge import Judge
@@ -152,6 +153,7 @@ class RewardWorker(Worker):
     def __init__(self, config: RewardConfig, context: Context = Context()) -> None:
         super().__init__(config, context)
         self._calls = AsyncCalls()
+        self._caller = Caller(config.rewards, self._calls)
         if config.takes_text:
             _ = self._tokenizer  # to load it is no part of scoring a sample
         for reward in config.rewards:
@@ -164,6 +166,7 @@ class RewardWorker(Worker):
 
     def close(self) -> None:
         self._calls.close()
+        self._caller.close()
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
@@ -176,17 +179,26 @@ class RewardWorker(Worker):
         at which one fails holds back no other: what it raised comes after all rewards.
 
         Raises:
+            ResultError: when a function returns something else than numbers; no other sample is scored.
             SampleError: when a function returns no finite number, or none of them applies to a sample.
             Exception: the first that a function raised. Like a `SampleError` it has `sample_ids`, of all samples that failed,
                 and `sample`: the prompt and response of the first, and the line that raised.
         """
         decode = self._tokenizer.decode if self.config.takes_text else lambda ids: [""] * len(ids)
         scoring = Scoring(
-            self.config.rewards, Samples(samples, decode), self.context, self._calls, self.config.deadline_s
+            self.config.rewards,
+            Samples(samples, decode),
+            self.context,
+            self._caller,
+            self._calls,
+            self.config.deadline_s,
         )
-        for done in scoring.run():
-            rows = samples if len(done) == len(samples) else samples.take([*done])
-            yield self._written(rows, [*done.values()], into), self._metrics([*done.values()], scoring.logged, into)
+        try:
+            for done in scoring.run():
+                rows = samples if len(done) == len(samples) else samples.take([*done])
+                yield self._written(rows, [*done.values()], into), self._metrics([*done.values()], scoring.logged, into)
+        except ResultError:
+            raise self._blamed(samples, scoring.failed) from None
         if scoring.failed:
             raise self._blamed(samples, scoring.failed)
 
@@ -208,7 +220,7 @@ class RewardWorker(Worker):
         )
         return of_column(into, {**logged, **parts, **reward_metrics([outcome.reward for outcome in outcomes])})
 
-    def _blamed(self, samples: Batch, failed: Mapping[int, Exception | SystemExit]) -> Exception | SystemExit:
+    def _blamed(self, samples: Batch, failed: Mapping[int, Exception]) -> Exception:
         """The first failure, with the ids of all samples that failed, and prompt and response of the first."""
         first, error = next(iter(failed.items()))
         ids = samples["sample_id"].to_pylist()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...dataflow.buffer.disk import is_full
-from ...dataflow.errors import Cancelled, Ended, UserError
+from ...dataflow.errors import Cancelled, Ended, Planned, ResultError, Silent, UserError
 from ...dataflow.handle import declared
 from ...dataflow.metrics import Max, Metrics
 from ...dataflow.redaction import redacted
@@ -25,6 +25,8 @@ from .tasks import Failure, FailureKind, Reply, RowTask, Task
 
 KEEPALIVE_S = 5.0
 """Longest time for which a worker that makes steps says nothing."""
+OURS = (Ended, Cancelled, Silent, Planned, GeneratorExit, KeyboardInterrupt)
+"""Exceptions that end a call or a process, and are no failure of the user's code."""
 OnReply = Callable[[Reply], None]
 Replies = Generator[Reply | None, None, None]
 
@@ -52,9 +54,11 @@ def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Re
         if held:
             last = replace(last, metrics={**last.metrics, "device_bytes": Max(float(held))})
         yield replace(last, done=last.failure is None, seconds=time.perf_counter() - started)
-    except Ended:  # the process was asked to end meanwhile
+    except OURS:  # the process was asked to end meanwhile, or the call was
         raise
-    except (Exception, SystemExit) as error:
+    except (
+        BaseException
+    ) as error:  # the user's code may raise anything (`asyncio.CancelledError`), and ends no process by it
         yield Reply(failure=failure_of(error))
 
 
@@ -118,7 +122,7 @@ def _parts(result: Iterator[Any], given_up: list[int]) -> Iterator[Any]:
         return
 
 
-def failure_of(error: Exception | SystemExit) -> Failure:
+def failure_of(error: BaseException) -> Failure:
     """An exception as text, with the samples that it names: `error.sample_ids`, and the first in words, `error.sample`."""
     # The message of a UserError says it all, unless an exception of the user's code is behind it.
     explained = isinstance(error, UserError) and error.__cause__ is None
@@ -135,6 +139,8 @@ def failure_of(error: Exception | SystemExit) -> Failure:
     kind = FailureKind.USER_ERROR if isinstance(error, UserError | BdbQuit) else FailureKind.EXCEPTION
     kind = FailureKind.DISK_FULL if is_full(error) else kind
     ids, sample = tuple(getattr(error, "sample_ids", ())), getattr(error, "sample", "")
+    if isinstance(error, ResultError):  # no sample is to blame
+        ids, message, sample = (), f"{message} ({sample})" if sample else message, ""
     return Failure(redacted(message), redacted(text), kind, ids, redacted(sample))
 
 

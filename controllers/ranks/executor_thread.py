@@ -109,7 +109,7 @@ class ExecutorThread:
         try:
             self._worker = make_worker()
             executor = Executor(self._worker, self._data)
-        except (Exception, SystemExit) as error:  # told as text: not every exception survives a pickle
+        except BaseException as error:  # told as text: not every exception survives a pickle
             self._failure = failure_of(error)
         self._up.set()
         try:

@@ -13,7 +13,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from .function import Reward
+from .function import Reward, as_failure
+from .main_thread import NeedsMainThread, signals_noticed
 
 CLOSE_S = 10.0
 """Longest time that the end of the thread is waited for."""
@@ -60,6 +61,11 @@ class AsyncCalls:
             self._thread.start()
         self._functions[id(reward.function)] = reward.function
         return asyncio.run_coroutine_threadsafe(self._carry_out(reward, call, deadline_s), self._loop)
+
+    @property
+    def is_started(self) -> bool:
+        """Whether there is a thread."""
+        return self._loop is not None
 
     def is_alive(self) -> bool:
         """Whether the loop turns; a function that blocks it stops all others."""
@@ -112,15 +118,30 @@ class AsyncCalls:
 
 
 async def _awaited(call: Awaitable[Any]) -> Any:
-    """The result of a call. One that exits has failed: a `SystemExit` would end the loop, and all other calls with it."""
+    """The result of a call. Whatever it raises is a failure of this call alone: a `SystemExit` would end the loop, and all other calls."""
     try:
         return await call
-    except SystemExit as error:
-        raise RuntimeError(f"it ended with SystemExit({error.code!r})") from None
+    except NeedsMainThread:
+        raise RuntimeError(
+            "an asynchronous function cannot set a signal handler, as signal.alarm and math-verify's timeouts do: write it as a plain "
+            "function, which runs on a main thread, or switch the timeout off"
+        ) from None
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():  # by its deadline, or because nobody wants it any more
+            raise
+        raise as_failure(error) from error
+    except GeneratorExit:  # the loop closes what was never finished
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception):
+            raise
+        raise as_failure(error) from error
 
 
 def _turn(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
+    with signals_noticed():
+        try:
+            loop.run_forever()
+        finally:
+            loop.close()

@@ -15,7 +15,7 @@ import pydantic
 
 from ...dataflow.column import IDENTITY, RESPONSE, RESPONSE_IDS
 from ...dataflow.config import Config
-from ...dataflow.errors import SampleError, nearest
+from ...dataflow.errors import ResultError, SampleError, nearest
 from ...dataflow.operation import ALL_COLUMNS
 from .samples import ANSWERS, Samples
 from .signature import Signature, find_signature
@@ -36,7 +36,7 @@ class Reward(Config):
     verifiers (`signature.py`). Choose it; there is no default."""
     name: str = ""
     """Name of its metric and column; empty: the function's name. Give one where two functions are called alike."""
-    weight: float = 1.0
+    weight: float = pydantic.Field(default=1.0, allow_inf_nan=False)
     """[factor] It multiplies the result in the sum. Set it where one reward matters more than another; 0 only measures."""
     batch: bool = False
     """Whether a function of Weft's own form is called with lists, for all samples at once, and returns a list. Set it for a function that
@@ -58,8 +58,8 @@ class Reward(Config):
 
     @pydantic.model_validator(mode="after")
     def _can_be_called(self) -> Reward:
-        takes = f"{name_of(self.function)}{inspect.signature(self.function)}"
-        parameters = inspect.signature(self.function).parameters.values()
+        takes = f"{name_of(self.function)}{self._takes}"
+        parameters = self._takes.parameters.values()
         names = [p.name for p in parameters]
         if self.signature is not None:
             asked = [p.name for p in self._open if p.name in self.signature.missing and p.default is p.empty]
@@ -83,7 +83,11 @@ class Reward(Config):
     @cached_property
     def signature(self) -> Signature | None:
         """Of another library; None: Weft's own."""
-        return find_signature(list(inspect.signature(self.function).parameters))
+        return find_signature(list(self._takes.parameters))
+
+    @cached_property
+    def _takes(self) -> inspect.Signature:
+        return signature_of(self.function)
 
     @property
     def title(self) -> str:
@@ -97,13 +101,12 @@ class Reward(Config):
     @cached_property
     def is_async(self) -> bool:
         """Whether a call returns an awaitable."""
-        function = self.function.func if isinstance(self.function, functools.partial) else self.function
-        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(self._inner)
+        return _is_async(self.function)
 
     @property
     def may_return_parts(self) -> bool:
         """Whether functions of its library return dictionaries, or its annotation names one."""
-        returns = str(inspect.signature(self.function).return_annotation).lower()
+        returns = str(self._takes.return_annotation).lower()
         annotated = bool(self.part) or "dict" in returns or "mapping" in returns
         return annotated or (self.signature is not None and self.signature.returns_parts)
 
@@ -124,7 +127,7 @@ class Reward(Config):
     @property
     def takes_all(self) -> bool:
         """Whether it has `**columns`."""
-        return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(self.function).parameters.values())
+        return any(p.kind is p.VAR_KEYWORD for p in self._takes.parameters.values())
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -144,9 +147,7 @@ class Reward(Config):
 
     @property
     def takes_text(self) -> bool:
-        return (
-            self.signature is not None or self.takes_all or str(RESPONSE) in inspect.signature(self.function).parameters
-        )
+        return self.signature is not None or self.takes_all or str(RESPONSE) in self._takes.parameters
 
     @property
     def lacks(self) -> tuple[str, ...]:
@@ -161,7 +162,7 @@ class Reward(Config):
         """Parameters that are left to be given."""
         kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         fixed = self.function.keywords if isinstance(self.function, functools.partial) else {}
-        parameters = inspect.signature(self.function).parameters.values()
+        parameters = self._takes.parameters.values()
         return [p for p in parameters if p.kind not in kinds and p.name not in fixed and p.name not in self.settings]
 
     @property
@@ -202,7 +203,7 @@ class Reward(Config):
         else:
             named |= self.settings
         if self.signature is not None and self.signature.logs:
-            taken = inspect.signature(self.function).parameters
+            taken = self._takes.parameters
             named |= {name: callback for name, callback in log.items() if self.takes_all or name in taken}
         positional = [named.pop(name) for name in by_position]
         return self.function(*positional, **named)
@@ -221,73 +222,180 @@ def results(reward: Reward, result: Any, number: int) -> list[Any]:
     """The result of a call with a batch, sample by sample.
 
     Raises:
-        SampleError: it is not a list of this length.
+        ResultError: it is no list with a result for each sample, and no dictionary of such lists.
     """
     if isinstance(result, Mapping):  # of lists, as OpenRLHF returns them
-        lists = {
-            name: _listed(values, number) for name, values in {**result, **(result.get("extra_logs") or {})}.items()
-        }
-        kept = {name: values for name, values in lists.items() if values is not None}
-        if kept:
-            return [{name: values[k] for name, values in kept.items()} for k in range(number)]
-    elif (listed := _listed(result, number)) is not None:
-        return listed
-    raise SampleError(
-        f"reward function {name_of(reward.function)} returned {_shown(result)} for {number} samples; "
-        "it returns a list with a reward for each"
-    )
+        return _of_lists(reward, result, number)
+    listed = _listed(result)
+    if listed is None or len(listed) != number:
+        raise ResultError(
+            f"reward function {name_of(reward.function)} returned {_shown(result)} for {number} samples; "
+            "it returns a list with a reward for each"
+        )
+    return listed
+
+
+def _of_lists(reward: Reward, result: Mapping[Any, Any], number: int) -> list[Any]:
+    """A dictionary of lists, sample by sample. A single number beside the rewards is one of the whole batch."""
+    extra = result.get("extra_logs")
+    entries = {**result, **(extra if isinstance(extra, Mapping) else {})}
+    lists = {name: listed for name, values in entries.items() if (listed := _listed(values)) is not None}
+    total = reward.part or next((name for name in _TOTALS if name in entries), "")
+    wrong = next((name for name, listed in lists.items() if len(listed) != number), None)
+    if wrong is None and total and total not in lists:
+        wrong = total
+    if wrong is None and not total:  # the sum is the reward, so each entry is a part of it
+        wrong = next((name for name in entries if name not in lists and entries[name] is not extra), None)
+    if wrong is not None or not lists:
+        which = f"; its {wrong!r} is no list with a value for each" if wrong is not None else ""
+        raise ResultError(
+            f"reward function {name_of(reward.function)} returned {_shown(result)} for {number} samples; "
+            f"it returns a list with a reward for each{which}"
+        )
+    whole = {name: value for name, value in entries.items() if name not in lists and _as_number(value) is not None}
+    return [{**whole, **{name: values[k] for name, values in lists.items()}} for k in range(number)]
 
 
 def score(reward: Reward, result: Any) -> SampleScore:
     """The result of a call with one sample.
 
     Raises:
-        SampleError: it is no finite number, no None, and no dictionary of numbers.
+        ResultError: it is no number, no None, and no dictionary of numbers.
+        SampleError: it is not finite, or has a part that is not.
     """
     if result is None:
         return SampleScore(None)
     if not isinstance(result, Mapping):
         return SampleScore(number_of(reward, result))
-    parts = {str(name): value for name, each in result.items() if (value := _number(each)) is not None}
+    who = f"reward function {name_of(reward.function)} returned {_shown(result)}"
+    numbers = {str(name): number for name, each in result.items() if (number := _as_number(each)) is not None}
+    odd = next((name for name, number in numbers.items() if not _is_finite(number)), None)
+    if odd is not None:
+        raise SampleError(f"{who}; its {odd!r} is no finite number")
     total = reward.part or next((name for name in _TOTALS if name in result), "")
-    if total and result.get(total) is None and total in result:
-        return SampleScore(None, parts)
-    if total and total not in parts:
-        raise SampleError(
-            f"reward function {name_of(reward.function)} returned {_shown(result)}; its {total!r} is no finite number"
-        )
-    if not parts:
-        raise SampleError(
-            f"reward function {name_of(reward.function)} returned {_shown(result)}; it has no finite number"
-        )
+    if total and total in result and result[total] is None:
+        return SampleScore(None, numbers)
+    if total and total not in numbers:
+        raise ResultError(f"{who}; its {total!r} is no finite number")
     if total:
-        return SampleScore(parts[total], {name: value for name, value in parts.items() if name != total})
-    return SampleScore(sum(parts.values()), parts)
+        return SampleScore(numbers[total], {name: value for name, value in numbers.items() if name != total})
+    other = next((name for name, each in result.items() if each is not None and str(name) not in numbers), None)
+    if other is not None:
+        raise ResultError(
+            f"{who}; its {str(other)!r} is no number, and the reward is the sum of all parts: name the one that is the reward "
+            f"'reward', or with Reward(part=...)"
+        )
+    if not numbers:
+        raise ResultError(f"{who}; it has no finite number")
+    if not _is_finite(total := sum(numbers.values())):
+        raise SampleError(f"{who}; the sum of its parts is no finite number that float32 can hold")
+    return SampleScore(total, numbers)
 
 
 def number_of(reward: Reward, result: Any) -> float:
-    value = _number(result)
-    if value is None:
-        raise SampleError(
+    """The number that a function returned.
+
+    Raises:
+        ResultError: it is none.
+        SampleError: it is not finite.
+    """
+    number = _as_number(result)
+    if number is None or not _is_finite(number):
+        refused = ResultError if number is None else SampleError
+        raise refused(
             f"reward function {name_of(reward.function)} returned {_shown(result)}; a reward is a finite number that float32 can hold"
         )
-    return value
+    return number
 
 
-def _number(value: object) -> float | None:
-    try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError, RuntimeError, OverflowError):
+def _as_number(value: object) -> float | None:
+    """A number, which may be infinite or nan; None: it is something else."""
+    if isinstance(value, str | bytes | complex):
         return None
-    return number if abs(number) <= LARGEST else None
+    try:
+        return float(value)  # pyright: ignore[reportArgumentType]
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
-def _listed(values: Any, number: int) -> list[Any] | None:
-    """A list, array or tensor of this length as a list; a single number counts for all samples."""
+def _is_finite(number: float) -> bool:
+    return abs(number) <= LARGEST
+
+
+def _listed(values: Any) -> list[Any] | None:
+    """A list, tuple, array, series or tensor as a list; None: it is something else, or a single number."""
     values = values.tolist() if hasattr(values, "tolist") else values
-    if isinstance(values, list | tuple):
-        return list(values) if len(values) == number else None
-    return [values] * number if isinstance(values, float) else None
+    return list(values) if isinstance(values, list | tuple) else None
+
+
+def as_failure(error: BaseException) -> Exception:
+    """An exception of a reward function as one that fails its sample, and ends neither a process nor a loop.
+
+    >>> as_failure(SystemExit(3)), as_failure(GeneratorExit("gone"))
+    (RuntimeError('it ended with SystemExit(3)'), RuntimeError("it raised GeneratorExit('gone')"))
+    """
+    if isinstance(error, Exception):
+        return error
+    return RuntimeError(
+        f"it {'ended with' if isinstance(error, SystemExit) else 'raised'} {type(error).__name__}({_inside(error)})"
+    )
+
+
+def _inside(error: BaseException) -> str:
+    return ", ".join(map(repr, error.args))
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """The parameters of a callable. A wrapper has its own; one that hands on whatever it gets has those of what it wraps.
+
+    >>> def inner(response: str, answer: str) -> float: ...
+    >>> @functools.wraps(inner)
+    ... def handing_on(*args, **kwargs): return inner(*args, **kwargs)
+    >>> @functools.wraps(inner)
+    ... def adapting(completions, **kwargs): ...
+    >>> list(signature_of(handing_on).parameters), list(signature_of(adapting).parameters)
+    (['response', 'answer'], ['completions', 'kwargs'])
+    """
+    if isinstance(function, functools.partial):
+
+        def stands_for(*_: Any, **__: Any) -> None: ...
+
+        stands_for.__signature__ = signature_of(function.func)  # pyright: ignore[reportFunctionMemberAccess]
+        return inspect.signature(functools.partial(stands_for, *function.args, **function.keywords))
+    if inspect.ismethod(function):
+        own = signature_of(function.__func__)
+        first = next(iter(own.parameters.values()), None)
+        if first is None or first.kind is first.VAR_POSITIONAL:
+            return own
+        return own.replace(parameters=list(own.parameters.values())[1:])
+    if inspect.isroutine(function) or isinstance(function, type) or hasattr(function, "__signature__"):
+        try:
+            own = inspect.signature(function, follow_wrapped=False)
+        except ValueError:  # one in C, such as a cache, has no parameters of its own
+            if not hasattr(function, "__wrapped__"):
+                raise
+            return signature_of(function.__wrapped__)  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+    else:
+        own = signature_of(function.__call__)
+    wrapped = getattr(function, "__wrapped__", None)
+    kinds = {parameter.kind for parameter in own.parameters.values()}
+    hands_on = (
+        inspect.Parameter.VAR_KEYWORD in kinds <= {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+    )
+    return signature_of(wrapped) if hands_on and callable(wrapped) else own
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call returns something to await, as far as the callable itself says; what it wraps says nothing."""
+    if isinstance(function, functools.partial):
+        return _is_async(function.func)
+    if inspect.iscoroutinefunction(function):
+        return True
+    return not (inspect.isroutine(function) or isinstance(function, type)) and inspect.iscoroutinefunction(
+        type(function).__call__  # pyright: ignore[reportFunctionMemberAccess]
+    )
 
 
 def _shown(value: object) -> str:

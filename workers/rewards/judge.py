@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import pydantic
 
+from ...algorithms.graders.grader import answer_text
 from ...dataflow.config import Config
 from ...dataflow.errors import UserError
 from .function import Reward
@@ -99,13 +100,17 @@ class Judge(Config):
         """
         self._headers()
 
-    async def __call__(self, response: str, prompt: str = "", answer: str = "") -> float:
+    async def __call__(self, response: str, prompt: str = "", answer: Any = "") -> float:
         """Ask for one response.
 
         Raises:
             RuntimeError: no reply, a refusal, or a reply without a score. The message has none of the key.
         """
-        values = {"prompt": prompt, "answer": answer or "(none)", "response": response}
+        values = {
+            "prompt": prompt,
+            "answer": "(none)" if answer in (None, "") else answer_text(answer),
+            "response": response,
+        }
         asked = _filled(self.question, values | {"lowest": f"{self.scale[0]:g}", "highest": f"{self.scale[1]:g}"})
         return self.reward_in(await self._reply(asked))
 

@@ -17,12 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ...dataflow.errors import Ended, SampleError
+from ...dataflow.errors import ResultError, SampleError
 from ...dataflow.metrics import Mean, Metrics
 from ..deadline import deadline
 from ..worker import Context
+from .caller import Caller
 from .calls import AsyncCalls
-from .function import Reward, SampleScore, name_of, results, score
+from .function import LARGEST, Reward, SampleScore, as_failure, name_of, results, score
 from .samples import Samples
 
 PART_S = 1.0
@@ -50,6 +51,7 @@ class Scoring:
     """The samples of one call.
 
     Args:
+        caller: calls the plain functions.
         calls: keeps the calls of asynchronous functions.
         deadline_s: seconds that a call of a function may take.
     """
@@ -59,14 +61,16 @@ class Scoring:
         rewards: Sequence[Reward],
         samples: Samples,
         context: Context,
+        caller: Caller,
         calls: AsyncCalls,
         deadline_s: float | None,
     ) -> None:
-        self.failed: dict[int, Exception | SystemExit] = {}
+        self.failed: dict[int, Exception] = {}
         """Sample -> what the first function that failed at it raised."""
         self._rewards = rewards
         self._samples = samples
         self._context = context
+        self._caller = caller
         self._calls = calls
         self._deadline_s = deadline_s
         self._scores: list[dict[int, SampleScore]] = [{} for _ in range(len(samples))]
@@ -106,22 +110,22 @@ class Scoring:
             self._context.at(sample_id)
             for f, reward, columns in arguments:
                 with self._blaming(k):
-                    self._put(f, k, score(reward, self._called(reward, {name: v[k] for name, v in columns.items()})))
+                    self._put(f, k, score(reward, self._called(f, {name: v[k] for name, v in columns.items()})))
             self._context.at(None)
             self._context.advance()
 
     def _call_batch(self, f: int, reward: Reward) -> None:
         try:
-            result = self._called(reward, reward.arguments(self._samples))
-        except (BdbQuit, Ended):
+            result = self._called(f, reward.arguments(self._samples))
+        except BdbQuit:
             raise
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             self._call_parts(f, reward, error)
         else:
             self._put_all(f, reward, result)
         self._context.advance()
 
-    def _call_parts(self, f: int, reward: Reward, error: Exception | SystemExit) -> None:
+    def _call_parts(self, f: int, reward: Reward, error: Exception) -> None:
         """Find the samples at which a function of a batch fails."""
         if len(self._samples) == 1:
             self._fail(0, error)
@@ -129,15 +133,18 @@ class Scoring:
         for k, sample_id in enumerate(self._ids):
             self._context.at(sample_id)
             with self._blaming(k):
-                result = self._called(reward, reward.arguments(self._samples.take(k)))
+                result = self._called(f, reward.arguments(self._samples.take(k)))
                 self._put(f, k, score(reward, results(reward, result, 1)[0]))
             self._context.at(None)
             self._context.advance()
 
-    def _called(self, reward: Reward, arguments: Mapping[str, Any]) -> Any:
+    def _called(self, f: int, arguments: Mapping[str, Any]) -> Any:
         limit = None if self._context.watched else self._deadline_s
-        with deadline(limit, f"reward function {reward.title}"):
-            return reward.call(arguments, self._callbacks)
+        with deadline(limit, f"reward function {self._rewards[f].title}"):
+            result, logged = self._caller.call(f, arguments)
+        for name, value in logged:
+            self._log(name, value)
+        return result
 
     # Asynchronous functions
 
@@ -173,10 +180,10 @@ class Scoring:
         reward = self._rewards[f]
         if k is not None:
             with self._blaming(k):
-                self._put(f, k, score(reward, future.result()))
+                self._put(f, k, score(reward, _result(future)))
             return
         try:
-            result = future.result()
+            result = _result(future)
         except Exception as error:
             self._fail_all(error)
         else:
@@ -189,12 +196,15 @@ class Scoring:
         """Record an exception raised inside as the failure of sample `k`, unless it ends the run."""
         try:
             yield
-        except (BdbQuit, Ended):  # somebody has left the debugger, or ended the run
+        except BdbQuit:  # somebody has left the debugger
             raise
-        except (Exception, SystemExit) as error:
+        except ResultError as error:  # every other sample would have the same
+            self.failed = {k: error}
+            raise
+        except Exception as error:
             self._fail(k, error)
 
-    def _fail(self, k: int, error: Exception | SystemExit) -> None:
+    def _fail(self, k: int, error: Exception) -> None:
         self.failed.setdefault(k, error)
 
     def _fail_all(self, error: Exception) -> None:
@@ -204,9 +214,9 @@ class Scoring:
     def _put_all(self, f: int, reward: Reward, result: Any) -> None:
         try:
             each = results(reward, result, len(self._samples))
-        except SampleError as error:
-            self._fail_all(error)
-            return
+        except ResultError as error:
+            self.failed = dict.fromkeys(range(len(self._samples)), error)
+            raise
         for k, said in enumerate(each):
             with self._blaming(k):
                 self._put(f, k, score(reward, said))
@@ -218,6 +228,14 @@ class Scoring:
             if len(self._rewards) == 1:
                 who = f"reward function {name_of(self._rewards[0].function)}"
             self._fail(k, SampleError(f"{who} returned None; each sample needs a finite number"))
+        elif len(self._scores[k]) == len(self._rewards) and abs(total := self._total(self._scores[k])) > LARGEST:
+            self._fail(k, SampleError(f"the weighted sum of the rewards is {total}, which float32 cannot hold"))
+
+    def _total(self, scores: Mapping[int, SampleScore]) -> float:
+        """The weighted sum of the rewards that apply to a sample."""
+        return sum(
+            reward.weight * s.value for f, reward in enumerate(self._rewards) if (s := scores[f]).value is not None
+        )
 
     @property
     def _is_due(self) -> bool:
@@ -229,8 +247,7 @@ class Scoring:
         for k, found in enumerate(self._scores):
             if k not in self._given and k not in self.failed and len(found) == len(self._rewards):
                 each = [found[f] for f in range(len(self._rewards))]
-                total = sum(r.weight * s.value for r, s in zip(self._rewards, each, strict=True) if s.value is not None)
-                done[k] = Outcome(total, each)
+                done[k] = Outcome(self._total(found), each)
         if done:
             self._gave_s = time.monotonic()
         self._given |= done.keys()
@@ -243,3 +260,11 @@ class Scoring:
 
     def _log(self, name: str, value: float) -> None:
         self._logged[name] = self._logged.get(name, Mean(0.0, 0.0)) + Mean(float(value))
+
+
+def _result(future: Future[Any]) -> Any:
+    """The result of an asynchronous call, or what it raised as an exception that fails its sample."""
+    try:
+        return future.result()
+    except GeneratorExit as error:
+        raise as_failure(error) from error

@@ -1,0 +1,186 @@
+"""Main thread: where reward functions run that set signal handlers.
+
+Python sets signal handlers on the main thread of a process alone, and graders with a timeout of their own need one (math-verify, which
+TRL's accuracy reward calls). Under Ray the main thread of a rank is Ray's. So a call that asks for a signal on another thread is abandoned,
+and the function is called from then on in a child process of the rank, on the main thread there. Other functions stay in the rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from typing import Any, NoReturn
+
+_set_handler = signal.signal
+_here = threading.local()
+
+
+class NeedsMainThread(BaseException):
+    """Code asked for a signal handler on another thread than the main one. No grader catches it by `except Exception`."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception in a child process, as the cause of the same exception here."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@contextlib.contextmanager
+def signals_noticed() -> Iterator[None]:
+    """Raise `NeedsMainThread` where code of this thread sets a signal handler, unless this is the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        yield
+        return
+    _here.noticed = getattr(_here, "noticed", 0) + 1
+    try:
+        yield
+    finally:
+        _here.noticed -= 1
+
+
+def _signal(number: Any, handler: Any) -> Any:
+    if getattr(_here, "noticed", 0):
+        raise NeedsMainThread
+    return _set_handler(number, handler)
+
+
+signal.signal = _signal
+
+
+class Child:
+    """A child process with everything that this process has loaded. It calls a function on its main thread.
+
+    Args:
+        function: called with what `call` is given. What it returns must survive a pickle.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._parent = os.getpid()
+        self._connection, theirs = Pipe()
+        with warnings.catch_warnings():
+            # The child uses nothing that another thread may hold: it calls the function and ends.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._pid = os.fork()
+        if self._pid == 0:
+            _serve(function, theirs, self._connection, self._parent)
+        theirs.close()
+
+    def call(self, *arguments: Any) -> Any:
+        """Call the function.
+
+        Raises:
+            BaseException: what it raised, with the traceback in the child as its cause.
+        """
+        try:
+            self._connection.send(arguments)
+            returned, value, trace = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            self._end_as_child_did()
+        except BaseException:  # the call is abandoned, and the next one must not get its reply
+            self.close()
+            raise
+        if returned:
+            return value
+        raise value from RemoteTraceback(trace)
+
+    def close(self) -> None:
+        """End the child."""
+        self._connection.close()
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+
+    def _end_as_child_did(self) -> NoReturn:
+        """End this process as the function ended the child, which it would have done to this one."""
+        _, status = os.waitpid(self._pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        print(f"a reward function ended its process ({code})", file=sys.stderr, flush=True)
+        if code < 0:
+            os.kill(os.getpid(), -code)
+        os._exit(max(code, 1))
+
+
+def _serve(function: Callable[..., Any], requests: Any, other_end: Any, parent: int) -> NoReturn:
+    """The life of the child: it never returns into what the parent was doing."""
+    code = 1
+    try:
+        gc.freeze()  # the parent's objects are not the child's to finalise
+        _die_with(parent)
+        other_end.close()
+        _here.noticed = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            _set_handler(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+        while True:
+            try:
+                arguments = requests.recv()
+            except (EOFError, OSError):
+                break
+            try:
+                reply = (True, function(*arguments), "")
+                sent = pickle.dumps(reply)
+            except BaseException as error:
+                trace = "".join(traceback.format_exception(error))
+                sent = pickle.dumps((False, _portable(error), trace))
+            requests.send_bytes(sent)
+        code = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _portable(error: BaseException) -> BaseException:
+    """An exception that survives a pickle."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:
+        copy = None
+    if type(copy) is type(error) and str(copy) == str(error):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _die_with(parent: int) -> None:
+    """Have the child end when the thread that made it ends, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def portable_result(value: Any) -> Any:
+    """A result of a reward function in types that another process knows: tensors and arrays as lists."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(name): portable_result(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [portable_result(inner) for inner in value]
+    if value is None or isinstance(value, str | bytes | int | float):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return Shown(repr(value))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A value of a type that another process need not know, which no reward is: its text, for the message."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
