@@ -1,4 +1,4 @@
-"""MultipleChoice: the letter that a response settles on."""
+"""MultipleChoice: the letter or number of the option that a response settles on."""
 
 from __future__ import annotations
 
@@ -9,74 +9,143 @@ from . import extraction
 from .grader import Grader
 from .latex import plain
 
-_LETTER = r"\(?\s*\**\(?(?P<letter>[A-J])\)?\**(?![a-zA-Z'’0-9])"
-_ADVERB = r"(?i:for sure|definitely|clearly|thus|therefore|probably|most likely|likely|indeed|option|choice|letter)"
-_SAID = re.compile(
-    r"\b(?:answers?|option|choice|choose|pick|select|réponse|respuesta|antwort)\b\**\s*(?:(?i:is|are|was|est|es|ist)\b)?"
-    rf"(?:\s*{_ADVERB})*\s*[:=]?\s*\**\s*[:=]?\s*{_LETTER}",
-    re.IGNORECASE,
+_CORRECT = r"(?:correct|right|best|true|accurate|valid|appropriate)"
+_WRONG = (
+    r"(?:wrong|incorrect|false|impossible|out|eliminated|excluded|invalid|ruled\s+out"
+    r"|not\s+(?:the\s+)?(?:\w+\s+)?(?:correct|right|true|best|possible|an\s+option|answer|it)\b)"
 )
-_ITS = re.compile(rf"\b(?:it['’]?s|it is|is|be|so|with|therefore|thus|hence|choose|pick|select)\s*:?\s*\**\s*{_LETTER}")
-_START = re.compile(rf"^\s*\**{_LETTER}\**\s*(?:[.):,。、，]|\s|$|[^\x00-\x7f])")
-_ALONE = re.compile(r"(?<![\w'’\\])\(?(?P<letter>[A-J])\)?(?![\w'’])")
+_ADVERB = r"(?i:for\s+sure|definitely|clearly|thus|therefore|probably|most\s+likely|likely|indeed|option|choice|letter|number)"
 
 
-def letter_of(response: str) -> str | None:
-    r"""The letter, A to J, that a response gives as its answer; None: it gives none.
+def _patterns(keys: str) -> dict[str, re.Pattern[str]]:
+    """The expressions that find an option; `keys` is a range of characters, in upper case."""
+    bare = rf"(?-i:[{keys}])(?!\)?[\w'’]|[.,/:]\d|\s*[-+*/=^%]\s*\d)"
+    small = rf"(?-i:[{keys.lower()}])"
+    key = (
+        rf"\s*\**\s*\(?\s*\**(?P<key>{bare}|(?<=\(){small}(?=\))|{small}(?=\)|\**\s*(?:[.,;:!]?\s*$|[.,;:!]\s)))\)?\**"
+    )
+    option = rf"(?:\(|\b(?:options?|choices?|answers?|letter|statement)\s+\(?|(?<![\w'’\\(]))(?P<key>{bare}|(?<=\(){small}(?=\)))\)?"
+    any_option = option.replace("?P<key>", "?:")
+    flags = re.IGNORECASE | re.MULTILINE
+    return {
+        "said": re.compile(
+            r"(?:\b(?:answers?|(?:correct|right|best|final|my)\s+(?:option|choice|letter|statement|one)|choose|chose|pick|select|go(?:ing)?\s+with"
+            r"|réponse|respuesta|antwort)\b|答案)\**"
+            r"(?:\s+(?:to|for|of)\s+[^.\n:]{1,60}?(?=\s+(?:is|are|was)\b))?\s*\**\s*(?:(?:(?:is|are|was|est|es|ist)\b|(?:must|should|would|will|has\s+to)\s+be\b)|[是为為])?"
+            rf"(?:\s*{_ADVERB})*\s*[:：=]?\s*\**\s*[:：=]?\s*{key}",
+            flags,
+        ),
+        "right": re.compile(
+            rf"{option}\**\s*(?:is|seems|must\s+be|looks)\s+(?:\w+ly\s+)?(?:the\s+|an?\s+)?(?:{_CORRECT}|only|answer)\b",
+            flags,
+        ),
+        "named": re.compile(rf"\b(?:option|choice)\b\s*(?:is\b)?\s*[:=]?\s*{key}", flags),
+        "its": re.compile(
+            rf"\b(?:it['’]?s|it\s+is|is|be|so|with|therefore|thus|hence|leaves|leaving)\s*,?\s*:?\s*\**\s*(?:option|choice)?{key}",
+            flags,
+        ),
+        "start": re.compile(rf"^\s*\**{key}\**\s*(?:[.):,;。、，—–-]|\s|$|[^\x00-\x7f])", flags),
+        "alone": re.compile(rf"(?<![\w'’\\])\(?(?P<key>{bare}|(?<=\(){small}(?=\)))\)?(?![\w'’])", flags),
+        "wrong": re.compile(
+            rf"(?:{any_option}(?:\s*,\s*|\s*,?\s+(?:and|or|nor)\s+)){{0,9}}{any_option}(?:\s+\([^)\n]*\))?\s+"
+            rf"(?:(?:is|are|was|were|seems?|looks?|must\s+be|would\s+be|can\s+be)\s+(?:(?:also|both|all|\w+ly)\s+)?{_WRONG}"
+            r"|(?:is|are|does|do|can|could|was|would|will)n['’]t\b|cannot|can\s+not|does\s+not|do\s+not|fails?\b|contradicts?\b|violates?\b|ignores?\b)",
+            flags,
+        ),
+        "ruled_out": re.compile(
+            r"\b(?:eliminat(?:e|es|ed|ing)|exclud(?:e|es|ed|ing)|reject(?:s|ed|ing)?|rul(?:e|es|ed|ing)\s+out|discard(?:s|ed|ing)?)\s+"
+            rf"(?:{any_option}(?:\s*,\s*|\s*,?\s+(?:and|or)\s+)?){{1,9}}",
+            flags,
+        ),
+    }
 
-    A box counts most, then "the answer is C", then a letter that begins or ends the response.
 
-    >>> letter_of(r"It cannot be B, so \boxed{\text{(C)}}."), letter_of("The answer is (D) Paris."), letter_of("A good question")
+_LETTERS, _NUMBERS = _patterns("A-J"), _patterns("1-9")
+
+
+def letter_of(response: str, *, numbers: bool = False) -> str | None:
+    r"""The option that a response gives as its answer, in upper case; None: it gives none.
+
+    A box or an `<answer>` counts most, then "the answer is C", then a letter that begins or ends the response. Options that the
+    response denies ("it isn't C", "B is wrong") do not count.
+
+    Args:
+        response: what the model wrote.
+        numbers: options are numbered 1 to 9 instead of A to J.
+
+    >>> letter_of(r"It cannot be B, so \boxed{\text{(C)}}."), letter_of("The answer is (d) Paris."), letter_of("A good question")
     ('C', 'D', None)
     """
-    text = _in_short_runs(extraction.without_reasoning(response).strip())
+    patterns = _NUMBERS if numbers else _LETTERS
+    text = extraction.final_part(_in_short_runs(response))
+    if text is None:
+        return None
     for content in reversed(extraction.last_boxes(text)):
-        return _at_start(plain(content))
-    for letter in reversed(_SAID.findall(text)):
-        if letter.isupper():
-            return letter
-    if (letter := _at_start(text)) is not None:
-        return letter
+        inside = plain(content)
+        return _at_start(inside, patterns) or (letter_of(inside, numbers=numbers) if inside != text else None)
+    denied = extraction.denied_letters(response)
+    text = patterns["ruled_out"].sub("", patterns["wrong"].sub("", text))
+    for name in ("said", "right", "named"):
+        found = [match["key"] for match in patterns[name].finditer(text) if _is_key(match, text)]
+        if found:
+            return found[-1].upper()
+    if (key := _at_start(text, patterns)) is not None:
+        return key
     lines = [line for line in text.splitlines() if line.strip()]
-    if its := _ITS.findall(lines[-1] if lines else ""):
-        return its[-1]
+    if key := _last("its", lines[-1] if lines else "", patterns):
+        return key
     for line in reversed(lines[-3:]):
-        if (letter := _at_start(line)) is not None:
-            return letter
-    if its := _ITS.findall(text):
-        return its[-1]
-    alone = _ALONE.findall(lines[-1]) if lines else []
+        if (key := _at_start(line, patterns)) is not None:
+            return key
+    if key := _last("its", text, patterns):
+        return key
+    found = list(patterns["alone"].finditer(lines[-1])) if lines else []
+    alone = [key for match in found if _is_key(match, lines[-1]) and (key := match["key"].upper()) not in denied]
     return alone[-1] if len(set(alone)) == 1 and alone[-1] not in "AI" else None
 
 
 def _in_short_runs(text: str) -> str:
-    """The text without long runs of spaces and of stars, at which the expressions above would take for ever."""
+    """The text without long runs of spaces and of stars, which would make the expressions above slow."""
     return re.sub(r"\*{3,}", "**", re.sub(r"\s+", lambda run: "\n" if "\n" in run[0] else " ", text))
 
 
-def _at_start(text: str) -> str | None:
-    found = _START.match(text + " ")
-    if found is None:
-        return None
-    letter, rest = found["letter"], text[found.end("letter") :]
-    if letter in "AI" and re.match(r"\s+[a-z]", rest):  # "A good question", "I think"
-        return None
-    return letter
+def _is_key(found: re.Match[str], text: str) -> bool:
+    """Whether a letter or digit that was found names an option: in "A good question" and "3 apples" it does not."""
+    key, rest = found["key"], text[found.end("key") :]
+    if key in "AI" or key.isdigit():
+        return not re.match(r"\s+(?!because|since|as|for|by|and|is)[a-z]", rest)
+    return True
+
+
+def _last(name: str, text: str, patterns: dict[str, re.Pattern[str]]) -> str | None:
+    found = [match["key"] for match in patterns[name].finditer(text) if _is_key(match, text)]
+    return found[-1].upper() if found else None
+
+
+def _at_start(text: str, patterns: dict[str, re.Pattern[str]]) -> str | None:
+    found = patterns["start"].match(text + " ")
+    return found["key"].upper() if found and _is_key(found, text) else None
 
 
 class MultipleChoice(Grader):
-    """1 when the response settles on the answer's letter, A to J; 0 when on another, or on none."""
+    """1 when the response settles on the answer's option; 0 when on another, or on none. Options are A to J, or numbered 1 to 9."""
 
     def __call__(self, response: str, answer: str) -> float:
-        """Compare the letter of a response with that of the answer: "C", "(C)" or "(C) Paris".
+        """Compare the option of a response with that of the answer: "C", "(c)", "(C) Paris" or "3".
 
         Raises:
-            SampleError: the answer has no letter.
+            SampleError: the answer names no option.
 
         >>> MultipleChoice()("Answer: (B)", "B"), MultipleChoice()("I would say that it is C.", "(B) Rome")
         (1.0, 0.0)
+        >>> MultipleChoice()("The answer is (3).", "3")
+        1.0
         """
         right = letter_of(answer)
+        numbers = right is None
+        right = letter_of(answer, numbers=True) if numbers else right
         if right is None:
-            raise SampleError(f"the answer {answer[:100]!r} names no letter from A to J")
-        return float(letter_of(response) == right)
+            raise SampleError(
+                f"the answer {answer[:100]!r} names no option: no letter from A to J and no number from 1 to 9"
+            )
+        return float(letter_of(response, numbers=numbers) == right)

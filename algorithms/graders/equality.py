@@ -7,13 +7,14 @@ import itertools
 import logging
 import math
 import re
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
 from ...dataflow.prompts.answer_marks import after_hashes
 from . import choice, extraction
 from .latex import is_words, key, plain, without_unit
-from .numbers import UNIT_NAMES, quantity_of, with_decimal_comma
+from .numbers import UNIT_NAMES, Unit, quantity_of, same_unit, unit_of, with_decimal_comma
 
 LOG = logging.getLogger(__name__)
 
@@ -29,9 +30,12 @@ _FUNCTIONS = re.compile(
     r"(?<![\\a-zA-Z])(sqrt|pi|infinity|infty|sin|cos|tan|log|ln|exp|alpha|beta|theta|cdot|times|leq|geq|pm|cup)\b"
 )
 _UNIT = re.compile(
-    rf"(?<=\\pi)\s*(?P<unit>(?:(?:square|cubic|sq|cu)\.?\s+)?(?:units?|m|{'|'.join(UNIT_NAMES)})\s*(?:\^\s*\{{?\s*[23]\s*\}}?)?)\s*$"
+    r"(?:\\text|\\mathrm|\\mbox|\\textrm|\\textnormal|\\rm)\s*\{\s*(?P<text>[A-Za-z./ ^0-9-]+)\}\s*"
+    r"(?P<raised>\^\s*\{?\s*-?[1-9]\s*\}?)?\s*[.$]*\s*$"
+    rf"|(?<=[\d}})iππ])\s*(?P<bare>(?:(?:square|cubic|sq|cu)\.?\s+)?(?:units?|m|{'|'.join(UNIT_NAMES)})(?![a-zA-Z])"
+    r"\s*(?:\^\s*\{?\s*[23]\s*\}?|squared|cubed)?(?:\s*(?:/|per)\s*[a-z]+(?:\s*\^\s*\{?\s*[23]\s*\}?)?)?)\s*$"
 )
-"""A unit after a multiple of pi; `numbers.quantity_of` knows those of numbers."""
+"""A unit after a formula; `numbers.quantity_of` knows those of numbers."""
 _MULTIPLE_OF_PI = re.compile(r"([-−]?[\d.,/√()]*\s*π[^.\n]{0,20})\.?\s*$")
 _CALL = re.compile(r"\\(sqrt|exp)\s*\(([^()]*)\)")
 
@@ -55,6 +59,21 @@ def is_right(response: str, answer: str) -> bool:
     text = extraction.without_reasoning(response).strip()
     if not text or key(text[: 2 * len(gold) + 100]) == key(gold):
         return bool(text)
+    final = extraction.final_part(response)
+    if not final:
+        return False
+    if key(final[: 2 * len(gold) + 100]) == key(gold) or _states(gold, final):
+        return True
+    stated = _stated_by(gold)
+    if stated is None and _is_sentence(gold):
+        raise ValueError(
+            f"the answer {answer[:100]!r} is a sentence; give the number or formula alone, or in \\boxed{{}}"
+        )
+    return stated is not None and _states(stated, final)
+
+
+def _states(gold: str, text: str) -> bool:
+    """Whether a text states the answer: in a box, after "the answer is", alone, or last."""
     boxed = extraction.last_boxes(text)
     if boxed:
         said = _said_in_box(boxed[-1])
@@ -62,14 +81,51 @@ def is_right(response: str, answer: str) -> bool:
         return any(are_equal(gold, given) for given in dict.fromkeys(givens))
     if re.fullmatch(r"\(?[A-J]\)?", key(gold)) and (letter := choice.letter_of(text)):
         return letter == key(gold).strip("()")
-    if extraction.is_cut_in_box(text):
-        return False
     found = after_hashes(text) or extraction.after_phrase(text)
     if found is not None:
         return are_equal(gold, found) or _begins_with(gold, found)
     if _is_bare(text) and are_equal(gold, text):
         return True
     return (_has_words(text) or not _is_bare(text)) and _in_prose(gold, text[-extraction.TAIL :])
+
+
+_VERB = r"(?:is|are|was|were|has|have|had|equals?|gets?|makes?|takes?|costs?|earns?|weighs?|needs?|gives?|must\s+be|total|=)"
+_STATEMENT = re.compile(
+    rf"\b{_VERB}\s+(?:(?:about|exactly|equal\s+to|only|the|an?)\s+)*(?P<said>(?:[a-zA-Z]\s*=\s*)?[-−+$€]?[\d\\(\[{{][^;!?]*?)[.!]?\s*$",
+    re.IGNORECASE,
+)
+_COMPARED = re.compile(
+    r"\b(?:all|any|every|more|less|greater|fewer|smaller|larger|least|most|above|below|between|multiples?|divisible|except|from|or|not)\b",
+    re.IGNORECASE,
+)
+
+
+def _is_sentence(gold: str) -> bool:
+    """Whether an answer is a sentence that contains a number or a formula."""
+    prose = re.sub(r"\\[a-zA-Z]+|\$[^$]*\$", " ", gold)
+    words = re.findall(r"(?<![A-Za-z])[A-Za-z]{2,}", prose)
+    is_said = gold.rstrip().endswith(".") or re.search(rf"\b{_VERB}\b", prose)
+    return len(words) >= 3 and bool(is_said) and bool(re.search(r"[\d$]", gold))
+
+
+def _stated_by(answer: str) -> str | None:
+    r"""The number or formula that a sentence states; None: it is no sentence, or states several.
+
+    >>> _stated_by("The answer is 10000"), _stated_by("She has 15 apples left."), _stated_by("all real numbers above 3")
+    ('10000', '15 apples left', None)
+    """
+    said = extraction.after_phrase(answer)
+    if said is None and not _is_sentence(answer):
+        return None
+    formulas = _formulas(said or answer)
+    if len(formulas) == 1:
+        return formulas[0]
+    if said is None and (found := _STATEMENT.search(answer)):
+        said = found["said"].strip()
+    if said and (_is_number(said) or len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", said)) < 3):
+        return said
+    numbers = [match.group().strip() for match in extraction.NUMBER_IN_TEXT.finditer(said or answer)]
+    return numbers[0] if len(numbers) == 1 and not _COMPARED.search(answer) else None
 
 
 def are_equal(gold: str, given: str) -> bool:
@@ -87,9 +143,9 @@ def are_equal(gold: str, given: str) -> bool:
     if _is_number(gold) and _is_number(given) and (quantity_of(gold) or quantity_of(given)):
         return _same_number(gold, given)
     if is_words(gold) or is_words(given):
-        return is_words(gold) and is_words(given) and mine.lower() == theirs.lower()
-    (gold, unit), (given, other) = _without_unit_of_pi(gold), _without_unit_of_pi(given)
-    if unit and other and unit != other:
+        return is_words(gold) and is_words(given) and _words(gold) == _words(given)
+    (gold, unit), (given, other) = _without_unit(gold), _without_unit(given)
+    if not same_unit(*unit[:1], *other[:1]) or (unit[0] == other[0] and unit[1] != other[1]):
         return False
     bases = _in_base(gold), _in_base(given)
     if all(bases):
@@ -111,15 +167,26 @@ def _said_in_box(box: str) -> str | None:
     return extraction.conclusion(said) or (said if said != sentence else None)
 
 
-def _without_unit_of_pi(text: str) -> tuple[str, str]:
-    r"""A multiple of pi, and its unit.
+def _words(text: str) -> list[str]:
+    """Words without articles and the endings of plurals: "No solutions" and "no solution" are the same."""
+    words = [word for word in re.findall(r"[^\W_]+", plain(text).lower()) if word not in ("a", "an", "the")]
+    return [word.removesuffix("s") if len(word) > 3 and not word.endswith("ss") else word for word in words]
 
-    >>> _without_unit_of_pi(r"25\pi cm^2"), _without_unit_of_pi(r"25\pi r")
-    (('25\\pi', 'cm^2'), ('25\\pi r', ''))
+
+def _without_unit(text: str) -> tuple[str, tuple[Unit, Fraction]]:
+    r"""A formula, and the unit behind it with its size.
+
+    >>> _without_unit(r"25\pi cm^2")[0], _without_unit(r"25\pi r")[0], _without_unit(r"6\sqrt{2}\text{ m}")[0]
+    ('25\\pi', '25\\pi r', '6\\sqrt{2}')
     """
-    bare = plain(text)
-    found = _UNIT.search(bare)
-    return (bare[: found.start()].rstrip(), re.sub(r"[\s{}]", "", found["unit"])) if found else (text, "")
+    for form in (text, plain(text)):
+        found = _UNIT.search(form)
+        if found is None or not form[: found.start()].strip(" $\\("):
+            continue
+        unit, size, rest = unit_of((found["text"] or found["bare"]).strip() + re.sub(r"\s", "", found["raised"] or ""))
+        if unit and not rest.strip():
+            return form[: found.start()].rstrip(), (unit, size)
+    return text, (frozenset(), Fraction(1))
 
 
 def _in_base(text: str) -> int | None:
@@ -174,7 +241,7 @@ def _begins_with(gold: str, said: str) -> bool:
     if not formulas:
         said = extraction.conclusion(said) or said
     if _is_number(gold) and not any(map(_is_number, formulas)):
-        number = extraction.first_number(_FORMULA.sub(" ", said).rpartition("=")[2])
+        number = extraction.first_number(extraction.stated_part(_FORMULA.sub(" ", said)))
         return number is not None and _same_number(gold, number)
     return _in_prose(gold, said)
 
@@ -223,17 +290,15 @@ def _verified(gold: list[Any], given: list[Any]) -> bool:
         MemoryError, RecursionError: it cannot be known.
     """
     _, verify = _math_verify()
-    if _are_small_and_differ(gold, given):  # which `verify` rounds to 0
-        return False
     try:
-        return bool(verify(gold, given, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True))
+        right = bool(verify(gold, given, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True))
     except (MemoryError, RecursionError):
         raise
     except Exception as error:  # one pair of readings makes no sense; the others may
         right = bool(verify(gold, given, allow_set_relation_comp=True, timeout_seconds=None))
         if not right:
             _report_failed(gold, given, error)
-        return right
+    return right and not (gold and given and _differ(gold[0], given[0]))
 
 
 MAX_REPORTS = 10
@@ -248,12 +313,53 @@ def _report_failed(gold: list[Any], given: list[Any], error: Exception) -> None:
         LOG.warning("%.80r could not be compared with %.80r, and counts as wrong: %r%s", given, gold, error, more)
 
 
-def _are_small_and_differ(gold: list[Any], given: list[Any]) -> bool:
-    if not gold or not given or not all(_is_finite_number(readings[0]) for readings in (gold, given)):
+DIGITS = 1500
+"""Digits to which two constants are compared: `verify` compares them to 15 digits after the point."""
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two readings differ for certain: as constants, in a coefficient, or in a part of a tuple, set or interval."""
+    import sympy
+
+    if isinstance(one, sympy.Eq) and isinstance(other, sympy.Eq):
+        return one.lhs == other.lhs and _differ(one.rhs, other.rhs)
+    one, other = (reading.rhs if isinstance(reading, sympy.Eq) else reading for reading in (one, other))
+    if isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr):
+        return _expressions_differ(one, other)
+    parts = [
+        reading.args for reading in (one, other) if isinstance(reading, sympy.Tuple | sympy.FiniteSet | sympy.Interval)
+    ]
+    if len(parts) < 2 or len(parts[0]) != len(parts[1]):
         return False
-    one, other = gold[0], given[0]
-    largest = max(abs(one.evalf(30)), abs(other.evalf(30)))
-    return bool(largest < 1e-4 and abs((one - other).evalf(30)) > 1e-6 * largest)
+    if isinstance(one, sympy.FiniteSet) or isinstance(other, sympy.FiniteSet):
+        return any(all(_differ(a, b) for b in parts[1]) for a in parts[0])
+    return any(_differ(a, b) for a, b in zip(*parts, strict=True))
+
+
+def _expressions_differ(one: Any, other: Any) -> bool:
+    import sympy
+
+    if one.has(sympy.UnevaluatedExpr) or other.has(sympy.UnevaluatedExpr):  # percentages, which may mean two numbers
+        return False
+    if one.free_symbols != other.free_symbols:
+        return False
+    places = {symbol: sympy.Rational(7 + 2 * n, 5) for n, symbol in enumerate(sorted(one.free_symbols, key=str))}
+    try:
+        one, other = one.subs(places).doit(), other.subs(places).doit()
+        if not (_is_finite_number(one) and _is_finite_number(other)):
+            return False
+        difference = one - other
+        if difference.has(sympy.Float):
+            size = max(abs(one.evalf(30)), abs(other.evalf(30)))
+            return bool(size < 1e-4 and abs(difference.evalf(30)) > 1e-6 * size)
+        if difference.is_Rational:
+            return difference != 0
+        value = difference.evalf(15, maxn=DIGITS)
+        return any(part != 0 and part._prec > 1 for part in value.as_real_imag() if part.is_Float)
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # sympy cannot tell; `verify` could
+        return False
 
 
 def _is_finite_number(reading: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Finds the final answer in a response: after the reasoning, in a box, after "the answer is", or last.
+"""Find the final answer in a response: after the reasoning, in a tag or a box, after "the answer is", or last.
 
-All are functions of text alone. They scan once, so that a response of 100,000 characters costs no more than its length. Boxes and
-`####`, which worked solutions have too, are found by `dataflow/prompts/answer_marks.py`.
+All are functions of text alone. They scan once, so a response of 100,000 characters costs no more than its length. Boxes and `####`,
+which worked solutions have too, are found by `dataflow/prompts/answer_marks.py`.
 """
 
 from __future__ import annotations
@@ -10,26 +10,163 @@ import re
 from itertools import pairwise
 
 from ...dataflow.prompts.answer_marks import boxes
+from .numbers import NUMBER_IN_TEXT
 
 _PHRASE = re.compile(
-    r"(?:(?:final\s+answer|correct\s+answer|answer)\**\s*(?:(?:is|are|was|=)\b\**\s*:?|[:：])"
-    r"|答案\**\s*(?:[是为為]\s*[:：]?|[:：]))\**\s*(?P<answer>[^\n]+)",
+    r"(?:(?:final\s+answer|correct\s+answer|answer)\**\s*(?:(?:is|are|was|=)(?![a-z'’])\**\s*:?|[:：])"
+    r"|答案\**\s*(?:[是为為]\s*[:：]?|[:：]))[*\s]*",
     re.IGNORECASE,
 )
-_NUMBER = re.compile(r"(?<![\w.,])[-+−]?\d+(?:,\d+)*(?:\.\d+)?(?:\s?/\s?\d+)?|(?<![\w.])[-+−]?\.\d+")
-_END_OF_SENTENCE = re.compile(r"。|(?<=[^\d\s])\.\s|\.\s+(?=[A-Z])|\.\s*$")
+_END_OF_SENTENCE = re.compile(r"。|(?<=[^\d\s])(?<!\bi\.e)(?<!\be\.g)\.\s|\.\s+(?=[A-Z])|\.\s*$")
 TAIL = 2000
 """Characters at the end of a response in which an answer without a box is looked for."""
 
+_CANDIDATE = (
+    r"(?:\\boxed\s*\{[^{}]*\}|\$[^$\n]{1,100}\$|[*\\$]*[-+−]?\d(?:[\w.,/^%]*[\w%])?\**"
+    r"|\**\(?(?-i:[A-Z])(?![\w'’])\)?\**|\**\([a-z]\)\**)"
+)
+_CANDIDATES = rf"{_CANDIDATE}(?:(?:,\s*{_CANDIDATE}){{0,9}},?\s+(?:or|and|nor)\s+{_CANDIDATE})?"
+_FILLERS = r"(?:\s+(?:be|equal|equals|to|the|option|choice|answer|letter|number|value))*\s+"
+_DENIED = re.compile(
+    rf"(?:\b(?:not|cannot|never|neither|nor|rather\s+than|instead\s+of|other\s+than|as\s+opposed\s+to|no\s+longer)|n['’]t)"
+    rf"{_FILLERS}{_CANDIDATES}(?![\w/^])",
+    re.IGNORECASE,
+)
+"""A candidate that a response names in order to deny it: "not 6", "isn't (C)", "rather than 9"."""
+_NOT_BUT = re.compile(
+    r"\bnot\s+(?!only\b|just\b|merely\b)[\w'’ ]{1,40}?,?\s+but\s+(?:rather\s+|instead\s+)?(?=[\w$\\])", re.IGNORECASE
+)
+_MINUS = re.compile(
+    r"(?:\bnegative|(?:(?<=\bis)|(?<=\bbe)|(?<=[=:])|(?<=\bequals))\s+minus)\s+(?=[\d$.])", re.IGNORECASE
+)
+_REFUTED = (
+    r"(?:that|this|it|which)(?:(?:['’]s|\s+is|\s+was)\s+(?:\w+ly\s+)?(?:wrong|incorrect|not\s+(?:right|correct))"
+    r"|(?:\s+isn['’]t|\s+wasn['’]t|\s+can(?:no|['’])t\s+be)\s+(?:right|correct))"
+)
+_WITHDRAWN = re.compile(
+    r"\b(?:(?:wait|hold\s+on|hmm+|oh|actually|but|sorry)\W+no\b|no\W+wait\b|scratch\s+that|oops|on\s+second\s+thought|my\s+(?:mistake|bad)\b"
+    rf"|(?:wait|no|hold\s+on|hmm+|actually|oh|sorry)\W+(?:\w+\W+){{0,3}}?{_REFUTED}"
+    r"|I\s+(?:was\s+wrong|meant|misread|miscounted|miscalculated|made\s+an?\s+(?:\w+\s+)?(?:mistake|error)|take\s+(?:that|it)\s+back)"
+    r"|correction\s*:|\b(?:sorry|I\s+mean|or\s+rather|make\s+that|no,)[,:]?\s+(?=[-$\\*(]*\d))",
+    re.IGNORECASE,
+)
+_REFUTED_AT_ONCE = re.compile(rf"[^.!\n]{{0,30}}[.!,;:\s]\s*(?:but\s+)?{_REFUTED}", re.IGNORECASE)
+_REDONE = re.compile(
+    r"\b(?:wait|hold\s+on|hmm+|actually|let\s+me\s+(?:re-?compute|re-?do|re-?calculate|re-?consider|try\s+again))\b",
+    re.IGNORECASE,
+)
+_CHECKED = re.compile(
+    r"\b(?:check|verif\w+|correct|indeed|yes|confirm\w*|holds|works|matches|consistent)\b|✓|✔", re.IGNORECASE
+)
+_RESULT = re.compile(r"(?:=|\b(?:is|so|be|gives|get))\s*[$*\\]*[-+−]?[.\d][^=\n]{0,30}$", re.IGNORECASE)
+_TAG = re.compile(r"<(?P<close>/?)answer\s*>", re.IGNORECASE)
+_CUT = re.compile(r"(?:[=+/×÷^(\[{]|(?<!\*)\*)\s*$")
+_CUT_BOX = re.compile(r"\\(?:boxed|fbox|boxe?|fbo)\s*$")
+_OPEN_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+
+
+def final_part(response: str) -> str | None:
+    r"""The part of a response that states its answer; None where it was cut off inside a box or a tag, or takes its answer back.
+
+    Reasoning in `<think>` is left out, and so are candidates that the response denies ("not 6 but 5"). The last `<answer>` counts,
+    unless a box follows it. Text after "Wait, no" replaces the answer that stands before it.
+
+    >>> final_part("<answer>2x + 3</answer>"), final_part("It is not 6 but 5."), final_part(r"\boxed{5}. No, wait: \boxed{6")
+    ('2x + 3', 'It is 5.', None)
+    """
+    text = _MINUS.sub(" -", _DENIED.sub("", _NOT_BUT.sub("", without_reasoning(response)))).strip()
+    found = boxes(text)
+    tags = _tags(text)
+    last_box, last_tag = found[-1][:2] if found else (-1, -1), tags[-1] if tags else (-1, -1)
+    if _CUT_BOX.search(text) or _last_open(text, [start for start, _, _ in found]) > max(last_box[0], last_tag[0]):
+        return None
+    if _CUT.search(text) and last_box[0] < 0 and last_tag[0] < 0:
+        return None
+    if last_tag[1] == len(text) + 1 and last_box[0] < last_tag[0]:  # the tag is never closed
+        return None
+    stated = max(last_box[1], min(last_tag[1], len(text)), text.rfind("####"), _end_of_phrase(text), 0)
+    if (rest := _after_withdrawal(text, stated)) is not None:
+        return final_part(rest) if re.search(r"\w", rest) else None
+    if last_tag[0] < 0:
+        return text
+    return text[last_tag[1] :] if last_box[0] > last_tag[1] else _TAG.sub(" ", text[last_tag[0] : last_tag[1]]).strip()
+
+
+def denied_letters(text: str) -> set[str]:
+    """Letters and digits of the options that a text denies."""
+    return {key.upper() for match in _DENIED.finditer(text) for key in re.findall(r"\b[A-Za-z1-9]\b", match[0])}
+
+
+def without_tag(text: str) -> str:
+    """The content of the last `<answer>`; all of a text without one."""
+    tags = _tags(text)
+    return _TAG.sub(" ", text[slice(*tags[-1])]) if tags else text
+
+
+def _tags(text: str) -> list[tuple[int, int]]:
+    """Start and end of each `<answer>`; the end of one that is never closed lies beyond the text."""
+    found: list[tuple[int, int]] = []
+    opened = -1
+    for tag in _TAG.finditer(text):
+        if not tag["close"]:
+            opened = tag.start()
+        elif opened >= 0:
+            found.append((opened, tag.end()))
+            opened = -1
+    return [*found, (opened, len(text) + 1)] if opened >= 0 else found
+
+
+def _last_open(text: str, closed: list[int]) -> int:
+    """Start of the last box that is never closed; -1: there is none."""
+    starts = set(closed)
+    last = -1
+    for box in _OPEN_BOX.finditer(text):
+        last = box.start()
+    if last in starts or last < 0:
+        return -1
+    depth = 0
+    for brace in re.finditer(r"\\[{}]|[{}]", text[last:]):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if brace[0] == "}" and not depth:
+            return -1
+    return -1 if re.fullmatch(r"[^{}]*\{[^{}]*\\\}\W*", text[last:]) else last  # closed by \\} in error
+
+
+def _end_of_phrase(text: str) -> int:
+    """End of the number or word after the last "the answer is"; -1: there is none."""
+    last = -1
+    for phrase in _PHRASE.finditer(text):
+        last = phrase.end()
+    return last
+
+
+def _after_withdrawal(text: str, stated: int) -> str | None:
+    """What follows the words with which a response takes back an answer that it stated; None: it stands by it."""
+    ends = [match.end() for match in _WITHDRAWN.finditer(text, stated)]
+    if stated and (refuted := _REFUTED_AT_ONCE.match(text, stated)):
+        ends.append(refuted.end())
+    if ends:
+        return text[max(ends) :]
+    redone = _REDONE.search(text, stated)
+    if not stated or redone is None:
+        return None
+    rest = text[redone.end() :]
+    return rest if _RESULT.search(rest) and not _CHECKED.search(rest) else None
+
 
 def without_reasoning(response: str) -> str:
-    """What follows the last `</think>`; all of it where there is none, or nothing follows.
+    """What follows the last `</think>`; all of it where there is none, or nothing follows; nothing where `<think>` is not closed.
 
-    >>> without_reasoning("<think>41? No.</think> It is 42.")
-    ' It is 42.'
+    >>> without_reasoning("<think>41? No.</think> It is 42."), without_reasoning("<think>41? Or 42")
+    (' It is 42.', '')
     """
     _, found, rest = response.rpartition("</think>")
+    if "<think>" in rest:
+        return ""
     return rest if found and rest.strip() else response
+
+
+_ABOUT = re.compile(r"\b(?:about|approximately|roughly)\b|≈|\\approx", re.IGNORECASE)
 
 
 def last_boxes(text: str) -> tuple[str, ...]:
@@ -42,20 +179,18 @@ def last_boxes(text: str) -> tuple[str, ...]:
     first = len(found) - 1
     for (_, end, _), (start, _, _) in reversed(list(pairwise(found))):
         between = text[end:start]
+        if _ABOUT.search(between[-60:]):
+            first -= 1
+            continue
         words = re.findall(r"(?<!\\)\b[a-zA-Z]{2,}", between)
         if len(between) > 60 or len(words) > 5 or re.search(r"[.?!:]\s|\bthen\b|\bno\b|\bwait\b|\n\n", between, re.I):
             break
         first -= 1
-    return tuple(content.strip() for _, _, content in found[max(first, 0) :])
-
-
-def is_cut_in_box(text: str) -> bool:
-    r"""Whether a response ends inside a box.
-
-    >>> is_cut_in_box(r"so it is \boxed{42"), is_cut_in_box(r"\boxed{42}")
-    (True, False)
-    """
-    return "}" not in text[text.rfind(r"\boxed{") :] if r"\boxed{" in text else False
+    shown = found[max(first, 0) :]
+    rounded = [bool(_ABOUT.search(text[one[1] : other[0]])) for one, other in pairwise(shown)]
+    return tuple(
+        content.strip() for (_, _, content), is_rounded in zip(shown, [False, *rounded], strict=False) if not is_rounded
+    )
 
 
 def after_phrase(text: str) -> str | None:
@@ -64,11 +199,12 @@ def after_phrase(text: str) -> str | None:
     >>> after_phrase("So the answer is **$3.50**. I hope that helps.")
     '$3.50'
     """
-    found = _PHRASE.findall(text[-TAIL:])
-    if not found:
-        return None
-    sentence = _END_OF_SENTENCE.split(found[-1].strip(), maxsplit=1)[0]
-    return sentence.strip().strip("*`\"' ").rstrip(".*") or None
+    text = text[-TAIL:]
+    for phrase in reversed(list(_PHRASE.finditer(text))):
+        sentence = _END_OF_SENTENCE.split(text[phrase.end() :].partition("\n")[0].strip(), maxsplit=1)[0]
+        if sentence := sentence.strip().strip("*`\"' ").rstrip(".*"):
+            return sentence
+    return None
 
 
 _CONCLUSION = re.compile(r"\b(?:so|thus|hence|therefore)\b", re.IGNORECASE)
@@ -97,15 +233,36 @@ def last_ratio(text: str) -> str | None:
 
 def first_number(text: str) -> str | None:
     """The first number of a text, written as `last_number` has it."""
-    found = _NUMBER.search(text)
+    found = NUMBER_IN_TEXT.search(text)
     return found.group().strip() if found else None
 
 
 def last_number(text: str) -> str | None:
-    """The last number, with its sign, separators and denominator.
+    """The last number, with its sign, separators, exponent, denominator, and its unit if that is a known one.
 
-    >>> last_number("12 of them cost $1,234.50, not $-3/4 each.")
-    '-3/4'
+    >>> last_number("12 of them cost $1,234.50, not $-3/4 each."), last_number("It weighs 3.2e-5 kg.")
+    ('-3/4', '3.2e-5 kg')
     """
-    found = [match.group() for match in _NUMBER.finditer(text[-TAIL:])]
+    found = [match.group() for match in NUMBER_IN_TEXT.finditer(text[-TAIL:])]
     return found[-1].strip() if found else None
+
+
+def stated_part(text: str) -> str:
+    """The part of a short text in which the answer stands: all of it, or that before or behind an equals sign.
+
+    >>> stated_part("10 (x=3)"), stated_part("2 * 5 = 10 apples"), stated_part("10, since x = 3"), stated_part("10 = 2 * 5")
+    ('10  ', ' 10 apples', '10', '10')
+    """
+    outside = re.sub(r"\([^()]*=[^()]*\)", " ", text)
+    before, equals, after = outside.rpartition("=")
+    if not equals:
+        return outside if first_number(outside) else text
+    if number := NUMBER_IN_TEXT.match(before := before.strip()):
+        rest = before[number.end() :]
+        if (not rest.strip() and _OPERATION.search(after)) or _REASON.match(rest):
+            return number.group()
+    return after
+
+
+_REASON = re.compile(r"\s*(?:[,;]|\b(?:as|since|because|for|with|when|where|if)\b)")
+_OPERATION = re.compile(r"\d\s*[-+*/×·÷]\s*\d")

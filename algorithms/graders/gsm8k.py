@@ -33,8 +33,8 @@ class Gsm8k(Grader):
         right = final_number(answer)
         if right is None:
             raise SampleError(f"the answer {answer[:100]!r} has no number")
-        text = extraction.without_reasoning(response)
-        found = _number_after(after_hashes(text)) if self.strict else final_number(text)
+        text = extraction.final_part(response) or ""
+        found = _number_in(after_hashes(text)) if self.strict else final_number(text)
         return float(found is not None and right.equals(found))
 
 
@@ -45,19 +45,19 @@ def final_number(text: str) -> Quantity | None:
     Fraction(1200, 1)
     """
     for box in reversed(extraction.last_boxes(text)):
-        return quantity_of(box.rpartition("=")[2]) or _last(box)
+        return _number_in(box)
     for found in (after_hashes(text), extraction.after_phrase(text)):
-        if (number := _number_after(found)) is not None:
+        if (number := _number_in(found)) is not None:
             return number
     return _last(text)
 
 
-def _number_after(text: str | None) -> Quantity | None:
-    """The number of a short text, or the first in it after the last equals sign."""
+def _number_in(text: str | None) -> Quantity | None:
+    """The number of a short text that states an answer."""
     if text is None:
         return None
-    text = text.rpartition("=")[2]
-    return quantity_of(text) or (quantity_of(number) if (number := extraction.first_number(text)) else None)
+    part = extraction.stated_part(text)
+    return quantity_of(part) or (quantity_of(number) if (number := extraction.first_number(part)) else None)
 
 
 def _last(text: str) -> Quantity | None:

@@ -50,7 +50,7 @@ class JsonSchema(Grader):
         >>> person('{"name": "Ada"}'), person('{"age": 36}'), person("Ada")
         (1.0, 0.0, 0.0)
         """
-        text = extraction.without_reasoning(response).strip()
+        text = extraction.without_tag(extraction.without_reasoning(response)).strip()
         fenced = _FENCE.findall(text)
         try:
             value = json.loads(fenced[-1] if fenced else text, parse_constant=_refuse)

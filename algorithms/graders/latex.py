@@ -19,10 +19,13 @@ _UNIT_TEXT = re.compile(
     r"(?:\s*\^\s*\{?\s*[23]\s*\}?)?\s*\.?\s*\$*\s*$"
 )
 _DEGREE = re.compile(r"\^?\s*\{?\s*\\circ\s*\}?|\\?°|\\degree\b")
+_TEMPERATURE = re.compile(
+    r"(?:\^?\s*\{?\s*\\circ\s*\}?|\\?°|\\degree)\s*(?:\\(?:text|mathrm|rm)\s*\{\s*)?(?P<scale>[CF])\b\s*\}?"
+)
 _DECORATION = re.compile(r"\\(?:color|textcolor|hspace|vspace|phantom)\*?\s*\{[^{}]*\}")
 _FRACTIONS = {"½": (1, 2), "⅓": (1, 3), "⅔": (2, 3), "¼": (1, 4), "¾": (3, 4), "⅕": (1, 5), "⅙": (1, 6), "⅛": (1, 8)}
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,\s*\\!\s*|\\,|\\!|\\ )(?=\d{3}(?!\d))")
+_SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,\s*\\!\s*|\\,|\\!|\\ |['’\u2009\u202f])(?=\d{3}(?!\d))")
 
 
 def plain(latex: str) -> str:
@@ -42,12 +45,14 @@ def plain(latex: str) -> str:
             wrapped = len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing)
             if wrapped and opening not in inner:
                 text = inner
+    text = re.sub(r"^\$([^$]+)\$(?=\s*[A-Za-z])", r"\1", text)  # $125$ miles
     text = text.replace("−", "-").replace("–", "-").replace("\\%", "%").replace("\\$", "$").replace("\u00a0", " ")
     text = text.replace("~", " ").replace("\\varnothing", "\\emptyset")
     text = text.replace("\\\\frac", "\\frac").replace("\\\\dfrac", "\\frac").replace("\\\\sqrt", "\\sqrt")
     text = _DECORATION.sub("", _without_unicode(text))
     text = _SEPARATOR.sub("", text)
     text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)
+    text = _TEMPERATURE.sub(lambda m: {"C": " celsius", "F": " fahrenheit"}[m["scale"]], text)
     text = _DEGREE.sub("", text)
     text = _STYLE.sub(" ", text)
     text = _TEXT.sub(r" \1 ", _BARE_TEXT.sub("", text))

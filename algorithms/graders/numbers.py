@@ -12,12 +12,15 @@ LONGEST = 1000
 """Characters of the longest text that may be a number."""
 SMALL = Fraction(1, 10_000)
 """Numbers below it are compared by their ratio: 0 is not 0.0000001."""
-_DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?:[ ]\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+"
+_DECIMAL = (
+    r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?:[ ]\d{3})+(?!\d)|\d{1,3}(?:\.\d{3}){2,}(?![\d.])|\d+)(?:\.\d*)?|\.\d+"
+)
 _NUMBER = re.compile(
-    rf"""(?P<sign>[-+]?)\s*(?:(?:US)?[$€£¥]\s*)?(?P<sign2>-?)\s*(?:
+    rf"""(?P<sign>[-+]?)\s*(?:(?:US)?(?P<currency>[$€£¥])\s*)?(?P<sign2>-?)\s*(?:
         (?P<once>\d*\.\d*)\\(?:overline|bar|dot)\s*\{{?\s*(?P<again>\d+)\s*\}}?
         | (?:(?P<whole>\d+)\s*)?\\frac\{{\s*(?P<over>-?\d+)\s*\}}\{{\s*(?P<under>-?\d+)\s*\}}
         | (?:(?P<whole2>\d+)\s+)?(?P<over2>\d+)\s*/\s*(?P<under2>\d+)
+        | (?P<base>\d{{1,9}})\s*(?:\^|\*\*)\s*\{{?\s*\(?\s*(?P<raised>[-+]?\d{{1,3}})\s*\)?\s*\}}?(?!\s*[\d^!(])
         | (?P<top>{_DECIMAL})\s*/\s*(?P<bottom>{_DECIMAL})
         | (?P<decimal>{_DECIMAL})
           (?:(?:\s*(?:\\times|\\cdot|×|·|\*|x)\s*10\s*(?:\^|\*\*)\s*\{{?\s*(?P<tens>[-+]?\d{{1,4}})\s*\}}?)|[eE](?P<tens2>[-+]?\d{{1,4}}))?
@@ -25,35 +28,139 @@ _NUMBER = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _PERCENT = re.compile(r"(?:%|percent(?:age)?(?:\s+points)?\b|pct\b)\s*", re.IGNORECASE)
-_UNIT = re.compile(
-    r"(?:(?P<words>[$€£¥]|[^\W\d_]{2,}(?:(?:\s+|/)[^\W\d_]+){0,5}|[a-zA-Z])\s*(?:\^?\{?\s*[23²³]\s*\}?)?)?"
+_UNKNOWN_UNIT = re.compile(
+    r"(?P<words>[$€£¥]|[^\W\d_]{2,}(?:(?:\s+|/)[^\W\d_]+){0,5}|[a-zA-Z])\s*(?:\^?\{?\s*[23²³]\s*\}?)?"
 )
-_UNITS = (
-    ("mm", "millimeter", "millimetre"),
-    ("cm", "centimeter", "centimetre"),
-    ("m", "meter", "metre"),
-    ("km", "kilometer", "kilometre"),
-    ("inch", "inches"),
-    ("ft", "foot", "feet"),
-    ("mile", "mi"),
-    ("g", "gram"),
-    ("kg", "kilogram"),
-    ("s", "sec", "second"),
-    ("min", "minute"),
-    ("h", "hr", "hour"),
-    ("day",),
-    ("week",),
-    ("month",),
-    ("year", "yr"),
-    ("cent",),
-    ("$", "dollar", "usd"),
+_BASES: dict[tuple[str, ...], tuple[str, Fraction]] = {
+    ("mm", "millimeter", "millimetre"): ("length", Fraction(1, 1000)),
+    ("cm", "centimeter", "centimetre"): ("length", Fraction(1, 100)),
+    ("m", "meter", "metre"): ("length", Fraction(1)),
+    ("km", "kilometer", "kilometre"): ("length", Fraction(1000)),
+    ("in", "inch", "inches"): ("length", Fraction(254, 10_000)),
+    ("ft", "foot", "feet"): ("length", Fraction(3048, 10_000)),
+    ("yd", "yard"): ("length", Fraction(9144, 10_000)),
+    ("mi", "mile"): ("length", Fraction(1_609_344, 1000)),
+    ("mg", "milligram"): ("mass", Fraction(1, 1000)),
+    ("g", "gram"): ("mass", Fraction(1)),
+    ("kg", "kilogram"): ("mass", Fraction(1000)),
+    ("lb", "pound"): ("weight", Fraction(1)),
+    ("oz", "ounce"): ("weight", Fraction(1, 16)),
+    ("ton", "tonne"): ("ton", Fraction(1)),
+    ("ms", "millisecond"): ("time", Fraction(1, 1000)),
+    ("s", "sec", "second"): ("time", Fraction(1)),
+    ("min", "minute"): ("time", Fraction(60)),
+    ("h", "hr", "hour"): ("time", Fraction(3600)),
+    ("day",): ("time", Fraction(86_400)),
+    ("week",): ("time", Fraction(604_800)),
+    ("month",): ("month", Fraction(1)),
+    ("year", "yr"): ("month", Fraction(12)),
+    ("cent",): ("dollar", Fraction(1, 100)),
+    ("$", "dollar", "usd"): ("dollar", Fraction(1)),
+    ("€", "euro", "eur"): ("euro", Fraction(1)),
+    ("ml", "milliliter", "millilitre"): ("volume", Fraction(1, 1000)),
+    ("L", "liter", "litre"): ("volume", Fraction(1)),
+    ("gallon",): ("gallon", Fraction(1)),
+    ("quart",): ("gallon", Fraction(1, 4)),
+    ("pint",): ("gallon", Fraction(1, 8)),
+    ("degree", "deg"): ("angle", Fraction(1)),
+    ("radian", "rad"): ("radian", Fraction(1)),
+    ("celsius",): ("celsius", Fraction(1)),
+    ("fahrenheit",): ("fahrenheit", Fraction(1)),
+    ("kelvin",): ("kelvin", Fraction(1)),
+    ("newton",): ("newton", Fraction(1)),
+    ("joule",): ("joule", Fraction(1)),
+    ("watt",): ("watt", Fraction(1)),
+    ("volt",): ("volt", Fraction(1)),
+    ("unit",): ("unit", Fraction(1)),
+}
+"""Names of a unit -> what it measures, and its size. Pounds and months have no fixed size in grams and seconds."""
+_UNIT_OF_NAME = {form: base for names, base in _BASES.items() for name in names for form in (name, f"{name}s")}
+_RATES = {"mph": "mile/hour", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "mps": "m/s"}
+_AMBIGUOUS = {"in", "ins", "m", "ms", "g", "gs", "s", "ss", "h", "hs", "L", "Ls", "mi", "mis", "$", "$s", "€", "€s"}
+UNIT_NAMES = sorted(_UNIT_OF_NAME.keys() - _AMBIGUOUS | _RATES.keys(), key=len, reverse=True)
+"""Units that are not also the name of a variable or a word, the longest first."""
+_NAME = rf"(?:{'|'.join(map(re.escape, sorted(_UNIT_OF_NAME, key=len, reverse=True)))}|{'|'.join(_RATES)})(?![a-zA-Z])"
+_TERM = re.compile(
+    rf"(?P<shape>square|sq|cubic|cu)?\.?\s*(?:degrees?\s+(?=celsius|fahrenheit))?(?P<name>{_NAME})"
+    r"(?:\s*\^?\s*(?P<power>\{\s*-?\s*[1-9]\s*\}|-?[1-9])(?![\d.,/])|\s+(?P<word>squared|cubed)\b)?",
+    re.IGNORECASE,
 )
-_KNOWN_UNITS = {form: names[0] for names in _UNITS for name in names for form in (name, f"{name}s")}
-UNIT_NAMES = sorted(_KNOWN_UNITS.keys() - {"m", "g", "s", "h", "$", "$s"}, key=len, reverse=True)
-"""Units that are not also the name of a variable, the longest first."""
-_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_OVER = re.compile(r"\s*/\s*|\s+per\s+", re.IGNORECASE)
+_TIMES = re.compile(r"\s*(?:\*|·|\\cdot|\\times)\s*|\s+|-(?=[a-z])")
+_SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})\b\s*", re.IGNORECASE)
 _FORMULA = re.compile(r"\b(?:pi|sqrt|sin|cos|tan|log|ln|exp|mod|or|and|to|choose|infinity|inf)\b", re.IGNORECASE)
 """Words after a number with which it is a formula, or one of several answers."""
+
+
+_THOUSANDS = (
+    r"\d{1,3}(?:(?:,|\{,\}|\\,|\\!|,\s*\\!\s*|['’\u2009\u202f\u00a0])\d{3})+(?!\d)|\d{1,3}(?:[ .]\d{3}){2,}(?![\d-])"
+)
+_EXPONENT = (
+    r"[eE][-+−]?\d{1,4}(?!\w)|\s*(?:\\times|\\cdot|×|·|\*|x)\s*10\s*(?:(?:\^|\*\*)\s*\{?\s*\(?[-+−]?\d+\)?\s*\}?|[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)"
+    r"|(?:\^|\*\*(?=\d))\{?\(?[-+−]?\d+\)?\}?|[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+"
+)
+_WORDED_UNIT = (
+    rf"(?:(?:square|sq|cubic|cu)\.?\s+)?(?:{'|'.join(map(re.escape, UNIT_NAMES))}|m|g|h)(?![\w])"
+    r"(?:\s*\^\s*\{?-?\d\}?|[²³]|\s+(?:squared|cubed)\b)?"
+)
+_NOT_RAISED = r"(?<![\w.,^])(?<!\^-)(?<!\^\{)(?<!\^\{-)"
+NUMBER_IN_TEXT = re.compile(
+    rf"(?:{_NOT_RAISED}[-+−]?(?:\d+\s\d+\s?/\s?\d+|(?:{_THOUSANDS}|\d+(?:,\d+)*)(?:\.\d+)?(?:{_EXPONENT})?(?:\s?/\s?\d+)?)"
+    rf"|(?<![\w.])[-+−]?\.\d+(?:{_EXPONENT})?)"
+    r"(?:\s*\\?%|\s*percent\b)?(?:\s+(?:thousand|million|billion|trillion)\b)?"
+    rf"(?:[\s-]?\s*{_WORDED_UNIT}(?:\s*/\s*{_WORDED_UNIT}|\s+per\s+{_WORDED_UNIT})?)?",
+)
+"""A number within a text, with its exponent, denominator, percent sign, and a unit that is known."""
+
+Unit = frozenset[tuple[str, int]]
+"""What a unit measures, and its power: square feet are {("length", 2)}, miles per hour {("length", 1), ("time", -1)}."""
+
+
+def unit_of(text: str) -> tuple[Unit, Fraction, str]:
+    r"""The known unit with which a text begins, its size, and the rest of the text.
+
+    >>> unit_of("square feet of grass")[2], unit_of("m^2")[0] == unit_of("square feet")[0], unit_of("km/h")[0] == unit_of("mph")[0]
+    (' of grass', True, True)
+    """
+    powers: dict[str, int] = {}
+    size, place, sign = Fraction(1), 0, 1
+    while term := _TERM.match(text, place):
+        name = term["name"]
+        if name.lower() in _RATES:
+            parts, factor, _ = unit_of(_RATES[name.lower()])
+        else:
+            known = _UNIT_OF_NAME.get(name) or (
+                _UNIT_OF_NAME.get(name.lower()) if len(name) > 1 or name == "l" else None
+            )
+            known = known or (_UNIT_OF_NAME["L"] if name == "l" else None)
+            is_word = (
+                name.lower() in ("in", "s") and text[term.end() :].strip() and not (term["shape"] or term["power"])
+            )
+            if known is None or (is_word and not _OVER.match(text, term.end())):  # "5 in total"
+                break
+            parts, factor = frozenset({(known[0], 1)}), known[1]
+        power = int(re.sub(r"[{}\s]", "", term["power"])) if term["power"] else 1
+        shape = (term["shape"] or term["word"] or "").lower()
+        power *= sign * (2 if shape[:2] == "sq" else 3 if shape[:2] == "cu" else 1)
+        for base, exponent in parts:
+            powers[base] = powers.get(base, 0) + exponent * power
+        size *= factor**power
+        place = term.end()
+        joint = _OVER.match(text, place) or _TIMES.match(text, place)
+        if joint is None or not _TERM.match(text, joint.end()):
+            break
+        sign = -1 if _OVER.match(text, place) else sign if "/" in text[:place] else 1
+        place = joint.end()
+    return frozenset((base, power) for base, power in powers.items() if power), size, text[place:]
+
+
+def same_unit(one: Unit, other: Unit) -> bool:
+    """Whether two units measure the same, as far as they are known: "units" may stand for any."""
+    if not one or not other or one == other:
+        return True
+    generic = [{power for _, power in unit} for unit in (one, other) if {base for base, _ in unit} == {"unit"}]
+    return bool(generic) and {power for _, power in one} == {power for _, power in other}
 
 
 @dataclass(frozen=True)
@@ -62,8 +169,10 @@ class Quantity:
 
     value: Fraction
     percent: bool = False
-    unit: str = ""
+    unit: Unit = frozenset()
     """A unit that is known; units that are not, such as "apples", are left out."""
+    size: Fraction = Fraction(1)
+    """Size of the unit: 1/100 for centimeters."""
     rounded: bool = False
     """It was written with a decimal point, so that it may stand for a number nearby."""
 
@@ -72,22 +181,61 @@ class Quantity:
 
         >>> quantity_of("28\\\\%").equals(quantity_of("0.28")), quantity_of("10 cm").equals(quantity_of("10"))
         (True, True)
-        >>> quantity_of("10 cm").equals(quantity_of("10 m"))
-        False
+        >>> quantity_of("10 cm").equals(quantity_of("10 cm^2")), quantity_of("10 cm").equals(quantity_of("0.1 m"))
+        (False, True)
         """
-        if self.unit and other.unit and self.unit != other.unit:
+        if not same_unit(self.unit, other.unit):
             return False
+        ratio = self.size / other.size if self.unit and self.unit == other.unit else 1
         mine = {self.value, self.value / 100} if self.percent else {self.value}
         theirs = {other.value, other.value / 100} if other.percent else {other.value}
         if self.percent and other.percent:
             mine, theirs = {self.value}, {other.value}
         rounded = self.rounded or other.rounded
-        return any(a == b or (rounded and _near(a, b)) for a in mine for b in theirs)
+        return any(a * ratio == b or (rounded and _near(a * ratio, b)) for a in mine for b in theirs)
 
 
 def _near(a: Fraction, b: Fraction) -> bool:
     largest = max(abs(a), abs(b))
     return abs(a - b) <= Fraction(1, 2_000_000) * (largest if largest < SMALL else max(largest, Fraction(1)))
+
+
+_ONES = [
+    *(
+        "zero",
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+        "six",
+        "seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven",
+        "twelve",
+        "thirteen",
+    ),
+    *("fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_IN_WORDS = re.compile(
+    rf"(?:(?P<tens>{'|'.join(_TENS)})(?:[- ](?P<more>{'|'.join(_ONES[1:10])}))?|(?P<ones>{'|'.join(_ONES)}))\b(?!-|\s+(?:and|or)\b"
+    r"|\s+(?:hal(?:f|ves)|third|fourth|quarter|fifth|sixth|seventh|eighth|ninth|tenth|hundredth)s?\b)",
+    re.IGNORECASE,
+)
+
+
+def _in_digits(text: str) -> str:
+    """A text that begins with a number in words, "twenty-five apples", with that number in digits."""
+    found = _IN_WORDS.match(text)
+    if found is None:
+        return text
+    words = {name: word.lower() for name, word in found.groupdict().items() if word}
+    value = _ONES.index(words.get("more") or words.get("ones") or "zero")
+    value += 10 * (_TENS.index(words["tens"]) + 2) if "tens" in words else 0
+    return f"{value}{text[found.end() :]}"
 
 
 def quantity_of(text: str) -> Quantity | None:
@@ -98,25 +246,29 @@ def quantity_of(text: str) -> Quantity | None:
     >>> quantity_of("0.1\\\\overline{6}").value
     Fraction(1, 6)
     """
-    found = _NUMBER.fullmatch(plain(text)) if len(text) <= LONGEST else None
+    found = _NUMBER.fullmatch(_in_digits(plain(text))) if len(text) <= LONGEST else None
     if found is None or (found["sign"] and found["sign2"]):
         return None
-    rest = found["rest"]
-    percent = _PERCENT.match(rest)
-    rest = rest[percent.end() :] if percent else rest
-    unit = _UNIT.fullmatch(rest)
-    if unit is None or not _is_unit(unit["words"] or "", spaced=text.count(" ") > 0):
-        return None
-    value = _value(found)
+    value, rest = _value(found), found["rest"]
     if value is None:
         return None
-    scale, _, unit_words = (unit["words"] or "").lower().partition(" ")
-    value, unit_words = (value * _SCALES[scale], unit_words) if scale in _SCALES else (value, f"{scale} {unit_words}")
+    percent = _PERCENT.match(rest)
+    rest = rest[percent.end() :] if percent else rest
+    scale = _SCALE.match(rest)
+    if scale:
+        value, rest = value * _SCALES[scale[1].lower()], rest[scale.end() :]
+    unit, size, after = unit_of(rest)
+    words = _UNKNOWN_UNIT.fullmatch(after.strip())
+    if after.strip() and (words is None or not _is_unit(words["words"], spaced=text.count(" ") > 0)):
+        return None
+    if found["currency"] in ("$", "€") and not unit:
+        unit, size, _ = unit_of(found["currency"])
     negative = "-" in (found["sign"], found["sign2"])
     return Quantity(
         -value if negative else value,
         percent=percent is not None,
-        unit=_KNOWN_UNITS.get(unit_words.strip(), ""),
+        unit=unit,
+        size=size,
         rounded="." in (found["decimal"] or ""),
     )
 
@@ -135,7 +287,7 @@ def with_decimal_comma(text: str) -> Quantity | None:
 
 def _is_unit(words: str, *, spaced: bool) -> bool:
     """Whether what follows a number is a unit: "cm" and "weeks" are, "x", "xy" and "sin x" are not."""
-    if not words or words in "$€£¥" or words.lower() in _KNOWN_UNITS:
+    if words in "$€£¥":
         return True
     return len(words) >= (3 if spaced else 4) and not _FORMULA.search(words)
 
@@ -146,8 +298,14 @@ def _value(found: re.Match[str]) -> Fraction | None:
         if over in part:
             below = Fraction(part[under])
             return Fraction(part.get(whole, 0)) + Fraction(part[over]) / below if below else None
+    if "base" in part:
+        base, power = int(part["base"]), int(part["raised"])
+        return Fraction(base) ** power if base or power > 0 else None
     if "again" in part:  # 0.1666... is 0.1, and 6/9 of a tenth
         tenths = 10 ** len(part["once"].partition(".")[2])
         return Fraction(f"0{part['once']}0") + Fraction(int(part["again"]), (10 ** len(part["again"]) - 1) * tenths)
     tens = int(part.get("tens") or part.get("tens2") or 0)
-    return Fraction(part["decimal"].rstrip(".")) * Fraction(10) ** tens
+    decimal = part["decimal"].rstrip(".")
+    if decimal.count(".") > 1:  # 1.250.000
+        decimal = decimal.replace(".", "")
+    return Fraction(decimal) * Fraction(10) ** tens

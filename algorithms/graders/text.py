@@ -95,7 +95,7 @@ class RegularExpression(Grader):
 
 def _candidates(response: str) -> tuple[str, ...]:
     """Possible final answers, at least one."""
-    text = extraction.without_reasoning(response).strip()
+    text = (extraction.final_part(response) or "").strip()
     if boxed := extraction.last_boxes(text):
         return (", ".join(boxed),)
     said = after_hashes(text) or extraction.after_phrase(text)

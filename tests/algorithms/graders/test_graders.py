@@ -52,6 +52,18 @@ def test_gsm8k_may_insist_on_its_form_and_refuses_an_answer_without_a_number():
         ("The answer is not clear", None),
         ("I think it depends", None),
         ("BANANA", None),
+        ("It isn't C.", None),
+        ("The answer cannot be D because D is negative.", None),
+        ("It is neither A nor D. The answer is C.", "C"),
+        ("A is wrong, B is wrong, and C contradicts the text. So D.", "D"),
+        ("Both A and C can be eliminated. B is correct.", "B"),
+        ("I would go with A, not B.", "A"),
+        ("(b)", "B"),
+        ("b", "B"),
+        ("My answer: c", "C"),
+        ("Answer: b) photosynthesis", "B"),
+        ("<answer>(d) a comet</answer>", "D"),
+        ("Answer: C\n\nWait, no, it is A.", "A"),
     ],
 )
 def test_the_letter_that_a_response_settles_on(response: str, letter: str | None):
@@ -60,8 +72,66 @@ def test_the_letter_that_a_response_settles_on(response: str, letter: str | None
 
 def test_multiple_choice():
     assert MultipleChoice()("The answer is B.", "(B) Rome") == 1 and MultipleChoice()("no letter", "B") == 0
-    with pytest.raises(SampleError, match="the answer '42' names no letter"):
+    with pytest.raises(SampleError, match="the answer '42' names no option: no letter from A to J and no number"):
         MultipleChoice()("B", "42")
+
+
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [
+        ("3", 1),
+        ("The answer is (3).", 1),
+        ("(3) copper", 1),
+        ("Option 4 is wrong. I choose 3 because it conducts.", 1),
+        ("The answer is 4.", 0),
+        ("It isn't 3.", 0),
+        ("There are 3 apples.", 0),
+        ("3.5", 0),
+        ("C", 0),
+    ],
+)
+def test_options_may_be_numbered(response: str, right: int):
+    assert MultipleChoice()(response, "3") == right
+
+
+@pytest.mark.parametrize(
+    ("response", "number"),
+    [
+        ("#### 10 (x=3)", "10"),
+        ("#### 10, since x = 3", "10"),
+        ("#### x = 10", "10"),
+        ("#### 2 * 5 = 10 apples", "10"),
+        ("The mass is about 3.2e-5", "0.000032"),
+        ("The charge is 1.6 × 10⁻¹⁹ C.", "1.6e-19"),
+        ("There are 2^10 subsets.", "1024"),
+        ("There are not 6 but 5 apples left.", "5"),
+        ("There are 5 apples left, not 6.", "5"),
+        ("He has 8 marbles rather than 9.", "8"),
+        ("The answer is 20. Wait, no, I added wrong. The answer is 24.", "24"),
+        ("The answer is 7... sorry, 8.", "8"),
+        (r"\boxed{48}. Wait, that is only April. In total \boxed{72}.", "72"),
+        ("He drinks 3 1/2 liters.", "3.5"),
+        ("The temperature dropped to negative 5 degrees.", "-5"),
+        ("<think>16 - 7 = 9</think><answer>18</answer>", "18"),
+        ("The answer is twenty-five.", "25"),
+        ("The city has 6 million people.", "6000000"),
+    ],
+)
+def test_the_number_that_a_response_settles_on(response: str, number: str):
+    assert Gsm8k()(response, number) == 1
+
+
+@pytest.mark.parametrize(
+    "response",
+    ["12 * 3 =", r"\boxed{36}. Wait, no: \boxed{3", "<answer>36", "It is 36. No, that is wrong.", "<think>so 36"],
+)
+def test_a_response_that_is_cut_off_or_withdrawn_states_no_number(response: str):
+    assert Gsm8k()(response, "36") == Gsm8k()(response, "3") == 0
+
+
+def test_the_answer_tag_is_read_by_graders_of_text_too():
+    assert Exact()("<think>hm</think><answer>Paris</answer>", "paris") == F1()("<answer>Paris</answer>", "Paris") == 1
+    assert JsonSchema(json_schema={"type": "array"})("<answer>[1, 2]</answer>") == 1
 
 
 def test_text_is_compared_as_squad_does():

@@ -51,6 +51,25 @@ SLOW = r"\boxed{\sum_{k=1}^{10^{12}} \frac{1}{k^{3/2}}}"
         ("8", ["答案：8", "所以答案是 8。", "The answer is between 7 and 9, so 8."], ["答案：9", "答案：8 × 2 = 16"]),
         ("42", [r"\boxed{\text{The answer is }42}"], [r"\boxed{\text{The answer is }43}"]),
         ("7", ["The answer is 7, so 8 is wrong."], ["The answer is between 7 and 9, so 8"]),
+        ("2x + 3", ["<answer>2x + 3</answer>", "<answer>f(x) = 2x + 3</answer>"], ["<answer>2x - 3</answer>"]),
+        (
+            r"\frac{1}{3\cdot 2^{2006}}",
+            [r"\boxed{\frac{2}{3 \cdot 2^{2007}}}"],
+            [r"\boxed{\frac{2^{2005}+1}{3\cdot 2^{2006}}}"],
+        ),
+        (r"\frac{2^{1000}-1}{2^{1000}}", [r"\boxed{1-2^{-1000}}"], [r"\boxed{1}"]),
+        (r"\frac{x}{2^{600}}", [r"\boxed{2^{-600}x}"], [r"\boxed{\frac{2x}{2^{600}}}"]),
+        (r"(\frac{1}{2^{300}}, 1)", [r"\boxed{(2^{-300}, 1)}"], [r"\boxed{(\frac{3}{2^{300}}, 1)}"]),
+        (r"6\sqrt{3}\text{ cm}^2", [r"\boxed{6\sqrt{3}}"], [r"\boxed{6\sqrt{3}\text{ cm}}"]),
+        ("5 m", ["It is 5 m long."], [r"\boxed{5\text{ m}^2}", "The answer is 5 square meters."]),
+        ("3 hours", ["The answer is 3 hours."], ["The answer is 3 minutes."]),
+        ("6", [r"\boxed{5}. Wait, no. It should be 6."], [r"\boxed{6}. Wait, no: \boxed{5", "It is not 6 but 5."]),
+        ("London", ["The capital is not Paris but London."], ["The capital is not London but Paris."]),
+        ("The answer is 10000", [r"\boxed{10000}"], [r"\boxed{1000}"]),
+        ("She has 15 apples left.", [r"\boxed{15}", "The answer is 15."], [r"\boxed{20}"]),
+        ("There are 120 ways to arrange them.", [r"\boxed{120}"], [r"\boxed{720}"]),
+        ("0.000032", ["The concentration is 3.2e-5."], ["The concentration is 3.2e5."]),
+        ("no solution", [r"\boxed{\text{No solutions}}"], [r"\boxed{\text{one solution}}"]),
         ("42", [r"<think>\boxed{41}</think> \boxed{42}"], [r"\boxed{42", r"\boxed{__import__('os').system('true')}"]),
     ],
 )
@@ -81,6 +100,8 @@ def test_a_process_that_dies_is_no_verdict():
 def test_what_cannot_be_compared_is_no_verdict():
     with pytest.raises(SampleError, match="both answers are too large"):
         PATIENT(r"\boxed{9^{9^{9^9}}}", "8^{8^{8^8}}")
+    with pytest.raises(SampleError, match=r"the answer 'He has 3 pears and 4 figs\.' is a sentence; give the number"):
+        PATIENT("7", "He has 3 pears and 4 figs.")
     with pytest.raises(SampleError, match="the answer '' is empty"):
         PATIENT("1", "")
 
