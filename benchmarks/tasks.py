@@ -6,6 +6,7 @@
 |---|---|---|
 | `gsm8k_tiny_s` | seconds of the GSM8K example with a tiny model on a CPU | 150 or fewer |
 | `graded_right` | share of labelled answers (`tasks/graded_answers.jsonl`) that the graders judge rightly | 0.99 |
+| `graded_new` | the same share of `tasks/graded_new.jsonl`, which was labelled before a grader read it | 0.98 |
 | `signatures` | libraries whose reward functions run unmodified | 5/5 |
 | `formats` | formats of common data sets and of trainers that are read unmodified | 18/18 |
 | `reward_calls_s_ratio` | 64 asynchronous rewards of 100 ms on one rank: one after the other, divided by all in flight | 21 |
@@ -40,14 +41,16 @@ def _reward_calls(_: object) -> dict[str, float]:
     return {"reward_calls_s": round(together_s, 3), "reward_calls_s_ratio": round(in_turn_s / together_s, 1)}
 
 
+_NEW_ANSWERS = Path(__file__).resolve().parent / "tasks" / "graded_new.jsonl"
 FIGURES: dict[str, Callable[[Path | None], dict[str, Any]]] = {
     "gsm8k_tiny_s": lambda rows: {"gsm8k_tiny_s": round(_figure("gsm8k", "gsm8k_tiny_s", rows), 1)},
     "graded_right": lambda _: {"graded_right": round(_figure("graded", "graded_right"), 4)},
+    "graded_new": lambda _: {"graded_new": round(_figure("graded", "graded_right", _NEW_ANSWERS), 4)},
     "signatures": lambda _: {"signatures": _of_all(_figure("signatures", "signatures"))},
     "formats": lambda _: {"formats": _of_all(_figure("formats", "formats"))},
     "reward_calls_s_ratio": _reward_calls,
 }
-NAMES = ("gsm8k_tiny_s", "graded_right", "signatures", "formats", "reward_calls_s_ratio")
+NAMES = ("gsm8k_tiny_s", "graded_right", "graded_new", "signatures", "formats", "reward_calls_s_ratio")
 
 
 def main() -> None:

@@ -17,7 +17,9 @@ def test_the_labelled_answers_of_pure_graders_are_judged_rightly(load: Any):
 
 @pytest.mark.slow
 def test_the_labelled_answers_are_judged_rightly(load: Any):
-    assert load("tasks/graded").graded_right() >= 0.99
+    graded = load("tasks/graded")
+    new = graded.FILE.with_name("graded_new.jsonl")
+    assert graded.graded_right() >= 0.99 and graded.graded_right(new) >= 0.98 and len(graded.read(new)) == 150
 
 
 def test_a_wrong_verdict_and_none_count_against_the_graders(
