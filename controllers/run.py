@@ -106,7 +106,7 @@ class Run:
         self._weights, self._calls = weights, calls
         parts = RunParts(schedule, buffer, groups, graph_runs, weights, recording, calls, rules)
         self._admission = Admission(parts, stop_without_signal=NO_SIGNAL in spec.stop_on)
-        self._dispatcher = Dispatcher(parts, self._backend.clock)
+        self._dispatcher = Dispatcher(parts, self._backend.clock, history.progress.say)
         self._stop = StopRequests(directory.path, directory.starts + 1)
         self._live = LiveState(directory.path, parts, self._backend, self._started, directory.starts + 1)
         self._closing = Closing(spec, history, directory, parts, self._saving, self._started, self._stop)

@@ -2,6 +2,8 @@
 
 - A group begins nothing while it is at something else, unless both give way to each other (generation that overlaps training).
 - A group begins nothing while another one on its pool is busy.
+- An update sees no group that is too old for it: such groups are set aside first, so a claim gets as many groups as its share says,
+  and the update knows whether they complete its batch. Each step is therefore one update.
 - An update waits for evaluations of the weights that it would change, and for recording that is too far behind.
 - Where generation overlaps training, evaluations come first: they have few rows, which must not stand at the end of a queue. Otherwise they
   come last, and take the groups that training leaves idle.
@@ -34,10 +36,12 @@ class Dispatcher:
     Args:
         parts: of the run.
         clock: of the run, in seconds.
+        say: tells the user something.
     """
 
-    def __init__(self, parts: RunParts, clock: Callable[[], float]) -> None:
+    def __init__(self, parts: RunParts, clock: Callable[[], float], say: Callable[[str], None]) -> None:
         self._parts = parts
+        self._say = say
         self._gathering = Gathering(clock)
         self._one_pass = OnePass(overlaps=parts.evaluation_rules.comes_first)
         self._seen = {run.name: list(run.ledger.readiness.num_rows) for run in parts.graph_runs}
@@ -74,6 +78,8 @@ class Dispatcher:
         for graph_run in (*evaluations, train) if self._parts.evaluation_rules.comes_first else (train, *evaluations):
             for node in graph_run.nodes:
                 group = self._parts.groups[group_of(node)]
+                if graph_run is train and node.operation.updates and not train.over:
+                    self._set_too_old_aside(node, group)
                 share = self._share(graph_run, node, group)
                 if share is None:
                     self._gathering.look(graph_run, node, self._parts.calls.under_way)
@@ -162,16 +168,16 @@ class Dispatcher:
             staleness=self._staleness(node, group) if graph_run is self._parts.train else None,
             version=group.version if str(RESPONSE_VERSIONS) in node.writes else None,
         )
-        if updates and graph_run is self._parts.train:
-            self._refuse_stale(node, group)
         if lease is None:
             return
         arguments: dict[str, Any] = {}
+        last = share.last
         if updates:
+            last &= share.max_groups in (None, lease.num_groups)
             self._parts.train.taken[node.name] += lease.num_groups
-            group.updating = share.last
+            group.updating = last
             if node.operation.accumulates:
-                arguments["last"] = share.last
+                arguments["last"] = last
         then = partial(self._ended, graph_run=graph_run)
         request = NodeRequest(
             group,
@@ -182,7 +188,7 @@ class Dispatcher:
             ledger=graph_run.ledger,
             lease=lease,
             by_load=group.least_loaded(lease.num_rows) if self._joins(node) else None,
-            last=share.last,
+            last=last,
         )
         self._parts.calls.queue([request])
 
@@ -190,12 +196,27 @@ class Dispatcher:
         """The bound of the schedule on every row that an update claims."""
         if not node.operation.updates or not self._parts.weights.followers(group.name):
             return None  # the versions in the rows, if any, count some other group's updates
-        bound = self._parts.schedule.max_staleness
-        return Staleness(group.version, bound, self._parts.buffer.config.on_stale if bound else "wait")
+        bound, fate = self._parts.schedule.max_staleness, self._parts.buffer.config.on_stale
+        if bound and fate == "wait":
+            fate = "requeue"  # neither the bound of a run nor the version goes back, so the group would wait forever
+        return Staleness(group.version, bound, fate if bound else "wait")
 
-    def _refuse_stale(self, node: Node, group: WorkerGroup) -> None:
-        """End the run if an on-policy schedule has rows that are too old: they would never be trained on."""
-        if self._parts.schedule.max_staleness == 0 and self._parts.train.ledger.readiness.too_old(node):
+    def _set_too_old_aside(self, node: Node, group: WorkerGroup) -> None:
+        """Apply the staleness bound to the groups that are ready for an update.
+
+        Raises:
+            StalenessError: the schedule is on-policy, so groups that are too old would never be trained on.
+        """
+        staleness, ledger = self._staleness(node, group), self._parts.train.ledger
+        if staleness is None:
+            return
+        number = ledger.set_too_old_aside(node, staleness)
+        if number and staleness.bound and self._parts.buffer.config.on_stale == "wait":
+            self._say(
+                f"{number} groups are too old for {node.name!r} (version {group.version}, max_staleness={staleness.bound}): "
+                "their prompts are issued again"
+            )
+        if not staleness.bound and ledger.readiness.too_old(node):
             raise StalenessError(
                 f"{group.name!r} is at version {group.version}, but rows ready for its update were generated by "
                 f"version {self._parts.train.ledger.live.oldest_too_old(node)}; the schedule allows a staleness of 0. "

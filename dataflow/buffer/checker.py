@@ -17,6 +17,7 @@ The states of rows are sets (`checked_graph.py`), which events change (`checked_
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -59,6 +60,8 @@ class Checker:
         self.restarts = 0
         self._on_recorded = on_recorded
         self._ended: dict[tuple[str, int], str] = {}
+        self._versions: dict[str, list[int]] = {}
+        """Worker group -> bytes of the log at which versions of it were noted in the step under way."""
         self._restarting = False
         self._epoch = 0
         self.at = 0
@@ -131,7 +134,7 @@ class Checker:
                 self.sources[self._graph_of(record).name] = record["segment"]
                 self._refer(record["segment"])
             case "note":
-                self.notes[record["key"]] = record["value"]
+                self._note(record["key"], record["value"])
             case "ids":
                 self._begin_ids(record)
             case "epoch":
@@ -160,6 +163,29 @@ class Checker:
         for (graph, number), lease in self.rows.leases.items():
             who = f"lease {number} of node {lease.node.name!r} in graph {graph!r}, claimed at byte {lease.at},"
             self._break(Rule.ONE_WRITER, f"the run was started again, but {who} was not released")
+
+    def _note(self, key: str, value: Any) -> None:
+        if key.startswith("version/"):
+            self._count_update(key.removeprefix("version/"), value)
+        elif key == "step":
+            for name, at in self._versions.items():
+                if not at:
+                    self._break(Rule.ONE_UPDATE, f"note: step {value} ended without an update of {name!r}")
+                at.clear()
+        self.notes[key] = value
+
+    def _count_update(self, name: str, version: Any) -> None:
+        """A worker group has a new version of its weights."""
+        nodes = (node.node for graph in self.graphs.values() for node in graph.nodes)
+        allowed = sum(node.operation.updates and node.group == name for node in nodes)
+        made = self._versions.setdefault(name, [])
+        made.append(self.at)
+        if len(made) > max(allowed, 1):
+            step = self.notes.get("step", 0) + 1
+            problem = (
+                f"version {version} of {name!r} is update {len(made)} of step {step}, whose first is at byte {made[0]}"
+            )
+            self._break(Rule.ONE_UPDATE, f"note: {problem}")
 
     def _begin_ids(self, record: Record) -> None:
         if self.rows.next_id or self.rows.next_group:
@@ -236,14 +262,16 @@ class Checker:
         if number <= graph.last_lease:
             raise BrokenRule(f"{who} was granted before", Rule.LEASE)
         graph.last_lease = number
-        too_old = self._too_old(graph, node, ids, record.get("groups"), stale) if stale else []
+        too_old = self._set_aside(graph, node, record, who) if stale else []
         taken = self._ready(graph, node, ids, f"claim: {who} takes")
         if node.takes_groups:
             self._check_groups(node, taken, f"claim: {who} takes")
         if stale:
             self._check_age(taken, stale, who)
-            for group in too_old if stale[2] != "mask" else ():  # a masked one is among the rows, or was left
+            for group in too_old:
                 self.rows.reject(group, node, stale[2])
+        if node.node.operation.updates:
+            self._check_order(graph, node, taken, who)
         if not ids:
             if not stale:
                 raise BrokenRule(f"{who} takes no rows", Rule.KNOWN_RECORD)
@@ -304,24 +332,63 @@ class Checker:
 
     # Rows are too old
 
-    def _too_old(
-        self, graph: CheckedGraph, node: CheckedNode, ids: Sequence[int], limit: int | None, stale: Sequence[Any]
-    ) -> list[CheckedGroup]:
-        """Ready groups that this claim passed over because they are too old."""
-        version, bound, _ = stale
+    def _set_aside(self, graph: CheckedGraph, node: CheckedNode, record: Record, who: str) -> list[CheckedGroup]:
+        """The ready groups that a claim sets aside because they are too old. Logs of format 5 and earlier do not name them."""
+        ids, limit, named = record["ids"], record.get("groups"), record.get("too_old")
+        version, bound, fate = record["stale"]
+        waits = named is None or fate == "wait"
+        node.held_back = {
+            id for id in node.held_back if waits and self._is_too_old(self.rows.groups[id], node, version, bound)
+        }
+        if fate == "mask":
+            return []  # those that are too old are among the rows, or were left
         taken = {row.group.id for id in ids if (row := self.rows.in_flight.get(id))}
-        last = max(taken, default=-1) if limit is not None and len(taken) >= limit else self.rows.next_group
-        node.held_back = {id for id in node.held_back if self._is_too_old(self.rows.groups[id], node, version, bound)}
-        found: list[CheckedGroup] = []
+        full = named is None and limit is not None and len(taken) >= limit
+        last = max(taken, default=-1) if full else self.rows.next_group
+        found: dict[int, CheckedGroup] = {}
         for group in self.rows.groups.values():
             if group.id > last:
                 break
-            if group.graph is graph and group.id not in taken and group.id not in node.held_back:
-                rows = group.levels[node.level] & node.waiting
-                old = rows and self._is_too_old(group, node, version, bound)
-                if old and graph.is_complete(group, node) and node.is_ready(rows, self.rows.in_flight):
-                    found.append(group)
-        return found
+            if (
+                group.id not in taken
+                and self._is_ready(graph, group, node)
+                and self._is_too_old(group, node, version, bound)
+            ):
+                found[group.id] = group
+        if named is None:
+            return list(found.values())
+        if set(named) != found.keys():
+            those = f"groups {sorted(named)} aside as too old; those are {sorted(found)}"
+            self._break(Rule.STALENESS, f"claim: {who} sets {those}")
+        return [found[id] for id in named if id in found]
+
+    def _is_ready(self, graph: CheckedGraph, group: CheckedGroup, node: CheckedNode) -> bool:
+        """Whether a claim of a node that takes groups can get a group."""
+        if group.graph is not graph or group.id in node.held_back:
+            return False
+        rows = group.levels[node.level] & node.waiting
+        return bool(rows) and graph.is_complete(group, node) and node.is_ready(rows, self.rows.in_flight)
+
+    def _check_order(self, graph: CheckedGraph, node: CheckedNode, taken: Iterable[int], who: str) -> None:
+        """An update leaves no ready group whose oldest token is older than that of a group it takes."""
+        groups = {row.group for id in taken for row in [self.rows.in_flight[id]]}
+        youngest = max(groups, key=lambda group: self._oldest(group, node), default=None)
+        if youngest is None:
+            return
+        newest = self._oldest(youngest, node)
+        for group in self.rows.groups.values():
+            if group.graph is not graph or group in groups or self._oldest(group, node) >= newest:
+                continue
+            if self._is_ready(graph, group, node):
+                takes = f"takes group {youngest.id}, whose oldest token is of version {newest:.0f}"
+                leaves = f"leaves group {group.id}, of version {self._oldest(group, node):.0f}"
+                self._break(Rule.OLDEST_FIRST, f"claim: {who} {takes}, and {leaves}")
+                return
+
+    def _oldest(self, group: CheckedGroup, node: CheckedNode) -> float:
+        """Oldest version in the rows of a group that reach a node; infinity where no policy made them."""
+        rows = (self.rows.in_flight[id] for id in group.levels[node.level] - node.dropped)
+        return min((row.version for row in rows if row.version is not None and row.version >= 0), default=math.inf)
 
     def _is_too_old(self, group: CheckedGroup, node: CheckedNode, version: int, bound: int) -> bool:
         return any(self.rows.in_flight[id].age(version) > bound for id in group.levels[node.level] - node.dropped)

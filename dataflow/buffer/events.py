@@ -50,6 +50,8 @@ class Claim:
     groups: int | None = None
     stale: list[Any] | None = None
     """Version, bound and fate of a `Staleness`."""
+    too_old: list[int] | None = None
+    """Ids of the groups that were set aside because they are too old; None without a bound, and in logs of format 5 and earlier."""
     version: int | None = None
     holder: str = ""
 

@@ -23,12 +23,13 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 
 from ..errors import LeaseError
 from ..graph import Graph
 from ..node import SOURCE, Node
 from ..operation import Shape
-from .claims import Claims
+from .claims import Claims, Taking
 from .events import Claim, Drop, Event, Finish, Issue, Lose, Offer, Publish, Release, SetSource, to_json
 from .leases import Lease, Leases, Published, PublishedLists, Spread, Staleness, Written
 from .live_rows import LiveRows
@@ -128,35 +129,66 @@ class Ledger:
         staleness: Staleness | None = None,
         version: int | None = None,
     ) -> Lease | None:
-        """Lease ready rows to this node, in order of group and sample id; None when there are none.
+        """Lease ready rows to this node, in order of group and sample id; None when there are none. If `max_groups` does not allow all
+        ready groups, an update gets those with the oldest tokens.
 
         Args:
             max_rows: most rows, of a node that takes rows.
-            max_groups: most groups, of a node that takes groups.
+            max_groups: most groups, of a node that takes groups. With 0, groups that are too old are set aside, and none is leased.
             holder: who works on them, for messages.
             deadline_s: seconds from now after which the rows go back (see `expire`).
             staleness: of an update: which groups are too old, and what becomes of them.
             version: of a node that generates: of its weights now, which the groups are noted to begin with.
         """
-        i = self._index[node.name]
-        too_old = self.claims.stale.total()
-        taken, masked = self.claims.take(i, max_rows, max_groups, staleness)
-        if not taken and self.claims.stale.total() == too_old:
+        taking = self.claims.take(self._index[node.name], max_rows, max_groups, staleness)
+        if not (taking.taken or taking.too_old or taking.offered):
             return None
-        token = self.leases.take_token()
-        stale = [staleness.version, staleness.bound, staleness.fate] if staleness else None
         deadline = None if deadline_s is None else self._clock() + deadline_s
-        lease = Lease.of(token, node, taken, holder=holder, deadline=deadline, masked=masked)
+        stale = [staleness.version, staleness.bound, staleness.fate] if staleness else None
+        asked = Claim(
+            self.leases.take_token(), node.name, [], max_rows, max_groups, stale, version=version, holder=holder
+        )
+        return self._grant(asked, taking, deadline)
+
+    def claim_again(self, event: Claim) -> None:
+        """Repeat a claim of the log.
+
+        Raises:
+            ValueError: the rows that it got are not those that are ready.
+        """
+        i = self._index[event.node]
+        self.leases.next_token = event.lease + 1
+        if self._takes_groups[i]:
+            staleness = Staleness(*event.stale) if event.stale else None
+            taking = self.claims.take_again(i, event.ids, event.groups, staleness, event.too_old)
+        else:
+            taking = self.claims.take(i, event.rows, event.groups)
+        lease = self._grant(event, taking, None)
+        if (lease.ids.tolist() if lease else []) != event.ids:
+            what = f"has rows {event.ids[:3]}..., which are not those that are ready"
+            raise ValueError(f"lease {event.lease} of node {event.node!r} {what}")
+
+    def set_too_old_aside(self, node: Node, staleness: Staleness) -> int:
+        """Set the ready groups aside that are too old for an update, so that it knows how many are left before it claims any. Returns
+        how many groups met their fate."""
+        before = self.claims.stale.total()
+        self.claim(node, max_groups=0, staleness=staleness)
+        return self.claims.stale.total() - before
+
+    def _grant(self, asked: Claim, taking: Taking, deadline: float | None) -> Lease | None:
+        """Note a claim, and lease what it takes."""
+        node, level = self.graph[asked.node], self.graph[asked.node].level
+        i, taken = self._index[node.name], taking.taken
+        lease = Lease.of(asked.lease, node, taken, holder=asked.holder, deadline=deadline, masked=taking.masked)
         if node.makes_level is not None:
             self.claims.set_ids_aside(lease.taken, node.makes_level)
-        self._note(Claim(token, node.name, list(lease.open), max_rows, max_groups, stale, version, holder))
+        self._note(replace(asked, ids=list(lease.open), too_old=taking.too_old))
         if not taken:
             return None
-        level = node.level
         for group, mask in taken:
             group.levels[level].leased[i] |= mask
-            if version is not None and group.version is None:
-                self.readiness.set_version(group, version)
+            if asked.version is not None and group.version is None:
+                self.readiness.set_version(group, asked.version)
         self.leases.begin(lease)
         return lease
 

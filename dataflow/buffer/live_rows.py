@@ -443,11 +443,7 @@ class LiveRows:
         groups, level = self.groups, self.wiring.level[i]
         step, number = -1, 0
         if self.wiring.takes_groups[i]:
-            queued = [
-                (g, int(g.state(i) is GroupState.READY))
-                for id in sorted(self.readiness.group_queues[i])
-                if (g := groups.get(id))
-            ]
+            queued = [(groups[id], 1) for id in self.readiness.ready_ids(i, groups)]
         else:
             waiting = sorted(self.readiness.in_row_queues[i])
             queued = [(g, g.levels[level].ready(i).bit_count()) for id in waiting if (g := groups.get(id))]

@@ -46,10 +46,10 @@ from .log_history import (
 Record = Mapping[str, Any]
 """An event: `do` names its kind, and the other fields depend on the kind. Values are those of JSON."""
 
-FORMAT = 5
+FORMAT = 6
 """Format of the records of a log and of the graphs described in it. In format 1, all rows made of a parent came together. In format 2,
 rows were issued in a `round`, which is a `step` now. In format 3, all rows of a record lay in one segment. In format 4, every number of a
-record stood by itself (see `unpacked`)."""
+record stood by itself (see `unpacked`). In format 5, a claim did not name the groups that it set aside because they were too old."""
 OLDEST = 3
 """The oldest format that is read."""
 

@@ -1,8 +1,8 @@
 """Readiness: what the nodes of a graph can claim now, and what is left for them to do.
 
     a row at a node that takes rows        RowState:    blocked ──offer_rows─> ready ──take_rows──> leased ──> done
-    a group at a node that takes groups    GroupState:  gathering ──offer_group──> ready ──next_group, claim_group──> claimed
-                                                                        too old <──set_too_old──┘
+    a group at a node that takes groups    GroupState:  gathering ──offer_group──> ready ──claim_group──> claimed
+                                                                too old <──set_too_old──┘
 
 Invariant: all of it follows from the groups in flight. What `Readiness.of` makes of them is what was kept event by event.
 """
@@ -15,16 +15,15 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
 from ..node import Node
-from .rows import Group, GroupState, mask_of
+from .rows import Group, GroupState, mask_of, places_in
 from .wiring import Wiring
 
 FEW = 8
 """Groups that are fewer than one in so many of a heap are pushed on it one by one; of more, the heap is made anew."""
 
 
-def group_order(group: Group) -> int:
-    """Sort key of the groups that a node claims: the oldest comes first. The checker's rules and the replay of a log rely on it."""
-    return group.id
+YOUNGEST = 1 << 62
+"""Sorts rows that no policy generated behind all others: they never become too old."""
 
 
 class Readiness:
@@ -42,8 +41,8 @@ class Readiness:
         """The same of groups whose rows have come since the last claim, in no order yet."""
         self.in_row_queues: list[set[int]] = [set() for _ in range(number)]
         """All of these, to look one up."""
-        self.group_queues: list[list[int]] = [[] for _ in range(number)]
-        """Heaps of `group_order`."""
+        self.group_queues: list[list[tuple[int, int]]] = [[] for _ in range(number)]
+        """Heaps of (age, group id), as `_order` sorts them."""
         self.num_rows = [0] * number
         """Rows that are ready; of a node that takes groups, those of groups that are ready."""
         self.num_groups = [0] * number
@@ -191,22 +190,38 @@ class Readiness:
         self._enqueue(group, i)
 
     def _enqueue(self, group: Group, i: int) -> None:
-        heapq.heappush(self.group_queues[i], group_order(group))
+        heapq.heappush(self.group_queues[i], self._order(group, i))
         self.num_groups[i] += 1
         self.num_rows[i] += self.num_offered(group, i)
 
-    def next_group(self, i: int, known: Mapping[int, Group]) -> Group | None:
-        """The first of the groups in flight that are ready for node i, in `group_order`; it is withdrawn."""
+    def _order(self, group: Group, i: int) -> tuple[int, int]:
+        """Sort key of the groups that node i claims. An update takes the groups with the oldest tokens first, because they are the first
+        to become too old. Group ids do not tell the age: a group that is generated again is younger than its id."""
+        return (self.oldest_version(group, i) if i in self._wiring.updates else 0), group.id
+
+    def oldest_version(self, group: Group, i: int) -> int:
+        """Oldest policy version in the rows that node i, to which a group is offered, gets; YOUNGEST if no policy generated them."""
+        versions = group.levels[self._wiring.level[i]].versions
+        offered = places_in(self.offered_rows(group, i))
+        return min((v for place in offered if (v := versions[place]) is not None and v >= 0), default=YOUNGEST)
+
+    def first_group(self, i: int, known: Mapping[int, Group]) -> Group | None:
+        """The next of the groups in flight that are ready for node i; None: there is none."""
         queue = self.group_queues[i]
         while queue:
-            group = known.get(heapq.heappop(queue))
+            group = known.get(queue[0][1])
             if group is not None and group.state(i) is GroupState.READY:
-                self.withdraw_group(group, i)
                 return group
+            heapq.heappop(queue)
         return None
 
+    def ready_ids(self, i: int, known: Mapping[int, Group]) -> list[int]:
+        """Ids of the groups in flight that are ready for node i, which takes groups, in order of their ids."""
+        queued = {id for _, id in self.group_queues[i]}
+        return sorted(id for id in queued if id in known and known[id].state(i) is GroupState.READY)
+
     def withdraw_group(self, group: Group, i: int) -> None:
-        """A group is not ready for node i any more."""
+        """A group is not ready for node i any more. Its entry in the queue counts for nothing."""
         self.num_rows[i] -= self.num_offered(group, i)
         self.num_groups[i] -= 1
 

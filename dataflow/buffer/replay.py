@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .events import Claim, Drop, Event, Finish, Issue, Lose, Offer, Publish, Release, SetSource, from_record
-from .leases import Published, Spread, Staleness
+from .leases import Published, Spread
 from .ledger import Ledger
 from .log import Record
 from .segments import Segment
@@ -31,7 +31,7 @@ def _apply(ledger: Ledger, event: Event) -> None:
         case SetSource():
             ledger.set_source(Segment.from_json(event.segment))
         case Claim():
-            _claim(ledger, event)
+            ledger.claim_again(event)
         case Publish():
             arrays = (event.ids, event.tokens, event.versions, event.parents, event.finished)
             written = Segment.from_json(event.segment) if event.segment else None
@@ -48,18 +48,3 @@ def _apply(ledger: Ledger, event: Event) -> None:
             ledger.lose(event.group, event.why, issue_again=event.again)
         case Offer():
             ledger.offer(ledger.graph[event.node], ledger.live.groups[event.group])
-
-
-def _claim(ledger: Ledger, event: Claim) -> None:
-    ledger.leases.next_token = event.lease
-    lease = ledger.claim(
-        ledger.graph[event.node],
-        max_rows=event.rows,
-        max_groups=event.groups,
-        holder=event.holder,
-        staleness=Staleness(*event.stale) if event.stale else None,
-        version=event.version,
-    )
-    if (lease.ids.tolist() if lease else []) != event.ids:
-        what = f"has rows {event.ids[:3]}..., which are not those that are ready"
-        raise ValueError(f"lease {event.lease} of node {event.node!r} {what}")

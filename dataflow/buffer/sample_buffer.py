@@ -55,8 +55,9 @@ class BufferConfig(Config):
     """[bytes] Columns of rows in flight of one graph, at most. None: no bound. Set it where `memory_low` warns, or the disk of segments
     is small."""
     on_stale: Fate = "wait"
-    """The fate of a group that is older than the schedule allows when an update claims it: `wait`, `mask`, `requeue` or `drop`. Choose
-    another where groups come late again and again: to drop them favours short responses."""
+    """The fate of a group that is too old for the schedule when an update could take it: `wait`, `mask`, `requeue` or `drop`. With
+    `wait`, updates wait for late groups. A group that is too old nevertheless, because a resume lowered the bound, is requeued and
+    reported. Choose another where late groups hold up training; to drop them favours short responses."""
     lease_deadline_s: float | None = Field(default=None, gt=0)
     """[s] Time after which rows are requeued that a worker claimed and did not finish. None: only the driver's deadlines apply. Set it
     where a rank is at times much slower than others."""

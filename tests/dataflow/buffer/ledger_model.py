@@ -1,5 +1,7 @@
 """What the nodes of a ledger can claim, worked out from the sets of the independent checker, which reads the ledger's log."""
 
+import math
+
 from weft.dataflow.buffer.checked_graph import CheckedGroup, CheckedNode, CheckedRow
 from weft.dataflow.buffer.checked_rows import GraphCounts
 from weft.dataflow.buffer.checker import Checker
@@ -69,6 +71,11 @@ class Model:
             enough = len(ready) >= node.quorum or complete or (group.id, n.name) in self.short
             return (min(len(ready), node.quorum), ready) if enough else (0, [])
         return (len(ready), ready) if complete or not node.takes_groups else (0, [])
+
+    def oldest(self, ids: list[int]) -> float:
+        """Oldest policy version in these rows."""
+        versions = (self.rows[id].version for id in ids)
+        return min((v for v in versions if v is not None and v >= 0), default=math.inf)
 
     def too_old(self, group: CheckedGroup, n: Node, staleness: Staleness) -> set[int]:
         return {id for id in self.todo(group, n) if self.rows[id].age(staleness.version) > staleness.bound}

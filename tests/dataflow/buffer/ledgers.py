@@ -209,7 +209,7 @@ def readiness_state(ledger: Ledger, readiness: Readiness) -> dict[str, Any]:
         for i, queue in enumerate(readiness.in_row_queues)
     ]
     state["queued groups"] = [
-        sorted(id for id in queue if id in groups and groups[id].state(i) is GroupState.READY)
+        sorted({entry for entry in queue if entry[1] in groups and groups[entry[1]].state(i) is GroupState.READY})
         for i, queue in enumerate(readiness.group_queues)
     ]
     return state

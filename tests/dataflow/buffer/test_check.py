@@ -153,7 +153,7 @@ def test_no_reader_takes_a_log_of_another_format(tmp_path: Path, number: int, wh
         log.append(record | {"format": number} if record["do"] == "graph" else record)
     log.close()
     said = (
-        f"graph 'train' is described in format {number}, by {which} version of Weft; this version reads formats 3 to 5"
+        f"graph 'train' is described in format {number}, by {which} version of Weft; this version reads formats 3 to 6"
     )
     for read in (check_log, restore, history):
         with pytest.raises(FormatError, match=said):

@@ -129,6 +129,36 @@ def children_twice(records: Records) -> int:
     return index + 1
 
 
+def two_updates(records: Records) -> int:
+    records += [{"do": "note", "key": "version/updater", "value": version} for version in (1, 2)]
+    return len(records) - 1
+
+
+def no_update(records: Records) -> int:
+    records += [{"do": "note", "key": key, "value": 1} for key in ("version/updater", "step")]
+    records.append({"do": "note", "key": "step", "value": 2})
+    return len(records) - 1
+
+
+def youngest_first(records: Records) -> int:
+    """The first group is younger than the second, and the update takes it alone."""
+    index = at(records, "publish", "generate")
+    records[index] = records[index] | {"versions": [1, 1, 1, 0, 0, 0]}
+    index = at(records, "claim", "updater.update")
+    records[index] = records[index] | {"ids": records[index]["ids"][:1], "groups": 1}
+    return index
+
+
+def not_set_aside(records: Records) -> int:
+    """The update takes one group, and does not say that the other is too old."""
+    index = at(records, "publish", "generate")
+    records[index] = records[index] | {"versions": [1, 1, 1, 0, 0, 0]}
+    index = at(records, "claim", "updater.update")
+    one = {"ids": records[index]["ids"][:1], "groups": 1, "stale": [1, 0, "wait"]}
+    records[index] = records[index] | one
+    return index
+
+
 def lost_under_way(records: Records) -> int:
     index = at(records, "claim", "score") + 1
     records.insert(index, {"do": "lose", "graph": "train", "group": 0, "why": "its file is gone"})
@@ -242,11 +272,28 @@ WRONG: dict[Rule, dict[str, tuple[Callable[[Records], int], str]]] = {
     },
     Rule.STALENESS: {
         "an update trains on rows too old": (too_new, r"of version 0, for version 5 with a bound of 1 \(wait\)"),
+        "a group that is too old is not set aside": (
+            not_set_aside,
+            r"sets groups \[\] aside as too old; those are \[1\]",
+        ),
     },
     Rule.STEP: {
         "an update is of another step": (
             changed("finish", "updater.update", step=7),
             "is of step 7, but step 1 was under way",
+        ),
+    },
+    Rule.ONE_UPDATE: {
+        "a step has two updates": (
+            two_updates,
+            r"version 2 of 'updater' is update 2 of step 1, whose first is at byte \d+",
+        ),
+        "a step has no update": (no_update, "step 2 ended without an update of 'updater'"),
+    },
+    Rule.OLDEST_FIRST: {
+        "an update takes the younger of two groups": (
+            youngest_first,
+            "takes group 0, whose oldest token is of version 1, and leaves group 1, of version 0",
         ),
     },
 }

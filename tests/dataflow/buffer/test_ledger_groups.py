@@ -222,3 +222,27 @@ def test_a_group_that_is_too_old_is_dropped():
     assert (
         list(ledger.live.groups) == [] and ledger.claims.stale == {"drop": 1} and ledger.live.counts()["dropped"] == 1
     )
+
+
+def test_an_update_takes_the_groups_with_the_oldest_tokens_first():
+    ledger = aged([5, 3, 4])
+    assert claim(ledger, "update", max_groups=1).ids.tolist() == [1001]
+    assert claim(ledger, "update", max_groups=2).ids.tolist() == [1000, 1002], (
+        "a lease has its groups in the order of ids"
+    )
+
+
+def test_every_ready_group_that_is_too_old_is_set_aside_before_a_claim_takes_any():
+    ledger = aged([5, 3, 5, 3])
+    update = node(ledger, "update")
+    assert ledger.set_too_old_aside(update, Staleness(6, 2)) == 2
+    assert (ledger.readiness.ready_groups(update), ledger.readiness.too_old(update), len(ledger.leases)) == (2, 2, 0)
+    assert claim(ledger, "update", max_groups=1, staleness=Staleness(6, 2)).num_groups == 1
+
+
+def test_groups_that_waited_meet_another_fate_when_the_next_claim_has_one():
+    ledger = aged([3])
+    update = node(ledger, "update")
+    ledger.set_too_old_aside(update, Staleness(6, 2))
+    assert ledger.set_too_old_aside(update, Staleness(6, 2, "requeue")) == 1
+    assert list(ledger.live.groups) == [1] and ledger.readiness.too_old(update) == 0

@@ -127,21 +127,21 @@ class Play:
         model, masked, node = self.model, set[int](), self.model.states(n)
         groups = list(model.groups.values())
         if staleness is not None:
-            node.held_back -= {g.id for g in groups if not model.too_old(g, n, staleness)}
+            waits = staleness.fate == "wait"
+            node.held_back -= {g.id for g in groups if not (waits and model.too_old(g, n, staleness))}
         ready = [(group, *found) for group in groups if (found := model.ready(group, n))[0]]
         if not n.operation.takes_groups:
             return [(1, [i]) for _, _, rows in ready for i in rows][:limit], masked
+        old_of = {g.id: model.too_old(g, n, staleness) if staleness is not None else set[int]() for g, _, _ in ready}
+        if staleness is not None and staleness.fate != "mask":
+            aside = [own for group, _, own in ready if old_of[group.id]]
+            self.dropped[f"stale at {n.name}"] += 0 if staleness.fate == "wait" else sum(map(len, aside))
+            ready = [each for each in ready if not old_of[each[0].id]]
+        if n.operation.updates:
+            ready.sort(key=lambda each: model.oldest(each[2]))
         expected: list[tuple[int, list[int]]] = []
-        for group, number, own in ready:
-            if len(expected) == limit:
-                break
-            old = model.too_old(group, n, staleness) if staleness is not None else set[int]()
-            if staleness is not None and old:
-                if staleness.fate == "mask":
-                    masked |= old
-                else:
-                    self.dropped[f"stale at {n.name}"] += 0 if staleness.fate == "wait" else len(own)
-                    continue
+        for group, number, own in sorted(ready[:limit], key=lambda each: each[0].id):
+            masked |= old_of[group.id]
             expected.append((number, own))
             if n.operation.quorum and node not in group.chosen:
                 self.dropped[f"over-issued at {n.name}"] += len(model.todo(group, n)) - number

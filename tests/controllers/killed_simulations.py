@@ -1,0 +1,209 @@
+"""Simulated runs that are killed after any number of replies and resumed, and what their logs say of steps and versions."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from simulated_runs import Actor, Rollout, apart
+from toy import ToyCritic, ToyReward, prompts, toy_dapo, toy_evaluation, toy_grpo, toy_ppo
+
+from weft.controllers.driver import Driver, Evaluation
+from weft.controllers.group import Call
+from weft.controllers.ranks.tasks import Task
+from weft.controllers.recovery.checkpoints import CheckpointConfig
+from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
+from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LinearCost
+from weft.controllers.simulation.simulated import NODE, Simulated
+from weft.dataflow.buffer.log import LogReader
+from weft.dataflow.buffer.run_files import BUFFER, LOG, SEGMENTS
+from weft.dataflow.buffer.sample_buffer import BufferConfig
+from weft.dataflow.buffer.segments import Segment
+from weft.dataflow.handle import group
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
+
+STEPS = 12
+LONGEST = 40
+"""Tokens of the longest response."""
+FILE = f"{NODE}.0.000001.arrows"
+"""The file that has all columns of a simulated run."""
+
+
+class KilledError(BaseException):
+    """The run is killed: nothing of Weft catches this."""
+
+
+class SavedActor(Actor):
+    """Has a state to be saved. Nobody calls it: the runs are simulated."""
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: Path) -> float:
+        return 0.0
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def checkpoint_written(self, wait: bool = False) -> bool:
+        return True
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: Path) -> None: ...
+
+
+class SavedCritic(SavedActor, ToyCritic):
+    """A second model that is updated."""
+
+
+class Dying(Simulated):
+    """A simulation that ends after a number of replies. References to columns are references to zeros, which recovery can read.
+
+    Args:
+        root: the folder of the runs.
+        life: number of this life of the run.
+        replies: how many come before it is killed; None: it lives.
+    """
+
+    def __init__(self, costs: CostModel, root: Path, life: int, replies: int | None) -> None:
+        super().__init__(costs)
+        self._folder, self._length = root / "run" / BUFFER / SEGMENTS / NODE, 0
+        self._offset, self._left = life << 22, replies
+        if life:
+            self._extend(self._offset)
+
+    def wait(self, timeout_s: float) -> Any:
+        events = super().wait(timeout_s)
+        if self._left is not None:
+            self._left -= len(events)
+            if self._left < 0:
+                raise KilledError
+        return events
+
+    def _submit(self, rank: int, task: Task, call: Call) -> None:
+        if task.method == "save_checkpoint":
+            path = Path(task.arguments["path"])
+            path.mkdir(parents=True, exist_ok=True)
+            (path / f"rank_{rank}.json").write_text("{}")
+        super()._submit(rank, task, call)
+
+    def _invent(self, num_bytes: int) -> Segment:
+        self._offset += num_bytes
+        self._extend(self._offset + num_bytes)
+        return Segment(NODE, FILE, self._offset, num_bytes, xxhash.xxh3_64_intdigest(bytes(num_bytes)))
+
+    def _extend(self, end: int) -> None:
+        """Make the sparse file of zeros at least this long."""
+        if end > self._length:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._length = end + (1 << 20)
+            with (self._folder / FILE).open("ab") as sparse:
+                sparse.truncate(self._length)
+
+
+def random_schedule(chance: random.Random) -> Training:
+    size = chance.randint(1, 6)
+    stepwise: list[Training] = [
+        Synchronous(steps=STEPS, prompts_per_step=size),
+        Pipelined(steps=STEPS, prompts_per_step=size),
+    ]
+    if chance.random() < 0.15:
+        return chance.choice(stepwise)
+    return Asynchronous(
+        steps=STEPS,
+        prompts_per_step=size,
+        max_staleness=chance.randint(1, 3),
+        partial_rollouts=chance.choice(["continue", "continue", "finish", "requeue"]),
+        groups_per_part=chance.choice([1, 1, 2]),
+    )
+
+
+def random_costs(chance: random.Random, *, critic: bool) -> CostModel:
+    lengths = tuple(tuple(chance.choice([1, 2, 3, 5, 20, LONGEST]) for _ in range(2)) for _ in range(11))
+    update = LinearCost(fixed_s=chance.choice([0.5, 2.0, 5.0]), per_token_s=0.01)
+    nodes: dict[str, Any] = {
+        "rollout.generate": Generation(lengths=FixedLengths(lengths=lengths), decode_step_s=1.0),
+        "reward.score": LinearCost(fixed_s=chance.choice([0.1, 1.0, 4.0])),
+        "actor.update": update,
+        "actor.publish_weights": LinearCost(fixed_s=0.5),
+        "rollout.receive_weights": LinearCost(fixed_s=0.25),
+    }
+    if critic:
+        nodes |= {
+            "critic.update": LinearCost(fixed_s=chance.choice([0.5, 7.0])),
+            "critic.values": LinearCost(fixed_s=1.0),
+        }
+    return CostModel(nodes=nodes)
+
+
+def random_run(chance: random.Random) -> dict[str, Any]:
+    """Arguments of `lives`: a schedule, a graph, and what its groups that are too old become."""
+    return {
+        "schedule": random_schedule(chance),
+        "graph": chance.choice([toy_grpo, toy_grpo, toy_dapo, toy_ppo]),
+        "on_stale": chance.choice(["wait", "mask", "requeue", "drop"]),
+        "evaluate": chance.random() < 0.3,
+        "ranks": chance.choice([(1, 1), (2, 1), (2, 2)]),
+    }
+
+
+def lives(
+    root: Path,
+    chance: random.Random,
+    kills: Sequence[int],
+    *,
+    schedule: Training,
+    graph: Callable[..., Any] = toy_grpo,
+    on_stale: Any = "wait",
+    evaluate: bool = False,
+    ranks: tuple[int, int] = (1, 1),
+    between: Callable[[Path], None] = lambda run: None,
+    first: int = 0,
+) -> None:
+    """A run that is killed after each of these numbers of replies, and then runs to its end.
+
+    Args:
+        between: called with the run's folder before each resume.
+        first: number of the first life; a run that is there already had those before.
+    """
+    for life, replies in enumerate([*kills, None], first):
+        made = {"rollout": group(Rollout), "reward": group(ToyReward), "actor": group(SavedActor)}
+        made["rollout"].follows(made["actor"])
+        evaluation = Evaluation(
+            toy_evaluation(prompts(3, "held_out"), rollout=made["rollout"], reward=made["reward"]), every=2
+        )
+        if graph is toy_ppo:
+            made["critic"] = group(SavedCritic, name="critic")
+        placement = apart(*ranks) if graph is not toy_ppo else None
+        backend = Dying(random_costs(chance, critic=graph is toy_ppo), root, life, replies)
+        try:
+            with Driver(
+                graph(prompts(40), n=2, **made),
+                schedule=schedule,
+                evaluations=[evaluation] * evaluate,
+                backend=backend,
+                buffer=BufferConfig(on_stale=on_stale),
+                placement=placement,
+                checkpoint=CheckpointConfig(every=chance.choice([1, 1, 2, 3])),
+                root=root,
+                name="run",
+                resume="latest",
+                progress=False,
+            ) as driver:
+                driver.run()
+        except KilledError:
+            between(root / "run")
+
+
+def updates(run: Path) -> list[tuple[int, Counter[str]]]:
+    """Each step with the versions that each group made in it, as the log of a run tells."""
+    steps: list[tuple[int, Counter[str]]] = []
+    made: Counter[str] = Counter()
+    for record in LogReader(run / BUFFER / LOG):
+        if record["do"] != "note":
+            continue
+        if record["key"].startswith("version/"):
+            made[record["key"].removeprefix("version/")] += 1
+        elif record["key"] == "step":
+            steps.append((record["value"], made))
+            made = Counter()
+    return steps

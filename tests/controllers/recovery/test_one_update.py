@@ -1,0 +1,70 @@
+"""A step is one update, however often its run is killed and resumed."""
+
+import random
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from killed_simulations import STEPS, lives, random_run, updates
+from toy import toy_grpo, toy_ppo
+
+from weft.controllers.schedule import Asynchronous
+from weft.dataflow.buffer.check import check_log
+from weft.dataflow.buffer.rules import Rule
+
+
+def one_update_a_step(run: Path, groups: tuple[str, ...] = ("actor",)) -> None:
+    steps = updates(run)
+    assert [step for step, _ in steps] == list(range(1, STEPS + 1))
+    assert [dict(made) for _, made in steps] == [dict.fromkeys(groups, 1)] * STEPS
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(30), pytest.param(range(30, 400), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_runs_killed_at_random_moments_end_with_one_update_in_each_step(seeds: range, tmp_path: Path):
+    for seed in seeds:
+        chance = random.Random(seed)
+        root = tmp_path / str(seed)
+        root.mkdir()
+        settings = random_run(chance)
+        lives(root, chance, [chance.randint(3, 150) for _ in range(5)], **settings)
+        one_update_a_step(root / "run", ("actor", "critic") if settings["graph"].__name__ == "toy_ppo" else ("actor",))
+        report = check_log(root / "run" / "buffer")
+        assert not report.violations, (seed, settings, report.violations[:3])
+
+
+def faulty_run(root: Path, graph: str) -> None:
+    """A run of an earlier version of Weft, which made a second update of one step. Logs of that version have format 5."""
+    with tarfile.open(Path(__file__).parent / "second_update" / f"{graph}.tar.xz") as archive:
+        archive.extractall(root, filter="data")
+
+
+REQUEUE: dict[str, Any] = {"steps": STEPS, "partial_rollouts": "requeue"}
+FAULTY: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "graph": toy_grpo,
+        "schedule": Asynchronous(**REQUEUE, prompts_per_step=3, max_staleness=1),
+        "evaluate": True,
+    },
+    "ppo": {"graph": toy_ppo, "schedule": Asynchronous(**REQUEUE, prompts_per_step=2, max_staleness=2)},
+}
+
+
+@pytest.mark.parametrize("on_stale", ["wait", "mask", "requeue", "drop"])
+@pytest.mark.parametrize(("name", "step"), [("grpo", 9), ("ppo", 4)])
+def test_a_run_with_a_second_update_of_a_step_goes_on_by_a_plain_resume(
+    tmp_path: Path, name: str, step: int, on_stale: str
+):
+    faulty_run(tmp_path, name)
+    lives(tmp_path, random.Random(0), [], on_stale=on_stale, first=20, **FAULTY[name])
+    steps = updates(tmp_path / "run")
+    assert [number for number, _ in steps] == list(range(1, STEPS + 1))
+    assert [number for number, made in steps if set(made.values()) != {1}] == [step], (
+        "those of the resumed run are right"
+    )
+    violations = check_log(tmp_path / "run" / "buffer").violations
+    assert {violation.rule for violation in violations} == {Rule.ONE_UPDATE, Rule.OLDEST_FIRST}
+    (second,) = [violation for violation in violations if violation.rule is Rule.ONE_UPDATE]
+    assert f"version {step + 1} of 'actor' is update 2 of step {step}" in second.text
