@@ -126,7 +126,11 @@ class Run:
         self._until_idle()
 
     def _load(self, point: ResumePoint) -> None:
-        self._saving.resume(point.state.step)
+        if later := self._saving.resume(point.state.step):
+            names = ", ".join(sorted(path.name for path in later))
+            self._history.progress.say(
+                f"later checkpoints ({names}) lie in {later[0].parent} until the run has checkpoints of these steps again"
+            )
         if self._copies is not None:
             self._copies.resume()
         for name, group in self.groups.items():

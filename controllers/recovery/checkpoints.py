@@ -100,6 +100,8 @@ class CheckpointFolder:
     ) -> None:
         self._on_complete = on_complete
         self.path = run.path / CHECKPOINTS
+        self.later = run.path / f"{CHECKPOINTS}.later"
+        """Where checkpoints lie that were set aside because the run went back to an earlier step."""
         self._run = run
         self._config = config
 
@@ -153,6 +155,7 @@ class CheckpointFolder:
         Disk().sync_folder(self.path)
         if replaced.exists():
             remove(replaced)
+        self._remove_replaced(step)
         self.prune(values)
         self._on_complete(step)
 
@@ -176,11 +179,33 @@ class CheckpointFolder:
                 found.append(RunState.read(path).position)
         return found
 
-    def forget_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps, whose log is gone, and those that were never completed."""
-        for path in [*complete_checkpoints(self.path), *self.path.glob(".step_*"), *self.path.glob(f"{REPLACED}*")]:
-            if path.name.startswith(".") or step_of(path) > step:
+    def forget_after(self, step: int) -> list[Path]:
+        """Set the checkpoints of later steps aside, and remove those that were never completed. The former stay until the run has
+        checkpoints of its own of those steps: nothing is lost if it went back by mistake.
+
+        Returns:
+            Where those lie that were set aside, in the folder `checkpoints.later`.
+        """
+        for path in [*self.path.glob(".step_*"), *self.path.glob(f"{REPLACED}*")]:
+            _remove(path)
+        later = [path for path in complete_checkpoints(self.path) if step_of(path) > step]
+        if later:
+            make_folder(self.later)
+        return [self._set_later_aside(path) for path in later]
+
+    def _set_later_aside(self, path: Path) -> Path:
+        aside = self.later / path.name
+        if aside.exists():
+            set_aside(aside, "before")
+        return path.rename(aside)
+
+    def _remove_replaced(self, step: int) -> None:
+        """Remove what was set aside of this step, and of earlier ones."""
+        for path in self.later.glob("step_*"):
+            if (name := re.match(r"step_(\d+)", path.name)) and int(name[1]) <= step:
                 _remove(path)
+        with suppress(OSError):  # there is no such folder, or later ones are in it
+            self.later.rmdir()
 
     def prune(self, values: Values) -> None:
         """Remove the checkpoints that are not kept.

@@ -25,7 +25,7 @@ from ..run_directory import RunDirectory, check_name, check_rights, hold, is_use
 from ..run_lock import RunLock
 from .checkpoints import complete_checkpoints, has_checkpoints, restore_replaced, step_of
 from .fetching import fetch_run
-from .run_state import RunState
+from .run_state import RUN, RunState
 
 WITHOUT_ROWS = "resume='weights' goes on from models, optimizers and the place in the data, without the rows in flight"
 
@@ -100,7 +100,14 @@ def find_checkpoint(run: Path, *, with_rows: bool = True) -> ResumePoint | None:
 
 
 def _damaged_files(path: Path) -> str:
-    return ", ".join(str(one) for one in verify_manifest(path))
+    """What is wrong with the files of a checkpoint; empty if nothing is."""
+    if damage := verify_manifest(path):
+        return ", ".join(str(one) for one in damage)
+    try:
+        step = RunState.read(path).step
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return f"{RUN} cannot be read: {error!r}"
+    return "" if step == step_of(path) else f"it is a copy of another one: {RUN} is of step {step}"
 
 
 def _lost_rows(path: Path) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from enum import Enum, auto
+from pathlib import Path
 
 from ...dataflow.buffer.disk import is_full
 from ...dataflow.buffer.log import Position
@@ -117,10 +118,10 @@ class Saving:
 
     # When
 
-    def resume(self, step: int) -> None:
-        """The run goes on from its checkpoint of this step. Later ones are removed."""
+    def resume(self, step: int) -> list[Path]:
+        """The run goes on from its checkpoint of this step. Later ones are set aside; returns where they lie."""
         self._saved_step = step
-        self.folder.forget_after(step)
+        return self.folder.forget_after(step)
 
     def step_over(self, step: int, *, last: bool, for_best: bool = False) -> None:
         """A step is over. A checkpoint of it may be due.

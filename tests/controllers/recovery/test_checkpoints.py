@@ -161,6 +161,35 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     assert file in said and "the checkpoint before it is used" in said and "after step 4" in said
 
 
+def test_a_checkpoint_that_is_a_copy_of_another_is_passed_over_and_no_intact_one_is_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[0], kill_at=7)
+    folder = tmp_path / "run" / "checkpoints"
+    shutil.copytree(folder / "step_000004", folder / "step_000008")
+    with pytest.raises(UserError, match=r"step_000008 is damaged: it is a copy of another one: run.json is of step 4"):
+        run(tmp_path, SCHEDULES[0], resume=folder / "step_000008")
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[0], resume="latest", progress=True, kill_at=7)
+    said = capsys.readouterr().out
+    assert "step_000008: it is a copy of another one" in said and "goes on after step 6" in said
+    assert "later checkpoints (step_000008) lie in" in said
+    assert [path.name for path in (tmp_path / "run" / "checkpoints.later").iterdir()] == ["step_000008"]
+    assert (folder / "step_000006").is_dir()
+
+
+def test_checkpoints_that_a_run_went_back_behind_are_kept_until_it_has_others(tmp_path: Path):
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[0], kill_at=7)
+    folder, later = tmp_path / "run" / "checkpoints", tmp_path / "run" / "checkpoints.later"
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[0], resume=folder / "step_000004", kill_at=5)
+    assert [path.name for path in later.iterdir()] == ["step_000006"]
+    run(tmp_path, SCHEDULES[0], resume="latest")
+    assert not later.exists()
+
+
 def test_a_run_that_finds_no_sound_checkpoint_says_both_that_and_why_it_had_to_go_on_from_one(tmp_path: Path):
     def kill() -> NoReturn:
         for path in (tmp_path / "run" / "checkpoints").glob("step_*/run.json"):

@@ -248,3 +248,15 @@ def test_a_run_that_goes_on_removes_later_and_unfinished_checkpoints(run: Saved)
     assert [path.name for path in run.folder.path.iterdir()] == ["step_000003"]
     run.saving.finish(3)
     assert not run.saving.due
+
+
+def test_later_checkpoints_are_kept_until_the_run_has_its_own_of_their_steps(run: Saved):
+    for step in (3, 6, 9):
+        run.save(step)
+    assert [path.name for path in sorted(run.saving.resume(3))] == ["step_000006", "step_000009"]
+    run.save(6)
+    assert [path.name for path in run.folder.later.iterdir()] == ["step_000009"]
+    run.saving.resume(3)
+    assert sorted(path.name for path in run.folder.later.iterdir()) == ["step_000006", "step_000009"]
+    run.save(9)
+    assert not run.folder.later.exists()
