@@ -18,7 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..dataflow.buffer.run_files import ALERTS
+from ..dataflow.errors import UserError
 from ..dataflow.redaction import redacted
+from ..dataflow.safe_files import open_file, parse_object
 
 MOST_BYTES = 32 << 20
 """Most bytes of the alerts file that are read, the last: a damaged file may have any number."""
@@ -108,16 +110,16 @@ def read_alerts(run: Path) -> list[Alert]:
         run: its directory.
     """
     try:
-        with (run / ALERTS).open("rb") as file:
+        with open_file(run / ALERTS) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_BYTES))
             lines = file.read(MOST_BYTES).decode(errors="replace").splitlines()
-    except OSError:
+    except (OSError, UserError):
         return []
     found: list[Alert] = []
     for line in lines:
         try:
-            alert = Alert(**json.loads(line))
-        except (ValueError, TypeError, RecursionError):
+            alert = Alert(**parse_object(line, run / ALERTS))
+        except (ValueError, TypeError):
             continue
         if _is_sound(alert):
             found.append(alert)

@@ -55,6 +55,7 @@ from ..dataflow.config import Config
 from ..dataflow.errors import UserError
 from ..dataflow.graph import TRAIN, Graph
 from ..dataflow.redaction import redacted, without_secrets
+from ..dataflow.safe_files import read_json
 from .run_lock import RunLock, epochs
 
 TABLES = tuple(name + ending for name in (METRICS, TIMELINE) for ending in (PARQUET, STREAM))
@@ -166,7 +167,7 @@ class RunDirectory:
 
     def _set_aside_damaged_config(self) -> None:
         try:
-            json.loads((self.path / CONFIG).read_text())
+            read_json(self.path / CONFIG)
         except FileNotFoundError:
             self.notes.append(f"{self.path / CONFIG} is gone; it is written again")
         except (OSError, ValueError) as error:
@@ -348,7 +349,7 @@ def hold(run: Path) -> RunLock:
 
 def _last_epoch(run: Path) -> int:
     try:
-        return int(json.loads((run / CONFIG).read_text())["starts"]) + 1
+        return int(read_json(run / CONFIG)["starts"]) + 1
     except (OSError, ValueError, TypeError, KeyError):
         return last_epoch(run / BUFFER / LOG)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import calendar
-import json
 import math
 import time
 from collections.abc import Mapping
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..dataflow.buffer.run_files import CONFIG, METRICS, PARQUET, STREAM
+from ..dataflow.errors import UserError
+from ..dataflow.safe_files import read_json
 from .alerts import Alert, read_alerts
 from .run_lock import Holder, Life, life_of
 from .telling.records import metric_of
@@ -122,18 +123,14 @@ def facts_of(run: Path, last: Mapping[str, float] | None = None) -> RunFacts:
 
 def _config(run: Path, damage: list[str]) -> Mapping[str, Any]:
     try:
-        path = run / CONFIG
-        if path.stat().st_size > MOST_CONFIG:
-            raise ValueError(f"it has {path.stat().st_size / 1e6:.0f} MB; no configuration is so large")
-        found = json.loads(path.read_text())
-        if not isinstance(found, dict):
-            raise ValueError("it is not an object")
-        return found
+        return read_json(run / CONFIG, MOST_CONFIG)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except UserError as error:  # it names the file
+        damage.append(str(error))
+    except OSError as error:
         damage.append(f"{run / CONFIG}: {error}")
-        return {}
+    return {}
 
 
 def _last(run: Path, damage: list[str]) -> Mapping[str, float]:

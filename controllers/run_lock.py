@@ -33,7 +33,7 @@ import uuid
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -41,6 +41,7 @@ from ..dataflow.buffer.disk import make_folder
 from ..dataflow.buffer.log import Record
 from ..dataflow.buffer.run_files import LOCK
 from ..dataflow.errors import TakenOverError, UserError
+from ..dataflow.safe_files import open_file, parse_object, read_file
 
 BEAT_S = 10.0
 """Seconds from one sign of life to the next."""
@@ -48,6 +49,8 @@ DEAD_AFTER_S = 90.0
 """Seconds without a sign of life after which a holder on another machine is taken for dead."""
 TRY_S = 1.0
 """Seconds that a driver tries to take a run while other drivers do the same."""
+MOST_BYTES = 1 << 16
+"""More is not read of a holder's file."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 """A file system without hard links says one of these."""
 _NAME = re.compile(r"epoch_(\d+)")
@@ -145,7 +148,7 @@ class RunLock:
             return
         try:
             other = _read(max(epochs(self.run).items())[1])
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # it is gone, or damaged
             other = None
         who = (
             f"is held by {other}"
@@ -159,9 +162,9 @@ class RunLock:
         self._release()
 
     def give_back(self) -> None:
-        """Release a run into which nothing was written, as if it had never been held."""
+        """Release a run into which nothing was written, as if it had never been held: the files of earlier holders are back."""
         if self._claim.is_held(sure=True):
-            self._claim.path.unlink(missing_ok=True)
+            self._claim.give_back()
         self.release()
 
 
@@ -172,6 +175,8 @@ class _Claim:
     path: Path
     holder: Holder
     descriptor: int
+    replaced: dict[Path, tuple[bytes, int]] = field(default_factory=dict)
+    """File of an earlier holder, which is gone -> its content, and when it was touched, in nanoseconds."""
 
     def __post_init__(self) -> None:
         self._over = threading.Event()
@@ -196,7 +201,7 @@ class _Claim:
                 return not self._lost
             try:
                 if sure:
-                    again = os.open(self.path, os.O_RDONLY)
+                    again = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
                     try:
                         found = os.fstat(again)
                     finally:
@@ -214,6 +219,19 @@ class _Claim:
             with suppress(OSError):
                 os.write(self.descriptor, _line({"ended": _now()}))
         self.let_go()
+
+    def give_back(self) -> None:
+        """Put the files of earlier holders back, and remove the own one."""
+        for path, (content, touched_ns) in self.replaced.items():
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                os.write(descriptor, content)
+                os.utime(descriptor, ns=(touched_ns, touched_ns))
+            finally:
+                os.close(descriptor)
+        self.path.unlink(missing_ok=True)
+        with suppress(OSError):  # others have files there
+            self.path.parent.rmdir()
 
     def let_go(self) -> None:
         self._over.set()
@@ -255,15 +273,19 @@ def _try_to_take(folder: Path, after: int, own: Path | None) -> _Claim:
         if time.monotonic() > deadline:
             raise UserError(f"run {folder.parent} is being taken by others at this moment; try again")
         time.sleep(random.uniform(0.0, 0.05))
-    for path in [*found.values(), *_never_named(folder, now)]:
+    for path in _never_named(folder, now):
         path.unlink(missing_ok=True)
+    for path in found.values():
+        with suppress(FileNotFoundError):
+            claim.replaced[path] = read_file(path, MOST_BYTES), path.stat().st_mtime_ns
+            path.unlink()
     return claim
 
 
 def _never_named(folder: Path, now: float) -> Iterator[Path]:
     """Files of those who were ended while they took the run."""
     for path in folder.glob(".*"):
-        with suppress(OSError, ValueError, TypeError, IndexError):
+        with suppress(OSError, ValueError):
             if now - path.stat().st_mtime > DEAD_AFTER_S or ((by := _read(path)).is_here and by.has_ended):
                 yield path
 
@@ -298,14 +320,12 @@ def _link(source: Path, target: Path) -> bool:
 
 def _refuse_while_held(run: Path, epoch: int, path: Path, now: float) -> None:
     try:
-        with path.open("rb") as file:  # to open it has NFS ask the server
-            touched = os.fstat(file.fileno()).st_mtime
-            lines = file.read().splitlines()
+        touched, lines = _lines(path)
     except FileNotFoundError:
         return
     try:
-        holder = Holder(**json.loads(lines[0]))
-    except (ValueError, TypeError, IndexError):  # being written, on a file system without links; or damaged
+        holder = _parse(lines, path)
+    except ValueError:  # being written, on a file system without links; or damaged
         holder = None
     if holder is not None and (len(lines) > 1 or (holder.is_here and holder.has_ended)):
         return
@@ -345,9 +365,9 @@ def life_of(run: Path) -> tuple[Life, Holder | None]:
     """
     try:
         path = max(epochs(run).items())[1]
-        touched, lines = path.stat().st_mtime, path.read_bytes().splitlines()
-        holder = _sound(Holder(**json.loads(lines[0])))
-    except (OSError, ValueError, TypeError, IndexError, RecursionError):
+        touched, lines = _lines(path)
+        holder = _parse(lines, path)
+    except (OSError, ValueError):
         return Life.UNKNOWN, None
     if len(lines) > 1:
         return Life.ENDED, holder
@@ -369,13 +389,32 @@ def _sound(holder: Holder) -> Holder:
         ValueError: it does not.
     """
     texts = (holder.host, holder.machine, holder.started, holder.since)
-    if not (isinstance(holder.pid, int) and 0 < holder.pid < 1 << 31 and all(isinstance(text, str) for text in texts)):
+    numbers = type(holder.pid) is type(holder.epoch) is int and 0 < holder.pid < 1 << 31
+    if not (numbers and all(isinstance(text, str) for text in texts)):
         raise ValueError(f"{holder} is no driver's")
     return holder
 
 
+def _lines(path: Path) -> tuple[float, list[bytes]]:
+    """When a holder's file was touched, and its lines. To open it has NFS ask the server."""
+    with open_file(path) as file:
+        return os.fstat(file.fileno()).st_mtime, file.read(MOST_BYTES).splitlines()
+
+
+def _parse(lines: list[bytes], path: Path) -> Holder:
+    """The holder that the first line of its file names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    try:
+        return _sound(Holder(**parse_object(lines[0] if lines else b"", path)))
+    except TypeError as error:
+        raise ValueError(f"{path} names no driver: {error}") from None
+
+
 def _read(path: Path) -> Holder:
-    return Holder(**json.loads(path.read_text().splitlines()[0]))
+    return _parse(_lines(path)[1], path)
 
 
 def _line(record: Mapping[str, object]) -> bytes:

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..dataflow.buffer.disk import Disk
 from ..dataflow.buffer.run_files import STACKS, STOP
+from ..dataflow.safe_files import read_json
 
 LOOK_S = 1.0
 """Seconds between two looks for a request to end."""
@@ -70,8 +71,8 @@ class RunRequests:
     def new(self) -> Mapping[str, Any] | None:
         """The request that has come since the last look; None: there is none."""
         with suppress(OSError, ValueError):  # there is none, mostly
-            asked = json.loads(self._path.read_text())
-            if isinstance(asked, dict) and asked.get("epoch") == self._epoch and asked != self._heeded:
+            asked = read_json(self._path)
+            if asked.get("epoch") == self._epoch and asked != self._heeded:
                 self._heeded = asked
                 return asked
         return None

@@ -3,7 +3,6 @@ is named before a process starts."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dataflow.errors import UserError
+from ..dataflow.safe_files import open_file, parse_object
 from .model_folder import find_model_config, read_index
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -42,7 +42,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         ValueError: it is damaged, or no safetensors file; the message names it.
     """
     size = file.stat().st_size
-    with file.open("rb") as opened:
+    with open_file(file) as opened:
         first = opened.read(8)
         start = 8 + int.from_bytes(first, "little")
         if len(first) < 8 or start > size:
@@ -51,7 +51,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
             raise ValueError(f"{file} is damaged, or no safetensors file: its {size} bytes end before its header does")
         text = opened.read(start - 8)
     try:
-        header = json.loads(text)
+        header = parse_object(text, file)
         metadata = header.pop("__metadata__", {})
         entries = {name: _entry(file, start, about) for name, about in header.items()}
     except (ValueError, LookupError, TypeError, AttributeError):

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ...dataflow.buffer.log import Position
+from ...dataflow.safe_files import read_json
 from ..cursor import Cursor
 
 RUN = "run.json"
@@ -49,7 +50,7 @@ class RunState:
     @classmethod
     def read(cls, folder: Path) -> RunState:
         """Read the state that `write` left in the folder of a checkpoint; states written by earlier versions of Weft are read too."""
-        fields = json.loads((folder / RUN).read_text())
+        fields = read_json(folder / RUN)
         cursor = fields.get("cursor", {"issued": 0, "again": ()})
         read = {"position": Position(**fields["position"]), "cursor": Cursor(cursor["issued"], tuple(cursor["again"]))}
         return cls(**{**fields, **read})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from ...dataflow.buffer.run_files import CONFIG
 from ...dataflow.buffer.run_tables import read_timeline
 from ...dataflow.errors import UserError
 from ...dataflow.metric_names import FUNCTIONS
+from ...dataflow.safe_files import read_json
 from .costs import CostModel, Generation, LinearCost
 
 
@@ -77,7 +77,7 @@ def _read(timeline: Path) -> pa.Table:
 def _ranks(config: Path) -> dict[str, int]:
     """Ranks of each group of a run; in one process, one."""
     try:
-        described = json.loads(config.read_text())
+        described = read_json(config)
         if described["backend"] == "Local()":
             return {}
         return {name: int(place["ranks"]) for name, place in described["placement"].items() if isinstance(place, dict)}

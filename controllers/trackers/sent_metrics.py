@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ...dataflow.buffer.disk import make_folder, replacing
 from ...dataflow.buffer.run_files import TRACKERS
+from ...dataflow.safe_files import read_json
 
 
 @dataclass
@@ -31,7 +32,7 @@ class SentMetrics:
     def read(cls, path: Path) -> SentMetrics:
         """What was written there; nothing was sent where there is no such file, or it is damaged."""
         try:
-            found = json.loads(path.read_text())
+            found = read_json(path)
             return cls(str(found["id"]), int(found["logged"]), {str(n): int(s) for n, s in found["steps"].items()})
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return cls()
@@ -40,7 +41,7 @@ class SentMetrics:
     def error_in(path: Path) -> str:
         """The error that was written there; empty where there is none."""
         try:
-            return str(json.loads(path.read_text())["error"])
+            return str(read_json(path)["error"])
         except (OSError, ValueError, LookupError, TypeError):
             return ""
 

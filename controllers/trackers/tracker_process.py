@@ -9,7 +9,6 @@ sent (`sent_metrics.py`), whose time of change shows the driver that it is not s
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import signal
@@ -23,6 +22,7 @@ from typing import Any
 
 from ...dataflow.buffer.run_files import CONFIG
 from ...dataflow.redaction import redacted, without_secrets
+from ...dataflow.safe_files import parse_object, read_file
 from .new_values import NewValues
 from .sent_metrics import SentMetrics, path_of
 from .tracker import TrackedRun, Tracker, new_tracker
@@ -114,7 +114,7 @@ class Input:
 def _config(path: Path) -> dict[str, Any]:
     """The configuration of a run without secrets, also those of this environment; empty where it cannot be read."""
     try:
-        return without_secrets(json.loads(redacted(path.read_text())))
+        return without_secrets(parse_object(redacted(read_file(path).decode(errors="replace")), path))
     except (OSError, ValueError):
         return {}
 

@@ -5,7 +5,6 @@ A damaged file counts as missing.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, RootModel, ValidationError
 
 from ...controllers.run_directory import GRAPH
 from ...dataflow.buffer.run_files import LIVE
+from ...dataflow.safe_files import read_json
 
 MOST_BYTES = 32 << 20
 """Most bytes of a file that is read; of a larger one nothing is: no driver writes so much, and pages ask for it again and again."""
@@ -131,11 +131,9 @@ def read_graphs(run: Path) -> dict[str, Any]:
 
 def _read(path: Path, model: type[BaseModel]) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MOST_BYTES:
-            return {}
-        found = json.loads(path.read_text())
+        found = read_json(path, MOST_BYTES)
         model.model_validate(found)
-    except (OSError, ValueError, RecursionError, ValidationError):
+    except (OSError, ValueError, ValidationError):
         return {}
     return found
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..safe_files import open_file, parse_json
 from .disk import Disk
 from .log import LogReader, Position, Record, line_of
 
@@ -53,7 +53,7 @@ def is_sound_checkpoint(path: Path, position: Position) -> bool:
     first = last = b""
     checksum, number = 0, 0
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             for line in file:
                 checksum = zlib.crc32(line[9:-1], checksum)
                 if not line.endswith(b"\n") or line[:9] != b"%08x " % checksum:
@@ -62,7 +62,7 @@ def is_sound_checkpoint(path: Path, position: Position) -> bool:
     except OSError:
         return False
     ended = {"do": "end", "records": number - 2}
-    return number > 1 and json.loads(first[9:]) == _start(position) and json.loads(last[9:]) == ended
+    return number > 1 and parse_json(first[9:], path) == _start(position) and parse_json(last[9:], path) == ended
 
 
 def checkpoint_position(path: Path) -> Position:

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 from ..errors import FormatError, TakenOverError, UserError
 from ..graph import Graph
+from ..safe_files import open_file
 from .disk import PARTIAL, Disk, remove
 from .log_history import (
     FileStart,
@@ -174,7 +175,7 @@ class Log:
             if self.start.offset:
                 self._disk.write(descriptor, header(self.start.offset, self.start.checksum))
             if end > self.start.offset:
-                with self.path.open("rb") as before:
+                with open_file(self.path) as before:
                     copy_records(before.fileno(), self.start, self.start.offset, end, descriptor, self._disk)
             self._disk.sync(descriptor)
             self._disk.rename(unnamed, self.path)
@@ -360,7 +361,7 @@ class LogReader:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.damage = None
-        with self.path.open("rb") as file:
+        with open_file(self.path) as file:
             start = file_start(file)
             for part in parts(self.path, start, self.end.offset):
                 yield from self._sound(lines(part.chunks(self.end.offset)))
@@ -376,8 +377,15 @@ class LogReader:
             checksum = self._checksum(line)
             if checksum is None:
                 return
+            try:
+                record = json.loads(line[9:])
+            except (ValueError, RecursionError):
+                record = None
+            if not isinstance(record, dict):
+                self.damage = f"{self.path}, byte {self.end.offset}: a record is no object of JSON"
+                return
             self.end = Position(self.end.offset + len(line), checksum)
-            yield unpacked(json.loads(line[9:]))
+            yield unpacked(record)
 
     def _checksum(self, line: bytes) -> int | None:
         where = f"{self.path}, byte {self.end.offset}"
@@ -432,7 +440,7 @@ def described_graph(record: Record) -> Graph:
 def has_position(path: Path, position: Position) -> bool:
     """Whether a record of the log ends at this position, with this checksum. The checksum differs if the log was cut and then went on.
     Before the beginning of the file, nothing shows the contrary."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         start = file_start(file)
         if position.offset <= start.offset:
             return position.offset < start.offset or position.checksum == start.checksum
@@ -462,7 +470,7 @@ def damage_before(path: Path, end: Position) -> str | None:
 
 def _is_sound_before(path: Path, end: Position) -> bool:
     """Whether each record before a position has its checksum. Nothing is parsed, and no record is copied by itself."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         start = file_start(file)
         checksum, rest, place, last = start.checksum, b"", start.header_bytes, start.place(end.offset)
         while place < last and (read := file.read(min(_CHUNK_BYTES, last - place))):
@@ -523,7 +531,7 @@ def _file_start(at: Position) -> FileStart:
 
 def _begins_with(path: Path, beginning: Path) -> bool:
     """Whether a file begins with the bytes of another one."""
-    with path.open("rb") as file, beginning.open("rb") as first:
+    with open_file(path) as file, open_file(beginning) as first:
         while data := first.read(_CHUNK_BYTES):
             if file.read(len(data)) != data:
                 return False

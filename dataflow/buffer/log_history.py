@@ -21,6 +21,7 @@ from typing import BinaryIO
 import pyarrow as pa
 
 from ..errors import UserError
+from ..safe_files import open_file
 from .disk import PARTIAL, Disk, make_folder, remove
 
 HISTORY = "history"
@@ -87,7 +88,7 @@ def file_start(file: BinaryIO) -> FileStart:
 def start_of(log: Path) -> FileStart:
     """Where the file of a log begins; at byte 0 if there is no such file."""
     try:
-        with log.open("rb") as file:
+        with open_file(log) as file:
             return file_start(file)
     except FileNotFoundError:
         return FileStart()
@@ -152,7 +153,7 @@ def part_before(log: Path, end: int, checksum: int) -> tuple[str, Iterator[bytes
         return None
 
     def packed() -> Iterator[bytes]:
-        with log.open("rb") as file:
+        with open_file(log) as file:
             now = file_start(file)
             if now != start:
                 raise OSError(f"{log} was cut meanwhile")
@@ -202,7 +203,7 @@ def raw(log: Path, since: int) -> Iterator[bytes]:
     Raises:
         UserError: they are not there.
     """
-    with log.open("rb") as file:
+    with open_file(log) as file:
         start = file_start(file)
         for part in parts(log, start, since):
             yield from part.chunks(max(since, part.begin[0]))

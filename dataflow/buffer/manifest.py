@@ -17,6 +17,8 @@ from typing import Any
 
 import xxhash
 
+from ..errors import UserError
+from ..safe_files import open_file, parse_object, read_file
 from .disk import PARTIAL, Disk, make_private
 
 MANIFEST = "manifest.json"
@@ -73,11 +75,13 @@ def verify_manifest(folder: Path) -> list[Damage]:
         unreadable, of another size, or not in the manifest. When the manifest itself is damaged, only that is named.
     """
     try:
-        written = (folder / MANIFEST).read_bytes()
+        written = read_file(folder / MANIFEST)
     except FileNotFoundError:
         return [Damage(MANIFEST, "is missing")]
     except OSError as error:
         return [Damage(MANIFEST, f"cannot be read: {error.strerror}")]
+    except UserError as error:
+        return [Damage(MANIFEST, f"cannot be read: {error}")]
     files = _parse(written)
     if files is None:
         return [Damage(MANIFEST, f"is damaged: its {len(written)} bytes do not have the checksum that it names")]
@@ -98,6 +102,8 @@ def _check(folder: Path, name: str, entry: _Entry) -> str:
         checksum = describe(folder / name)["xxh3_64"]
     except OSError as error:
         return f"cannot be read: {error.strerror}"
+    except UserError as error:
+        return f"cannot be read: {error}"
     return f"has checksum {checksum}, not {entry['xxh3_64']}" if checksum != entry["xxh3_64"] else ""
 
 
@@ -114,19 +120,18 @@ def describe(path: Path, sync: Disk | None = None, advance: Callable[[], None] =
 
     Raises:
         OSError: it cannot be read.
+        UserError: it is no regular file.
     """
     digest, size = xxhash.xxh3_64(), 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with open_file(path) as file:
+        descriptor = file.fileno()
         while count := os.readv(descriptor, [buffer]):
             advance()
             digest.update(buffer[:count])
             size += count
         if sync is not None:
             sync.sync(descriptor)
-    finally:
-        os.close(descriptor)
     return {"bytes": size, "xxh3_64": digest.hexdigest()}
 
 
@@ -139,8 +144,11 @@ def _files(folder: Path) -> list[str]:
 def _parse(written: bytes) -> Mapping[str, _Entry] | None:
     """The files that a manifest lists; None when it is damaged."""
     try:
-        files = json.loads(written)["files"]
-    except (ValueError, KeyError, TypeError):
+        files = parse_object(written, MANIFEST)["files"]
+        sound = all(isinstance(entry["bytes"], int) and isinstance(entry["xxh3_64"], str) for entry in files.values())
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+    if not sound:
         return None
     return files if _render(files) == written else None
 

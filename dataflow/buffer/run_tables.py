@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from ..safe_files import open_file
 from .disk import Disk, replacing
 from .run_files import METRICS, PARQUET, STREAM, TIMELINE
 
@@ -120,7 +121,7 @@ def batches(path: Path) -> Iterator[pa.RecordBatch]:
     """The complete messages of a stream; none if the file does not exist."""
     if not path.is_file():
         return
-    with path.open("rb") as file:
+    with open_file(path) as file:
         try:
             yield from pa.ipc.open_stream(file)
         except (pa.ArrowException, OSError):

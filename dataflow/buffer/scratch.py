@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UserError
+from ..safe_files import read_json
 from .disk import Disk, make_folder
 
 NOTE = "scratch.json"
@@ -71,7 +72,7 @@ class Scratch:
         """
         noted, made = buffer / NOTE, None
         with suppress(OSError, ValueError, LookupError, TypeError):
-            found = json.loads(noted.read_text())
+            found = read_json(noted)
             if re.fullmatch(r"weft-\w+-[0-9a-f]{8}-[0-9a-f]{8}", found["name"]):
                 made = cls(found["name"], parent)
                 if found.get("path") == str(made.path):
@@ -89,7 +90,7 @@ class Scratch:
     def is_noted_in(self, buffer: Path) -> bool:
         """Whether this machine sees the folder of the run's buffer, in which this name is noted."""
         try:
-            return json.loads((buffer / NOTE).read_text())["name"] == self.name
+            return read_json(buffer / NOTE)["name"] == self.name
         except (OSError, ValueError, LookupError, TypeError):
             return False
 
@@ -147,7 +148,7 @@ class Scratch:
 def noted_folder(buffer: Path) -> Path | None:
     """The folder of a run's segments on the machine where it began; None if they lie in the folder of its buffer."""
     try:
-        return Path(json.loads((buffer / NOTE).read_text())["path"])
+        return Path(read_json(buffer / NOTE)["path"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from ..safe_files import open_file
+
 
 class StreamTail:
     """A stream that another process appends to (`run_tables.TableStream`).
@@ -31,7 +33,7 @@ class StreamTail:
             pyarrow.ArrowException: what is there is no stream.
         """
         try:
-            with self._path.open("rb") as file:
+            with open_file(self._path) as file:
                 found = os.fstat(file.fileno())
                 this = found.st_dev, found.st_ino
                 if this != self._file or found.st_size < self._offset:

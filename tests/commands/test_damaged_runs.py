@@ -83,3 +83,38 @@ def test_no_command_ends_with_a_traceback(
         assert (
             code == 0 or said.err.startswith(("error: ", "RecoveryError: ", "FormatError: ")) or "NOT OK" in said.out
         ), name
+
+
+REPLACED = (
+    "buffer/ledger.log",
+    "config.json",
+    "graph.json",
+    "metrics.parquet",
+    "alerts.jsonl",
+    "live.json",
+    "checkpoints/*/manifest.json",
+    "checkpoints/*/run.json",
+    "lock/epoch_*",
+)
+
+
+@pytest.mark.parametrize("how", ["a named pipe", "deep"])
+@pytest.mark.parametrize("name", REPLACED)
+def test_no_command_hangs_or_fails_at_a_pipe_or_at_deep_json(
+    name: str,
+    how: str,
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    def replace(run: Path) -> None:
+        for path in list(run.glob(name)) or [run / name]:
+            path.unlink(missing_ok=True)
+            path.parent.mkdir(exist_ok=True)
+            if how == "deep":
+                path.write_text("[" * 100_000)
+            else:
+                os.mkfifo(path)
+
+    test_no_command_ends_with_a_traceback(replace, finished, tmp_path, monkeypatch, capsys)

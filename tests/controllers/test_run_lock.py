@@ -17,7 +17,8 @@ from saved_runs import begun, run, wait_for_steps
 
 from weft.controllers import run_lock
 from weft.controllers.recovery.checkpoints import CheckpointConfig
-from weft.controllers.run_lock import DEAD_AFTER_S, RunLock, epochs
+from weft.controllers.run_facts import facts_of
+from weft.controllers.run_lock import DEAD_AFTER_S, Life, RunLock, epochs, life_of
 from weft.controllers.schedule import Synchronous
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.errors import TakenOverError, UserError
@@ -287,3 +288,53 @@ def test_a_second_driver_is_refused_by_name_and_a_killed_one_is_gone_on_from_at_
     third.kill()
     third.communicate()
     assert not check_log(tmp_path / "run" / "buffer").violations
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file below a folder, with its bytes and when it was written."""
+    return {
+        str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("settings", [{}, {"resume": "latest", "seed": 1}], ids=["again", "with another seed"])
+@pytest.mark.parametrize("killed", [False, True], ids=["finished", "killed"])
+def test_a_driver_that_is_refused_changes_no_file_of_the_run(tmp_path: Path, killed: bool, settings: dict[str, Any]):
+    run(tmp_path, SCHEDULE, evaluate=False, checkpoint=EVERY)
+    if killed:
+        name = file_of(tmp_path / "run").name
+        rewrite(tmp_path / "run" / "lock" / name, started="12345")
+        lines = (tmp_path / "run" / "lock" / name).read_bytes().splitlines()
+        (tmp_path / "run" / "lock" / name).write_bytes(lines[0] + b"\n")
+    before = contents(tmp_path)
+    with pytest.raises(UserError):
+        run(tmp_path, SCHEDULE, evaluate=False, checkpoint=EVERY, **settings)
+    assert contents(tmp_path) == before
+    assert facts_of(tmp_path / "run").status == ("killed" if killed else "done")
+
+
+def test_a_lock_that_is_given_back_leaves_no_folder_where_there_was_none(tmp_path: Path):
+    RunLock.take(tmp_path).give_back()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ['"x"', "true", "0", "[" * 100_000, "1e999"], ids=lambda text: text[:5])
+def test_a_lock_whose_file_is_damaged_is_refused_by_name(tmp_path: Path, damage: str):
+    RunLock.take(tmp_path).release()
+    path = file_of(tmp_path)
+    path.write_text(path.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {damage}'))
+    assert life_of(tmp_path)[0] is Life.UNKNOWN
+    with pytest.raises(UserError, match=r"held by somebody whom .*epoch_000001 does not name"):
+        RunLock.take(tmp_path)
+
+
+def test_a_lock_that_is_a_named_pipe_is_refused_by_name(tmp_path: Path):
+    RunLock.take(tmp_path).release()
+    path = file_of(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    assert life_of(tmp_path)[0] is Life.UNKNOWN
+    with pytest.raises(UserError, match="epoch_000001 is a named pipe, not a file"):
+        RunLock.take(tmp_path)
