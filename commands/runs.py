@@ -16,7 +16,7 @@ from .run_folder import RUNS, run_names
 
 @dataclass(frozen=True, kw_only=True)
 class Runs(Command):
-    """List the runs of a folder, or one run: status, step, time, reward, and the last warning or error of each."""
+    """List the runs of a folder, or one run: status, step, time, reward, loss, and the last warning or error of each."""
 
     folder: Annotated[Positional[Path], arg(metavar="FOLDER")] = RUNS
     """The folder of all runs, or of one."""
@@ -46,6 +46,7 @@ class Runs(Command):
                 "step": f"{facts.step}/{facts.steps}" if facts.steps is not None else str(facts.step),
                 "time": clock(facts.last.get("time_s", 0.0)),
                 "reward": facts.reward,
+                "loss": facts.loss,
                 "trouble": readable(facts.trouble) or None,
             }
             for facts in found

@@ -86,8 +86,16 @@ class RunFacts:
 
     @property
     def reward(self) -> float | None:
-        """Mean reward of the last step, or its loss where there is no reward."""
-        name = metric_of(self.last, "mean") or metric_of(self.last, "loss")
+        """Mean reward of the last step; None: it measured none, as SFT and DPO do not."""
+        return self._last_of("mean")
+
+    @property
+    def loss(self) -> float | None:
+        """Loss of the last step; None: it measured none."""
+        return self._last_of("loss")
+
+    def _last_of(self, metric: str) -> float | None:
+        name = metric_of(self.last, metric)
         return None if name is None else self.last[name]
 
     @property
@@ -101,6 +109,7 @@ class RunFacts:
             "steps": self.steps,
             "time_s": self.last.get("time_s"),
             "reward": self.reward,
+            "loss": self.loss,
             "trouble": self.trouble or None,
             "holder": None if self.holder is None else str(self.holder),
             "damage": list(self.damage),

@@ -7,13 +7,14 @@ import pytest
 from recorded_runs import driver
 
 from weft.__main__ import main
+from weft.controllers.run_facts import facts_of
 
 
 def test_runs_lists_each_run_with_its_state(done: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["runs"]) == 0
     header, one, two = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert header == ["run", "status", "step", "time", "reward", "trouble"]
-    assert one == ["one", "done", "3/3", "0:00", "1.5", "-"] and two[0] == "two"
+    assert header == ["run", "status", "step", "time", "reward", "loss", "trouble"]
+    assert one[:5] == ["one", "done", "3/3", "0:00", "1.5"] and two[0] == "two"
     assert main(["runs", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["runs"]
     assert [(run["run"], run["status"], run["step"], run["steps"]) for run in found] == [
@@ -43,6 +44,14 @@ def test_runs_says_what_ended_a_run_and_which_was_killed(tmp_path: Path, capsys:
     assert main(["watch", str(tmp_path / "failed")]) == 0
     assert "warning: ended at step 0: RuntimeError: no more room" in capsys.readouterr().out
     assert (killed["run"], killed["status"], killed["steps"]) == ("killed", "killed", None)
+
+
+def test_a_loss_is_not_shown_as_a_reward(tmp_path: Path):
+    facts = facts_of(tmp_path, {"step": 3.0, "actor/loss": 0.25, "eval/reward/mean": 1.0})
+    assert facts.reward is None and facts.loss == 0.25
+    rewarded = facts_of(tmp_path, {"step": 3.0, "actor/loss": 0.25, "judge/mean": 0.5})
+    assert (rewarded.reward, rewarded.loss) == (0.5, 0.25)
+    assert {"reward": None, "loss": 0.25}.items() <= facts.for_programs.items()
 
 
 def test_a_folder_without_runs_and_a_missing_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
