@@ -209,6 +209,26 @@ class GreedyBaseline:
 
 greedy_baseline = GreedyBaseline()
 
+GROUP_RELATIVE = (
+    group_normalized,
+    group_centred,
+    leave_one_out,
+    length_weighted,
+    valid_groups_centred,
+    best_of_group,
+)
+"""Estimators whose advantages are all 0 in groups of one row."""
+
+
+def is_group_relative(estimator: object) -> bool:
+    """Whether an estimator is one of `GROUP_RELATIVE`, perhaps with some of its arguments given.
+
+    >>> import functools
+    >>> is_group_relative(functools.partial(group_normalized, epsilon=1.0)), is_group_relative(greedy_baseline)
+    (True, False)
+    """
+    return getattr(estimator, "func", estimator) in GROUP_RELATIVE
+
 
 def have_equal_rewards(samples: Batch, reward: str) -> np.ndarray:
     """[groups] bool, in the order of `samples.groups()`: whether all rewards of a group are equal. A reward that is not a number is

@@ -31,6 +31,7 @@ from .recovery.resume import WITHOUT_ROWS, ResumePoint
 from .run_directory import check_name
 from .run_spec import Evaluation, RunSpec
 from .schedule import Stepwise, Synchronous, Training
+from .symptoms import check_group_sizes
 
 _RESPONSES = (RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
 """Columns of a source that models read after its prompts."""
@@ -141,6 +142,7 @@ def check_schedule(spec: RunSpec) -> None:
         UserError: naming what does not fit, and what to change.
     """
     train, *evaluated = spec.graphs.values()
+    check_group_sizes(train)
     check_followed(train, spec.schedule)
     check_capacity(train, spec.schedule, spec.buffer)
     check_apart(train, spec.schedule, spec.placement, evaluated)

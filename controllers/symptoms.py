@@ -12,7 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..algorithms.advantages import group_advantages
+from ..algorithms.advantages import group_advantages, is_group_relative
+from ..algorithms.filters import drop_zero_variance, first_of_group
+from ..algorithms.preference import best_and_worst
 from ..dataflow.byte_units import gib
 from ..dataflow.column import RESPONSE_IDS
 from ..dataflow.errors import UserError, nearest
@@ -112,18 +114,41 @@ class Past:
         return sum(first) / len(first) if len(first) == FIRST else math.nan
 
 
+def check_group_sizes(graph: Graph) -> None:
+    """Refuse a training graph that compares the responses to a prompt with each other and has one response to each.
+
+    Raises:
+        UserError: naming the node.
+    """
+    for node in graph.nodes:
+        estimator = node.arguments.get("estimator")
+        compares = node.function in COMPARING or (node.function is group_advantages and is_group_relative(estimator))
+        if compares and _rows_of_group(graph, node) == 1:
+            of = f" ({getattr(estimator, '__name__', estimator)})" if estimator is not None else ""
+            raise UserError(
+                f"node {node.name!r}{of} compares the responses to a prompt with each other, and n=1 samples one response to each: "
+                "nothing would be learned. Set n=2 or more, such as n=8, or use a method with another baseline: PPO (a critic) or "
+                "ReMax (advantages=greedy_baseline)"
+            )
+
+
+COMPARING = (drop_zero_variance, best_and_worst)
+"""Filters that drop every group of one row."""
+
+
 def _groups_of_one(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
     for node in graph.nodes:
+        estimator = node.arguments.get("estimator")
         if (
             node.function is group_advantages
-            and not getattr(node.arguments.get("estimator"), "reads", ())
-            and _siblings(graph, node) == 1
+            and not getattr(estimator, "reads", ())
+            and _rows_of_group(graph, node) == 1
         ):
-            yield f"node {node.name!r} compares the responses to a prompt with each other, and there is one of each (n=1)"
+            yield f"node {node.name!r} has one response to each prompt (n=1), and its estimator reads no other column"
 
 
-def _siblings(graph: Graph, node: Node) -> int | None:
-    """Rows of a group on a node's level, as far as the graph says."""
+def _rows_of_group(graph: Graph, node: Node) -> int | None:
+    """Rows that a group has when it comes to a node, as far as the graph says; None: it does not."""
     number, level = 1, node.level
     while level:
         maker = next(n for n in graph.nodes if n.makes_level == level)
@@ -131,7 +156,9 @@ def _siblings(graph: Graph, node: Node) -> int | None:
         if not isinstance(each, int):
             return None
         number, level = number * each, maker.level
-    return number
+    before = graph.nodes[: graph.nodes.index(node)]
+    kept = (n.arguments.get("n") for n in before if n.function is first_of_group and n.level == node.level)
+    return min([number, *(n for n in kept if isinstance(n, int))])
 
 
 def _greedy(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
@@ -151,7 +178,8 @@ def _large_rates(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
 MISTAKES = (
     Mistake(
         _groups_of_one,
-        "all advantages are 0, and nothing is learned. Try n=8, or an estimator with a baseline of its own (greedy_baseline)",
+        "if it compares the responses to a prompt with each other, nothing is learned. Try n=8, or an estimator with another baseline "
+        "(greedy_baseline)",
     ),
     Mistake(_greedy, "there is nothing to compare. Try Sampling(temperature=1)"),
     Mistake(
@@ -224,12 +252,25 @@ def all_filtered(row: Row, groups: int) -> str:
     dropped = sum(value for _, value in _training(row, "zero_variance_groups"))
     if dropped < groups or _has_signal(row) is not None:
         return ""
-    means = [f"{name.partition('/')[2]} {value:g}" for name, value in row.items() if name.startswith("reward/")]
-    shown = f" ({', '.join(means)})" if means else ""
     return (
-        f"the rewards within each of the first {dropped:g} groups are equal{shown}, and a filter drops such groups, so that no step "
-        f"is ever over. {SYMPTOMS[0].advice}. {GOES_ON}"
+        f"the rewards within each of the first {dropped:g} groups are equal{rewards_of(row)}, and a filter drops such groups, so that "
+        f"no step is ever over. {SYMPTOMS[0].advice}. {GOES_ON}"
     )
+
+
+def rewards_of(row: Row) -> str:
+    """The mean of each reward of a step so far, for a message; empty: none was measured.
+
+    >>> rewards_of({"reward/mean": 0.12, "reward/std": 0.1, "reward/right": 0.02, "reward/scored": 8.0, "actor/loss": 1.0})
+    ' (mean 0.12, std 0.1, right 0.02)'
+    """
+    rewarders = {name.partition("/")[0] for name, _ in _training(row, "mean")}
+    shown = [
+        f"{name.partition('/')[2] if len(rewarders) == 1 else name} {value:.3g}"
+        for name, value in row.items()
+        if name.count("/") == 1 and name.partition("/")[0] in rewarders and not name.endswith(("/scored", "/max"))
+    ]
+    return f" ({', '.join(shown)})" if shown else ""
 
 
 def _all_truncated(past: Past) -> str | None:

@@ -1,5 +1,6 @@
 """What a run tells when it cannot learn: once, in words, with what to try."""
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,20 @@ from typing import Any
 import pytest
 from toy import ToyActor, ToyConfig, ToyLoss, ToyReward, ToyRollout, centred, prompts
 
-from weft.algorithms.advantages import greedy_baseline, group_advantages
+from weft.algorithms.advantages import (
+    Estimator,
+    Outcomes,
+    best_of_group,
+    greedy_baseline,
+    group_advantages,
+    group_centred,
+    group_normalized,
+    leave_one_out,
+    length_weighted,
+    valid_groups_centred,
+)
+from weft.algorithms.filters import drop_zero_variance, first_of_group
+from weft.algorithms.preference import best_and_worst
 from weft.algorithms.sampling import Sampling
 from weft.controllers.alerts import read_alerts
 from weft.controllers.driver import Driver
@@ -57,10 +71,17 @@ class ConstantReward(ToyReward):
 
 @graph
 def training(
-    prompts: Any, *, rollout: Any, reward: Any, actor: Any, n: int = 2, sampling: Sampling = Sampling()
+    prompts: Any,
+    *,
+    rollout: Any,
+    reward: Any,
+    actor: Any,
+    n: int = 2,
+    sampling: Sampling = Sampling(),
+    estimator: Estimator = group_normalized,
 ) -> Any:
     samples = reward.score(rollout.generate(prompts, n=n, sampling=sampling))
-    return actor.update(group_advantages(samples))
+    return actor.update(group_advantages(samples, estimator=estimator))
 
 
 def recorded(*, rate: float = 1e-3, reward: type = ToyReward, **settings: Any) -> Graph:
@@ -69,12 +90,56 @@ def recorded(*, rate: float = 1e-3, reward: type = ToyReward, **settings: Any) -
     return training(prompts(8), **made, **settings)
 
 
+def own_estimator(outcomes: Outcomes) -> Any:
+    return outcomes.rewards - outcomes.rewards.mean()
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        group_normalized,
+        group_centred,
+        leave_one_out,
+        length_weighted,
+        valid_groups_centred,
+        best_of_group,
+        functools.partial(group_normalized, epsilon=1e-3),
+    ],
+)
+def test_one_response_to_a_prompt_is_refused_where_responses_are_compared(estimator: Estimator, tmp_path: Path):
+    with pytest.raises(UserError, match=r"'group_advantages' .*n=1 samples one response to each.* Set n=2 or more"):
+        Driver(recorded(n=1, estimator=estimator), schedule=Synchronous(steps=1), root=tmp_path)
+    Driver(recorded(n=2, estimator=estimator), schedule=Synchronous(steps=1), root=tmp_path)
+
+
+@pytest.mark.parametrize("filtering", [drop_zero_variance, best_and_worst])
+def test_one_response_to_a_prompt_is_refused_before_a_filter_that_compares(filtering: Any, tmp_path: Path):
+    @graph
+    def filtered(prompts: Any, *, rollout: Any, reward: Any, actor: Any, n: int) -> Any:
+        samples: Any = filtering(reward.score(rollout.generate(prompts, n=n)))
+        return actor.update(centred(samples))
+
+    handles = recorded().handles
+    with pytest.raises(UserError, match=f"'{filtering.__name__}' compares the responses"):
+        Driver(filtered(prompts(8), **handles, n=1), schedule=Synchronous(steps=1), root=tmp_path)
+
+
+def test_a_quorum_of_one_response_is_refused_like_one_response(tmp_path: Path):
+    @graph
+    def quorum(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
+        samples: Any = first_of_group(reward.score(rollout.generate(prompts, n=4)), 1)
+        return actor.update(group_advantages(samples))
+
+    with pytest.raises(UserError, match="compares the responses"):
+        Driver(quorum(prompts(8), **recorded().handles), schedule=Synchronous(steps=1), root=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
         (
-            {"n": 1},
-            "node 'group_advantages' compares the responses to a prompt with each other, and there is one of each",
+            {"n": 1, "estimator": own_estimator},
+            "node 'group_advantages' has one response to each prompt (n=1), and its estimator reads no other column",
         ),
         ({"sampling": Sampling(temperature=0)}, "node 'rollout.generate' trains on responses of temperature 0"),
         (
