@@ -1,5 +1,5 @@
-"""Evaluation: responses to held-out prompts, scored. The mean of its rewards is the run's `eval/reward/mean`; its means over prompts are
-`eval/avg@N` and `eval/pass@K`, with intervals."""
+"""Evaluation: responses to held-out prompts, scored. `eval/avg@N` is the mean reward and `eval/pass@K` the share of solved prompts, with
+intervals over prompts."""
 
 from __future__ import annotations
 
@@ -44,19 +44,26 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
-@node(shape=Shape.GROUP, reads=lambda reward: (reward,))
+@node(shape=Shape.GROUP, reads=lambda reward, verdict: (reward, verdict))
 def score_prompts(
-    samples: Batch, *, n: int, k: tuple[int, ...], solved: float = 1.0, reward: str = str(REWARD)
+    samples: Batch,
+    *,
+    n: int,
+    k: tuple[int, ...],
+    solved: float = 1.0,
+    reward: str = str(REWARD),
+    verdict: str = str(REWARD),
 ) -> Metrics:
-    """Of each prompt the mean reward of its samples (avg@n), and pass@k for each k. All are means over prompts, so that a metric knows how
+    """The mean reward of each prompt's samples (avg@n), and pass@k for each k. All are means over prompts, so that a metric knows how
     prompts scatter: samples of one prompt are not independent of each other.
 
     Args:
-        samples: whole groups, with the column `reward`.
+        samples: whole groups, with the columns `reward` and `verdict`.
         n: samples of each prompt that were asked for. Where some were dropped, their prompt counts with those that are left.
         k: of each pass@k. Prompts with fewer samples are left out of it.
-        solved: reward from which on a sample solves its prompt.
-        reward: the column.
+        solved: a sample solves its prompt if its verdict is at least this.
+        reward: column of the reward.
+        verdict: column that says whether a sample is right, which may be a part of the reward.
 
     Returns:
         `avg@N` and `pass@K` (estimates over prompts), and `prompts`.
@@ -69,7 +76,8 @@ def score_prompts(
     groups, index = samples.groups()
     numbers = np.bincount(index, minlength=len(groups))
     means = np.bincount(index, weights=rewards, minlength=len(groups)) / np.maximum(numbers, 1)
-    solving = np.bincount(index, weights=rewards >= solved, minlength=len(groups)).astype(np.int64)
+    is_solved = samples.numpy(verdict).astype(np.float64) >= solved
+    solving = np.bincount(index, weights=is_solved, minlength=len(groups)).astype(np.int64)
     metrics: Metrics = {f"avg@{n}": Estimate.of(means.tolist())}
     counts = list(zip(numbers.tolist(), solving.tolist(), strict=True))
     metrics |= {
@@ -87,9 +95,14 @@ def evaluate(
     sampling: Sampling = Sampling(),
     n: int = 1,
     k: Sequence[int] = (),
-    solved: float = 1.0,
+    solved: float | None = None,
+    verdict: str | None = None,
 ) -> Any:
     """Generate n responses to each prompt, score them, and measure avg@n and pass@k with their 95 % intervals over prompts.
+
+    avg@n is the mean reward. pass@k counts right responses. A response is right by the grader among the reward functions, such as `Math`,
+    whatever else is rewarded. Without a grader it is right if its reward is at least `solved`; then pass@k is measured if `solved` or `k`
+    is given, or `n` is above 1.
 
     Greedy decoding is `sampling=weft.Sampling(temperature=0, ...)`.
 
@@ -99,7 +112,8 @@ def evaluate(
         sampling: of the responses.
         n: responses to each prompt.
         k: of each pass@k, at most n; default: 1 and n.
-        solved: reward from which on a response solves its prompt.
+        solved: a response is right if its verdict is at least this; default: 1.
+        verdict: name of the reward function that says whether a response is right; default: the only grader among them.
 
     Raises:
         UserError: a k is below 1 or above n.
@@ -110,7 +124,19 @@ def evaluate(
         )
     samples = rollout.generate(prompts, n=n, sampling=sampling)
     samples = reward.score(samples)
-    return score_prompts(samples, n=n, k=tuple(dict.fromkeys(k or (1, n))), solved=solved)
+    found = f"{REWARD}/{verdict}" if verdict is not None else _verdict_of(reward)
+    if not (k or n > 1 or found or solved is not None):
+        return score_prompts(samples, n=n, k=())
+    which = {} if found is None else {"verdict": found}
+    return score_prompts(
+        samples, n=n, k=tuple(dict.fromkeys(k or (1, n))), solved=1.0 if solved is None else solved, **which
+    )
+
+
+def _verdict_of(reward: Rewarder) -> str | None:
+    """Column of the grader of a reward group that says right or wrong; None: it has none."""
+    find = getattr(getattr(reward, "config", None), "verdict", None)
+    return None if find is None else find(str(REWARD))
 
 
 Z = 1.959964

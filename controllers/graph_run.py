@@ -128,6 +128,8 @@ class TrainingRun(GraphRun):
     """Groups issued since the last step was closed."""
     refills: int = 0
     """How often the step under way issued more prompts."""
+    short_size: int | None = None
+    """Groups of the batch of the step under way, if filters left fewer than the schedule wants; None: as many as it wants."""
     metrics: list[Mapping[str, Metric]] = field(default_factory=list)
 
     @property
@@ -194,6 +196,7 @@ class TrainingRun(GraphRun):
             noted.clear()
         self.open = False
         self.refills = self.issued = 0
+        self.short_size = None
         self.step += 1
         return merged
 
@@ -204,6 +207,10 @@ class EvaluationUnderWay:
 
     metrics: list[Mapping[str, Metric]] = field(default_factory=list)
     versions: set[int] = field(default_factory=set)
+    asked: int = 0
+    """Prompts that were issued."""
+    answered: set[int] = field(default_factory=set)
+    """Groups that have come to the end of the graph."""
 
 
 @dataclass
@@ -242,10 +249,15 @@ class EvaluationRun(GraphRun):
         """Issue the complete source for the evaluation of a step."""
         del self.due[step]
         self.under_way[step] = EvaluationUnderWay()
-        self.issue(len(self.num_tokens), step)
+        self.under_way[step].asked = self.issue(len(self.num_tokens), step)
 
     def take(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
         self.under_way[lease.step].metrics.append(measured)
+
+    def finish(self, lease: Lease, step: int | None = None) -> None:
+        if lease.node is self.nodes[-1]:
+            self.under_way[lease.step].answered.update(group.id for group in lease.groups)
+        super().finish(lease, step)
 
     def generates(self, lease: Lease, published: Published) -> None:
         if published.versions is not None and len(published.versions):
@@ -263,6 +275,7 @@ class EvaluationRun(GraphRun):
         metrics = values_of(merge(ended.metrics))
         if (overlaps and ended.versions) or len(ended.versions) > 1:
             metrics |= {"oldest_version": float(min(ended.versions)), "newest_version": float(max(ended.versions))}
+        metrics |= {"prompts_lost": float(ended.asked - len(ended.answered)), "prompts_asked": float(ended.asked)}
         return {f"{self.name}/{name}": value for name, value in metrics.items()}
 
 

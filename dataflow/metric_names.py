@@ -108,6 +108,28 @@ def _tails(name: str) -> list[str]:
     return ["/".join(parts[first:]) for first in range(len(parts))]
 
 
+SCORES = {
+    r"pass@1": "pass@1",
+    r"avg@\d+": "mean reward",
+    r"(.*/)?reward/mean": "mean reward",
+    r"(.*/)?mean": "mean reward",
+    r"(.*/)?preference_accuracy": "preference accuracy",
+}
+"""Patterns of the metrics that an evaluation is judged by, the first that it has, and what they are called. More is better."""
+
+
+def score_label(name: str) -> str | None:
+    """What the score of an evaluation is called; None: it is not one of `SCORES`.
+
+    Args:
+        name: of the metric, without that of the evaluation.
+
+    >>> score_label("pass@1"), score_label("avg@8"), score_label("judge/mean"), score_label("loss")
+    ('pass@1', 'mean reward', 'mean reward', None)
+    """
+    return next((label for pattern, label in SCORES.items() if re.fullmatch(pattern, name)), None)
+
+
 # The page
 
 INTRODUCTION = """\

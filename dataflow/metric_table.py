@@ -520,7 +520,8 @@ EVALUATION = Section(
         MetricEntry(
             "pass@K",
             "0 to 1",
-            "probability that one of K responses to a prompt solves it, mean over prompts; unbiased",
+            "probability that one of K responses to a prompt is right, mean over prompts; unbiased. The grader among the reward functions "
+            "says which are right, else a threshold of the reward",
             "rises",
             "falls for large K while `pass@1` rises: the policy loses variety",
             "run",
@@ -528,6 +529,15 @@ EVALUATION = Section(
         MetricEntry("pass@K_low", "0 to 1", "lower end of its 95 % interval", place="run"),
         MetricEntry("pass@K_high", "0 to 1", "upper end of its 95 % interval", place="run"),
         MetricEntry("prompts", "count", "that were evaluated", "all of the held-out set", place="run"),
+        MetricEntry(
+            "prompts_lost",
+            "count",
+            "held-out prompts without a scored response, because the grader failed or a filter dropped them; means are over the others",
+            "0",
+            "the scores of steps with different prompts cannot be compared",
+            "run",
+        ),
+        MetricEntry("prompts_asked", "count", "held-out prompts", place="run"),
         MetricEntry(
             "oldest_version",
             "version",

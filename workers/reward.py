@@ -112,6 +112,13 @@ class RewardConfig(Config):
         """Whether a function may return a dictionary, by its library or its annotation."""
         return any(reward.may_return_parts for reward in self.rewards)
 
+    def verdict(self, into: str) -> str | None:
+        """The column of the only function that says right (1) or wrong (0); None: there is none, or several."""
+        verdicts = [reward.title for reward in self.rewards if getattr(reward.function, "is_verdict", False)]
+        if len(verdicts) != 1:
+            return None
+        return f"{into}/{verdicts[0]}" if len(self.rewards) > 1 else into
+
     @property
     def notes(self) -> tuple[str, ...]:
         """What the terminal says at the start of a run: functions that have another library's signature."""

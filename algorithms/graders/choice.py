@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
 from ...dataflow.errors import SampleError
 from . import extraction
@@ -129,6 +130,8 @@ def _at_start(text: str, patterns: dict[str, re.Pattern[str]]) -> str | None:
 
 class MultipleChoice(Grader):
     """1 when the response settles on the answer's option; 0 when on another, or on none. Options are A to J, or numbered 1 to 9."""
+
+    is_verdict: ClassVar[bool] = True
 
     def __call__(self, response: str, answer: str) -> float:
         """Compare the option of a response with that of the answer: "C", "(c)", "(C) Paris" or "3".

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 from ...dataflow.config import Config
 from ...dataflow.errors import SampleError
@@ -29,6 +29,9 @@ class Grader(Config):
     >>> Same()("5", 5), Same()("[1, 2]", [1, 2])
     (1.0, 1.0)
     """
+
+    is_verdict: ClassVar[bool] = False
+    """Whether its grade is 1 for a right response and 0 for a wrong one, so that an evaluation can report it as pass@1."""
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)

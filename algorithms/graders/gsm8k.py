@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ...dataflow.errors import SampleError
 from ...dataflow.prompts.answer_marks import after_hashes
 from . import extraction
@@ -15,6 +17,8 @@ class Gsm8k(Grader):
     The number of a response stands in its last box, after `####`, after "the answer is", or last. The answer is a number, or GSM8K's
     own rationale with the number after `####`.
     """
+
+    is_verdict: ClassVar[bool] = True
 
     strict: bool = False
     """Only a number after `####` counts, as the data set writes it. Set it so that the form is learned, too."""

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import pydantic
 
@@ -21,6 +21,8 @@ class JsonSchema(Grader):
 
     With `json_schema={}` any JSON will do.
     """
+
+    is_verdict: ClassVar[bool] = True
 
     json_schema: Mapping[str, Any]
     """A JSON Schema, of the draft that its `$schema` names; without one, draft 2020-12. Give it; there is no default."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pydantic
 
 from . import math_process
@@ -17,6 +19,8 @@ class Math(Grader):
     The work is done in a process of its own, which each process that grades has one of. It starts at the first use, and is ended and
     replaced when it takes too long or too much memory.
     """
+
+    is_verdict: ClassVar[bool] = True
 
     deadline_s: float = pydantic.Field(default=10.0, gt=0)
     """[s] Time that a comparison may take. Raise it for answers that take long to simplify."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
+from typing import ClassVar
 
 import pydantic
 
@@ -30,6 +31,8 @@ class Exact(Grader):
 
     The final answer is what follows the reasoning: a box, what stands after "the answer is", or all of it.
     """
+
+    is_verdict: ClassVar[bool] = True
 
     normalize: bool = True
     """Case, punctuation, articles and spaces do not matter. Set it to False where they do."""
@@ -65,6 +68,8 @@ class F1(Grader):
 
 class RegularExpression(Grader):
     """1 when a regular expression is found in the response, otherwise 0. A group that it has must be the answer."""
+
+    is_verdict: ClassVar[bool] = True
 
     pattern: str
     """Python's syntax. With a group, its last match is compared with the answer. Give it; there is no default."""

@@ -97,8 +97,8 @@ def line_of(step: Step) -> str:
 
 def line_of_score(score: EvaluationScore) -> str:
     """
-    >>> line_of_score(EvaluationScore("eval", 0, 0.25))
-    'eval before the first step: 0.250'
+    >>> line_of_score(EvaluationScore("eval", 0, 0.25, label="pass@1"))
+    'eval before the first step: pass@1 0.250'
     """
     return f"{score.evaluation} {f'of step {score.step}' if score.step else 'before the first step'}: {score.text}"
 
@@ -111,4 +111,6 @@ def _numbers(values: Mapping[str, float]) -> dict[str, float | None]:
 def _of_score(score: EvaluationScore) -> dict[str, Any]:
     value = score.value if math.isfinite(score.value) else None
     interval = score.interval if score.interval and all(map(math.isfinite, score.interval)) else None
-    return {"name": score.evaluation, "step": score.step, "value": value, "interval": interval}
+    lost = {"prompts_lost": score.lost, "prompts_asked": score.asked} if score.lost else {}
+    measured = {"metric": score.label, "value": value, "interval": interval, "mean_reward": score.mean_reward}
+    return {"name": score.evaluation, "step": score.step, **measured, **lost}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...algorithms.evaluation import interval
-from ...dataflow.metric_names import is_of_group
+from ...dataflow.metric_names import SCORES, is_of_group, score_label
 
 
 @dataclass(frozen=True)
@@ -88,20 +88,28 @@ class EvaluationScore:
     value: float
     interval: tuple[float, float] | None = None
     """95 %, where it is known how the value scatters."""
+    label: str = ""
+    """What the value is, such as pass@1."""
+    mean_reward: float | None = None
+    """Where it differs from the value."""
+    lost: int = 0
+    """Prompts without a scored response: the value is over the others."""
+    asked: int = 0
+    """Prompts of the evaluation, where some are lost."""
     larger_is_better: bool = True
 
     @property
     def text(self) -> str:
         """
-        >>> EvaluationScore("eval", 10, 0.5, (0.4, 0.6)).text
-        '0.500 (95 %: 0.400 to 0.600)'
+        >>> EvaluationScore("eval", 10, 0.5, (0.4, 0.6), "pass@1").text
+        'pass@1 0.500 (95 %: 0.400 to 0.600)'
+        >>> EvaluationScore("eval", 10, 1.0, label="pass@1", mean_reward=1.1, lost=8, asked=16).text
+        'pass@1 1.000, mean reward 1.100; 8 of 16 prompts: the others have no scored response'
         """
         between = f" (95 %: {self.interval[0]:.3f} to {self.interval[1]:.3f})" if self.interval else ""
-        return f"{self.value:.3f}{between}"
-
-
-SCORES = (r"avg@\d+", "reward/mean", ".*/mean", "(.*/)?preference_accuracy")
-"""Patterns of the metrics that an evaluation is judged by, the first one that it has; more is better."""
+        mean = f", mean reward {self.mean_reward:.3f}" if self.mean_reward is not None else ""
+        lost = f"; {self.asked - self.lost} of {self.asked} prompts: the others have no scored response"
+        return f"{self.label} {self.value:.3f}{between}{mean}{lost * bool(self.lost)}".strip()
 
 
 def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> EvaluationScore | None:
@@ -110,12 +118,20 @@ def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> Evalua
     Args:
         metrics: named `EVALUATION/...`; others are passed over.
     """
-    own = {name: value for name, value in metrics.items() if name.startswith(f"{evaluation}/")}
-    name = next((n for pattern in SCORES for n in own if re.fullmatch(f"{re.escape(evaluation)}/{pattern}", n)), None)
+    own = {n.removeprefix(f"{evaluation}/"): v for n, v in metrics.items() if n.startswith(f"{evaluation}/")}
+    lost, asked = (int(own.pop(name, 0.0)) for name in ("prompts_lost", "prompts_asked"))
+    name = next((n for pattern in SCORES for n in own if re.fullmatch(pattern, n)), None)
+    label = next(iter(own), None) if name is None else score_label(name)
+    if label is None:  # there are no metrics, or every prompt is lost
+        return EvaluationScore(evaluation, step, math.nan, lost=lost, asked=asked) if lost else None
     if name is None:
-        first = next(iter(own.values()), None)
-        return None if first is None else EvaluationScore(evaluation, step, first, larger_is_better=False)
-    return EvaluationScore(evaluation, step, own[name], _interval_of(name, own))
+        return EvaluationScore(
+            evaluation, step, own[label], label=label, lost=lost, asked=asked, larger_is_better=False
+        )
+    reward = next((v for n, v in own.items() if re.fullmatch(r"avg@\d+", n)), None)
+    differs = reward is not None and not math.isclose(reward, own[name], abs_tol=1e-6)
+    mean_reward = reward if differs and not math.isnan(own[name]) else None
+    return EvaluationScore(evaluation, step, own[name], _interval_of(name, own), label, mean_reward, lost, asked)
 
 
 def _interval_of(name: str, metrics: Mapping[str, float]) -> tuple[float, float] | None:
@@ -177,11 +193,15 @@ def ending_of(
     rows = list(rows)
     scores = {name: [s for row in rows if (s := score_of(name, int(row["step"]), row))] for name in evaluations}
     known = [of for of in scores.values() if of]
-    best = (
-        max(of, key=lambda s: -math.inf if math.isnan(s.value) else s.value) for of in known if of[0].larger_is_better
-    )
+    best = (max(of, key=_rank) for of in known if of[0].larger_is_better)
     steps = max((int(row["step"]) for row in rows), default=0)
     return Ending(run, steps, seconds, tuple(best), tuple(of[-1] for of in known), places)
+
+
+def _rank(score: EvaluationScore) -> tuple[bool, float, float]:
+    """The best score is the one of most prompts with the largest value, and of those the one with the largest reward."""
+    value = -math.inf if math.isnan(score.value) else score.value
+    return not score.lost, value, score.value if score.mean_reward is None else score.mean_reward
 
 
 def metric_of(row: Mapping[str, float], metric: str) -> str | None:

@@ -2,7 +2,7 @@
 import { get } from "./api.js";
 import { chart } from "./chart.js";
 import { h, widget } from "./dom.js";
-import { ago, measured, number } from "./format.js";
+import { ago, count, measured, number } from "./format.js";
 import { joined, link, parted } from "./route.js";
 import { smooth, together } from "./smooth.js";
 import { empty } from "./table.js";
@@ -36,7 +36,7 @@ export async function load({ params }, signal) {
   const runs = runsOf(params);
   const known = await get("metrics", { runs: joined(runs) }, signal);
   const cards = wanted(known, params.q);
-  const names = [...new Set(cards.flatMap((card) => [...card.names, card.spread, card.beside, ...Object.values(card.bands ?? {}).flat()]))].filter(Boolean);
+  const names = [...new Set(cards.flatMap((card) => [...card.names, card.spread, card.beside, ...(card.lost ?? []), ...Object.values(card.bands ?? {}).flat()]))].filter(Boolean);
   const [start, end] = spanOf(params) ?? [];
   const asked = { runs: joined(runs), names: joined(names), axis: params.axis ?? "step", points: 600, start, end };
   const curves = names.length ? await get("curves", asked, signal) : { series: [], marks: [] };
@@ -94,6 +94,8 @@ function nowOf(card, data) {
     if (!several && low != null && high != null) notes.push(`${formed(low, card)[0]} to ${formed(high, card)[0]}`);
     if (!several && last(find(card.spread)) != null) notes.push(`± ${formed(last(find(card.spread)), card)[0]}`);
     if (!several && last(find(card.beside)) != null) notes.push(`${card.beside.match(/_(p\d+)$|\/(max)_|^(max)_/)?.slice(1).find(Boolean) ?? card.beside.split("/").pop()} ${formed(last(find(card.beside)), card)[0]}`);
+    const lost = last(find((card.lost ?? []).find((one) => one.split("/")[0] === name.split("/")[0])));
+    if (lost) notes.push(`${count(lost)} prompts lost`);
     const key = several || card.names.length > 1 ? h("i", { class: "key", css: { "--shade": `var(${COLOURS[(several ? place : index) % COLOURS.length]})` } }) : null;
     return h("span", {}, key, text, notes.some(Boolean) ? h("small", {}, ` ${notes.filter(Boolean).join(" · ")}`) : null);
   }));

@@ -26,6 +26,12 @@ function trouble(run) {
   return run.trouble ? h("span", { class: "soft clamped", title: line(run.trouble.text, 1000) }, h("span", { class: "warn-text" }, "▲ "), line(run.trouble.text, 400)) : null;
 }
 
+function heldOut(run) {
+  if (run.held_out == null) return "-";
+  const lost = run.held_out_lost ? `, ${count(run.held_out_lost)} prompts lost` : "";
+  return h("span", {}, `${number(run.held_out)} `, h("span", { class: "faint small" }, line(`${run.held_out_label ?? ""}${lost}`)));
+}
+
 function columns({ params, set }) {
   const marked = chosen(params);
   const mark = (run) => {
@@ -37,8 +43,9 @@ function columns({ params, set }) {
     { name: "run", title: "Run", value: (run) => run.run, cell: (run) => h("a", { href: link("curves", { run: run.run }) }, dot(run), line(run.run, 90)) },
     { name: "status", title: "Status", value: (run) => statusOf(run).word, cell: (run) => h("span", { class: `word ${statusOf(run).tone}` }, `${statusOf(run).sign} ${statusOf(run).word}`) },
     { name: "step", title: "Step", n: true, value: (run) => run.step, cell: (run) => (run.steps ? `${count(run.step)} / ${count(run.steps)}` : count(run.step)) },
-    { name: "reward", title: "Reward", n: true, value: (run) => run.reward, cell: (run) => h("span", { class: "right" }, spark(run.spark), number(run.reward)) },
-    { name: "accuracy", title: "Held out", n: true, value: (run) => run.accuracy, cell: (run) => number(run.accuracy) },
+    { name: "reward", title: "Reward", n: true, value: (run) => run.reward, cell: (run) => h("span", { class: "right" }, spark(run.spark), run.reward == null ? "-" : number(run.reward)) },
+    { name: "loss", title: "Loss", n: true, value: (run) => run.loss, cell: (run) => (run.loss == null ? "-" : number(run.loss)) },
+    { name: "heldout", title: "Held out", n: true, value: (run) => run.held_out, cell: heldOut },
     { name: "tokens", title: "Tokens/s", n: true, value: (run) => run.tokens_per_s, cell: (run) => number(run.tokens_per_s) },
     { name: "took", title: "Took", n: true, value: (run) => run.duration_s, cell: (run) => duration(run.duration_s) },
     { name: "updated", title: "Last written", n: true, value: (run) => run.updated_at, cell: (run) => ago(run.updated_at) },

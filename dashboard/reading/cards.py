@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...dataflow.metric_names import entry_named
+from ...dataflow.metric_names import SCORES, entry_named, score_label
 from ...dataflow.metric_table import SECTIONS
 
 
@@ -18,7 +18,7 @@ class CardKind:
     id: str
     title: str
     metric: str
-    """A pattern of the metrics that it shows, without their evaluation and group; of several metrics each is a line."""
+    """Patterns of the metrics that it shows, without their evaluation and group; of several metrics each is a line."""
     spread: str = ""
     """The metric of the same group that is its standard deviation."""
     beside: str = ""
@@ -34,7 +34,7 @@ class CardKind:
 KINDS = (
     CardKind("reward", "reward", "reward/mean|mean", spread="std", floor=None),
     CardKind("loss", "loss", "loss", floor=None),
-    CardKind("accuracy", "held-out accuracy", r"avg@\d+|reward/mean|mean|preference_accuracy", scope="evaluation"),
+    CardKind("accuracy", "held-out", "|".join(SCORES), scope="evaluation"),
     CardKind("signal", "groups without signal", "groups_without_signal", form="share"),
     CardKind("entropy", "entropy", "entropy"),
     CardKind("kl", "KL from the reference", "kl"),
@@ -63,8 +63,8 @@ def cards(names: Sequence[str], evaluations: Sequence[str]) -> list[dict[str, An
     >>> found = cards(["reward/mean", "reward/std", "eval/reward/mean", "actor/idle_share", "rollout/idle_share"], ["eval"])
     >>> [(card["id"], card["names"]) for card in found]
     [('reward', ['reward/mean']), ('accuracy', ['eval/reward/mean']), ('idle', ['actor/idle_share', 'rollout/idle_share'])]
-    >>> found[0]["spread"]
-    'reward/std'
+    >>> found[0]["spread"], found[1]["title"]
+    ('reward/std', 'held-out mean reward')
     """
     there = set(names)
     held_out = [name for name in names if name.partition("/")[0] in evaluations]
@@ -79,23 +79,24 @@ def cards(names: Sequence[str], evaluations: Sequence[str]) -> list[dict[str, An
 
 
 def _shown(kind: CardKind, names: Sequence[str]) -> list[str]:
+    if kind.scope == "evaluation":  # each by the first pattern that it has
+        each = dict.fromkeys(name.partition("/")[0] for name in names)
+        found = (_matching(kind, [name for name in names if name.startswith(f"{one}/")]) for one in each)
+        return [own[0] for own in found if own]
+    own = _matching(kind, names)
+    return sorted(own) if kind.several else own[:1]
+
+
+def _matching(kind: CardKind, names: Sequence[str]) -> list[str]:
+    """The metrics of the first pattern of a kind that there are any of; that of the group `reward` first."""
     for pattern in kind.metric.split("|"):
         behind = re.compile(rf"(?:[^/]+/)*{pattern}")
         own = [name for name in names if behind.fullmatch(name) and not name.endswith(("_low", "_high"))]
         if kind.scope == "training":  # not those of parts of a reward, such as reward/format/mean
             own = [name for name in own if name.count("/") <= 1]
         if own:
-            first = [name for name in own if name == f"reward/{pattern}"] or own
-            return sorted(own) if kind.several else first[:1] if kind.scope == "training" else _one_each(own)
+            return sorted(own, key=lambda name: name != f"reward/{pattern}")
     return []
-
-
-def _one_each(names: Sequence[str]) -> list[str]:
-    """The first metric of each evaluation."""
-    by_evaluation: dict[str, str] = {}
-    for name in names:
-        by_evaluation.setdefault(name.partition("/")[0], name)
-    return list(by_evaluation.values())
 
 
 def _card(kind: CardKind, names: list[str], there: set[str]) -> dict[str, Any]:
@@ -105,18 +106,26 @@ def _card(kind: CardKind, names: list[str], there: set[str]) -> dict[str, Any]:
         name = f"{group}/{metric}" if group else metric
         return name if metric and name in there else None
 
+    lost = [f"{name.partition('/')[0]}/prompts_lost" for name in names] if kind.scope == "evaluation" else []
     bands = {name: [f"{name}_low", f"{name}_high"] for name in names if f"{name}_low" in there}
     return {
         "id": kind.id,
-        "title": kind.title,
+        "title": _title(kind, names),
         "names": names,
         "spread": beside(kind.spread),
         "beside": beside(kind.beside),
+        "lost": [name for name in lost if name in there],
         "bands": bands,
         "floor": kind.floor,
         "form": kind.form,
         **meaning(names[0]),
     }
+
+
+def _title(kind: CardKind, names: Sequence[str]) -> str:
+    """The title of a card. That of evaluations says what their scores are, such as pass@1 or mean reward."""
+    labels = (score_label(name.partition("/")[2]) for name in names if kind.scope == "evaluation")
+    return f"{kind.title} {', '.join(dict.fromkeys(filter(None, labels)))}".rstrip()
 
 
 def meaning(name: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ...controllers.telling.records import metric_of
 from ...dataflow.buffer.run_files import BUFFER, CHECKPOINTS, GRAPH, LOG, SAMPLES_ARCHIVE
 from ...dataflow.config import flattened
 from ...dataflow.graph import TRAIN
+from ...dataflow.metric_names import score_label
 from .call_log import CallLog
 from .cards import cards
 from .changes import PARTS, state_of
@@ -79,7 +80,8 @@ class RunReader:
         shown = {card["id"]: card["names"][0] for card in cards(names, self._evaluations_of(facts))}
         held_out = shown.get("accuracy", "")
         with self._lock:
-            _, accuracy = self._metrics.series(held_out)
+            _, lost = self._metrics.series(f"{held_out.partition('/')[0]}/prompts_lost")
+            _, score = self._metrics.series(held_out)
             spark_x, spark = curve(self._metrics, shown.get("reward", shown.get("loss", "")), points=SPARK)
         schedule = facts.config.get("schedule")
         return {
@@ -93,7 +95,10 @@ class RunReader:
             "step": facts.step,
             "steps": facts.steps,
             "reward": facts.reward,
-            "accuracy": float(accuracy[-1]) if len(accuracy) else None,
+            "loss": facts.loss,
+            "held_out": float(score[-1]) if len(score) else None,
+            "held_out_label": score_label(held_out.partition("/")[2]),
+            "held_out_lost": float(lost[-1]) if len(lost) and lost[-1] else None,
             "tokens_per_s": facts.last.get("tokens_per_s"),
             "spark": numbers(spark, 4) if len(spark_x) > 1 else [],
             "trouble": self._trouble(facts),
@@ -116,7 +121,10 @@ class RunReader:
             "left_s",
             "steps",
             "reward",
-            "accuracy",
+            "loss",
+            "held_out",
+            "held_out_label",
+            "held_out_lost",
             "tokens_per_s",
             "trouble",
             "schedule",

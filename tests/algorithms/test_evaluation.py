@@ -9,10 +9,17 @@ import pyarrow as pa
 import pytest
 
 from weft.algorithms.evaluation import evaluate, interval, pass_at_k, score_prompts, student_t
+from weft.algorithms.graders.form import TagFormat
+from weft.algorithms.graders.math import Math
+from weft.algorithms.graders.text import F1
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
+from weft.dataflow.handle import group
 from weft.dataflow.metrics import Estimate, merge
 from weft.dataflow.source import TableSource
+from weft.workers.reward import RewardWorker
+from weft.workers.rewards.function import Reward
+from weft.workers.rollout import RolloutWorker
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -104,3 +111,51 @@ def test_a_k_that_needs_more_responses_is_refused():
     source: Any = TableSource("held_out", pa.table({"prompt_ids": pa.array([[1]], pa.list_(pa.int32()))}))
     with pytest.raises(UserError, match=r"evaluate\(n=4, k=\(1, 8\)\): pass@8 needs n of at least 8"):
         evaluate(source, rollout=None, reward=None, n=4, k=(1, 8))  # pyright: ignore[reportArgumentType]
+
+
+def form(response: str) -> float:
+    return float("boxed" in response)
+
+
+def right(response: str, answer: str) -> float:
+    return float(response == answer)
+
+
+SOURCE: Any = TableSource(
+    "held_out", pa.table({"prompt_ids": pa.array([[1]], pa.list_(pa.int32())), "answer": pa.array(["4"])})
+)
+
+
+def measured(functions: Any, **settings: Any) -> dict[str, Any]:
+    """The arguments of the node that scores the prompts of an evaluation with these reward functions."""
+    rollout = group(RolloutWorker, model="model", engine="transformers")
+    reward = group(RewardWorker, function=functions, tokenizer="model")
+    graph = evaluate(SOURCE, rollout=rollout, reward=reward, **settings)
+    return dict(graph.nodes[-1].arguments)
+
+
+@pytest.mark.parametrize(
+    ("functions", "settings", "k", "verdict"),
+    [
+        (Math(), {}, (1,), "reward"),
+        ((Reward(function=Math(), name="right"), Reward(function=form, weight=0.1)), {}, (1,), "reward/right"),
+        ((Reward(function=Math(), weight=0.5, name="right"), TagFormat()), {"n": 4}, (1, 4), "reward/right"),
+        ((right, form), {"verdict": "right"}, (1,), "reward/right"),
+        ((right, form), {}, (), "reward"),
+        (right, {}, (), "reward"),
+        (right, {"n": 2}, (1, 2), "reward"),
+        (right, {"solved": 0.5}, (1,), "reward"),
+        (F1(), {}, (), "reward"),
+    ],
+)
+def test_pass_at_k_is_of_the_function_that_says_right_or_wrong(
+    functions: Any, settings: dict[str, Any], k: tuple[int, ...], verdict: str
+):
+    arguments = measured(functions, **settings)
+    assert arguments["k"] == k and arguments.get("verdict", "reward") == verdict
+
+
+def test_a_bonus_for_the_form_makes_no_response_right():
+    samples = Batch.of(group_id=[1, 2], reward=[1.1, 1.0], right=[1.0, 0.0])
+    found = score_prompts(samples, n=1, k=(1,), verdict="right")
+    assert found["pass@1"].value == 0.5 and found["avg@1"].value == pytest.approx(1.05)

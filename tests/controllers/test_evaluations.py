@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from saved_runs import SCHEDULES, Killed, SavingActor
 from saved_runs import run as saved_run
-from toy import ToyLoss, ToyReward, ToyRollout, prompts, toy_evaluation, toy_grpo
+from toy import ToyLoss, ToyReward, ToyRollout, odd_prompts, prompts, toy_evaluation, toy_grpo
 from toy_runs import drive, handles, training
 
 from weft.algorithms.evaluation import score_prompts
 from weft.controllers.alerts import read_alerts
-from weft.controllers.driver import Evaluation
+from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.recovery.checkpoints import CheckpointConfig, CheckpointFolder, complete_checkpoints, step_of
 from weft.controllers.recovery.run_state import RunState
 from weft.controllers.run_directory import RunDirectory
@@ -81,6 +81,26 @@ def test_pass_at_k_and_its_interval_are_written_beside_the_step(tmp_path: Path):
             1
         ), "Wilson's"
     assert undeclared(name for row in metrics for name in row if name.startswith("sums/")) == []
+
+
+@graph
+def half_dropped(rows: Any, *, rollout: Any, reward: Any) -> Any:
+    return score_prompts(odd_prompts(reward.score(rollout.generate(rows, n=2))), n=2, k=(1,), solved=2.0)
+
+
+@pytest.mark.parametrize("kind", [Synchronous, Asynchronous])
+def test_prompts_without_a_scored_response_are_counted_and_shown(
+    kind: type[Training], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    made = handles()
+    held_out = half_dropped(prompts(8, "held_out"), rollout=made["rollout"], reward=made["reward"])
+    schedule, evaluations = kind(steps=2, prompts_per_step=2), [Evaluation(held_out, every=1, name="sums")]
+    settings: Any = {"schedule": schedule, "evaluations": evaluations, "root": tmp_path, "name": "run"}
+    with Driver(toy_grpo(prompts(8), **made), progress="plain", **settings) as driver:
+        metrics = driver.run()
+    assert all((row["sums/prompts_lost"], row["sums/prompts_asked"]) == (4, 8) for row in metrics)
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sums ")]
+    assert len(shown) == 3 and all("; 4 of 8 prompts: the others have no scored response" in line for line in shown)
 
 
 # The best checkpoint

@@ -30,8 +30,8 @@ def test_an_evaluation_is_shown_with_its_interval(tmp_path: Path):
     )
     progress.evaluated("pairs", 2, {"pairs/preference_accuracy": 0.75, "pairs/functions/margin": 3.0})
     assert written(to).splitlines() == [
-        "eval before the first step: 0.250 (95 %: 0.175 to 0.343)",
-        "pairs of step 2: 0.750",
+        "eval before the first step: mean reward 0.250 (95 %: 0.175 to 0.343)",
+        "pairs of step 2: preference accuracy 0.750",
     ]
 
 
@@ -87,6 +87,23 @@ def test_a_display_whose_reader_is_gone_does_not_end_the_run(tmp_path: Path):
 )
 def test_what_a_graph_does_not_measure_is_not_shown(row: dict[str, float], labels: list[str]):
     assert [figure.label for figure in Step(1, 9, row).figures] == labels
+
+
+def test_a_score_says_what_it_is_and_how_many_prompts_it_is_of():
+    rows = {"eval/avg@1": 0.6, "eval/avg@1_low": 0.5, "eval/avg@1_high": 0.7, "eval/prompts_lost": 0.0}
+    assert str(score_of("eval", 1, rows).text) == "mean reward 0.600 (95 %: 0.500 to 0.700)"  # pyright: ignore[reportOptionalMemberAccess]
+    rows |= {"eval/pass@1": 0.5, "eval/prompts_lost": 8.0, "eval/prompts_asked": 16.0}
+    score = score_of("eval", 1, rows)
+    assert score is not None and score.value == 0.5
+    assert score.text == "pass@1 0.500, mean reward 0.600; 8 of 16 prompts: the others have no scored response"
+    nothing = score_of("eval", 1, {"eval/prompts_lost": 16.0, "eval/prompts_asked": 16.0})
+    assert nothing is not None and nothing.text == "nan; 0 of 16 prompts: the others have no scored response"
+
+
+def test_the_best_score_is_one_of_all_prompts():
+    known = {"step": 1.0, "eval/pass@1": 0.5, "eval/prompts_lost": 0.0, "eval/prompts_asked": 16.0}
+    half = {"step": 2.0, "eval/pass@1": 1.0, "eval/prompts_lost": 8.0, "eval/prompts_asked": 16.0}
+    assert [score.step for score in ending_of("run", [known, half], ["eval"], 5.0, {}).best] == [1]
 
 
 def test_the_best_evaluation_is_the_one_of_the_largest_reward_and_of_a_loss_none_is():
