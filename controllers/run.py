@@ -105,7 +105,7 @@ class Run:
         self._replies = Replies(self._backend, buffer, graph_runs, calls, remedies)
         self._weights, self._calls = weights, calls
         parts = RunParts(schedule, buffer, groups, graph_runs, weights, recording, calls, rules)
-        self._admission = Admission(parts, stop_without_signal=NO_SIGNAL in spec.stop_on)
+        self._admission = Admission(parts, history.progress.alert, stop_without_signal=NO_SIGNAL in spec.stop_on)
         self._dispatcher = Dispatcher(parts, self._backend.clock, history.progress.say)
         self._stop = StopRequests(directory.path, directory.starts + 1)
         self._live = LiveState(directory.path, parts, self._backend, self._started, directory.starts + 1)

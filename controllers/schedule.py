@@ -31,7 +31,7 @@ class Share:
 
 MAX_REFILLS = 10
 """How many times a step may issue more prompts because a filter dropped groups. A filter that keeps one group in eleven costs eleven times
-the generation of a step: that is a mistake in the data or the filter, and no run is better for waiting longer."""
+the generation of a step: the data or the filter is wrong then, and waiting longer does not help."""
 
 
 class Stepwise(Config):
@@ -45,6 +45,11 @@ class Stepwise(Config):
     shuffle: bool = True
     """Draw the prompts of each epoch in a new order, from the run's seed. Set it to False for data that are in an order of their own,
     such as easy ones first."""
+
+    short_steps: Literal["train", "stop"] = "train"
+    """What happens when filters drop so many groups that a step lacks some of its `prompts_per_step` after it has issued more prompts 10
+    times: "train" on the groups that passed, with a warning, or "stop" the run. A step of which no group passes always stops it. Set "stop"
+    where small batches would do harm."""
 
     retired: ClassVar[Mapping[str, str]] = {"max_refills": f"a step issues more prompts {MAX_REFILLS} times at most"}
 
@@ -62,8 +67,25 @@ class Stepwise(Config):
 
     def lacks(self, train: TrainingRun) -> int:
         """Groups that an update lacks to complete its batch of the step."""
-        reached = (train.ledger.readiness.ready_groups(n) + train.taken[n.name] for n in train.updates)
-        return max(0, self.prompts_per_step - min(reached, default=self.prompts_per_step))
+        size = self.size(train)
+        return max(0, size - min(self.reached(train), default=size))
+
+    def size(self, train: TrainingRun) -> int:
+        """Groups in the batch of the step under way."""
+        return self.prompts_per_step if train.short_size is None else train.short_size
+
+    def reached(self, train: TrainingRun) -> list[int]:
+        """Groups that each update has claimed for the step under way, or could claim now."""
+        return [train.taken[n.name] + train.ledger.readiness.ready_groups(n) for n in train.updates]
+
+    def shorten(self, train: TrainingRun) -> int:
+        """Let the step under way end with the groups that have passed the filters, or with the next one if updates have begun with all of
+        them. Returns the groups of its batch; 0: none has passed, and nothing is changed."""
+        if not min(self.reached(train), default=0):
+            return 0
+        waiting = min(train.ledger.readiness.ready_groups(n) for n in train.updates)
+        train.short_size = max(train.taken.values(), default=0) + max(1, waiting)
+        return train.short_size
 
     def over(self, train: TrainingRun) -> bool:
         """Whether the step that was begun is done."""
@@ -85,13 +107,12 @@ class Stepwise(Config):
             reserved: groups of the batch that are kept for rows which are not ready yet.
         """
         if train.observes(node):
-            enough = train.ledger.readiness.ready_groups(
-                node
-            ) >= self.prompts_per_step or train.ledger.readiness.settled(node)
+            ready = train.ledger.readiness.ready_groups(node)
+            enough = ready >= self.size(train) or train.ledger.readiness.settled(node)
             return Share() if enough else None
         if not node.operation.updates:
             return Share() if train.ledger.readiness.ready(node) else None
-        left = self.prompts_per_step - train.taken[node.name]
+        left = self.size(train) - train.taken[node.name]
         number = min(train.ledger.readiness.ready_groups(node), left - reserved)
         if number == left > 0:
             return Share(number)
@@ -175,7 +196,7 @@ class Asynchronous(InParts):
     def over(self, train: TrainingRun) -> bool:
         if not self.overlaps:
             return super().over(train)
-        return bool(train.updates) and all(train.trained[n.name] >= self.prompts_per_step for n in train.updates)
+        return bool(train.updates) and all(train.trained[n.name] >= self.size(train) for n in train.updates)
 
 
 Training = Synchronous | Pipelined | Asynchronous

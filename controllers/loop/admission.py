@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ...dataflow.buffer.capacity import Capacity
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.errors import NoSignalError, StalledError
 from ..graph_run import EvaluationRun
 from ..schedule import MAX_REFILLS
-from ..symptoms import FIRST_WITHOUT_SIGNAL, all_filtered
+from ..symptoms import FIRST_WITHOUT_SIGNAL, all_filtered, rewards_of
 from .run_parts import RunParts
+
+FEW_PASS = (
+    "Try easier prompts if the rewards are low, harder ones if they are high, more responses to each prompt (n), a higher temperature, "
+    "or the graph without drop_zero_variance"
+)
 
 
 class Admission:
     """Issues rows as the schedule wants them and the buffer has capacity for them."""
 
-    def __init__(self, parts: RunParts, *, stop_without_signal: bool) -> None:
+    def __init__(self, parts: RunParts, alert: Callable[[str, str], None], *, stop_without_signal: bool) -> None:
         """
         Args:
+            alert: takes the name and the text of a warning.
             stop_without_signal: end the run when a filter drops all groups of its first prompts because their rewards are equal.
         """
         self._parts = parts
+        self._alert = alert
         self._stop_without_signal = stop_without_signal
 
     @property
@@ -64,9 +71,7 @@ class Admission:
         number = min(wanted, self._capacity().groups) if wanted else 0
         ahead = 1 + (schedule.max_staleness or 0) + MAX_REFILLS
         if number and train.issued > ahead * schedule.prompts_per_step:
-            raise StalledError(
-                f"{train.issued} prompts were issued since step {train.step}, and none is over; {self._dropped}"
-            )
+            self._shorten(2 * ahead * schedule.prompts_per_step)
         if number:
             self._check_signal()
             train.issue(number, train.step + 1)
@@ -85,11 +90,36 @@ class Admission:
             self._check_signal()
             train.refills += 1
             if train.refills > MAX_REFILLS:
-                raise StalledError(
-                    f"step {step} issued more prompts {MAX_REFILLS} times and still lacks {number} groups; "
-                    f"{self._dropped}"
-                )
-        train.issue(number, step)
+                self._shorten(2 * MAX_REFILLS * self._parts.schedule.prompts_per_step)
+                number = self._parts.schedule.lacks(train)
+        if number:
+            train.issue(number, step)
+
+    def _shorten(self, most: int) -> None:
+        """End the step under way with the groups that have passed the filters, if the schedule allows it.
+
+        Args:
+            most: prompts that the step may issue to get a last group, where updates have begun with all that passed.
+
+        Raises:
+            StalledError: the schedule does not allow it, no group has passed, or none has passed among so many prompts.
+        """
+        train, schedule = self._parts.train, self._parts.schedule
+        exhausted = train.issued > most
+        if train.short_size is not None and not exhausted:
+            return
+        each, passed = schedule.prompts_per_step, min(schedule.reached(train), default=0)
+        found = (
+            f"step {train.step + 1} lacks {each - passed} of its {each} groups: {passed} of the {train.issued} prompts issued for it "
+            f"have passed the filters{rewards_of(train.measured)}; {self._dropped}"
+        )
+        if schedule.short_steps == "stop" or exhausted or not schedule.shorten(train):
+            fewer = ". short_steps='train' in the schedule trains on the groups that pass" * (
+                schedule.short_steps == "stop"
+            )
+            raise StalledError(f"{found}. {FEW_PASS}{fewer}")
+        if schedule.size(train) < each:
+            self._alert("short_step", f"{found}. It is trained on {train.short_size}. {FEW_PASS}")
 
     def _may_begin(self, evaluation: EvaluationRun, versions: Mapping[str, int]) -> bool:
         """Whether an evaluation that wants groups to hold these versions may begin: when they do, and, where its rows do not take their
@@ -126,4 +156,4 @@ class Admission:
     @property
     def _dropped(self) -> str:
         dropped = ", ".join(f"{rows} by {name!r}" for name, rows in self._parts.train.ledger.live.dropped.items())
-        return f"rows dropped so far: {dropped or 'none'}"
+        return f"rows dropped in the run: {dropped or 'none'}"

@@ -169,8 +169,10 @@ def test_refills_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         pytest.raises(StalledError) as caught,
     ):
         driver.run()
-    assert "step 1 issued more prompts 3 times and still lacks 2 groups" in str(caught.value)
-    assert "rows dropped so far: 16 by 'odd_prompts'" in str(caught.value)
+    assert "step 1 lacks 2 of its 2 groups: 0 of the 8 prompts issued for it have passed the filters" in str(
+        caught.value
+    )
+    assert "rows dropped in the run: 16 by 'odd_prompts'. Try " in str(caught.value)
 
 
 # Several updating nodes, several followers

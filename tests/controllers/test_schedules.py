@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from toy import (
     toy_grpo,
 )
 
+from weft.controllers.alerts import read_alerts
 from weft.controllers.driver import Driver
 from weft.controllers.loop import admission
 from weft.controllers.placement import Place, ResourcePool
@@ -185,8 +187,45 @@ def test_a_filter_that_lets_nothing_through_ends_the_run(tmp_path: Path, monkeyp
         return actor.update(centred(none_at_all(samples)))
 
     monkeypatch.setattr(admission, "MAX_REFILLS", 3)
-    with pytest.raises(StalledError, match="prompts were issued since step 0, and none is over; rows dropped so far"):
+    with pytest.raises(
+        StalledError, match="step 1 lacks 2 of its 2 groups: 0 of the 11 prompts issued for it have passed the filters"
+    ):
         run(tmp_path, Asynchronous(steps=3, prompts_per_step=2), weft_graph(nothing))
+
+
+@node(shape=Shape.FILTER, takes=GROUPS, reads=("reward",))
+def one_in_seven(samples: Batch) -> Batch:
+    return samples.take(np.flatnonzero(samples.numpy("group_id") % 7 == 0))
+
+
+def few_pass(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
+    return actor.update(centred(one_in_seven(reward.score(rollout.generate(prompts)))))
+
+
+@pytest.mark.parametrize("kind", [Synchronous, Pipelined, Asynchronous])
+def test_a_step_is_trained_on_the_groups_that_pass_if_few_do(
+    kind: type[Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(admission, "MAX_REFILLS", 2)
+    schedule = kind(steps=3, prompts_per_step=8)
+    parts, metrics, driver = run(tmp_path, schedule, weft_graph(few_pass))
+    steps = steps_of(parts)
+    assert len(metrics) == 4 and len(steps) == 3 and all(1 <= len(step) <= 8 for step in steps) and len(steps[0]) < 8
+    alerts = [alert for alert in read_alerts(driver.directory.path) if alert.name == "short_step"]
+    assert len(alerts) == sum(len(step) < 8 for step in steps)
+    assert "step 1 lacks " in alerts[0].text and "It is trained on " in alerts[0].text
+    assert not check_log(driver.directory.path / "buffer").violations
+
+
+@pytest.mark.parametrize("kind", [Synchronous, Pipelined, Asynchronous])
+def test_a_step_of_few_groups_stops_the_run_if_told_to(
+    kind: type[Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(admission, "MAX_REFILLS", 2)
+    with pytest.raises(
+        StalledError, match=r"step 1 lacks \d of its 8 groups: [1-9] of .* short_steps='train' in the schedule"
+    ):
+        run(tmp_path, kind(steps=3, prompts_per_step=8, short_steps="stop"), weft_graph(few_pass))
 
 
 def test_updates_behind_different_filters_are_refused_but_by_synchronous(tmp_path: Path):
