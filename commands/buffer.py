@@ -121,11 +121,12 @@ class Table(Command):
         from ..dataflow.buffer.history import buffer_folder, history
         from ..dataflow.buffer.text_table import render_table
 
-        table = history(buffer_folder(run_path(self.run)))
+        notes: list[str] = []
+        table = history(buffer_folder(run_path(self.run)), notes)
         if self.state is not None:
             table = table.filter(pc.field("state") == self.state)
         found = {"rows": table.slice(0, self.limit).to_pylist(), "number": len(table)}
-        return Answer(found, render_table(table, limit=self.limit))
+        return Answer.partial(found, render_table(table, limit=self.limit), notes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +148,7 @@ class Sql(Command):
         notes: list[str] = []
         table = query(run_path(self.run), self.query, notes, timeout_s=self.timeout)
         found = {"rows": table.slice(0, self.limit).to_pylist(), "number": len(table)}
-        return Answer(found, render_table(table, limit=self.limit), [f"note: {note}" for note in notes])
+        return Answer.partial(found, render_table(table, limit=self.limit), notes)
 
 
 @dataclass(frozen=True, kw_only=True)

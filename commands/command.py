@@ -31,6 +31,15 @@ class Answer:
     exit_code: int = 0
     """0; 1 when what was looked at is not sound."""
 
+    @classmethod
+    def partial(cls, found: Mapping[str, Any], text: str, notes: Sequence[str]) -> Answer:
+        """An answer from which something may be missing, as its notes say. If the log of the run is damaged, the exit code is 1."""
+        from ..dataflow.buffer.log import DAMAGED
+
+        damaged = any(note.startswith(DAMAGED) for note in notes)
+        shown = [note if note.startswith(DAMAGED) else f"note: {note}" for note in notes]
+        return cls(found, text, shown, int(damaged))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Command(ABC):

@@ -45,18 +45,23 @@ class Samples(Command):
         table = query(find_run(self.run), sql, notes)
         limit = ROWS if self.limit is None else self.limit
         found = {"rows": table.slice(0, limit).to_pylist(), "number": len(table)}
-        return Answer(found, render_table(table, limit=limit), [f"note: {note}" for note in notes])
+        return Answer.partial(found, render_table(table, limit=limit), notes)
 
     def _shown(self) -> Answer:
         from ..controllers.telling.sample import sample_of
         from ..dataflow.buffer.samples import recorded, tables
 
         run, notes = find_run(self.run), list[str]()
-        files = recorded(run)
+        files = recorded(run, notes)
         graphs = dict.fromkeys(part.graph for part in files)
         if not files:
             raise UserError(
-                f"{run} has recorded no samples yet; Driver(record_every=...) says of which steps they are kept"
+                "\n".join(
+                    [
+                        f"{run} has recorded no samples yet; Driver(record_every=...) says of which steps they are kept",
+                        *notes,
+                    ]
+                )
             )
         if self.graph not in graphs:
             hint = nearest(self.graph, graphs) or f"; it has samples of {', '.join(graphs)}"
@@ -70,7 +75,7 @@ class Samples(Command):
         rows = [row for table in tables(parts, notes) for row in _rows(table, limit)][:limit]
         text = "\n\n".join(str(sample_of(row, step)) for row in rows)
         found = {"graph": self.graph, "step": step, "rows": [row.to_pylist()[0] for row in rows]}
-        return Answer(found, text, notes)
+        return Answer.partial(found, text, notes)
 
 
 def _rows(table: pa.Table, limit: int) -> list[Any]:

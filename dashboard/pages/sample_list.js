@@ -82,5 +82,6 @@ export function sqlPanel({ run, render }) {
     asked.error ? h("p", { class: "panel notice", role: "alert", key: "error" }, line(asked.error.message, 2000)) : null,
     answer ? h("div", { class: "panel", key: "answer" }, table(columns, rows, { label: "answer" })) : null,
     answer?.cut ? h("p", { class: "faint small", key: "cut" }, `Cut to ${count(rows.length)} rows.`) : null,
+    ...(answer?.notes ?? []).map((note) => h("p", { class: "faint small", key: note }, note)),
   ];
 }

@@ -142,7 +142,7 @@ class RunPages:
         return {
             "columns": table.column_names,
             "rows": rows,
-            "cut": any("left out" in note for note in notes),
+            "cut": any(note.endswith("the others are left out") for note in notes),
             "notes": notes,
         }
 

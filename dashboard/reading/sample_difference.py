@@ -78,13 +78,13 @@ def first_difference(a: Path, b: Path, notes: list[str]) -> SampleDifference | N
 
     Args:
         a, b: directories of the runs.
-        notes: gets a line for each file that cannot be read.
+        notes: gets a line for each file that cannot be read, and for each log of which records are lost.
     """
     from ...dataflow.buffer.samples import SampleFile, recorded, tables
 
     def parts(run: Path) -> dict[tuple[int, str], list[SampleFile]]:
         found: dict[tuple[int, str], list[SampleFile]] = {}
-        for part in recorded(run):
+        for part in recorded(run, notes):
             found.setdefault((part.step, part.graph), []).append(part)
         return found
 

@@ -18,8 +18,7 @@ from .checked_rows import GraphCounts
 from .checker import Checker
 from .checkpoint_file import read_checkpoint
 from .folder import ledger_checkpoints
-from .log import LogReader, Position, find_fork, lines
-from .log_history import raw
+from .log import DAMAGED, LogReader, Position, lost_records
 from .rules import Rule, Violation
 from .run_files import LOG, SAMPLES
 from .run_tables import last_step
@@ -105,15 +104,18 @@ def _lost_end(checker: Checker, measured: int | None) -> list[Violation]:
     return [Violation(Rule.SOUND_LOG, said)]
 
 
-def read_log(folder: Path, checker: Checker) -> None:
+def read_log(folder: Path, checker: Checker, notes: list[str]) -> None:
     """Feed the log in the folder of a buffer to a checker, for its rows only.
+
+    Args:
+        notes: gets a line if records of the log are lost.
 
     Raises:
         UserError: the folder holds no log.
         FormatError: another version of Weft wrote it.
     """
-    for _ in check_records(folder, checker, []):
-        pass
+    for _, found in check_records(folder, checker, []):
+        notes += [f"{DAMAGED}{one}, and are left out here" for one in found if one.rule is Rule.SOUND_LOG]
 
 
 def check_records(folder: Path, checker: Checker, damage: list[str]) -> Iterator[tuple[Position, list[Violation]]]:
@@ -138,22 +140,11 @@ def check_records(folder: Path, checker: Checker, damage: list[str]) -> Iterator
     if not checker.rows.events:
         problem = f"{log} has no record: the run never began, or its log was emptied"
         broken.append(Violation(Rule.SOUND_LOG, problem))
-    if reader.damage and (problem := _behind(log, end)):
+    if reader.damage and (problem := lost_records(log, end)):
         broken.append(Violation(Rule.SOUND_LOG, f"{reader.damage}; {problem}"))
     elif reader.damage:
         damage.append(reader.damage)
     yield end, broken
-
-
-def _behind(log: Path, end: Position) -> str:
-    """Describe complete lines after the sound part of a log; empty if there are none. A kill leaves one incomplete line; complete lines
-    mean that the log was changed, or that the disk lost a part of it."""
-    behind = sum(1 for line in lines(raw(log, end.offset)) if line.endswith(b"\n"))
-    if not behind:
-        return ""
-    fork = find_fork(log, end)
-    why = "" if fork is None else f"; it goes on from byte {fork}: two processes appended to this log at the same time"
-    return f"{behind} complete lines from there on prove nothing{why}"
 
 
 class SavedStates:

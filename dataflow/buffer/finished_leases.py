@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import FormatError, UserError
 from ..node import Node
-from .log import LogReader, Position, described_graph
+from .log import LogReader, Position, damage_note, described_graph
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class FinishedLease:
 
 
 def finished_leases(
-    log: Path, of: Callable[[Node], bool], *, end: Position | None = None
+    log: Path, of: Callable[[Node], bool], *, end: Position | None = None, notes: list[str] | None = None
 ) -> list[FinishedLease] | None:
     """The finished leases of some nodes, in the order of the log.
 
@@ -34,6 +34,7 @@ def finished_leases(
         log: path of the log.
         of: selects the nodes.
         end: position up to which the log is read; None reads all that is sound.
+        notes: gets a line if records of the log are lost.
 
     Returns:
         The leases; None if no graph of the run has such a node.
@@ -58,6 +59,8 @@ def finished_leases(
                 finished.append(FinishedLease(record["graph"], name, record["lease"], rows, record.get("step")))
             case _:
                 pass
+    if notes is not None:
+        notes += damage_note(reader)
     return finished if nodes else None
 
 

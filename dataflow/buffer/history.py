@@ -68,11 +68,16 @@ def buffer_folder(run: Path) -> Path:
     raise UserError(f"{run} has no {BUFFER}/{LOG}: it is not the directory of a run, or of one without a sample buffer")
 
 
-def history(folder: Path) -> pa.Table:
-    """Every row that was ever issued or made, finished ones too, from the log in a buffer's folder; see `HISTORY`."""
+def history(folder: Path, notes: list[str] | None = None) -> pa.Table:
+    """Every row that was ever issued or made, finished ones too, from the log in a buffer's folder; see `HISTORY`.
+
+    Args:
+        folder: of the buffer.
+        notes: gets a line if records of the log are lost.
+    """
     listing = _Listing()
     checker = Checker(on_finished=listing.add_finished, keep_parts=True)
-    read_log(folder, checker)
+    read_log(folder, checker, [] if notes is None else notes)
     for row in checker.rows.in_flight.values():
         listing.add(row, row.group.graph.state(row))
     return pa.table(listing.columns, schema=HISTORY).sort_by("sample_id")
@@ -114,7 +119,8 @@ class _Listing:
 
 
 def why(folder: Path, group_id: int, graph: str | None = None) -> str:
-    """What a group waits for, a line for each node that is not done with it; or when it was finished, and what became of its rows.
+    """What a group waits for, a line for each node that is not done with it; or when it was finished, and what became of its rows. A
+    last line tells of lost records of the log.
 
     Args:
         graph: where the group must be; None looks in all graphs (group ids are those of the run).
@@ -129,7 +135,12 @@ def why(folder: Path, group_id: int, graph: str | None = None) -> str:
             ended.append((group.graph.name, f"{_place(group)}) {_end(group, rows, checker)}"))
 
     checker = Checker(on_finished=note_end)
-    read_log(folder, checker)
+    notes: list[str] = []
+    read_log(folder, checker, notes)
+    return "\n".join([_why(folder, checker, ended, group_id, graph), *notes])
+
+
+def _why(folder: Path, checker: Checker, ended: list[tuple[str, str]], group_id: int, graph: str | None) -> str:
     if graph is not None and graph not in checker.graphs:
         there = nearest(graph, checker.graphs) or f"; there are {', '.join(checker.graphs) or 'none'}"
         raise UserError(f"the run has no graph {graph!r}{there}")

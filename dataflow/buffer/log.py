@@ -399,6 +399,32 @@ class LogReader:
         return checksum
 
 
+DAMAGED = "damaged: "
+"""Begins each line that tells of lost records or files."""
+
+
+def lost_records(path: Path, end: Position) -> str:
+    """Describe the complete lines behind the sound part of a log; empty if there are none. A kill leaves one incomplete line; complete
+    lines mean that the log was changed, or that the disk lost a part of it.
+
+    Args:
+        path: the log.
+        end: of its sound part.
+    """
+    behind = sum(1 for line in lines(raw(path, end.offset)) if line.endswith(b"\n"))
+    if not behind:
+        return ""
+    fork = find_fork(path, end)
+    why = "" if fork is None else f"; it goes on from byte {fork}: two processes appended to this log at the same time"
+    return f"{behind} complete lines from there on prove nothing{why}"
+
+
+def damage_note(reader: LogReader) -> list[str]:
+    """A line for whoever reads a log to its end and finds that records are lost; none if at most its last line is torn."""
+    lost = lost_records(reader.path, reader.end) if reader.damage else ""
+    return [f"{DAMAGED}{reader.damage}; {lost}, and are left out here"] if lost else []
+
+
 def unpacked(record: dict[str, Any]) -> dict[str, Any]:
     """A record with every number by itself: ids that follow each other are written as [first, number], and tokens or versions that are
     all the same as that one value.

@@ -71,8 +71,12 @@ def unfinished_files(run: Path) -> list[Path]:
     return [path for path in found if NAME.fullmatch(path.name.removesuffix(PARTIAL)) and path.is_file()]
 
 
-def recorded(run: Path) -> list[SampleFile]:
+def recorded(run: Path, notes: list[str] | None = None) -> list[SampleFile]:
     """The files of samples whose leases were finished; all files if the run has no log any more, or no recorder.
+
+    Args:
+        run: the folder of the run.
+        notes: gets a line if records of the log are lost: samples that they tell of are missing.
 
     Raises:
         FormatError: another version of Weft wrote the log.
@@ -81,7 +85,7 @@ def recorded(run: Path) -> list[SampleFile]:
     everything = sample_files(run)
     if not everything or not log.is_file():
         return everything
-    leases = finished_leases(log, lambda node: node.operation.behind)
+    leases = finished_leases(log, lambda node: node.operation.behind, notes=notes)
     if leases is None:
         return everything
     finished = {(lease.graph, lease.number) for lease in leases}
@@ -102,12 +106,13 @@ def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
 
     Args:
         run: the folder of the run.
-        notes: gets a line for each file that could not be read.
+        notes: gets a line for each file that could not be read, and one if records of the log are lost.
 
     Returns:
         All samples as one table; None if the run recorded none.
     """
-    found = list(tables(recorded(run), [] if notes is None else notes))
+    notes = [] if notes is None else notes
+    found = list(tables(recorded(run, notes), notes))
     return pa.concat_tables(found, promote_options="permissive") if found else None
 
 
@@ -118,11 +123,11 @@ def archive(run: Path) -> Path:
         The path of the file, `samples.parquet` in the folder of the run.
 
     Raises:
-        UserError: the run recorded no samples, or a file of them cannot be read.
+        UserError: the run recorded no samples, or some of them cannot be read.
     """
     path = run / SAMPLES_ARCHIVE
     wrong: list[str] = []
-    found = recorded(run)
+    found = recorded(run, wrong)
     schemas = [table.schema for table in tables(found, wrong)]
     if wrong:
         raise UserError(f"the archive would be incomplete: {wrong[0]}")

@@ -106,7 +106,7 @@ def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | No
         folder = None
     run = folder.parent if folder is not None and folder.name == BUFFER else run
     return {
-        "rows": lambda: None if folder is None else _readable(folder, history, notes),
+        "rows": lambda: None if folder is None else _readable(folder, lambda path: history(path, notes), notes),
         "columns": lambda: None if folder is None else _readable(folder, lambda path: columns(path, notes), notes),
         "samples": lambda: _readable(
             run / SAMPLES, lambda path: _with_length(recorded_or_archived(path.parent, notes)), notes
@@ -125,7 +125,7 @@ def columns(folder: Path, notes: list[str] | None = None) -> pa.Table:
     """
     notes = [] if notes is None else notes
     checker = Checker(keep_parts=True)
-    read_log(folder, checker)
+    read_log(folder, checker, notes)
     by_level: dict[tuple[str, int], list[CheckedRow]] = {}
     for row in checker.rows.in_flight.values():
         by_level.setdefault((row.group.graph.name, row.level), []).append(row)

@@ -118,3 +118,41 @@ def test_no_command_hangs_or_fails_at_a_pipe_or_at_deep_json(
                 os.mkfifo(path)
 
     test_no_command_ends_with_a_traceback(replace, finished, tmp_path, monkeypatch, capsys)
+
+
+READERS = {
+    "samples": ["samples", "./run"],
+    "samples sql": ["samples", "./run", "--sql", "select count(*) from samples"],
+    "table": ["buffer", "table", "./run"],
+    "sql": ["buffer", "sql", "./run", "select count(*) from rows"],
+    "sql of samples": ["buffer", "sql", "./run", "select count(*) from samples"],
+    "check": ["buffer", "check", "./run"],
+}
+
+
+@pytest.mark.parametrize("harm", ["a line twice", "a line missing", "two lines swapped", "a byte changed"])
+def test_every_reader_of_a_damaged_log_says_that_records_are_lost(
+    harm: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished / "two", tmp_path / "run")
+    log = tmp_path / "run" / "buffer" / "ledger.log"
+    lines = log.read_bytes().splitlines(keepends=True)
+    at = len(lines) // 3
+    if harm == "a line twice":
+        lines.insert(at, lines[at])
+    elif harm == "a line missing":
+        del lines[at]
+    elif harm == "two lines swapped":
+        lines[at : at + 2] = lines[at + 1], lines[at]
+    else:
+        lines[at] = lines[at][:12] + b"!" + lines[at][13:]
+    log.write_bytes(b"".join(lines))
+    for name, words in READERS.items():
+        assert main(words) == 1, name
+        said = capsys.readouterr()
+        assert "complete lines from there on prove nothing" in said.out + said.err, (name, said)
+    assert main(["buffer", "why", "./run", "0"]) == 0
+    assert "damaged: " in capsys.readouterr().out
+    assert main(["buffer", "archive", "./run"]) == 2
+    assert "the archive would be incomplete: damaged: " in capsys.readouterr().err
