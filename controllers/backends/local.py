@@ -31,8 +31,9 @@ REST_S = 0.05
 
 
 class Local:
-    """Every group in this process, with one rank each, on one thread: the groups work in turns while the driver waits. A call that is
-    silent for too long is interrupted where it stands, and ends the run."""
+    """Every group in this process, with one rank each, on one thread: the groups work in turns while the driver waits. A placement that
+    asks for more is reported and not used, so that one script runs under Ray and under a debugger. A call that is silent for too long is
+    interrupted where it stands, and ends the run."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
@@ -53,7 +54,7 @@ class Local:
         placement: Mapping[str, Place],
         handles: Mapping[str, Handle] = MappingProxyType({}),
     ) -> None:
-        """Whatever a placement asks for, one process does the work here.
+        """Check that one process can do the work. `start` reports what it does not use of a placement.
 
         Raises:
             UserError: weights are to travel by a backend of vLLM's, for which leader and follower work at the same time.
@@ -68,6 +69,11 @@ class Local:
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
         groups: dict[str, WorkerGroup] = {}
+        if unused := _unused(setup.placement):
+            setup.tell(
+                f"Local() runs one rank of each group in this process, without the devices of the placement ({unused}); "
+                "take weft.RayBackend() to use them"
+            )
         self._data = setup.files.access(this_node(), "local")
         self._watch, self._silent = SilenceWatch(), {}
         for name in itertools.chain.from_iterable(start_turns(setup.placement, setup.follows)):
@@ -197,3 +203,18 @@ class Local:
                 self._data = None
             self._workers.clear()
             self._executors.clear()
+
+
+def _unused(placement: Mapping[str, Place]) -> str:
+    """The ranks and GPUs of a placement that one process does not have; empty if there are none.
+
+    >>> from weft.controllers.placement import ResourcePool
+    >>> _unused({"actor": Place(ResourcePool("p", gpus=4), ranks=2), "reward": Place(ResourcePool("q"))})
+    'actor: 2 ranks, 4 GPUs'
+    """
+    asked: list[str] = []
+    for name, place in placement.items():
+        counts = {"rank": place.ranks if place.ranks > 1 else 0, "GPU": place.pool.gpus}
+        said = [f"{number} {what}{'s' * (number > 1)}" for what, number in counts.items() if number]
+        asked += [f"{name}: {', '.join(said)}"] if said else []
+    return "; ".join(asked)

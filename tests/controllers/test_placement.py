@@ -6,9 +6,13 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from toy_runs import training
 
+from weft.controllers.backends.local import Local
+from weft.controllers.driver import Driver
 from weft.controllers.placement import Place, ResourcePool, resolve
 from weft.controllers.run_directory import RunDirectory
+from weft.controllers.schedule import Synchronous
 from weft.dataflow.errors import UserError
 
 
@@ -141,3 +145,15 @@ def test_metrics_that_come_later_leave_holes_before(tmp_path: Path):
         {"step": 1.0, "loss": 0.5},
     ]
     assert sorted(p.name for p in run.path.iterdir()) == ["lock", "logs", "metrics.parquet"], "nothing half-written"
+
+
+def test_what_local_does_not_use_of_a_placement_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    pool, schedule = ResourcePool("p", cpus=2, gpus=2), Synchronous(steps=1, prompts_per_step=4)
+    for name, placement in {"two": {"actor": Place(pool, ranks=2), "rollout": Place(pool)}, "one": None}.items():
+        with Driver(
+            training(), schedule=schedule, placement=placement, backend=Local(), root=tmp_path, name=name
+        ) as driver:
+            driver.run()
+        said = " ".join(capfd.readouterr().out.split())
+        assert ("(rollout: 2 GPUs; actor: 2 ranks, 2 GPUs); take weft.RayBackend()" in said) == (placement is not None)
+        assert ("without the devices of the placement" in said) == (placement is not None)
