@@ -22,6 +22,8 @@ from ..dataflow.handle import Handle
 from ..dataflow.node import ParameterEdge
 from .placement import Place, ResourcePool, is_own, ranks_of_a_replica
 
+THIS_MACHINE = "this machine"
+
 
 @dataclass(frozen=True)
 class Nodes:

@@ -31,9 +31,10 @@ from ..workers.rewards.judge import Judge
 from ..workers.rollout import RolloutWorker
 from .backends.local import Local
 from .backends.ray_backend import RayBackend
+from .backends.ray_cluster import RayCluster
+from .bundles import THIS_MACHINE, Nodes
 from .driver import Driver
-from .launch import short_errors
-from .placement import Place, ResourcePool, machine_cpus, machine_gpus
+from .placement import OTHER, Place, ResourcePool, machine_cpus, machine_gpus
 from .program import Program
 from .recovery.checkpoints import CheckpointConfig
 from .run_spec import Evaluation
@@ -47,7 +48,6 @@ Data = str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]]
 """A file, several files, or rows; docs/data.md has the formats."""
 
 
-@short_errors
 @names_parameters("weft.train", "; what else workers are set to goes into the program that explain=True prints")
 def train(
     model: str | Path,
@@ -75,9 +75,10 @@ def train(
 ) -> list[dict[str, float]]:
     """Train a model with a method that has a name; the model is saved in `model/` of the run directory.
 
-    On a machine with GPUs all groups share all of them, under Ray and with vLLM; else everything runs in this process. Ctrl-C, SIGTERM
+    On a machine with GPUs all groups share all of them, under Ray and with vLLM; else everything runs in this process. In a job of a Ray
+    cluster, or where `RAY_ADDRESS` names one, the groups share the nodes of that cluster. Ctrl-C, SIGTERM
     and SIGHUP end the run after its step, and the model is saved; a second one ends it at once. With checkpoints, SIGTERM and SIGHUP
-    make one at once instead. A script that does not catch a `UserError` ends with its message alone, without a traceback.
+    make one at once instead.
 
     Args:
         model: folder of the model, or its Hugging Face id.
@@ -106,7 +107,7 @@ def train(
     program = Program()
     prompts = _read(program, "prompts", data, model, reading)
     _check_pairs(chosen, method, prompts)
-    shared = shared_devices(program, chosen.groups, cpus=machine_cpus(), gpus=machine_gpus())
+    shared = shared_devices(program, chosen.groups, _nodes())
     rate = chosen.learning_rate if learning_rate is None else learning_rate
     groups = _groups(program, chosen, shared, model=model, rewards=rewards, learning_rate=rate)
     sampled = {"sampling": Sampling(max_tokens=max_tokens)} | ({} if n is None else {"n": n}) if chosen.samples else {}
@@ -236,23 +237,59 @@ class SharedDevices:
     trained: Mapping[str, Any] = field(default_factory=dict)
 
 
-def shared_devices(program: Program, groups: Sequence[str], *, cpus: int, gpus: int) -> SharedDevices:
-    """Settings for a machine with so many devices.
+def _nodes() -> Nodes:
+    """The nodes of the cluster that `RAY_ADDRESS` names, as it does in a job; without one, this machine.
 
-    Groups with a model take turns on all GPUs, in bfloat16; vLLM leaves the others room. The rest run where a CPU is free. Without a
-    GPU everything is in one process.
+    Raises:
+        UserError: the cluster cannot be joined.
     """
-    if not gpus:
+    if OTHER.get() is not None:  # `weft plan` for another machine
+        return Nodes([(machine_cpus(), machine_gpus())], THIS_MACHINE)
+    return RayCluster(None).nodes()
+
+
+def shared_devices(program: Program, groups: Sequence[str], nodes: Nodes) -> SharedDevices:
+    """Settings with which all groups share the nodes.
+
+    Groups with a model take turns on all GPUs, in bfloat16, and vLLM leaves memory for the others. On a cluster without GPUs they have a
+    rank on each node. On this machine without GPUs everything runs in one process. Other groups run on any free CPU.
+
+    >>> from weft.controllers.bundles import Nodes
+    >>> shared_devices(Program(), ("actor",), Nodes([(0, 0), (16, 8), (16, 8)], "the cluster at head:6379")).run["placement"]
+    {'actor': Place(pool=ResourcePool('devices', cpus=32, gpus=16, nodes=2), ranks=16, min_ranks=None)}
+    """
+    is_cluster = nodes.where != THIS_MACHINE
+    cpus, gpus, number = _equal_nodes(nodes.sizes)
+    if not gpus and not is_cluster:
         return SharedDevices({"backend": Local()}, {"engine": "transformers"})
-    pool = program.assign("devices", ResourcePool, "devices", cpus=cpus, gpus=gpus)
-    placement = {name: Place(pool, ranks=gpus) for name in groups if name != "reward"}
+    if number == 1:
+        sizes = {"cpus": cpus, **({"gpus": gpus} if gpus else {})}
+    else:
+        sizes = {"nodes": number, "cpus_per_node": cpus, **({"gpus_per_node": gpus} if gpus else {})}
+    pool = program.assign("devices", ResourcePool, "devices", **sizes)
+    placement = {name: Place(pool, ranks=number * max(1, gpus)) for name in groups if name != "reward"}
+    run = {"placement": placement, "backend": RayBackend()}
+    if not gpus:
+        return SharedDevices(run, {"engine": "transformers"})
     model = {"dtype": "bfloat16"}
     return SharedDevices(
-        run={"placement": placement, "backend": RayBackend()},
+        run,
         rollout={"engine": "vllm", "gpu_memory_utilization": 0.6},
         model=model,
         trained={**model, "activation_checkpointing": True},
     )
+
+
+def _equal_nodes(sizes: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
+    """The largest pool with equally many devices on each node: CPUs and GPUs of a node, and the number of nodes.
+
+    >>> _equal_nodes([(2, 0), (16, 8), (12, 8), (16, 1)]), _equal_nodes([(0, 0), (4, 0), (4, 0)])
+    ((12, 8, 2), (4, 0, 2))
+    """
+    kind = 1 if any(gpus for _, gpus in sizes) else 0
+    least = max((size[kind] for size in sizes), key=lambda each: (each * sum(s[kind] >= each for s in sizes), each))
+    chosen = [size for size in sizes if size[kind] >= max(1, least)]
+    return max(1, min((cpus for cpus, _ in chosen), default=1)), least if kind else 0, max(1, len(chosen))
 
 
 def _held_out_sets(held_out: Data | Mapping[str, Data] | None) -> Mapping[str, Data]:

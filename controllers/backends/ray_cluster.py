@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...dataflow.errors import UserError
-from ..bundles import Nodes
+from ..bundles import THIS_MACHINE, Nodes
 from ..placement import Place, machine_cpus, machine_gpus
 from ..signals import signals_deferred
 from .cluster import address_of, may_be_same, nodes_of, sizes
@@ -58,7 +58,7 @@ class RayCluster:
                 its nodes is too large.
         """
         if not self.address:
-            return Nodes([(machine_cpus(), machine_gpus())], "this machine")
+            return Nodes([(machine_cpus(), machine_gpus())], THIS_MACHINE)
         _check_joined(self.address)
         self._code.check()
         return Nodes(self._node_sizes(self.address), f"the cluster at {self.address}", self._grows)
