@@ -7,9 +7,7 @@ read_json   it must also hold an object of JSON, of bounded depth
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,20 +33,11 @@ def open_file(path: Path) -> BinaryIO:
         OSError: it cannot be opened, or is a folder.
         UserError: it is something else, such as a named pipe.
     """
-    descriptor = os.open(
-        path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-    )  # without O_NONBLOCK a pipe waits for a writer
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(mode):
-            kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
-            raise UserError(f"{path} is {kind}, not a file")
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
+    mode = path.stat().st_mode  # before it is opened, which would wait for the writer of a pipe
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
+        raise UserError(f"{path} is {kind}, not a file")
+    return path.open("rb")
 
 
 def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
