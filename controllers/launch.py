@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import signal
 import sys
 import typing
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError, WeftError
@@ -17,9 +15,6 @@ from ..dataflow.redaction import redacted
 from .dry_run import note_settings
 from .settings import compose
 from .signals import end_run, terminals
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> int:
@@ -61,36 +56,3 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-
-
-def short_errors(function: Callable[P, R]) -> Callable[P, R]:
-    """Have a script end with the message of a `UserError` of this function, without a traceback, as `launch` does.
-
-    Only an error that nobody catches is shown so, and only where nobody else has said how such errors are shown.
-    """
-
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except UserError as error:
-            if sys.excepthook in (sys.__excepthook__, _show):
-                sys.excepthook = _show
-                _Shortly.error = error
-            raise
-
-    return called
-
-
-class _Shortly:
-    """What is shown in one message, if it ends the script."""
-
-    error: UserError | None = None
-
-
-def _show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Show what ends a script: this error in one message, any other as always."""
-    if error is _Shortly.error:
-        print(redacted(f"error: {error}"), file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, traceback)

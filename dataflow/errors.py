@@ -33,15 +33,18 @@
      └─ SystemExit
          └─ Ended                              a signal ended the process, wherever it was
 
-`launch` and the command `weft` print the message and the advice, without a traceback. In a traceback, and in a notebook,
-the advice stands below the message. This module imports nothing of Weft, so that every floor may import it.
+`launch` and the command `weft` print the message and the advice, without a traceback. A script that a `UserError` ends does the same.
+In a traceback, and in a notebook, the advice stands below the message. This module imports nothing of Weft at its top level, so that
+every floor may import it.
 """
 
 from __future__ import annotations
 
 import difflib
 import enum
+import sys
 from collections.abc import Iterable
+from types import TracebackType
 from typing import ClassVar, Protocol
 
 
@@ -88,7 +91,24 @@ class Planned(BaseException):
 
 class UserError(WeftError, ValueError):
     """A mistake in what the user wrote (settings, graph, data, placement). The message says the place, the rule, the value and
-    the nearest right name: fix it there. The command line ends with exit code 2."""
+    the nearest right name: fix it there. A command, or a script that does not catch it, ends with the message and exit code 2."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if sys.excepthook is sys.__excepthook__:  # else a notebook, a debugger or the user decides what is shown
+            sys.excepthook = _end_script
+
+
+def _end_script(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """End a script with the message of its `UserError` and exit code 2. Other exceptions, an interactive session and Python's
+    development mode (`python -X dev`) keep the traceback and the exit code."""
+    if not isinstance(error, UserError) or sys.flags.dev_mode or sys.flags.interactive or hasattr(sys, "ps1"):
+        sys.__excepthook__(kind, error, traceback)
+        return
+    from .redaction import redacted
+
+    print(redacted(f"error: {error}"), file=sys.stderr)
+    sys.exit(2)
 
 
 class SettingError(UserError):

@@ -1,4 +1,8 @@
-"""How a command ends: with a message and what to do about it, and never with a traceback of an exception of ours."""
+"""How a command or a script ends: with a message and what to do about it, and never with a traceback of a `UserError`."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -27,3 +31,62 @@ def test_an_exception_of_ours_ends_a_script_with_its_message_and_advice(
 
     assert launch(main, []) == code
     assert capsys.readouterr().err.splitlines() == said
+
+
+SCRIPT = """
+import atexit, sys
+import weft
+atexit.register(print, "cleaned up")
+try:
+    weft.Synchronous(steps=0)
+except weft.UserError:
+    print("caught")
+{hook}
+try:
+    {last}
+finally:
+    print("left")
+"""
+SETTING = "weft.Synchronous(steps=0)"
+LINE = "error: Synchronous.steps: input should be greater than or equal to 1, not 0"
+
+
+def ended(last: str, *options: str, hook: str = "", **environment: str) -> tuple[int, list[str]]:
+    """Exit code of a script, and what it printed as errors."""
+    command = [sys.executable, *options, "-c", SCRIPT.format(last=last, hook=hook)]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    assert done.stdout.splitlines() == ["caught", "left", "cleaned up"]
+    return done.returncode, done.stderr.splitlines()
+
+
+def test_a_script_that_a_mistake_ends_shows_one_line_and_exits_with_two():
+    assert ended(SETTING) == (2, [LINE])
+
+
+def test_a_secret_in_the_message_is_hidden():
+    code, said = ended("raise weft.UserError('no such path: s3cr3t-value')", MY_API_KEY="s3cr3t-value")
+    assert (code, said) == (2, ["error: no such path: [value of MY_API_KEY]"])
+
+
+@pytest.mark.parametrize(
+    ("last", "options", "final"),
+    [
+        ("raise ValueError('of the script')", (), "ValueError: of the script"),
+        (SETTING, ("-X", "dev"), f"weft.dataflow.errors.SettingError: {LINE.removeprefix('error: ')}"),
+    ],
+)
+def test_other_errors_and_the_development_mode_show_the_traceback(last: str, options: tuple[str, ...], final: str):
+    code, said = ended(last, *options)
+    assert code == 1 and said[0].startswith("Traceback") and said[-1] == final
+
+
+def test_a_hook_of_the_script_decides_by_itself():
+    assert ended(SETTING, hook="sys.excepthook = lambda *error: print('mine', file=sys.stderr)") == (1, ["mine"])
+
+
+def test_an_interactive_session_goes_on_after_a_mistake():
+    lines = f"import weft\n{SETTING}\nprint('goes', 'on')\n"
+    done = subprocess.run([sys.executable, "-i"], input=lines, capture_output=True, text=True)
+    assert done.returncode == 0 and "goes on" in done.stdout and "Traceback" in done.stderr
