@@ -26,6 +26,7 @@ from ..dataflow.handle import Handle
 from ..dataflow.operation import Shape
 from ..dataflow.prompts.prompts import Prompts
 from .placement import Place
+from .recovery.changed_settings import Rule, changes, refuse_fixed
 from .recovery.checkpoints import CheckpointConfig, has_state
 from .recovery.resume import WITHOUT_ROWS, ResumePoint
 from .run_directory import check_name
@@ -161,6 +162,7 @@ def check_resumes(spec: RunSpec, handles: Mapping[str, Handle], point: ResumePoi
     """
     if point is not None:
         _check_kind(spec, point)
+        refuse_fixed(point.path, changed_settings(spec, point, "fixed"))
     by = next((f"{n}={v!r}" for n in ("every", "every_s", "best") if (v := getattr(spec.checkpoint, n))), "")
     updated = {n.group for graph in spec.graphs.values() for n in graph.nodes if n.operation.updates and n.group}
     for name in sorted(updated if spec.checkpoint.writes else ()):
@@ -174,6 +176,12 @@ def check_resumes(spec: RunSpec, handles: Mapping[str, Handle], point: ResumePoi
             raise UserError(
                 f"{point.path} has nothing of worker group {name!r}; it has {', '.join(point.groups) or 'none'}"
             )
+
+
+def changed_settings(spec: RunSpec, point: ResumePoint, rule: Rule) -> list[str]:
+    """Settings under a rule that the run was given since the checkpoint was written."""
+    settings, rules = spec.recorded
+    return changes(point.state.settings, settings, rules, rule)
 
 
 def _check_kind(spec: RunSpec, point: ResumePoint) -> None:

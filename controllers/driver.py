@@ -22,6 +22,7 @@ from ..workers.adapters_alone import agree_on_adapters
 from .backends.backend import Backend
 from .backends.local import Local
 from .checks import (
+    changed_settings,
     check_best,
     check_graphs,
     check_kinds,
@@ -158,6 +159,8 @@ class Driver:
 
         at, resume = root_of(root), resume_of(resume) if checkpoint.writes else resume
         self.directory, self._point = open_run(resume, at, name, accept, checkpoint.copy_to)
+        if self._point is not None and (changed := changed_settings(self._spec, self._point, "reported")):
+            self.directory.notes.append(f"changed since the checkpoint: {'; '.join(changed)}")
         if at != Path(root):
             self.directory.notes.append(f"the run's directory is {self.directory.path}: this is a job of a cluster")
         shown = Progress(schedule.steps, self.directory.path, display)

@@ -302,6 +302,7 @@ class Run:
             cursor=self._train.cursor,
             next_id=self.buffer.ids.next_id,
             next_group=self.buffer.ids.next_group,
+            settings=self._spec.recorded[0],
         )
 
     def _save_to_the_end(self, *, anew: bool = False) -> None:

@@ -15,6 +15,7 @@ from ..dataflow.node import ParameterEdge
 from .backends.backend import Backend
 from .evaluation_rules import AMONG, BESIDE, BETWEEN, EvaluationRules
 from .placement import Place
+from .recovery.changed_settings import Rule, recorded_settings
 from .recovery.checkpoints import CheckpointConfig
 from .recovery.failures import FailureCounts
 from .recovery.full_disk import FullDisk
@@ -95,6 +96,12 @@ class RunSpec:
     stop: Callable[[Mapping[str, float]], bool] | None
     stop_on: Collection[str]
     """Names of the symptoms that end the run."""
+
+    @cached_property
+    def recorded(self) -> tuple[dict[str, str], dict[str, Rule]]:
+        """The settings that a resumed run is compared by, and the rule of each."""
+        of_graphs = {name: handle for graph in self.graphs.values() for name, handle in graph.handles.items()}
+        return recorded_settings(self.graphs, of_graphs, self.schedule)
 
     @property
     def evaluation_rules(self) -> EvaluationRules:

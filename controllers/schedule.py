@@ -51,6 +51,8 @@ class Stepwise(Config):
     times: "train" on the groups that passed, with a warning, or "stop" the run. A step of which no group passes always stops it. Set "stop"
     where small batches would do harm."""
 
+    free_on_resume: ClassVar[frozenset[str]] = frozenset(("steps",))
+    fixed_on_resume: ClassVar[frozenset[str]] = frozenset(("shuffle",))
     retired: ClassVar[Mapping[str, str]] = {"max_refills": f"a step issues more prompts {MAX_REFILLS} times at most"}
 
     @property

@@ -26,6 +26,10 @@ class Config(pydantic.BaseModel):
 
     retired: ClassVar[Mapping[str, str]] = {}
     """Names that a class once had -> what to say instead."""
+    free_on_resume: ClassVar[frozenset[str]] = frozenset()
+    """Settings of the class that a resumed run may change without a word, since the numbers do not depend on them."""
+    fixed_on_resume: ClassVar[frozenset[str]] = frozenset()
+    """Settings of the class that a resumed run may not change, since the state in its checkpoints depends on them."""
 
     model_config = pydantic.ConfigDict(
         extra="forbid", frozen=True, arbitrary_types_allowed=True, use_attribute_docstrings=True
@@ -51,6 +55,16 @@ class Config(pydantic.BaseModel):
                 return f"{cls.__name__}.{path} {cls.problem(problem)}"
             case _:
                 return f"{cls.__name__}{'.' + path if path else ''}: {cls.problem(problem)}"
+
+    @classmethod
+    def resume_rules(cls) -> tuple[frozenset[str], frozenset[str]]:
+        """(Free, fixed) settings of the class and of its parents; a change of any other is reported."""
+        parents = [vars(each) for each in cls.__mro__]
+        free, fixed = (
+            frozenset().union(*(each.get(name, ()) for each in parents))
+            for name in ("free_on_resume", "fixed_on_resume")
+        )
+        return free, fixed
 
     @classmethod
     def hint(cls, name: str) -> str:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
@@ -60,6 +60,8 @@ class ActorConfig(TrainedConfig):
     bucket_mib: int = Field(default=16, ge=1, le=4096)
     """[MiB] Largest part of the weights that travels at once; each rank has memory for two. Lower it where memory is short, raise it
     between machines that are far apart."""
+
+    free_on_resume: ClassVar[frozenset[str]] = frozenset(("deltas", "transport", "bucket_mib"))
 
     @property
     def vllm_backend(self) -> str:

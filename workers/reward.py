@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyarrow as pa
 import pydantic
@@ -60,6 +60,8 @@ class RewardConfig(Config):
     max_failed: float = pydantic.Field(default=MAX_FAILED, ge=0, le=1)
     """[share] Samples that may fail three times each, and are dropped and counted (`failed_rows`); more of them end the run. It is of 100
     samples at least; 0: the first ends the run. Raise it for a service that fails often."""
+
+    free_on_resume: ClassVar[frozenset[str]] = frozenset(("deadline_s", "max_failed"))
 
     @pydantic.field_validator("function", mode="before")
     @classmethod

@@ -63,6 +63,7 @@ class RolloutConfig(VllmSettings):
     """Take new weights into memory of their own while responses are sampled, and only then pause to exchange them. Otherwise they are
     written as they come, and sampling pauses for all of the transfer. None: on a CPU whose node has twice the memory that the weights
     take. Set it to False where transfers that go on beside sampling take too long."""
+    free_on_resume: ClassVar[frozenset[str]] = frozenset(("adapter", "double_buffer"))
     retired: ClassVar[Mapping[str, str]] = {
         "vllm": "tensor_parallel=..., max_num_seqs=..., kv_cache_gib=... and the others stand beside it now",
         "transformers": "max_num_seqs=... stands beside it now",

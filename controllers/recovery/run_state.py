@@ -42,6 +42,8 @@ class RunState:
     """The first sample id that is free."""
     next_group: int = 0
     """The first group id that is free."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Of the run, as `changed_settings.py` records them; empty: a checkpoint of an earlier version of Weft."""
 
     def write(self, folder: Path) -> None:
         """Write it into the folder of a checkpoint."""

@@ -13,6 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 import weft
+from weft.algorithms.grpo import grpo
 from weft.algorithms.methods import METHODS
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.supervised import supervised
@@ -210,6 +211,43 @@ def test_a_run_that_makes_checkpoints_goes_on(even: Any, tmp_path: Path, capsys:
     kept |= {"prompts_per_step": 1, "n": 2, "root": tmp_path, "name": "run", "progress": False}
     weft.train("model", "prompts.jsonl", even, steps=1, **kept)
     assert [row["step"] for row in weft.train("model", "prompts.jsonl", even, steps=2, **kept)] == [0, 1, 2]
+
+
+def test_a_run_goes_on_with_the_rows_and_the_adapter_that_it_had(
+    even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def run(
+        steps: int, rows: Any = PROMPTS, alpha: int = 32, rate: float = 1e-3, resume: str = "latest", **more: Any
+    ) -> None:
+        actor = weft.group(
+            weft.ActorWorker, model="model", lora=more.pop("lora", weft.Lora(alpha=alpha)), learning_rate=rate, **more
+        )
+        rollout = weft.group(weft.RolloutWorker, model="model", engine="transformers", max_num_seqs=more.pop("seqs", 8))
+        rollout.follows(actor)
+        prompts = weft.Prompts.from_rows(rows, "model", name="prompts")
+        reward = weft.group(weft.RewardWorker, function=even, tokenizer="model")
+        graph = grpo(prompts, rollout=rollout, reward=reward, actor=actor, n=2, sampling=weft.Sampling(max_tokens=2))
+        schedule = weft.Synchronous(steps=steps, prompts_per_step=1)
+        kept: Any = {"checkpoint": weft.CheckpointConfig(every=1), "root": tmp_path, "name": "run", "progress": "plain"}
+        with weft.Driver(graph, schedule=schedule, resume=resume, stop_on=(), **kept) as driver:
+            driver.run()
+
+    run(1)
+    others = [{"prompt": row["prompt"].replace("3", "4")} for row in PROMPTS]
+    for changed, wanted in (
+        ({"rows": others}, "data of train was "),
+        ({"rows": PROMPTS[:-1]}, "rows of train was 16, is 15"),
+        ({"rows": others, "resume": "weights"}, "data of train was "),
+        ({"alpha": 64}, "actor.lora.alpha was 32, is 64"),
+        ({"lora": None}, "actor.lora"),
+    ):
+        with pytest.raises(weft.UserError, match=wanted):
+            run(2, **changed)
+    capsys.readouterr()
+    run(2, rate=2e-3, microbatch_tokens=64)
+    said = capsys.readouterr().out
+    assert "changed since the checkpoint: actor.learning_rate was 0.001, is 0.002" in " ".join(said.split())
+    assert "microbatch_tokens" not in said and "schedule.steps" not in said, "the numbers do not depend on these"
 
 
 def test_a_program_refuses_an_object_that_has_no_text_and_says_how_to_give_it_one(

@@ -111,6 +111,18 @@ class ModelConfig(Config):
     """Have each layer compiled by `torch.compile`, which joins elementwise operations; the first step takes a minute longer. Set it in long
     runs on GPUs; on CPUs it gains nothing. Not for mixtures of experts, and not together with `tensor_parallel`."""
 
+    free_on_resume: ClassVar[frozenset[str]] = frozenset(
+        (
+            "microbatch_tokens",
+            "tensor_parallel",
+            "sequence_parallel",
+            "pipeline_parallel",
+            "gather",
+            "offload",
+            "compile",
+        )
+    )
+
     @model_validator(mode="after")
     def _check_gradient_dtype(self) -> ModelConfig:
         if self.gradients == "bfloat16" and self.dtype == "float32":
@@ -273,6 +285,8 @@ class TrainingConfig(OptimizerConfig):
     lora: Lora | None = None
     """Train an adapter (and a scalar head, if there is one) and freeze the model; None: train the model. Set it where gradients and
     moments of the model do not fit."""
+    free_on_resume: ClassVar[frozenset[str]] = frozenset(("activation_checkpointing",))
+    fixed_on_resume: ClassVar[frozenset[str]] = frozenset(("lora",))
 
 
 @dataclass(frozen=True)

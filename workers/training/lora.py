@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -41,6 +41,8 @@ class Lora(Config):
     dora: bool = False
     """The length of each row of the weight is a parameter of its own: m (W + s B A) / |W + s B A| (DoRA, arXiv:2402.09353). Set it to
     come nearer to training the whole model; a step takes longer, since the whole matrix is made in every forward pass."""
+
+    free_on_resume: ClassVar[frozenset[str]] = frozenset(("published",))
 
     def is_on(self, name: str) -> bool:
         """Whether a linear layer of the backbone of this name has an adapter.

@@ -1,0 +1,123 @@
+"""Changed settings: how a run that is resumed differs from the one that wrote the checkpoint.
+
+Each setting has one of three rules. Its class names those that are "free" (they do not change the numbers) and those that are "fixed"
+(the state in the checkpoint depends on them). A change of any other setting is reported where the run shows its first lines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from ...dataflow.config import Config
+from ...dataflow.errors import UserError
+from ...dataflow.graph import TRAIN, Graph
+from ...dataflow.handle import Handle
+from ...dataflow.redaction import redacted, without_secrets
+from ...dataflow.source import Source, TableSource, fingerprint
+
+Rule = Literal["free", "fixed", "reported"]
+
+
+def recorded_settings(
+    graphs: Mapping[str, Graph], handles: Mapping[str, Handle], schedule: Config
+) -> tuple[dict[str, str], dict[str, Rule]]:
+    """Settings of a run as text, and the rule of each, by a name such as "actor.lora.alpha".
+
+    Args:
+        graphs: of the run, by name.
+        handles: its worker groups, by name.
+        schedule: of its training.
+    """
+    found = [*_walk("schedule", schedule, "reported")]
+    for name, handle in handles.items():
+        found += _walk(name, handle.config, "reported")
+    for name, graph in graphs.items():
+        rule: Rule = "fixed" if name == TRAIN else "reported"
+        found += [(f"rows of {name}", str(len(graph.source.table)), rule), (f"data of {name}", _identity(graph), rule)]
+        found.append((f"numbers of {name}", fingerprint(graph.source), "reported"))
+        for node in graph.nodes:
+            found += _walk(f"{name}: {node.name}", node.arguments, "reported")
+    texts = {name: text for name, text, _ in found}
+    return json.loads(redacted(json.dumps(without_secrets(texts)))), {name: rule for name, _, rule in found}
+
+
+def changes(before: Mapping[str, str], now: Mapping[str, str], rules: Mapping[str, Rule], rule: Rule) -> list[str]:
+    """Settings under a rule that differ, as "NAME was X, is Y".
+
+    A setting that only one side has is a difference only if the other has a value in the place of the whole: an adapter, or none.
+    """
+    found: list[str] = []
+    for name in dict.fromkeys([*before, *now]):
+        was, there = _value(before, name)
+        new, here = _value(now, name)
+        if was is not None and new is not None and was != new and rules.get(name, rules.get(here, "reported")) == rule:
+            found.append(f"{there if len(there) < len(here) else here} was {_short(was)}, is {_short(new)}")
+    return list(dict.fromkeys(found))
+
+
+def refuse_fixed(where: object, found: list[str]) -> None:
+    """Refuse to resume from a checkpoint whose state depends on settings that were changed.
+
+    Raises:
+        UserError: there are any.
+    """
+    if found:
+        raise UserError(
+            f"{where} depends on what was changed since: {'; '.join(found)}. Take the earlier values and data, or start a new run "
+            "(another name) from the model that this one saved"
+        )
+
+
+def _walk(name: str, value: Any, rule: Rule) -> Iterator[tuple[str, str, Rule]]:
+    """(Name, text, rule) of each value inside a setting."""
+    if isinstance(value, Config):
+        free, fixed = type(value).resume_rules()
+        for field in type(value).model_fields:
+            own: Rule = "free" if field in free else "fixed" if field in fixed else rule
+            yield from _walk(f"{name}.{field}", getattr(value, field), own)
+    elif isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _walk(f"{name}.{key}", inner, rule)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _walk(f"{name}.{field.name}", getattr(value, field.name), rule)
+    else:
+        yield name, _text(value), rule
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_text(each) for each in value)}]"
+    if hasattr(value, "__qualname__"):
+        return str(value.__qualname__)
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _value(settings: Mapping[str, str], name: str) -> tuple[str | None, str]:
+    """The value of a setting, or of what stands in the place of all that it is part of, and the name of that."""
+    while name not in settings and "." in name:
+        name = name.rpartition(".")[0]
+    return settings.get(name), name
+
+
+def _identity(graph: Graph) -> str:
+    """A checksum of the rows of a source without their floating-point columns, whose last bits depend on how they were computed."""
+    source: Source = graph.source
+    kept = [field.name for field in source.table.schema if not _has_floats(field.type)]
+    return fingerprint(TableSource(source.name, source.table.select(kept)))
+
+
+def _has_floats(kind: pa.DataType) -> bool:
+    if pa.types.is_nested(kind):
+        return any(_has_floats(kind.field(i).type) for i in range(kind.num_fields))
+    return pa.types.is_floating(kind)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:40]} ... {text[-36:]}"
