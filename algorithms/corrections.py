@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..dataflow.config import Config
 from ..dataflow.lazy import torch
@@ -40,7 +40,7 @@ class Weighting:
     weights: Tensor
     """[T] finite, no gradient: what a token's policy-gradient loss is multiplied with."""
     truncated: Tensor
-    """[T] bool: the ratio was larger than the weight."""
+    """[T] bool: the ratio was larger than the largest weight, or smaller than the smallest."""
     masked: Tensor
     """[T] bool: left out."""
 
@@ -65,7 +65,7 @@ class Correction(Protocol):
 
 
 class TruncatedImportance(Config):
-    """Truncated importance sampling: w = min(p_trainer / p_generator, cap).
+    """Truncated importance sampling: w = min(p_trainer / p_generator, cap), and at least `floor`.
 
     IMPALA's rho (arXiv:1802.01561, §4.1) at each token; between a training and a generating engine: TIS (F. Yao et al., "Your
     Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025). Together with a clipped ratio current / trainer
@@ -79,16 +79,27 @@ class TruncatedImportance(Config):
     >>> log_ratio, rows = torch.tensor([2.0, 0.5]).log(), PackedRows.of([2])
     >>> TruncatedImportance(cap=1.5)(log_ratio, rows).weights.tolist()
     [1.5, 0.5]
+    >>> TruncatedImportance(cap=0.9, floor=0.6)(log_ratio, rows).weights.tolist()
+    [0.89..., 0.60...]
     >>> [TruncatedImportance(level=level)(log_ratio, rows).weights.tolist() for level in ("sequence", "geometric")]
     [[1.0, 1.0], [1.0, 1.0]]
     """
 
-    cap: float = Field(default=2.0, ge=1, allow_inf_nan=False)
-    """[ratio] Largest weight of a token. Lower it where single tokens make the gradient jump, raise it for less bias towards the
-    generator."""
+    cap: float = Field(default=2.0, gt=0)
+    """[ratio] Largest weight of a token. Lower it where single tokens make the gradient jump (below 1, it also scales tokens down whose
+    policies agree), raise it for less bias towards the generator."""
+    floor: float = Field(default=0.0, ge=0)
+    """[ratio] Smallest weight of a token. Raise it where tokens that the trainer finds unlikely should still count; they are then
+    over-weighted."""
     level: Level = "token"
     """"token", "sequence" (product over the response) or "geometric" (geometric mean over the response). Choose the level of the reward
     for an exact correction, tokens for one of less variance."""
+
+    @model_validator(mode="after")
+    def _floor_is_below_cap(self) -> TruncatedImportance:
+        if self.floor > self.cap:
+            raise ValueError(f"floor must be at most cap, which is {self.cap:g}, not {self.floor:g}")
+        return self
 
     @property
     def weighs(self) -> bool:
@@ -97,7 +108,8 @@ class TruncatedImportance(Config):
     def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Weighting:
         """Weights as above; 1 in a row without a trained token, none for no tokens."""
         ratio = _LEVELS[self.level](log_ratio.detach(), rows).exp()
-        return Weighting(ratio.clamp(max=self.cap), ratio > self.cap, torch.zeros_like(ratio, dtype=torch.bool))
+        weights = ratio.clamp(self.floor, self.cap)
+        return Weighting(weights, weights != ratio, torch.zeros_like(ratio, dtype=torch.bool))
 
 
 class Rejection(Config):
@@ -116,7 +128,7 @@ class Rejection(Config):
 
     low: float = Field(default=0.5, ge=0, le=1)
     """[ratio] Smallest p_trainer / p_generator that is kept. Raise it to leave out more tokens that the trainer finds less likely."""
-    high: float = Field(default=2.0, ge=1)
+    high: float = Field(default=2.0, ge=1, allow_inf_nan=True)
     """[ratio] Largest p_trainer / p_generator that is kept; infinity for no bound. Lower it where the gap of log-probabilities is large
     and training is unstable."""
     level: Level = "token"

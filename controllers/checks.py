@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from pydantic import Field, create_model
 
 from ..algorithms.sampling import Sampling
 from ..dataflow.batch import Batch
@@ -20,6 +22,7 @@ from ..dataflow.column import (
     RESPONSE_LOGPROBS,
     RESPONSE_VERSIONS,
 )
+from ..dataflow.config import Config
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.graph import TRAIN, Graph
 from ..dataflow.handle import Handle
@@ -73,6 +76,22 @@ def check_kinds(
     for name, given, right, example in wanted:
         if not right:
             raise UserError(f"Driver({name}=...) takes {example}, not {given!r}")
+
+
+def check_numbers(**numbers: object) -> None:
+    """Check the driver's arguments that are numbers, by the rules of all settings.
+
+    Raises:
+        UserError: naming the argument, the rule and the value.
+    """
+    seconds: Any = (float | None, Field(gt=0))
+    rules: dict[str, Any] = {
+        "seed": (int, Field(ge=0, lt=2**63)),
+        "record_every": (int, Field(ge=0)),
+        "start_timeout_s": seconds,
+        "call_timeout_s": seconds,
+    }
+    create_model("Driver", __base__=Config, **rules)(**numbers)
 
 
 def check_names(evaluations: Sequence[Evaluation]) -> list[str]:

@@ -27,6 +27,7 @@ from .checks import (
     check_graphs,
     check_kinds,
     check_names,
+    check_numbers,
     check_resumes,
     check_schedule,
     check_workers,
@@ -134,6 +135,9 @@ class Driver:
         display = display_for(progress)
         check_kinds(
             graph=graph, schedule=schedule, buffer=buffer, checkpoint=checkpoint, placement=placement, backend=backend
+        )
+        check_numbers(
+            seed=seed, record_every=record_every, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s
         )
         check_trackers(trackers, has_endpoint=(backend or Local()).has_endpoint)
         self._spec, handles = _checked(

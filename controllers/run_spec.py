@@ -51,8 +51,8 @@ class Evaluation:
     """Whether it is evaluated after the last step, whichever that is."""
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise UserError(f"Evaluation(every={self.every}): every must be at least 0")
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UserError(f"Evaluation(every={self.every!r}): every must be an integer of at least 0")
         if not (self.every or self.at_start or self.at_end):
             raise UserError("Evaluation(every=0, at_start=False, at_end=False) never evaluates anything")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args, get_origin
 
+import numpy as np
 import pydantic
 
 from .errors import SettingError, nearest
@@ -13,6 +14,9 @@ from .errors import SettingError, nearest
 
 class Config(pydantic.BaseModel):
     """Parent of every configuration class: frozen, unknown fields refused with the nearest right name.
+
+    Values have the type of their field: a number is no text and no boolean, and it is finite, unless the field allows infinity
+    (`Field(allow_inf_nan=True)`). Lists are taken for tuples, mappings for nested settings, and numbers of numpy for Python's.
 
     >>> class Toy(Config):
     ...     rate: float = pydantic.Field(1.0, gt=0)
@@ -32,7 +36,12 @@ class Config(pydantic.BaseModel):
     """Settings of the class that a resumed run may not change, since the state in its checkpoints depends on them."""
 
     model_config = pydantic.ConfigDict(
-        extra="forbid", frozen=True, arbitrary_types_allowed=True, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        arbitrary_types_allowed=True,
+        use_attribute_docstrings=True,
     )
 
     def __init__(self, **settings: Any) -> None:
@@ -43,6 +52,14 @@ class Config(pydantic.BaseModel):
             told = [(".".join(str(part) for part in each["loc"]), self.problem(each)) for each in problems]
             text = "\n".join(self._explain(problem) for problem in problems)
             raise SettingError(text, type(self).__name__, told) from None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _with_equal_types(cls, settings: Any) -> Any:
+        """The values with their type's name in strict mode, where they are the same in another: lists, mappings, numbers of numpy."""
+        if not isinstance(settings, Mapping):
+            return settings
+        return {name: _of_kind(value, cls.model_fields.get(name)) for name, value in settings.items()}
 
     @classmethod
     def _explain(cls, problem: Any) -> str:
@@ -91,6 +108,18 @@ class Config(pydantic.BaseModel):
                 return f"{message}, not {value!r}{nearest(str(value), allowed)}"
             case _:
                 return f"{message}, not {value!r}"
+
+
+def _of_kind(value: Any, field: Any) -> Any:
+    kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+    if isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
+        return tuple(value)
+    if isinstance(value, np.bool_ | np.integer | np.floating):
+        return value.item()
+    if isinstance(value, Mapping):
+        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)), None)
+        return value if inner is None else inner(**value)
+    return value
 
 
 def flattened(settings: Any, name: str = "") -> dict[str, Any]:

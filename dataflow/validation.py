@@ -106,7 +106,7 @@ def _group_problems(source: Source, nodes: Sequence[Node]) -> Iterable[str]:
                 "put it after a node that expands rows (such as generate)"
             )
         n = node.operation.quorum.n if node.operation.quorum else 1
-        if not isinstance(n, int) or n < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  a user's argument
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  a user's argument
             yield f"node {node.name!r} takes the first n={n!r} rows of a group; n must be an integer of at least 1"
 
 

@@ -36,7 +36,7 @@ from weft.resharding.pipeline_stages import PipelineStages
 from weft.resharding.weights import Part
 from weft.workers.dispatch import Coordinates
 from weft.workers.model_folder import find_model_config
-from weft.workers.training.engine import BETAS, Head, ModelConfig, OptimizerStep, TrainingConfig
+from weft.workers.training.engine import Head, ModelConfig, OptimizerStep, TrainingConfig
 from weft.workers.training.microbatches import Microbatches
 from weft.workers.training.pipeline_schedule import one_forward_one_backward
 from weft.workers.worker import Context
@@ -79,7 +79,7 @@ class PipelineEngine:
                 {"params": others, "weight_decay": 0.0},
             ]
             self.optimizer = torch.optim.AdamW(
-                [k for k in kinds if k["params"]], lr=training.learning_rate, betas=BETAS
+                [k for k in kinds if k["params"]], lr=training.learning_rate, betas=training.betas
             )
         self.steps, self.count = 0, 0.0
         self.sent: list[Any] = []

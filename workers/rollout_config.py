@@ -149,7 +149,7 @@ def _sampling_of(node: Node) -> Sampling:
     if not isinstance(sampling, Sampling):
         raise UserError(f"node {node.name!r}: sampling must be a weft.Sampling(...), not {sampling!r}")
     n = node.arguments.get("n", 1)
-    if not isinstance(n, int) or n < 1:
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise UserError(f"node {node.name!r}: n={n!r}; it is a number of responses, at least 1")
     if sampling.min_tokens > sampling.max_tokens:
         raise UserError(

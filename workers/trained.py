@@ -136,7 +136,7 @@ def check_updates(nodes: Iterable[Node]) -> None:
             raise UserError(f"node {node.name!r}: loss must be a Loss such as PolicyLoss(), not {loss!r}{hint}")
         for name in ("epochs", "minibatches"):
             value = node.arguments.get(name, 1)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UserError(f"node {node.name!r}: {name} must be an integer of at least 1, not {value!r}")
         _check_old_policy(node, loss)
 

@@ -209,7 +209,7 @@ class SequenceParallelCost(LinearCost):
     """[ranks] That share the rows of a call: those of one replica, usually the whole group. Set it to their number."""
     memory_tokens: int = Field(ge=1)
     """[tokens] Most that a rank can hold in one pass. Set it to what `weft plan` or a trial run says."""
-    attention_length: float = Field(default=math.inf, gt=0)
+    attention_length: float = Field(default=math.inf, gt=0, allow_inf_nan=True)
     """[tokens] Length of a row whose attention takes as long as everything else. Set it for rows of more than a few thousand tokens."""
     exchange_s: Mapping[int, float] = Field(default_factory=dict)
     """[s] Time of the exchanges for each token of a rank, by the size of its group. Give what was measured within a node and beyond it."""

@@ -252,7 +252,7 @@ class Prompts:
         >>> train.name, len(train), held_out.name, len(held_out)
         ('sums', 8, 'sums_held_out', 2)
         """
-        if not isinstance(rows, int | np.integer):
+        if not isinstance(rows, int | np.integer) or isinstance(rows, bool):
             raise UserError(
                 f"{self.name}: hold_out(rows={rows!r}): a number of rows is an integer, such as {len(self) // 10 or 1}"
             )

@@ -134,6 +134,9 @@ LN2 = math.log(2)
     [
         (TruncatedImportance(cap=2.0), [2.0, 0.5, 1.0, 2.0]),
         (TruncatedImportance(cap=5.0), [4.0, 0.5, 1.0, 2.0]),
+        (TruncatedImportance(cap=0.75), [0.75, 0.5, 0.75, 0.75]),
+        (TruncatedImportance(cap=3.0, floor=0.8), [3.0, 0.8, 1.0, 2.0]),
+        (TruncatedImportance(cap=1.0, floor=1.0), [1.0, 1.0, 1.0, 1.0]),
         (TruncatedImportance(cap=5.0, level="sequence"), [2.0, 2.0, 2.0, 2.0]),
         (TruncatedImportance(cap=5.0, level="geometric"), [2 ** (1 / 3)] * 3 + [2.0]),
         (TruncatedImportance(cap=1.5, level="sequence"), [1.5] * 4),
@@ -397,10 +400,12 @@ def test_what_a_loss_reads_depends_on_its_correction():
 
 
 def test_wrong_settings_are_refused_where_they_are_made():
-    with pytest.raises(UserError, match=r"TruncatedImportance\.cap: .*greater than or equal to 1, not 0\.5"):
-        TruncatedImportance(cap=0.5)
+    with pytest.raises(UserError, match=r"TruncatedImportance\.cap: .*greater than 0, not 0\.0"):
+        TruncatedImportance(cap=0.0)
     with pytest.raises(UserError, match=r"TruncatedImportance\.cap"):
         TruncatedImportance(cap=math.inf)
+    with pytest.raises(UserError, match=r"floor must be at most cap, which is 0\.5, not 0\.6"):
+        TruncatedImportance(cap=0.5, floor=0.6)
     with pytest.raises(UserError, match=r"'token', 'sequence' or 'geometric', not 'sample'"):
         TruncatedImportance(level="sample")  # pyright: ignore[reportArgumentType]
     wrong: tuple[dict[str, Any], ...] = ({"low": 1.5}, {"high": 0.5}, {"low": -1.0}, {"low": math.nan})

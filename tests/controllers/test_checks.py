@@ -13,6 +13,7 @@ from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 
 from weft.controllers.backends.local import Local
 from weft.controllers.checks import check_capacity, check_followed, check_kinds, check_resumes, check_transports
+from weft.controllers.driver import Driver
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.recovery.resume import ResumePoint
@@ -63,6 +64,24 @@ def test_an_argument_of_another_kind_is_answered_with_an_example(argument: str, 
         check_kinds(**{**right, argument: value})
     assert str(caught.value).startswith(f"Driver({argument}=...) takes {wanted}")
     assert str(caught.value).endswith(f"not {value!r}")
+
+
+@pytest.mark.parametrize(
+    ("number", "wanted"),
+    [
+        ({"seed": -1}, "Driver.seed: input should be greater than or equal to 0, not -1"),
+        ({"seed": "x"}, "Driver.seed: input should be a valid integer, not 'x'"),
+        ({"seed": True}, "Driver.seed: input should be a valid integer, not True"),
+        ({"seed": 2**64}, "Driver.seed: input should be less than "),
+        ({"record_every": -1}, "Driver.record_every: "),
+        ({"call_timeout_s": float("nan")}, "Driver.call_timeout_s: input should be a finite number, not nan"),
+        ({"start_timeout_s": "9"}, "Driver.start_timeout_s: input should be a valid number, not '9'"),
+    ],
+)
+def test_numbers_of_the_driver_follow_the_rules_of_settings(number: dict[str, Any], wanted: str, tmp_path: Path):
+    with pytest.raises(UserError, match=re.escape(wanted)):
+        Driver(toy_graph()[0], schedule=SCHEDULE, root=tmp_path, progress=False, **number)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_step_that_the_buffer_cannot_hold_is_refused_with_both_numbers():

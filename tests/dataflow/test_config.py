@@ -1,10 +1,12 @@
 """Configuration: mistakes are answered with the place, the rule, the value and the nearest right name."""
 
 import copy
+import math
 import pickle
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pydantic
 import pytest
 from pydantic import Field
@@ -24,6 +26,8 @@ class Outer(Config):
     model: str | Path
     mode: Literal["fast", "slow"] = "fast"
     inner: Inner = Inner()
+    flag: bool = False
+    pair: tuple[float, float] | None = None
 
     @pydantic.field_validator("model")
     @classmethod
@@ -35,9 +39,19 @@ class Outer(Config):
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": "m", "learning_rat": 1}, "Outer has no setting 'learning_rat' (value 1); did you mean 'learning_rate'?"),
-    ({"model": "m", "xyz": 1}, "Outer has no setting 'xyz' (value 1); it has learning_rate, model, mode, inner"),
+    (
+        {"model": "m", "xyz": 1},
+        "Outer has no setting 'xyz' (value 1); it has learning_rate, model, mode, inner, flag, pair",
+    ),
     ({"model": "m", "learning_rate": -1}, "Outer.learning_rate: input should be greater than 0, not -1"),
-    ({"model": "m", "learning_rate": "big"}, "Outer.learning_rate: input should be a valid number, unable to parse"),
+    ({"model": "m", "learning_rate": "big"}, "Outer.learning_rate: input should be a valid number, not 'big'"),
+    ({"model": "m", "learning_rate": "1.0"}, "Outer.learning_rate: input should be a valid number, not '1.0'"),
+    ({"model": "m", "learning_rate": True}, "Outer.learning_rate: input should be a valid number, not True"),
+    ({"model": "m", "learning_rate": math.inf}, "Outer.learning_rate: input should be a finite number, not inf"),
+    ({"model": "m", "learning_rate": math.nan}, "Outer.learning_rate: input should be a finite number, not nan"),
+    ({"model": "m", "flag": 1}, "Outer.flag: input should be a valid boolean, not 1"),
+    ({"model": "m", "pair": ("0.9", 0.5)}, "Outer.pair.0: input should be a valid number, not '0.9'"),
+    ({"model": "m", "inner": {"depth": True}}, "Inner.depth: input should be a valid integer, not True"),
     ({}, "Outer.model must be given"),
     ({"model": ""}, "Outer.model: give a folder"),
     ({"model": "m", "mode": "fsat"}, "Outer.mode: input should be 'fast' or 'slow', not 'fsat'"),
@@ -52,6 +66,11 @@ def test_a_mistake_is_named(settings: dict[str, Any], message: str):
         Outer(**settings)
     assert message in str(caught.value)
     assert "pydantic" not in str(caught.value)
+
+
+def test_equal_values_of_other_types_are_taken():
+    taken = Outer(model="m", learning_rate=np.float32(0.5), inner={"depth": np.int64(2)}, pair=[1, 2])  # pyright: ignore[reportArgumentType]
+    assert (taken.learning_rate, taken.inner.depth, taken.pair) == (0.5, 2, (1.0, 2.0))
 
 
 def test_every_mistake_is_named_at_once():

@@ -208,8 +208,6 @@ Recomputed = bool | Annotated[int, Field(ge=1)] | Literal["elementwise"]
 """Activations that are computed a second time in the backward pass: none, those of all layers, of every so-many-th layer, or of all but
 matrix products and attention, which take the time."""
 
-BETAS = (0.9, 0.95)
-"""Decay rates of AdamW's moments. A second one of 0.999 remembers a thousand steps, in which gradients of most runs have changed."""
 FINAL_RATIO = 0.1
 """Last learning rate over peak rate. A run that goes on still learns a little; a larger `decay_steps` ends at a higher rate."""
 
@@ -229,6 +227,9 @@ class OptimizerConfig(Config):
     weight_decay: float = Field(default=0.0, ge=0)
     """[factor] How much of a matrix, times the rate, is taken off it in each step; norms and biases have none. Raise it in supervised
     training on little data."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """[rate] Decay of AdamW's moments. A second one of 0.999 remembers a thousand steps, in which gradients of most runs have changed. Set
+    them to reproduce a recipe that has others."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """[norm] Gradients of a larger one are scaled down to it; None leaves them. Lower it where single batches do harm."""
     skip_above_grad_norm: float | None = Field(default=None, gt=0)
@@ -243,7 +244,6 @@ class OptimizerConfig(Config):
 
     retired: ClassVar[Mapping[str, str]] = {
         "final_ratio": "a rate falls to a tenth, and a larger decay_steps ends higher",
-        "betas": f"they are {BETAS}",
     }
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .eight_bit import EightBitMoments
-from .engine import BETAS, ModelConfig, OptimizerConfig
+from .engine import ModelConfig, OptimizerConfig
 from .moments import PlainMoments
 from .offload import HostMoments
 
@@ -37,7 +37,7 @@ def make_optimizer(
         {"params": of_kind, "weight_decay": config.weight_decay if is_matrix else 0.0}
         for (is_matrix, _), of_kind in groups.items()
     ]
-    settings: dict[str, Any] = {"lr": config.learning_rate, "betas": BETAS, "fused": True}
+    settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "fused": True}
     if model.offload == "moments":
         return HostMoments(kinds, device, **settings)
     if config.moments == "8bit":

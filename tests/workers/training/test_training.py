@@ -14,6 +14,7 @@ from ranks import run_processes
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.dataflow.metrics import merge
@@ -284,6 +285,23 @@ def test_the_learning_rate_rises_and_falls(decay: Any, half_way: float):
     assert schedule.rate(0) == 0.25 and schedule.rate(4) == 1.0
     assert schedule.rate(54) == pytest.approx(half_way)
     assert schedule.rate(1000) == pytest.approx(1.0 if decay == "constant" else 0.1)
+
+
+@pytest.mark.parametrize("offload", ["nothing", "moments"])
+def test_moments_decay_as_they_are_told(tiny_model: Path, rows: Batch, offload: Any):
+    """After one step from zero, a moment is 1 - beta of the gradient, or of its square."""
+    found: dict[float, Any] = {}
+    for first, second in ((0.9, 0.95), (0.5, 0.8)):
+        worker = actor(tiny_model, betas=(first, second), offload=offload)
+        worker.update(rows, loss=PolicyLoss(old="old_logprobs"))
+        engine: Any = worker.engine
+        state = engine.optimizer.state[engine.model.causal_lm.get_input_embeddings().weight]
+        found[first] = [state[name].cpu() for name in ("exp_avg", "exp_avg_sq")]
+        worker.close()
+    torch.testing.assert_close(found[0.5][0], found[0.9][0] * 5)
+    torch.testing.assert_close(found[0.5][1], found[0.9][1] * 4)
+    with pytest.raises(UserError, match=r"ActorConfig.betas.1: input should be less than 1, not 1.0"):
+        ActorConfig(model="m", betas=(0.9, 1.0))
 
 
 def test_a_decay_without_an_end_is_refused():
