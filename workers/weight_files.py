@@ -141,15 +141,6 @@ def check_weights(model: str | Path, *, trained: bool) -> None:
             )
 
 
-def read_layer_names(model: str | Path) -> list[str]:
-    """Names of the layers that have a `weight` in the model's safetensors files; empty when it has no such files.
-
-    Raises:
-        UserError: there is no such model, or a file is damaged.
-    """
-    return [name.removesuffix(".weight") for name in _files_of_tensors(model) if name.endswith(".weight")]
-
-
 def find_tensor(model: str | Path, name: str) -> Path | None:
     """The safetensors file of a model that holds the tensor of this name; None: there is none.
 

@@ -18,7 +18,7 @@ from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.rollout import RolloutWorker
 from weft.workers.rollout_config import RolloutConfig
 from weft.workers.training.memory import model_size
-from weft.workers.weight_files import FILE, INDEX, find_tensor, read_header, read_layer_names
+from weft.workers.weight_files import FILE, INDEX, find_tensor, read_header
 
 SETTINGS = {"model_type": "qwen2", "vocab_size": 9, "hidden_size": 4, "num_attention_heads": 2, "num_hidden_layers": 1}
 NO_ROWS: Any = SimpleNamespace(name="rows", table=pa.table({}), columns=())
@@ -107,7 +107,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str):
 
 def test_of_300_files_the_one_that_is_missing_or_lacks_a_tensor_is_named(tmp_path: Path):
     model = model_of(tmp_path / "model", 300)
-    assert len(read_layer_names(model)) == 300
     ActorWorker.check(ActorConfig(model=model), [], NO_ROWS)
     file = model / "model-00217-of-00300.safetensors"
     save_file({"layers.217.up.weight": np.zeros((3, 4), np.float32)}, file)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.pytorch_utils import Conv1D
 
 from ...dataflow.errors import WeftError
 from ..weight_files import weight_files
@@ -146,7 +147,7 @@ def pass_bytes(
     response.requires_grad_(trains and lora is None)
     if trains and lora is not None:
         for name, layer in response.backbone.named_modules():
-            if isinstance(layer, nn.Linear) and lora.is_on(name):
+            if isinstance(layer, nn.Linear | Conv1D) and lora.is_on(name):
                 layer.weight.requires_grad_(True)
     stays = gradients_stay and lora is None
     try:

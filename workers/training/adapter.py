@@ -21,11 +21,16 @@ from typing import Any
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from ...dataflow.buffer.disk import Disk
-from ..model_folder import ADAPTER_CONFIG_FILE, SCALAR_HEAD
+from ...dataflow.errors import UserError
+from ..model_folder import ADAPTER_CONFIG_FILE, SCALAR_HEAD, find_model_config, refusals_named
 from ..vision import LANGUAGE, is_type_that_sees
+from .causal_lm import auto_class, training_settings
 from .lora import Lora, check_targets
 from .model_files import copy_companions
 from .safetensors_files import write_file, write_tensors
@@ -55,7 +60,7 @@ class Adapter:
         scalar = SCALAR_HEAD.removesuffix(".weight")
         self._whole = [scalar] if hasattr(causal_lm, scalar) else []
         chosen = _adapted_layers(causal_lm, lora)
-        self._config = _peft_settings(lora, chosen, "SEQ_CLS" if self._whole else "CAUSAL_LM")
+        self._config = _peft_settings(causal_lm, lora, chosen, "SEQ_CLS" if self._whole else "CAUSAL_LM")
         with torch.random.fork_rng(devices=[]), _hollow([causal_lm.get_submodule(name) for name in chosen]):
             torch.manual_seed(seed)
             inject_adapter_in_model(self._config, causal_lm, _NAME)
@@ -101,7 +106,9 @@ class Adapter:
             adapter.get(f"{path}.{part}.{_NAME}.weight") for part in ("lora_A", "lora_B", "lora_magnitude_vector")
         )
         assert a is not None and b is not None
-        return f"{path}.weight", merged_weight(tensor, a, b, layer.scaling[_NAME], magnitude)
+        transposed = isinstance(layer.base_layer, Conv1D)  # GPT-2 stores [in, out]
+        merged = merged_weight(tensor.T if transposed else tensor, a, b, layer.scaling[_NAME], magnitude)
+        return f"{path}.weight", merged.T.contiguous() if transposed else merged
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor], source: Path, disk: Disk) -> None:
         """Write a folder that `peft.PeftModel.from_pretrained` loads.
@@ -129,7 +136,8 @@ def serve_adapter(causal_lm: Any, lora: Lora) -> None:
     Args:
         causal_lm: a `transformers` model with its weights, changed in place.
     """
-    inject_adapter_in_model(_peft_settings(lora, _adapted_layers(causal_lm, lora), "CAUSAL_LM"), causal_lm, _NAME)
+    layers = _adapted_layers(causal_lm, lora)
+    inject_adapter_in_model(_peft_settings(causal_lm, lora, layers, "CAUSAL_LM"), causal_lm, _NAME)
 
 
 def adapter_of(causal_lm: Any) -> dict[str, Tensor]:
@@ -141,23 +149,74 @@ def adapter_of(causal_lm: Any) -> dict[str, Tensor]:
     return {peft_name(name): p.detach() for name, p in causal_lm.named_parameters() if is_adapter(name)}
 
 
+def check_layers(model: str | Path, lora: Lora) -> None:
+    """Check the targets of an adapter against the layers of a model, which is built without weights.
+
+    Raises:
+        UserError: naming the target that the model has no layer for, and those that it has.
+    """
+    settings = training_settings(model, find_model_config(model).parent)
+    with refusals_named(model, "cannot be trained"), torch.device("meta"):
+        causal_lm = auto_class(settings).from_config(settings)
+    _adapted_layers(causal_lm, lora)
+
+
 def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
-    """Names of the linear layers that get an adapter: no head is among them, and of a model that sees only those of the text."""
+    """Names of the linear layers that get an adapter: no head is among them, and of a model that sees only those of the text.
+
+    Raises:
+        UserError: a target is no layer that can have an adapter, or no layer can.
+    """
     heads = (causal_lm.get_output_embeddings(), getattr(causal_lm, SCALAR_HEAD.removesuffix(".weight"), None))
     linear = [
         name
         for name, module in causal_lm.named_modules()
-        if isinstance(module, nn.Linear) and not any(module is head for head in heads)
+        if isinstance(module, nn.Linear | Conv1D) and not any(module is head for head in heads)
     ]
     if is_type_that_sees(causal_lm.config):
         linear = [name for name in linear if f".{LANGUAGE}." in f".{name}"]
-    targets = tuple(linear) if lora.targets == "all-linear" else lora.targets
-    check_targets(targets, linear, f"the backbone of {type(causal_lm).__name__}")
-    return [name for name in linear if any(f".{name}".endswith(f".{target}") for target in targets)]
+    refused = {name.rpartition(".")[2]: name for name in linear}
+    refused = {last: reason for last, name in refused.items() if (reason := _refused_by_peft(causal_lm, name))}
+    fit = [name for name in linear if name.rpartition(".")[2] not in refused]
+    owner = f"model {str(causal_lm.config.name_or_path)!r} ({type(causal_lm).__name__})"
+    if not fit:
+        raise UserError(f"lora=Lora(...): {owner} has no linear layer that can have an adapter; leave lora out")
+    if lora.dora and any(isinstance(causal_lm.get_submodule(name), Conv1D) for name in fit):
+        raise UserError(
+            f"Lora.dora: {owner} stores its weights transposed (Conv1D), which DoRA does not measure; leave dora out"
+        )
+    if lora.targets == "all-linear":
+        return fit
+    for target in lora.targets:
+        last = target.rpartition(".")[2]
+        if last in refused:
+            raise UserError(
+                f"Lora.targets: {target!r} of {owner} can have no adapter: {refused[last]}; take some of "
+                f"{', '.join(sorted({name.rpartition('.')[2] for name in fit}))}"
+            )
+    check_targets(lora.targets, fit, f"the backbone of {owner}")
+    return [name for name in fit if any(f".{name}".endswith(f".{target}") for target in lora.targets)]
 
 
-def _peft_settings(lora: Lora, layers: list[str], task: str) -> LoraConfig:
+def _refused_by_peft(causal_lm: Any, name: str) -> str:
+    """Why `peft` puts no adapter on a linear layer of this name, or puts it elsewhere; empty: it does what it is told.
+
+    In mixtures of experts it takes the names of a dense MLP for the experts, whose weights `transformers` stacks: adapters of these are
+    no layers, and are not supported. In models with Mamba layers it refuses the projections that fused kernels read.
+    """
+    settings = LoraConfig(target_modules=[name])
+    try:
+        convert_peft_config_for_transformers(settings, causal_lm, None)
+        _check_lora_target_modules_mamba(settings, causal_lm, name.rpartition(".")[2])
+    except ValueError as error:
+        return "its name stands for the experts" if "fused" in str(error) else "fused kernels of Mamba read its weight"
+    return "" if settings.target_modules else "its name stands for the experts"
+
+
+def _peft_settings(causal_lm: Any, lora: Lora, layers: list[str], task: str) -> LoraConfig:
+    stored_transposed = isinstance(causal_lm.get_submodule(layers[0]), Conv1D)
     return LoraConfig(
+        fan_in_fan_out=stored_transposed,
         r=lora.rank,
         lora_alpha=lora.alpha,
         target_modules=layers,

@@ -1,6 +1,6 @@
 """LoRA as a program says it: the settings of an adapter, and the reference that is a model with its adapter off.
 
-`adapter.py` applies them with `peft`. This file imports no torch.
+`adapter.py` applies them with `peft`. To import this file imports no torch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from ...dataflow.column import REFERENCE_LOGPROBS, RESPONSE_IDS
 from ...dataflow.config import Config
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.handle import Handle
-from ..model_folder import SCALAR_HEAD
-from ..weight_files import read_layer_names
 
 
 class Lora(Config):
@@ -59,7 +57,7 @@ class Lora(Config):
         return self
 
     def check(self, model: str | Path, tensor_parallel: int = 1) -> None:
-        """Find mistakes that the names of the model's weights tell of.
+        """Find targets that the model has no layer for; to know its layers takes seconds, since it imports torch.
 
         Raises:
             UserError: a target that the model has no layer for, or a kind of adapter that ranks cannot share.
@@ -68,13 +66,14 @@ class Lora(Config):
             raise UserError(
                 f"Lora.dora: tensor_parallel={tensor_parallel} shares out the rows that DoRA measures; leave one of them out"
             )
-        if self.targets != "all-linear":
-            layers = [name for name in read_layer_names(model) if name != SCALAR_HEAD.removesuffix(".weight")]
-            check_targets(self.targets, layers, f"the backbone of model {str(model)!r}")
+        if self.targets != "all-linear" or self.dora:
+            from .adapter import check_layers
+
+            check_layers(model, self)
 
 
 def check_targets(targets: tuple[str, ...], layers: list[str], owner: str) -> None:
-    """See that each target ends the name of a layer; `layers` is empty where nothing is known of them.
+    """See that each target ends the name of a layer.
 
     Raises:
         UserError: naming the target and the nearest layer.
@@ -83,7 +82,7 @@ def check_targets(targets: tuple[str, ...], layers: list[str], owner: str) -> No
     Traceback (most recent call last):
     weft.dataflow.errors.UserError: Lora.targets: the model has no layer 'q_prj'; did you mean 'q_proj'?
     """
-    for target in targets if layers else ():
+    for target in targets:
         if not any(f".{layer}".endswith(f".{target}") for layer in layers):
             known = sorted({layer.rpartition(".")[2] for layer in layers})
             hint = nearest(target.rpartition(".")[2], known) or f"; it has {', '.join(known)}"

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from families import FAMILIES, amplify, make
 from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import run_processes
 from safetensors.torch import load_file
@@ -210,6 +211,77 @@ def test_bfloat16_keeps_the_adapter_in_float32_and_the_base_in_what_it_computes_
     assert 0 < np.abs(mine - theirs).mean() < 0.03
 
 
+DEEPSEEK = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "num_key_value_heads": 4,
+}
+OTHER_LAYERS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    "GPT-2": ("gpt2", {}, {"c_attn", "c_fc", "c_proj"}),
+    "DeepSeek V3": ("deepseek_v3", DEEPSEEK, {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
+    "Mixtral": (*FAMILIES["Mixtral"], {"q_proj", "k_proj", "v_proj", "o_proj"}),
+}
+"""Models with layers of other kinds -> those that "all-linear" takes."""
+
+
+@pytest.mark.parametrize("name", OTHER_LAYERS)
+def test_adapters_of_models_with_layers_of_other_kinds_are_those_of_peft(name: str, rows: Batch, tmp_path: Path):
+    kind, settings, layers = OTHER_LAYERS[name]
+    amplify(make(kind, settings)).save_pretrained(tmp_path / "model")
+    fresh, plain = actor(tmp_path / "model"), actor(tmp_path / "model", None)
+    assert {n.split(".lora_")[0].rpartition(".")[2] for n in adapter_of(fresh)} == layers
+    first, own = (w.logprobs(rows, into="x").ragged_numpy("x")[0] for w in (fresh, plain))
+    assert np.abs(first - own).max() < 1e-5
+    worker = with_adapter(fresh, rows, steps=2)
+    worker.save(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()  # pyright: ignore
+    published = dict(worker.engine.named_tensors())
+    assert all(float((tensor - merged[n]).abs().max()) < 1e-5 for n, tensor in published.items())
+    worker.save(tmp_path / "merged", merged=True)
+    mine, theirs = (w.logprobs(rows, into="x").ragged_numpy("x")[0] for w in (worker, actor(tmp_path / "merged", None)))
+    assert np.abs(mine - theirs).max() < 1e-4 < np.abs(mine - own).max()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "lora", "says"),
+    [
+        (
+            "deepseek_v3",
+            DEEPSEEK,
+            Lora(targets=("o_proj", "gate_proj")),
+            "its name stands for the experts; take some of",
+        ),
+        ("falcon_h1", FAMILIES["Falcon-H1"][1], Lora(targets=("out_proj",)), "fused kernels of Mamba read its weight"),
+        ("gpt2", {}, Lora(dora=True), "stores its weights transposed"),
+        ("gpt2", {}, Lora(targets=("wte",)), "no layer 'wte'; it has c_attn, c_fc, c_proj"),
+        (
+            "llama",
+            {},
+            Lora(targets=("lm_head",)),
+            "no layer 'lm_head'; it has down_proj, gate_proj, k_proj, o_proj, q_proj,",
+        ),
+    ],
+)
+def test_targets_that_can_have_no_adapter_are_named_with_those_that_can(
+    kind: str, settings: dict[str, Any], lora: Lora, says: str, tmp_path: Path
+):
+    make(kind, settings).save_pretrained(tmp_path)
+    with pytest.raises(UserError) as refused:
+        ActorWorker.check(ActorConfig(model=str(tmp_path), lora=lora), [], NO_ROWS)
+    assert says in str(refused.value)
+
+
 def test_the_scale_is_alpha_over_the_rank_or_over_its_root():
     from weft.workers.training.adapter import merged_weight
 
@@ -353,7 +425,10 @@ def test_mistakes_are_found_before_any_process_starts(tiny_model: Path):
 
 def test_a_layer_that_is_no_linear_one_of_the_backbone_is_refused(tiny_model: Path):
     for target in ("embed_tokens", "lm_head", "norm"):
-        with pytest.raises(UserError, match=f"the backbone of Qwen2ForCausalLM has no layer '{target}'"):
+        with pytest.raises(
+            UserError,
+            match=rf"the backbone of .* \(Qwen2ForCausalLM\) has no layer '{target}'; it has down_proj, gate_proj",
+        ):
             actor(tiny_model, Lora(targets=(target,)))
 
 
