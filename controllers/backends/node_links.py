@@ -66,9 +66,15 @@ class NodeLinks:
     Args:
         processes: (group, rank) -> its process, as it is now.
         died: describes the process of a rank that died.
+        clock: seconds, which only grow.
     """
 
-    def __init__(self, processes: Mapping[tuple[str, int], Process], died: Callable[[str, BaseException], str]) -> None:
+    def __init__(
+        self,
+        processes: Mapping[tuple[str, int], Process],
+        died: Callable[[str, BaseException], str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.servers = SegmentServers()
         self.stands_on: dict[tuple[str, int], str] = {}
         """(group, rank) -> name of its node, also when its process is gone."""
@@ -76,7 +82,7 @@ class NodeLinks:
         """Names of nodes that are gone."""
         self._used: dict[str, str] = {}
         """Ray's id -> name in references, of the nodes that ranks stand on, or stood on, and the driver's."""
-        self._processes, self._died = processes, died
+        self._processes, self._died, self._clock = processes, died, clock
         self._files, self._logs = Files(Path()), Path()
         self._arrivals: list[_Arrival] = []
         self._telling: list[Any] = []
@@ -113,17 +119,17 @@ class NodeLinks:
         """
         self._files, self._logs, self._used = files, logs, dict(used)
         self._connect()
-        self._by, deadline = math.inf, time.monotonic() + timeout_s
+        self._by, deadline = math.inf, self._clock() + timeout_s
         while self._connecting:
             self._advance(POLL_S)
             if self.servers.take_ended():
                 self._connect()
-            if time.monotonic() > deadline:
+            if self._clock() > deadline:
                 raise WorkerError(_not_serving(self.servers.awaited, timeout_s))
 
     def came_up(self, call: Call, rank: int, reply: Reply) -> None:
         """A rank answered for the first time, perhaps on another node than before; `take` returns the answer when it can work."""
-        process, by = self._processes[call.group.name, rank], time.monotonic() + CONNECT_TIMEOUT_S
+        process, by = self._processes[call.group.name, rank], self._clock() + CONNECT_TIMEOUT_S
         self._arrivals.append(_Arrival(call, rank, reply, process, by))
 
     def take(self) -> list[Event]:
@@ -157,7 +163,7 @@ class NodeLinks:
         if len(nodes) == 1 and self.servers.peers is None:
             return
         if not self._connecting:
-            self._by = time.monotonic() + CONNECT_TIMEOUT_S
+            self._by = self._clock() + CONNECT_TIMEOUT_S
         self.servers.start(self._files, nodes, self._logs.parent)
         self.servers.keep_logs(self._logs)
 
@@ -174,7 +180,7 @@ class NodeLinks:
             self._tell(self._processes.values())
         if self._telling:
             _, self._telling = ray.wait(self._telling, num_returns=len(self._telling), timeout=wait_s)
-        if time.monotonic() > self._by:
+        if self._clock() > self._by:
             self._telling = []  # who hangs is found by his silence
             coming = {self.stands_on.get(arrival.at) for arrival in self._arrivals}
             if late := [node for node in self.servers.awaited if node not in coming]:
@@ -198,7 +204,7 @@ class NodeLinks:
                     reply = Reply(
                         failure=Failure(self._died("{}[{}]".format(*arrival.at), error), kind=FailureKind.DIED)
                     )
-                if not over and time.monotonic() > arrival.by:
+                if not over and self._clock() > arrival.by:
                     over, reply = True, Reply(failure=Failure(self._turn_away(arrival), kind=FailureKind.DIED))
                 if over:
                     events.append(Event(arrival.call, arrival.rank, reply))

@@ -67,7 +67,7 @@ def test_a_live_run_is_followed_stopped_and_asked_where_it_stands(tmp_path: Path
 def test_a_driver_starts_a_dashboard_that_lives_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(dashboard_process, "IDLE_S", 0.2)
+    monkeypatch.setattr(dashboard_process, "IDLE_S", 0.2)  # waited out, when the run is over
     driver = recorded_runs.driver(tmp_path / "runs", "own", steps=2, progress="plain", dashboard=True)
     with driver:
         said = capsys.readouterr().out

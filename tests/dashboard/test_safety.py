@@ -172,7 +172,7 @@ def test_a_query_reads_the_tables_of_its_run_alone(client: TestClient, query: st
 def test_a_query_has_limits_of_rows_and_time(client: TestClient, monkeypatch: pytest.MonkeyPatch):
     said = client.post("/api/sql", json={"run": "one", "query": "select range from range(5000)"}).json()
     assert len(said["rows"]) == 1000 and said["cut"] and said["columns"] == ["range"]
-    monkeypatch.setattr("weft.dashboard.reading.run_pages.SQL_S", 0.2)
+    monkeypatch.setattr("weft.dashboard.reading.run_pages.SQL_S", 0.2)  # waited out
     slow = client.post(
         "/api/sql", json={"run": "one", "query": "select count(*) from range(100000000000) a, range(1000) b"}
     )

@@ -98,7 +98,7 @@ def test_a_wait_for_another_process_ends_and_names_it(cache: Path, monkeypatch: 
         node_folder._one_of_the_node(MODEL, 1, print),
         pytest.raises(RunError, match=f"process {os.getpid()} of this node downloads model"),
     ):
-        find(MODEL, wait_s=0.01)
+        find(MODEL, wait_s=0.01)  # waited out
     assert find(MODEL).name == "abc"
 
 
@@ -115,7 +115,7 @@ def test_a_path_is_never_asked_of_the_hub(cache: Path, monkeypatch: pytest.Monke
 
 def test_a_download_is_told_as_it_grows_also_by_those_who_wait(cache: Path, monkeypatch: pytest.MonkeyPatch):
     made = hub(cache, monkeypatch, "config.json", "model.safetensors")
-    monkeypatch.setattr(once_a_node, "_LOOK_S", 0.01)
+    monkeypatch.setattr(once_a_node, "_LOOK_S", 0.01)  # waited out, again and again
     told = {"downloads": threading.Event(), "waits": threading.Event()}
 
     def snapshot_download(model: str, allow_patterns: list[str]) -> str:

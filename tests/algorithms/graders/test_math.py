@@ -85,7 +85,7 @@ def test_a_comparison_that_does_not_end_is_no_verdict_and_the_next_one_is_made_b
     before = PROCESS.pid
     began = time.monotonic()
     with pytest.raises(SampleError, match=r"the comparison with '2' took longer than 0\.5 s"):
-        Math(deadline_s=0.5)(SLOW, "2")
+        Math(deadline_s=0.5)(SLOW, "2")  # waited out
     assert time.monotonic() - began < 30 and PROCESS.pid is None
     assert PATIENT(r"\boxed{x+1}", "1+x") == 1 and PROCESS.pid not in (None, before)
 

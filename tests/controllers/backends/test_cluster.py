@@ -37,10 +37,8 @@ def test_a_local_cluster_is_asked_for_in_rays_own_word(monkeypatch: pytest.Monke
 def test_a_cluster_that_is_gone_is_named_before_ray_is_imported():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    started = time.monotonic()
     with pytest.raises(UserError) as caught:
         RayBackend(f"127.0.0.1:{port}").check({}, {})
-    assert time.monotonic() - started < 5
     assert str(caught.value) == (
         f"the Ray cluster at 127.0.0.1:{port} cannot be joined: nobody listens there (Connection refused)"
     )

@@ -1,6 +1,5 @@
 """Nodes whose servers of segments do not start: a wait has an end, names the node, and keeps nobody from working."""
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,8 @@ import pytest
 from toy import ToyReward
 from worker_groups import Asked
 
-from weft.controllers.backends import node_links
 from weft.controllers.backends.backend import Event, Files
-from weft.controllers.backends.node_links import NodeLinks, Process
+from weft.controllers.backends.node_links import CONNECT_TIMEOUT_S, NodeLinks, Process
 from weft.controllers.backends.segment_servers import SegmentServers
 from weft.controllers.group import Call
 from weft.controllers.placement import ResourcePool
@@ -20,13 +18,15 @@ from weft.dataflow.errors import WorkerDied, WorkerError
 
 
 class Mute(SegmentServers):
-    """Servers that start, and never say where they listen."""
+    """Servers that start, and never say where they listen. Each look takes a second, at least."""
+
+    now_s = 0.0
 
     def start(self, files: Files, names: Mapping[str, str], run: Path) -> None:
         self._asked = {object(): name for name in names.values()}
 
     def advance(self, wait_s: float = 0.0) -> bool:
-        time.sleep(wait_s)
+        self.now_s += max(wait_s, 1.0)
         return False
 
     def forget(self, name: str) -> None:
@@ -38,20 +38,18 @@ class Actor:
 
 
 @pytest.fixture
-def links(monkeypatch: pytest.MonkeyPatch) -> NodeLinks:
-    monkeypatch.setattr(node_links, "CONNECT_TIMEOUT_S", 0.05)
-    made = NodeLinks({("reward", 0): Process(Actor(), is_up=True)}, lambda who, error: f"{who} died: {error}")
-    made.servers = Mute()
+def links() -> NodeLinks:
+    servers, processes = Mute(), {("reward", 0): Process(Actor(), is_up=True)}
+    made = NodeLinks(processes, lambda who, error: f"{who} died: {error}", lambda: servers.now_s)
+    made.servers = servers
     return made
 
 
-def until(links: NodeLinks, seconds: float = 5.0) -> list[Event]:
+def until(links: NodeLinks) -> list[Event]:
     """What `take` returns first; each call returns at once."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    for _ in range(2 * int(CONNECT_TIMEOUT_S)):
         if events := links.take():
             return events
-        time.sleep(0.01)
     raise AssertionError("nothing came")
 
 
@@ -62,29 +60,29 @@ def registered() -> Call:
 
 
 def test_a_start_ends_with_an_error_that_names_the_nodes_and_the_deadline(links: NodeLinks, tmp_path: Path):
-    said = r"the server of segments on nodes 'a', 'b' did not start within 0 s: the others could not read rows of it"
+    said = r"the server of segments on nodes 'a', 'b' did not start within 60 s: the others could not read rows of it"
     with pytest.raises(WorkerError, match=said):
-        links.begin(Files(tmp_path), tmp_path, {"1": "a", "2": "b"}, 0.1)
+        links.begin(Files(tmp_path), tmp_path, {"1": "a", "2": "b"}, 60.0)
 
 
 def test_a_node_with_which_the_run_goes_on_ends_it_when_its_server_does_not_start_again(
     links: NodeLinks, tmp_path: Path
 ):
-    links.begin(Files(tmp_path), tmp_path, {"1": "a"}, 0.1)
+    links.begin(Files(tmp_path), tmp_path, {"1": "a"}, 60.0)
     links.came_up(registered(), 0, Reply(done=True))
     links.stands_on["reward", 0] = "a"
     assert [event.reply.failure for event in links.take()] == [None], "with one node there is nothing to connect"
     links._used["2"] = "b"  # pyright: ignore[reportPrivateUsage]
     links._connect()  # pyright: ignore[reportPrivateUsage]
     assert links.settling
-    with pytest.raises(WorkerDied, match=r"the server of segments on nodes 'a', 'b' did not start within"):
+    with pytest.raises(WorkerDied, match=r"the server of segments on nodes 'a', 'b' did not start within 60 s"):
         until(links)
 
 
 def test_a_rank_on_a_node_that_nobody_can_reach_fails_and_the_run_goes_on_without_the_node(
     links: NodeLinks, tmp_path: Path
 ):
-    links.begin(Files(tmp_path), tmp_path, {"1": "a"}, 0.1)
+    links.begin(Files(tmp_path), tmp_path, {"1": "a"}, 60.0)
     links._used["2"] = "b"  # pyright: ignore[reportPrivateUsage]
     links.servers.start(Files(tmp_path), {"2": "b"}, tmp_path)
     links.came_up(registered(), 0, Reply(done=True))
@@ -93,5 +91,5 @@ def test_a_rank_on_a_node_that_nobody_can_reach_fails_and_the_run_goes_on_withou
     (event,) = until(links)
     failure: Any = event.reply.failure
     assert failure.kind is FailureKind.DIED
-    assert failure.message.startswith("the server of segments on node 'b' did not start within")
+    assert failure.message.startswith("the server of segments on node 'b' did not start within 60 s")
     assert links.nodes == ["a"] and not links.settling and links.take() == []

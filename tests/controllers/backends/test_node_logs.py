@@ -1,6 +1,7 @@
 """Logs of other machines come into the run's directory piece by piece, and no more than fits of one that grows too fast."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +116,16 @@ def test_a_node_that_does_not_answer_is_waited_for_once_and_the_others_bring_the
         node: remote(Host).options(num_cpus=0).remote(tmp_path / file) for node, file in (("n1", "go"), ("n2", "later"))
     }
     ray.get(hosts["n1"].new_text.remote({}), timeout=60)
-    logs = NodeLogs(tmp_path / "logs", clock=lambda: 0.0)
-    monkeypatch.setattr(node_logs, "BRING_S", 2.0)
+
+    class OfOne(NodeLogs):
+        """Goes on when one of the nodes has answered."""
+
+        def _ask(self, hosts: Mapping[str, Any]) -> None:
+            super()._ask(hosts)
+            ray.wait([promise for promise, node in self._asked.items() if node == "n1"], timeout=60)
+
+    logs = OfOne(tmp_path / "logs", clock=lambda: 0.0)
+    monkeypatch.setattr(node_logs, "BRING_S", 0.01)  # waited out: one has answered, and the other does not
     logs.bring(hosts)
     assert logs.silent == {"n2"} and (tmp_path / "logs" / "x_0.log").read_bytes() == b"one two "
     monkeypatch.setattr(node_logs, "BRING_S", 600.0)

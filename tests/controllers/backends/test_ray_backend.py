@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from ahead import RayAhead
 from toy import (
     ToyActor,
     ToyLoss,
@@ -28,6 +29,7 @@ from toy import (
 )
 
 from weft.controllers.alerts import read_alerts
+from weft.controllers.backends import ray_backend
 from weft.controllers.backends.backend import Backend
 from weft.controllers.backends.local import Local
 from weft.controllers.backends.rank import MAX_CALLS
@@ -193,7 +195,7 @@ def whole_run(root: Path, name: str, backend: Backend, length: int | None = None
         root=root,
         name=name,
         progress=False,
-        call_timeout_s=10,
+        call_timeout_s=120,
     ) as driver:
         done = Done(driver, backend, **made, metrics=driver.run())
         if isinstance(backend, Weighing):
@@ -302,7 +304,7 @@ def test_a_killed_worker_is_reported_by_name_in_bounded_time(under_ray: Done):
 def test_a_closed_run_leaves_no_process(under_ray: Done):
     under_ray.driver.close()
     left = [Path(f"/proc/{pid}") for pid in under_ray.processes]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(process.exists() for process in left) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(process.exists() for process in left)
@@ -408,19 +410,23 @@ class Stuck(ToyReward):
     """Hangs in C, where no thread of Python gets a turn."""
 
     def score(self, samples: Batch) -> Any:
+        assert self.context.run_dir is not None
+        (self.context.run_dir / "hangs").touch()
         ctypes.PyDLL(None).sleep(600)
         return super().score(samples)
 
 
 def test_a_rank_that_hangs_is_named_with_its_node_its_rows_and_where_it_stands(tmp_path: Path):
     made = {**handles(), "reward": group(Stuck, name="reward")}
+    backend = RayAhead((tmp_path / "stuck" / "hangs").exists)
     with (
-        drive(tmp_path, made, prompts(4), call_timeout_s=2, name="stuck") as driver,
+        drive(tmp_path, made, prompts(4), backend=backend, name="stuck") as driver,
         pytest.raises(DeadlineError) as caught,
     ):
         driver.run()
     assert re.search(
-        r"nobody answered for 2 s\. Waited for: worker reward\[0\], node 'reward\.score', on '\S+', samples \d+, .* \(called \d+ s ago\)\n"
+        r"nobody answered for 600 s\. Waited for: worker reward\[0\], node 'reward\.score', on '\S+', samples \d+, .* "
+        r"\(called \d+ s ago\)\n"
         r"reward\[0\]: it stands at \(the innermost call first\)\n  File \".*test_ray_backend\.py\", line \d+, in score\n"
         r"\(all threads are at the end of logs/reward_0\.log\)$",
         str(caught.value),
@@ -468,8 +474,9 @@ class Asking(RayBackend):
         return answer
 
 
-def test_a_worker_that_fetches_a_model_may_take_longer_than_the_start(tmp_path: Path):
+def test_a_worker_that_fetches_a_model_may_take_longer_than_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ray_backend, "ADVANCED_TIMEOUT_S", 60.0)
     made = {"rollout": group(ToyRollout), "reward": group(Fetching), "actor": group(ToyActor)}
-    with drive(tmp_path, made, prompts(8), backend=Asking(), start_timeout_s=2.0, name="long") as driver:
+    with drive(tmp_path, made, prompts(8), backend=Asking(), start_timeout_s=2.0, name="long") as driver:  # waited out
         assert (driver.directory.path / "asked").exists()
         assert [row["actor/rows"] for row in driver.run()[1:]] == [8, 8]

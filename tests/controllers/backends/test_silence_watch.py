@@ -10,12 +10,15 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))
 import forked_hang
+from ahead import LocalAhead
 from toy import ToyReward, ToyRollout, prompts, toy_evaluation
 from toy_runs import drive
 
-from weft.controllers.backends.local import Local
+from weft.controllers.backends import silence_watch
+from weft.controllers.backends.backend import START_TIMEOUT_S
 from weft.controllers.backends.silence_watch import SilenceWatch
 from weft.controllers.backends.witness.stacks import SIGNAL
+from weft.controllers.deadlines import CALL_S
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import DeadlineError, Silent
 from weft.dataflow.handle import group
@@ -23,49 +26,95 @@ from weft.dataflow.metrics import Metrics
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 
+LIMIT_S = 60.0
+
+
+class Clock:
+    """Stands in for the module `time`, as the watch sees it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.readings = 0
+        """Of the thread that looks: some for each look."""
+        self.until_s = 0.0
+
+    def hang(self, limit_s: float) -> None:
+        """Each reading of that thread is a second later, until this limit is over."""
+        self.until_s = self.now_s + limit_s + 1.0
+
+    def monotonic(self) -> float:
+        if threading.current_thread().name == "silence":
+            self.readings += 1
+            if self.now_s < self.until_s:
+                self.now_s += 1.0
+                if self.now_s >= self.until_s:  # whoever hangs is interrupted at this look, and not soon again
+                    silence_watch.LOOK_S = 30.0
+        return self.now_s
+
+    def await_looks(self, number: int = 2) -> None:
+        wanted = self.readings + 4 * number
+        while self.readings < wanted:
+            wait(0.001)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(silence_watch, "time", made)
+    monkeypatch.setattr(silence_watch, "LOOK_S", 0.001)  # waited out: the clock says how much later it is
+    Hanging.clock = HangingAtStart.clock = made
+    return made
+
 
 class Hanging(ToyReward):
     """Waits for what never comes."""
+
+    clock: Clock
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids",), writes=("reward",))
     def score(self, samples: Batch) -> tuple[Batch, Metrics]:
         return self.waits_for_an_answer(samples)
 
     def waits_for_an_answer(self, samples: Batch) -> tuple[Batch, Metrics]:
-        threading.Event().wait(60)
+        self.clock.hang(CALL_S)
+        wait(60)
         raise AssertionError("it was not interrupted")
 
 
 class HangingAtStart(ToyReward):
+    clock: Clock
+
     def __init__(self, *given: object) -> None:
-        threading.Event().wait(60)
+        self.clock.hang(START_TIMEOUT_S)
+        wait(60)
 
 
-def hang(root: Path, reward: type, **settings: float) -> None:
+def hang(root: Path, reward: type[Hanging] | type[HangingAtStart]) -> None:
+    backend = LocalAhead(lambda: bool(backend.hanging))
     graph = toy_evaluation(prompts(2), rollout=group(ToyRollout, name="rollout"), reward=group(reward, name="reward"))
-    with drive(graph, root, steps=1, prompts_per_step=2, backend=Local(), **settings) as driver:
+    with drive(graph, root, steps=1, prompts_per_step=2, backend=backend) as driver:
         driver.run()
 
 
-def test_a_worker_that_hangs_ends_the_run_with_its_stack(tmp_path: Path):
-    before, begun = signal.getsignal(SIGNAL), time.monotonic()
+def test_a_worker_that_hangs_ends_the_run_with_its_stack(tmp_path: Path, clock: Clock):
+    before = signal.getsignal(SIGNAL)
     with pytest.raises(DeadlineError) as ended:
-        hang(tmp_path, Hanging, call_timeout_s=1.5)
+        hang(tmp_path, Hanging)
     said = str(ended.value)
-    assert said.startswith("nobody answered for 2 s. Waited for: worker reward[0], node 'reward.score', on ")
+    assert said.startswith("nobody answered for 600 s. Waited for: worker reward[0], node 'reward.score', on ")
     assert "samples " in said and "reward[0]: it stands at (the innermost call first)" in said
     assert "in waits_for_an_answer" in said and "executor.py" not in said
-    assert time.monotonic() - begun < 50 and signal.getsignal(SIGNAL) == before
+    assert signal.getsignal(SIGNAL) == before
 
 
-def test_a_worker_that_hangs_while_it_is_made_is_named(tmp_path: Path):
-    with pytest.raises(DeadlineError, match=r"worker reward is not up after 0\.4 s \(start_timeout_s\)") as ended:
-        hang(tmp_path, HangingAtStart, start_timeout_s=0.4)
+def test_a_worker_that_hangs_while_it_is_made_is_named(tmp_path: Path, clock: Clock):
+    with pytest.raises(DeadlineError, match=r"worker reward is not up after 300 s \(start_timeout_s\)") as ended:
+        hang(tmp_path, HangingAtStart)
     assert "in __init__" in str(ended.value)
 
 
 @pytest.fixture
-def watch():
+def watch(clock: Clock):
     made = SilenceWatch()
     yield made
     made.close()
@@ -75,32 +124,35 @@ def wait(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
-def test_a_call_that_goes_on_is_left_alone(watch: SilenceWatch):
-    begun = time.monotonic()
-    with watch.over(0.5):
-        while time.monotonic() - begun < 1.0:
-            wait(0.01)
+def test_a_call_that_goes_on_is_left_alone(watch: SilenceWatch, clock: Clock):
+    with watch.over(LIMIT_S):
+        while clock.now_s < 3 * LIMIT_S:
+            clock.now_s += 4.0
             watch.advance()
-    with pytest.raises(Silent), watch.over(0.2):
-        wait(20)
+            clock.await_looks()
+    with pytest.raises(Silent), watch.over(LIMIT_S):
+        clock.hang(LIMIT_S)
+        wait(60)
 
 
-def test_a_call_in_a_debugger_is_left_alone(watch: SilenceWatch):
-    stands = compile("def stands(wait):\n    wait(1.0)\n", "/usr/lib/python3/pdb.py", "exec")
+def test_a_call_in_a_debugger_is_left_alone(watch: SilenceWatch, clock: Clock):
+    stands = compile("def stands(is_over):\n    while not is_over(): pass\n", "/usr/lib/python3/pdb.py", "exec")
     names: dict = {}
     exec(stands, names)
-    with watch.over(0.2):
-        names["stands"](wait)
+    with watch.over(LIMIT_S):
+        clock.hang(3 * LIMIT_S)
+        names["stands"](lambda: clock.now_s > 3 * LIMIT_S)
 
 
-def test_in_another_thread_python_code_is_interrupted():
+def test_in_another_thread_python_code_is_interrupted(clock: Clock):
     ended: list[str] = []
 
     def spin() -> None:
         watch = SilenceWatch()
         try:
-            with watch.over(0.2):
-                until = time.monotonic() + 20
+            with watch.over(LIMIT_S):
+                clock.hang(LIMIT_S)
+                until = time.monotonic() + 60
                 while time.monotonic() < until:
                     wait(0.01)
         except Silent:
@@ -109,7 +161,7 @@ def test_in_another_thread_python_code_is_interrupted():
 
     thread = threading.Thread(target=spin)
     thread.start()
-    thread.join(20)
+    thread.join(60)
     assert ended == ["silent"]
 
 

@@ -10,12 +10,14 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
 import pytest
+from ahead import LocalAhead
 from saved_runs import PROGRAM, SCHEDULES, Killed, SavingActor, begun, run, trained, wait_for_steps
 from toy import SlowRollout, ToyReward, prompts, toy_grpo
 
@@ -39,8 +41,11 @@ from weft.workers.remote import remote
 class EndlessActor(SavingActor):
     """Never says that its part of a checkpoint is on the disk."""
 
+    asked = threading.Event()
+
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
+        self.asked.set()
         return False
 
 
@@ -54,12 +59,12 @@ def test_a_checkpoint_that_does_not_grow_has_a_deadline_that_says_who_was_waited
         checkpoint=CheckpointConfig(every=1),
         root=tmp_path,
         progress=False,
-        call_timeout_s=0.3,
+        backend=LocalAhead(EndlessActor.asked.is_set),
     )
     with (
         driver,
         pytest.raises(
-            DeadlineError, match=r"checkpoint .*step_000001: nothing more was written for 0.3 s .*actor, which"
+            DeadlineError, match=r"checkpoint .*step_000001: nothing more was written for 600 s .*actor, which"
         ),
     ):
         driver.run()

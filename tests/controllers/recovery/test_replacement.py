@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ahead import RayAhead
 from saved_runs import SavingActor, trained
 from toy import SlowConfig, SlowRollout, ToyConfig, ToyReward, centred, prompts, toy_grpo, toy_reinforce
 
@@ -182,7 +183,7 @@ def mortal(tmp_path: Path, schedule: Training, actor_class: type[MortalActor] = 
         toy_reinforce(prompts(10), rollout=rollout, actor=actor),
         schedule=schedule,
         placement=places,
-        backend=RayBackend(),
+        backend=RayAhead((tmp_path / "deaths" / "hangs").exists),
         root=tmp_path,
         name="run",
         record_every=0,
@@ -214,7 +215,7 @@ class FrailActor(MortalActor):
 
 def test_a_run_with_checkpoints_goes_on_when_its_actor_dies_and_when_it_hangs(tmp_path: Path):
     every = CheckpointConfig(every=1)
-    with mortal(tmp_path, ASYNCHRONOUS, FrailActor, checkpoint=every, call_timeout_s=3) as driver:
+    with mortal(tmp_path, ASYNCHRONOUS, FrailActor, checkpoint=every) as driver:
         metrics = driver.run()
         (actor,) = (g.handle for g in driver.groups.values() if g.name == "actor")
         weights = driver.call(actor, "weights")[0]
@@ -300,7 +301,8 @@ def scored(
 
 
 def test_a_reward_that_hangs_is_ended_and_its_sample_is_asked_again(tmp_path: Path, words: Path):
-    metrics = scored(tmp_path, words, "hangs", 1, RayBackend(), deadline_s=1.5)
+    backend = RayAhead((tmp_path / "failures" / "0").exists)
+    metrics = scored(tmp_path, words, "hangs", 1, backend, deadline_s=600)
     assert metrics[-1]["replaced_workers"] == 1
 
 
@@ -399,9 +401,9 @@ def test_what_a_node_measured_that_writes_nothing_counts_once_when_its_rows_are_
 
 class HangingActor(MortalActor):
     def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> Any:
-        number = len(list(self.config.folder.iterdir()))
-        if version == 3 and number < self.config.deaths:
-            (self.config.folder / str(number)).touch()
+        hangs = self.config.folder / "hangs"
+        if version == 3 and not hangs.exists():
+            hangs.touch()
             time.sleep(1000)
         return SavingActor.publish_weights(self, version, receivers)
 
@@ -409,7 +411,7 @@ class HangingActor(MortalActor):
 @pytest.mark.slow
 def test_an_actor_that_hangs_has_the_run_go_on_from_its_checkpoint(tmp_path: Path):
     every = CheckpointConfig(every=1)
-    with mortal(tmp_path, SYNCHRONOUS, HangingActor, checkpoint=every, call_timeout_s=3) as driver:
+    with mortal(tmp_path, SYNCHRONOUS, HangingActor, checkpoint=every) as driver:
         metrics = driver.run()
     assert [row["step"] for row in metrics] == list(range(SYNCHRONOUS.steps + 1))
     assert not check_log(tmp_path / "run" / "buffer").violations

@@ -112,7 +112,7 @@ def test_the_process_ends_by_itself_when_its_driver_is_gone(tmp_path: Path):
 
 
 def test_a_process_that_is_stuck_does_not_outlive_its_driver(tmp_path: Path):
-    process = program(tmp_path, "fake_trackers:HangingAtOnce", patience_s=0.2)
+    process = program(tmp_path, "fake_trackers:HangingAtOnce", patience_s=0.2)  # waited out
     assert process.stdin is not None
     while not (tmp_path / "hangs").exists():
         assert process.poll() is None

@@ -71,7 +71,7 @@ def test_a_process_that_was_killed_while_it_waited_is_replaced(started: list[int
 
 
 def test_a_process_that_nobody_asks_ends_by_itself(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(query_process, "PREPARED_S", 1)
+    monkeypatch.setattr(query_process, "PREPARED_S", 1)  # waited out
     waiting = QueryProcess()
     deadline = time.monotonic() + 30
     while waiting.is_alive and time.monotonic() < deadline:
