@@ -94,7 +94,7 @@ class Run:
         saved = [group for group in groups.values() if has_state(group.handle)]
         self._copies = copies_of(directory.path, spec.checkpoint)
         folder = CheckpointFolder(directory, spec.checkpoint, self._copies.add if self._copies else lambda step: None)
-        self._saving = Saving(folder, spec.checkpoint, saved, spec.call_timeout_s, self._backend.clock)
+        self._saving = Saving(folder, spec.checkpoint, saved, spec.call_timeout_s)
         told, lease_s = history.progress.recorded, spec.buffer.lease_deadline_s
         recording = Recording(spec.record_every, schedule.prompts_per_step, samples, lease_s, told)
         times = CallTimes(directory, graph_runs.train, self._backend.clock, self._started)

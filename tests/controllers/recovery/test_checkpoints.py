@@ -10,14 +10,13 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
 import pytest
-from ahead import LocalAhead
 from saved_runs import PROGRAM, SCHEDULES, Killed, SavingActor, begun, run, trained, wait_for_steps
 from toy import SlowRollout, ToyReward, prompts, toy_grpo
 
@@ -26,6 +25,7 @@ from weft.controllers.cursor import Cursor, positions
 from weft.controllers.driver import Driver
 from weft.controllers.recovery.checkpoints import CheckpointConfig, complete_checkpoints
 from weft.controllers.recovery.resume import find_checkpoint
+from weft.controllers.recovery.saving import Saving
 from weft.controllers.run import Run
 from weft.controllers.schedule import Asynchronous, Training
 from weft.controllers.signals import ask_to_end, asked_to_end
@@ -41,15 +41,16 @@ from weft.workers.remote import remote
 class EndlessActor(SavingActor):
     """Never says that its part of a checkpoint is on the disk."""
 
-    asked = threading.Event()
-
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
-        self.asked.set()
         return False
 
 
-def test_a_checkpoint_that_does_not_grow_has_a_deadline_that_says_who_was_waited_for(tmp_path: Path):
+def test_a_checkpoint_that_does_not_grow_has_a_deadline_that_says_who_was_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    clock = itertools.count(0.0, 20.0).__next__  # each reading is 20 s later
+    monkeypatch.setattr("weft.controllers.run.Saving", partial(Saving, clock=clock))
     rollout, actor = group(SlowRollout, name="rollout"), group(EndlessActor, name="actor")
     rollout.follows(actor)
     graph = toy_grpo(prompts(10), rollout=rollout, reward=group(ToyReward, name="reward"), actor=actor)
@@ -59,7 +60,6 @@ def test_a_checkpoint_that_does_not_grow_has_a_deadline_that_says_who_was_waited
         checkpoint=CheckpointConfig(every=1),
         root=tmp_path,
         progress=False,
-        backend=LocalAhead(EndlessActor.asked.is_set),
     )
     with (
         driver,
