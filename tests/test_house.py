@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import re
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -284,3 +285,83 @@ def test_docstring_examples_run(example: doctest.DocTest, capsys: pytest.Capture
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     failed = runner.run(example).failed
     assert not failed, capsys.readouterr().out
+
+
+SHORTEST_S = 10
+"""Shortest deadline that a test may depend on: on a busy machine a process may get no turn for seconds."""
+
+BOUNDS_A_WAIT = re.compile(r"timeout|deadline|patience|silence|pause|grace|idle|wait_s$|interval_s$")
+"""Matches the names of arguments that bound a wait."""
+
+OWN_CLOCK = {"test_elastic.py", "test_jobs.py", "test_ledger.py", "test_log.py", "test_simulated.py"}
+"""Tests whose seconds are those of a clock that they move themselves."""
+
+
+def short_waits(source: str) -> list[int]:
+    """Lines of a test file that depend on less than SHORTEST_S of wall-clock time.
+
+    These are deadlines, sleeps outside of a loop that looks again, and bounds on the time that has passed. Tests that are marked slow are
+    exempt, and lines with the comment "waited out": nothing has to happen within the time that they set.
+    """
+    lines, found = source.splitlines(), list[int]()
+
+    def is_short(node: ast.AST) -> bool:
+        return isinstance(node, ast.Constant) and type(node.value) in (int, float) and 0 < node.value < SHORTEST_S  # pyright: ignore
+
+    def is_wrong(node: ast.AST, loops: bool) -> bool:
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            first = [a.value for a in node.args[:2] if isinstance(a, ast.Constant)]
+            if name == "setattr" and any(str(value).endswith("_S") for value in first):
+                return is_short(node.args[-1])
+            if (
+                name in {"sleep", "wait", "join", "result", "settimeout"}
+                and not loops
+                and any(map(is_short, node.args))
+            ):
+                return len(node.args) == 1
+            return any(is_short(each.value) and BOUNDS_A_WAIT.search(each.arg or "") for each in node.keywords)
+        if isinstance(node, ast.Compare):
+            return "monotonic" in ast.unparse(node) and any(map(is_short, node.comparators))
+        return isinstance(node, ast.BinOp) and "monotonic()" in ast.unparse(node.left) and is_short(node.right)
+
+    def look(node: ast.AST, loops: bool = False) -> None:
+        if isinstance(node, ast.FunctionDef) and "mark.slow" in " ".join(map(ast.unparse, node.decorator_list)):
+            return
+        loops = loops or isinstance(node, ast.While | ast.For)
+        if isinstance(node, ast.expr) and is_wrong(node, loops):
+            found.extend([node.lineno] * ("waited out" not in " ".join(lines[node.lineno - 1 : node.end_lineno])))
+        for child in ast.iter_child_nodes(node):
+            look(child, loops)
+
+    look(ast.parse(source))
+    return found
+
+
+def test_a_short_wait_is_found_and_one_that_is_waited_out_is_not():
+    source = """
+def test_short(monkeypatch):
+    monkeypatch.setattr(connection, "SILENCE_S", 0.3)
+    event.wait(5)
+    run(call_timeout_s=2)
+    assert time.monotonic() - began < 1
+    end = time.monotonic() + 5
+    time.sleep(1)
+
+def test_long(monkeypatch):
+    monkeypatch.setattr(connection, "SILENCE_S", 0.3)  # waited out: nobody answers
+    while not event.wait(0.1):
+        time.sleep(0.1)
+    run(call_timeout_s=60, prompts=2)
+
+@pytest.mark.slow
+def test_slow():
+    run(call_timeout_s=2)
+"""
+    assert short_waits(source) == [3, 4, 5, 6, 7, 8]
+
+
+def test_no_quick_test_depends_on_less_than_ten_seconds_of_wall_clock_time():
+    files = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if file.name not in OWN_CLOCK]
+    wrong = [f"{file.relative_to(ROOT)}:{line}" for file in files for line in short_waits(file.read_text())]
+    assert not wrong, f"take a fake clock, an event, or a limit of {SHORTEST_S} s or more: {wrong}"

@@ -156,9 +156,9 @@ def test_a_picture_of_few_calls_has_a_bar_for_each(tmp_path: Path):
 def test_a_picture_of_many_calls_is_quick_and_shows_the_pause(tmp_path: Path):
     timeline = window(many(10_000))
     assert timeline.lanes[0].longest_gap is not None and timeline.lanes[0].longest_gap.seconds > 19
-    started = time.monotonic()
+    started = time.process_time()
     path = draw_timeline(timeline, tmp_path / "many.png", "run")
-    assert time.monotonic() - started < 10, "on a busy machine; 1 s on an idle one"
+    assert time.process_time() - started < 20, "1 s on an idle machine"
     assert all(pixels(path, colour) > 0.005 for colour in COLOURS[:3])
 
 

@@ -250,7 +250,7 @@ def test_who_comes_in_the_middle_waits_for_longer_than_its_patience_while_others
         late = threads.submit(lambda: received(weights.to("late"), of))
         told = 0
         for _ in steps:  # the late receiver's patience begins anew with each piece of news
-            told += told < 5 and news.acquire(timeout=0.5)  # polled: there are 118 buckets
+            told += told < 5 and news.acquire(timeout=0.5)  # waited out, if need be: there are 118 buckets
         early.finish()
         assert told == 5 and equal(late.result(timeout=60)[0], of)
 
@@ -406,9 +406,7 @@ def test_a_receiver_that_stops_in_the_middle_holds_up_the_others_for_its_deadlin
         assert equal(other.result(timeout=60)[0], large)
         assert [*publisher.lost] == ["idle"]
         assert re.search(r"idle was silent after \d+ of 62 buckets of version 1", publisher.lost["idle"])
-        with pytest.raises(
-            WeightSyncError, match=r"rank 0 of the trainer at 127.0.0.1:\d+: .*after \d+ of 62 buckets"
-        ):
+        with pytest.raises(WeightSyncError, match=r"rank 0 of the trainer at 127.0.0.1:\d+: .*after \d+ of 62 buckets"):
             list(steps)
 
 

@@ -165,7 +165,7 @@ def test_a_copy_that_fails_is_said_and_tried_again_until_it_is_there(tmp_path: P
         return path.endswith("rank_0.json") and left[0] > 0
 
     bucket.fails = fails
-    copies = Copies(here, remote_of(bucket), first_pause_s=0.01)
+    copies = Copies(here, remote_of(bucket), first_pause_s=0.01)  # waited out
     copies.add(9)
     copies.close(30.0)
     *failures, done = copies.take_notes()
@@ -207,7 +207,7 @@ def test_a_copy_is_not_made_again_because_an_old_one_cannot_be_removed(tmp_path:
     remote.copy(here, 6)
     shutil.rmtree(here / CHECKPOINTS / "step_000006")
     bucket.delete_dir = bucket.delete_root_dir_contents  # pyright: ignore[reportAttributeAccessIssue]
-    copies = Copies(here, remote, first_pause_s=0.01)
+    copies = Copies(here, remote, first_pause_s=0.01)  # waited out
     copies.add(9)
     copies.close(30.0)
     done, said = copies.take_notes()
@@ -217,7 +217,7 @@ def test_a_copy_is_not_made_again_because_an_old_one_cannot_be_removed(tmp_path:
 
 def test_the_end_says_what_it_waits_for(tmp_path: Path, bucket: Bucket):
     bucket.fails = lambda path: True
-    copies, said = Copies(saved(tmp_path), remote_of(bucket), first_pause_s=0.01), list[str]()
+    copies, said = Copies(saved(tmp_path), remote_of(bucket), first_pause_s=0.01), list[str]()  # waited out
 
     def say(line: str) -> None:
         said.append(line)
@@ -237,7 +237,7 @@ def test_a_checkpoint_that_cannot_be_read_does_not_end_the_copies(tmp_path: Path
     state = here / CHECKPOINTS / "step_000006" / "run.json"
     sound = state.read_text()
     state.write_text("[")
-    copies = Copies(here, remote_of(bucket), first_pause_s=0.01)
+    copies = Copies(here, remote_of(bucket), first_pause_s=0.01)  # waited out
     copies.add(6)
     until(lambda: any("step 6 could not be copied" in note for note in copies.take_notes()))
     state.write_text(sound)

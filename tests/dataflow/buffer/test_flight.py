@@ -249,7 +249,7 @@ def test_a_peer_that_comes_back_is_told_of_everything_in_one_message(tmp_path):
     writer = SegmentWriter(server.folder, "n0", "w", file_bytes=10_000)
     segments = [writer.append(some()) for _ in range(50)]
     writer.close()
-    deletions = Deletions(Peers({"n0": server.location}, TOKEN), timeout_s=60, pause_s=0.01)
+    deletions = Deletions(Peers({"n0": server.location}, TOKEN), timeout_s=60, pause_s=0.01)  # waited out
     deletions("n0", segments[0].file)
     deadline = time.monotonic() + 60
     while not told and time.monotonic() < deadline:
