@@ -119,7 +119,7 @@ def find_agreement(
         images: the processor of a model that sees. Rows with images are tried, too, in the way that is found for those without.
 
     Raises:
-        UserError: no way agrees with the model itself.
+        UserError: the model is not causal, its own pass fails, or no way agrees with it.
     """
     causal_lm = model.causal_lm
     loaded_with = causal_lm.config.get_text_config()._attn_implementation
@@ -127,6 +127,7 @@ def find_agreement(
     with torch.no_grad(), _quiet_transformers():
         _set_attention(causal_lm, "eager")
         with lend_weights(model, full, by_layer=by_layer) as lent:
+            _check_causal(model)
             probe = _amplified_probe(model, lent)
             model.put_ropes_by_row()
             model.head_form = None if model.scalar else _head_form(model, probe)
@@ -146,6 +147,42 @@ def find_agreement(
     raise UserError(
         f"model {causal_lm.name_or_path!r} ({type(causal_lm).__name__}) cannot be trained: for rows that share a forward "
         f"pass its results are {off:.2g} off from those of transformers for each row alone, and rounding is at most {_TOLERANCE:g}"
+    )
+
+
+def _check_causal(model: ResponseModel) -> None:
+    """See that no position depends on the tokens after it: another last token changes nothing before it.
+
+    Raises:
+        UserError: one does, or the model's own pass fails, which is that of many a model made for something else.
+    """
+    causal_lm, settings = model.causal_lm, model.causal_lm.config.get_text_config()
+    who = f"model {causal_lm.name_or_path!r} ({type(causal_lm).__name__}) cannot be trained"
+    row = torch.arange(_LENGTHS[0], device=causal_lm.get_input_embeddings().weight.device) + _FIRST_ID
+    other = row.clone()
+    other[-1] = _FIRST_ID + len(row)
+    try:
+        first, second = (
+            _run_alone(model, ids % settings.vocab_size, 0)[0].last_hidden_state[0] for ids in (row, other)
+        )
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        if getattr(settings, "attention_type", None) == "block_sparse":
+            reason = "its attention is block-sparse, and its layers replace each other during a pass"
+        raise UserError(f"{who}: its own forward pass fails on a row of {len(row)} tokens ({reason})") from error
+    if float((first - second)[:-1].abs().max()) <= _TOLERANCE * float(first.std()):
+        return
+    switch = next(
+        (
+            f"{name} is {value}"
+            for name in ("causal", "is_decoder")
+            if (value := getattr(settings, name, True)) is False
+        ),
+        "",
+    )
+    hint = f" (by its settings, {switch})" if switch else ""
+    raise UserError(
+        f"{who}: it is not causal, its predictions depend on the tokens that follow{hint}; take a causal language model"
     )
 
 

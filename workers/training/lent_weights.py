@@ -47,6 +47,8 @@ class LentWeights:
     def give_back(self, layer: nn.Module, *_: Any) -> None:
         """Take the weights of a layer away; called after it ran."""
         for module in layer.modules():
+            if module not in self._own:  # BigBird replaces modules during a pass
+                continue
             parameters, buffers = self._own[module]
             module._parameters.update(parameters)
             module._buffers.update(buffers)
@@ -54,6 +56,8 @@ class LentWeights:
     def _lend(self, modules: list[nn.Module]) -> None:
         lent: dict[Tensor, Tensor] = {}  # a tensor that several modules share stays one
         for module in modules:
+            if module not in self._own:
+                continue
             for held, own in zip((module._parameters, module._buffers), self._own[module], strict=True):
                 for key, tensor in own.items():
                     if tensor is not None and tensor in self._names:

@@ -127,9 +127,34 @@ def test_the_transformers_engine_samples_from_what_training_computes(tmp_path: P
         assert float((torch.from_numpy(response.logprobs).double() - exact).abs().max()) < 5e-5
 
 
-def test_a_model_that_is_not_causal_is_refused_by_name():
-    with pytest.raises(UserError, match=r"\(BertLMHeadModel\) cannot be trained: for rows that share"):
-        agreeing_model(make("bert", {}))
+_XLM = {"emb_dim": 32, "n_layers": 2, "n_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "named"),
+    [
+        ("bert", {}, r"BertLMHeadModel\) .*by its settings, is_decoder is False"),
+        ("roberta", {}, r"RobertaForCausalLM\) .*by its settings, is_decoder is False"),
+        ("big_bird", {}, r"BigBirdForCausalLM\) .*by its settings, is_decoder is False"),
+        ("xlm", _XLM, r"XLMWithLMHeadModel\) .*by its settings, causal is False"),
+        ("cpmant", {}, r"CpmAntForCausalLM\) cannot be trained: "),
+    ],
+)
+def test_a_model_that_is_not_causal_is_refused_by_name_with_the_reason(
+    kind: str, settings: dict[str, Any], named: str, tmp_path: Path
+):
+    folder = save(make(kind, settings), tmp_path / "model")
+    with pytest.raises(UserError, match=rf"model '{folder}' \({named}") as refused:
+        ActorWorker(ActorConfig(model=str(folder)))
+    assert "it is not causal, its predictions depend on the tokens that follow" in str(refused.value)
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("big_bird", {"is_decoder": True}), ("xlm", {**_XLM, "causal": True})])
+def test_the_same_models_are_trained_if_they_are_set_to_be_causal(kind: str, settings: dict[str, Any], tmp_path: Path):
+    folder = save(make(kind, settings), tmp_path / "model")
+    worker = ActorWorker(ActorConfig(model=str(folder)))
+    worker.logprobs(Batch.of(prompt_ids=[[4, 5]], response_ids=[[6, 7, 8]]))
+    worker.close()
 
 
 def test_what_transformers_refuses_is_a_mistake_of_the_user(tmp_path: Path):
