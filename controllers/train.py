@@ -10,10 +10,10 @@ from typing import Any
 
 from ..algorithms.evaluation import evaluate
 from ..algorithms.methods import Method, method_of
-from ..algorithms.preference import preference_accuracy
+from ..algorithms.preference import kto, preference_accuracy
 from ..algorithms.sampling import Sampling
 from ..dataflow.arguments import names_parameters
-from ..dataflow.column import CHOSEN_IDS
+from ..dataflow.column import CHOSEN_IDS, RESPONSE_IDS
 from ..dataflow.errors import Ended, UserError
 from ..dataflow.graph import Graph
 from ..dataflow.handle import group
@@ -106,7 +106,7 @@ def train(
     chosen = _checked(method_of(method), method, rewards, held_out)
     program = Program()
     prompts = _read(program, "prompts", data, model, reading)
-    _check_pairs(chosen, method, prompts)
+    _check_responses(chosen, method, prompts)
     shared = shared_devices(program, chosen.groups, _nodes())
     rate = chosen.learning_rate if learning_rate is None else learning_rate
     groups = _groups(program, chosen, shared, model=model, rewards=rewards, learning_rate=rate)
@@ -145,12 +145,23 @@ def _checked(method: Method, name: str, rewards: object, held_out: object) -> Me
     return method
 
 
-def _check_pairs(method: Method, name: str, prompts: Source) -> None:
-    """Check that a method that compares responses has pairs of them."""
-    if method.compares and isinstance(prompts, Prompts) and str(CHOSEN_IDS) not in prompts.columns:
+def _check_responses(method: Method, name: str, prompts: Source) -> None:
+    """Check that a method that trains on the responses in the data has the kind of them that it takes."""
+    if method.samples or not isinstance(prompts, Prompts):
+        return
+    if method.compares:
+        what, wanted, columns = (
+            "pairs of responses",
+            "pairs have the columns 'prompt', 'chosen' and 'rejected'",
+            (CHOSEN_IDS,),
+        )
+    else:
+        what, columns = "responses", (RESPONSE_IDS, CHOSEN_IDS) if method.graph is kto else (RESPONSE_IDS,)
+        wanted = "responses are in columns such as 'messages', 'completion', 'response' or 'output', or in one that reading= names"
+    if not any(str(column) in prompts.columns for column in columns):
         raise UserError(
-            f"method={name!r} trains on pairs of responses, and the data has none: it was read as {prompts.format}; "
-            "pairs have the columns 'prompt', 'chosen' and 'rejected'; docs/data.md shows all formats"
+            f"method={name!r} trains on {what}, and the data has none: it was read as {prompts.format}; {wanted}; docs/data.md shows "
+            "all formats"
         )
 
 

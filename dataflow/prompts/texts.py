@@ -41,7 +41,7 @@ class Rendering:
     reason: str
     """Why they do, or do not."""
     has_bos: bool = False
-    """Whether plain prompts begin with the token that begins a sequence already."""
+    """Whether plain texts begin with the token that begins a sequence already."""
     repeats: bool = False
     """Whether every response of text begins with its prompt, which is then taken off."""
     answered: bool = False
@@ -114,14 +114,14 @@ class Rendering:
         """
         format = self.format
         if format.text:
-            return Texts(_strings(table, format.text, origin), {}, chat=False, whole=True)
+            return Texts(_strings(table, format.text, origin), {}, chat=False, has_bos=self.has_bos, whole=True)
         parts = format.responses
         if not self.chat:
             prompts = self._prompts(table, origin) if format.prompt else []
             responses = {name: self._answers(table, path, origin, prompts) for name, path in parts.items()}
             if format.prompt:
                 return Texts(prompts, responses, chat=False, has_bos=self.has_bos)
-            return _split_texts(responses, origin)
+            return _split_texts(responses, origin, self.has_bos)
         rows = Conversations(
             origin,
             self.tokenizer,
@@ -237,12 +237,26 @@ def _needs_template(
 
 
 def _have_bos(table: pa.Table, format: Format, origin: Origin, tokenizer: Tokenizer) -> bool:
-    """Whether every plain prompt begins with the token that begins a sequence: a template was applied before."""
+    """Whether every plain text begins with the token that begins a sequence: a template was applied before.
+
+    Raises:
+        UserError: some texts begin with it and others do not, and the tokenizer adds one to all.
+    """
     bos = tokenizer.special_tokens.get("bos_token")
-    if not bos or not format.prompt:
+    paths = [path for path in (format.prompt or format.text,) if path] or list(format.responses.values())
+    if not bos:
         return False
-    prompts = as_text(find_column(table, format.prompt, origin, "prompt"))
-    return count_matches(prompts, f"^{re.escape(bos)}") == len(prompts)
+    columns = [as_text(find_column(table, path, origin, "column")) for path in paths]
+    having = sum(count_matches(column, f"^{re.escape(bos)}") for column in columns)
+    first_ids, _ = tokenizer.encode(["a"])
+    if 0 < having < len(columns) * len(table) and tokenizer.token_id("bos_token") in first_ids[:1]:
+        texts = (text for column in columns for text in column.to_pylist())
+        row = next(row for row, text in enumerate(texts) if text is not None and text.startswith(bos)) % len(table)
+        raise UserError(
+            f"{origin(row)}: the text begins with {bos!r}, which the tokenizer adds to every text, and texts of other rows do not; "
+            "remove it from the rows, or add it to all"
+        )
+    return having == len(columns) * len(table)
 
 
 def _refuse_template_settings(settings: ReadSettings, reason: str) -> None:
@@ -274,7 +288,7 @@ def _strings(table: pa.Table, path: str, origin: Origin, empty: Literal["refuse"
     return texts
 
 
-def _split_texts(pairs: Mapping[str, Sequence[str]], origin: Origin) -> Texts:
+def _split_texts(pairs: Mapping[str, Sequence[str]], origin: Origin, has_bos: bool) -> Texts:
     """Pairs of texts without a separate prompt: what both begin with is the prompt, up to the last mark `Assistant:` in it if there is
     one (HH-RLHF), else up to the last word. After a mark, the turns `Human:` in a response are gaps."""
     prompts: list[str] = []
@@ -297,7 +311,7 @@ def _split_texts(pairs: Mapping[str, Sequence[str]], origin: Origin) -> Texts:
         for name, text in zip(pairs, pair, strict=True):
             tails[name].append(text[cut:])
             gaps[name].append(_turns_of_others(text[cut:], origin, row) if marks else [])
-    return Texts(prompts, tails, chat=False, gaps=gaps)
+    return Texts(prompts, tails, chat=False, has_bos=has_bos, gaps=gaps)
 
 
 def _turns_of_others(response: str, origin: Origin, row: int) -> list[Gap]:

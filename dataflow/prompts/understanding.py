@@ -253,11 +253,17 @@ class Observer:
         if self._rendering.repeats:
             notes.append("every response begins with its prompt, which is taken once")
         if self._empty:
-            notes.append(f"{self._empty:,} of {odd_of:,} responses are empty: they train the model to say nothing")
+            notes.append(
+                f"empty responses: {self._empty:,} of {odd_of:,}; a model that is trained on them says nothing"
+            )
         if self._equal:
-            notes.append(f"{self._equal:,} pairs have equal responses, which cannot be told apart")
+            notes.append(f"pairs of equal responses: {self._equal:,} of {_rows(len(rows.table))}; they prefer nothing")
         for column in (format.dialogue, format.prompt, *format.responses.values()):
             fields = _fields_of(rows.table, column)
+            if column and "tool_calls" in fields and _has_arguments(rows.table.schema.field(column).type):
+                notes.append(
+                    f"arguments of tool calls in {column!r} are objects: those that are null are left out; JSON text keeps them"
+                )
             if unread := [name for name in _UNREAD_FIELDS if name in fields]:
                 notes.append(
                     f"the messages in {column!r} have a field {unread[0]!r}, which does not change what is trained"
@@ -309,7 +315,8 @@ def _roles(
     of_template = {"tools": "tools", "template variables": "chat_template_kwargs"} if chat else {}
     named: dict[str, str | None] = {
         "system prompt": format.system if chat else None,
-        "prompt": format.prompt or format.text,
+        "prompt": format.prompt,
+        "text": format.text,
         "context of the prompt": format.context,
         "conversation": format.dialogue,
         "response": format.response,
@@ -328,6 +335,15 @@ def _fields_of(table: pa.Table, column: str | None) -> list[str]:
     if kind is not None and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         kind = kind.value_type
     return [field.name for field in kind] if kind is not None and pa.types.is_struct(kind) else []
+
+
+def _has_arguments(kind: pa.DataType) -> bool:
+    """Whether a type has a part `arguments` that is an object."""
+    return any(
+        (kind.field(k).name == "arguments" and pa.types.is_struct(kind.field(k).type))
+        or _has_arguments(kind.field(k).type)
+        for k in range(kind.num_fields)
+    )
 
 
 def _without_end(text: str, ends: tuple[str, ...]) -> str:

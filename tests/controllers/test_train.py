@@ -1,6 +1,7 @@
 """`weft.train` is the long form: the program that it prints makes the same graph and the same run."""
 
 import json
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,6 +158,33 @@ def test_a_column_of_the_file_is_not_taken_for_one_that_no_node_writes(even: Any
     assert "The column 'advantages' of 'rows' belongs to your file" in str(refused.value)
 
 
+TURNS = (
+    "{% for m in messages %}{{ '30 ' if m.role == 'user' else '31 ' }}{{ m.content }}{{ ' 32 ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '31 ' }}{% endif %}"
+)
+
+
+def test_the_turns_that_are_trained_are_a_setting_and_are_printed_before_the_first_step(
+    even: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    shutil.copytree(folder / "model", tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text(TURNS)
+    said = [("user", "1"), ("assistant", "2 3"), ("user", "4"), ("assistant", "5")]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in said]}] * 4
+    tokens = {}
+    for turns in ("last", "all"):
+        settings: dict[str, Any] = {"method": "sft", "steps": 1, "prompts_per_step": 4, "root": tmp_path, "name": turns}
+        step = weft.train(tmp_path / "chat", rows, **settings, reading={"train_on": turns}, progress="plain")[-1]
+        tokens[turns] = step["actor/tokens"]
+        printed = capsys.readouterr().out
+        assert f"(train_on='{turns}'" in printed.partition("step 1")[0]
+    assert "  trains    every assistant turn, 8 in 4 rows (train_on='all')" in printed
+    assert (
+        "            response '2 3 32'\n            (not trained) '30 4 32 31'\n            response '5 32'" in printed
+    )
+    assert tokens == {"last": 4 * 2, "all": 4 * 5}
+
+
 def test_each_held_out_set_that_has_a_name_is_an_evaluation(even: Any, capsys: pytest.CaptureFixture[str]):
     sets = {"easy": "prompts.jsonl", "hard": "prompts.jsonl"}
     program = printed(capsys, "model", "prompts.jsonl", even, held_out=sets, evaluate_every=5, max_tokens=6)
@@ -179,6 +207,14 @@ def test_each_held_out_set_that_has_a_name_is_an_evaluation(even: Any, capsys: p
         ({"method": "gpro"}, "method='gpro'; did you mean 'grpo'?"),
         ({"reading": {"promt": "prompt"}}, "no setting 'promt' (value 'prompt'); did you mean 'prompt'?"),
         ({"method": "ipo", "rewards": None}, "method='ipo' trains on pairs of responses, and the data has none"),
+        (
+            {"method": "sft", "rewards": None},
+            "method='sft' trains on responses, and the data has none: it was read as TRL",
+        ),
+        (
+            {"method": "kto", "rewards": None},
+            "method='kto' trains on responses, and the data has none: it was read as TRL",
+        ),
         ({"method": "dpo"}, "method='dpo' trains on the responses in the data, without rewards; leave rewards out"),
         ({"method": "sft", "rewards": None, "held_out": "prompts.jsonl"}, "method='sft' has no evaluation"),
         ({"steps": 0}, "Synchronous.steps: input should be greater than or equal to 1, not 0"),

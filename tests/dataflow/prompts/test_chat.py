@@ -58,6 +58,21 @@ def test_text_that_went_through_a_template_gets_no_second_first_token(llama: Pat
     assert text_of(llama, answered["response_ids"]).endswith("</s>")
 
 
+def test_no_text_gets_a_second_first_token(llama: Path) -> None:
+    for with_bos, without in (
+        ({"text": "<s> The sky is blue."}, {"text": "The sky is blue."}),
+        (
+            {"chosen": "<s> The sky is blue", "rejected": "<s> The sky is green"},
+            {"chosen": "The sky is blue", "rejected": "The sky is green"},
+        ),
+    ):
+        tables = [Prompts.from_rows([row], llama).table.to_pylist()[0] for row in (with_bos, without)]
+        assert [row["prompt_ids"][0] for row in tables] == [1, 1]
+        assert all([*row["prompt_ids"], *row.get("response_ids", [])].count(1) == 1 for row in tables)
+    with pytest.raises(UserError, match=r"row 2: the text begins with '<s>', which the tokenizer adds to every text"):
+        Prompts.from_rows([{"prompt": "The sky is"}, {"prompt": "<s>The sky is"}], llama, chat=False)
+
+
 def test_text_prompts_work_with_responses_that_are_messages(qwen: Path) -> None:
     four, five = ([{"role": "assistant", "content": text}] for text in "45")
     assert texts({"prompt": "2 + 2?", "completion": four}, qwen) == [CHAT, "4<|im_end|>"]

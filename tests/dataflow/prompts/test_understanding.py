@@ -89,13 +89,16 @@ def test_boundaries_roles_and_odd_rows_are_printed(qwen: Path) -> None:
     assert "  reads     prompt (text) as prompt; chosen (text) as chosen; rejected (text) as rejected" in said
     assert "  keeps     score (double); not trained on, for rewards and nodes of your own" in said
     assert "  trains    the chosen and the rejected response, compared with each other" in said
-    assert "  note      1 of 6 responses are empty: they train the model to say nothing" in said
-    assert "  note      1 pairs have equal responses, which cannot be told apart" in said
+    assert "  note      empty responses: 1 of 6; a model that is trained on them says nothing" in said
+    assert "  note      pairs of equal responses: 1 of 3 rows; they prefer nothing" in said
     first = said.index("  row 1     prompt   '<|im_start|>user\\nColor?<|im_end|>\\n<|im_start|>assistant\\n'")
     assert said[first + 1 : first + 3] == [
         "            chosen   'Blue.<|im_end|>'",
         "            rejected 'Red.<|im_end|>'",
     ]
+    call = {"name": "add", "arguments": {"a": 1, "b": None}}
+    said = str(Prompts.from_rows([{"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}], qwen).understood)
+    assert "note      arguments of tool calls in 'messages' are objects: those that are null are left out" in said
     weighted = [{"from": "human", "value": "Hi", "weight": 0.0}, {"from": "gpt", "value": "A", "weight": 0.0}]
     said = str(Prompts.from_rows([{"conversations": weighted}], qwen).understood)
     assert (
