@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from .config import Config
 from .errors import NoSuchNodeError, UserError, nearest
 from .operation import Declaration, declaration_of
 
 W = TypeVar("W")
+
+
+def _from_here(config: Any) -> Any:
+    """A configuration whose relative folders of models and tokenizers are absolute paths."""
+    found: dict[str, Any] = {}
+    for name, value in dict(config).items() if isinstance(config, Config) else ():
+        if isinstance(value, str | Path) and ("model" in name or "tokenizer" in name):
+            folder = Path(value).expanduser()
+            if not Path(value).is_absolute() and folder.is_dir():
+                found[name] = type(value)(folder.absolute()) if isinstance(value, str) else folder.absolute()
+    return config.model_copy(update=found) if found else config
 
 
 class Handle:
@@ -22,8 +35,9 @@ class Handle:
         self.worker_class = worker_class
         self.given = config
         """Its configuration, as it was asked for."""
-        self.config = config
-        """The same, with what a run makes of it, such as the adapter that it gets from its leader."""
+        self.config = _from_here(config)
+        """The same, with absolute paths of its folders (a reward function may change the working directory), and with what a run makes of
+        it, such as the adapter that it gets from its leader."""
         self.name = name
         self.leader: Handle | None = None
         """The group whose weights it loads."""

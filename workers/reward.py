@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import traceback
@@ -203,9 +204,11 @@ class RewardWorker(Worker):
             self.config.deadline_s,
         )
         try:
-            for done in scoring.run():
-                rows = samples if len(done) == len(samples) else samples.take([*done])
-                yield self._written(rows, [*done.values()], into), self._metrics([*done.values()], scoring.logged, into)
+            with _working_directory_kept():
+                for done in scoring.run():
+                    rows = samples if len(done) == len(samples) else samples.take([*done])
+                    outcomes = [*done.values()]
+                    yield self._written(rows, outcomes, into), self._metrics(outcomes, scoring.logged, into)
         except ResultError:
             raise self._blamed(samples, scoring.failed) from None
         if scoring.failed:
@@ -242,6 +245,21 @@ class RewardWorker(Worker):
         error.sample_ids = tuple(ids[k] for k in failed)  # pyright: ignore[reportAttributeAccessIssue]
         error.sample = ", ".join([*said, f"at {place}"] if place else said)  # pyright: ignore[reportAttributeAccessIssue]
         return error
+
+
+@contextlib.contextmanager
+def _working_directory_kept() -> Iterator[None]:
+    """Leave the folder that a function has gone to, as sandboxes for code do: the user's relative paths are meant from here."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        here = None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if here is not None:
+                os.chdir(here)
 
 
 def reward_metrics(rewards: Sequence[float]) -> dict[str, Metric]:
