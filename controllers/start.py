@@ -71,7 +71,7 @@ def _tell(spec: RunSpec, progress: Progress, directory: RunDirectory, *, in_full
     for note in directory.notes:
         progress.say(note)
     progress.starting(spec.handles, repr(spec.backend))
-    progress.noted(note for handle in spec.handles.values() for note in getattr(handle.config, "notes", ()))
+    progress.noted(dict.fromkeys(n for handle in spec.handles.values() for n in getattr(handle.config, "notes", ())))
     progress.data([graph.source for graph in spec.graphs.values()], in_full=in_full)
 
 

@@ -32,6 +32,7 @@ from ..resharding.weights import BY_VLLM
 from .canary import Canary, canary_rows, check_canary
 from .dispatch import Dispatch
 from .engine_worker import logprobs_may_read
+from .model_folder import stop_token_notes
 from .remote import remote
 from .trained import TrainedConfig, TrainedWorker, loss_may_read, loss_reads, training_batch
 from .worker import Context
@@ -85,6 +86,11 @@ class ActorConfig(TrainedConfig):
                 f'deltas={self.deltas!r}: transport="{self.transport}" sends whole tensors; take deltas="off", or transport="auto"'
             )
         return self
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the terminal says at the start of a run: tokens that end texts, and that the model's settings do not name."""
+        return stop_token_notes(self.model)
 
 
 def _may_read(loss: Loss) -> tuple[str | Column, ...]:

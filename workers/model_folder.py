@@ -13,6 +13,7 @@ from typing import Any
 
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.model_location import find_cached, find_model_folder, folders_near
+from ..dataflow.prompts.tokenizer import Tokenizer
 
 CONFIG_FILE = "config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -76,7 +77,43 @@ def read_index(file: Path) -> dict[str, str]:
 
 
 def read_stop_tokens(model: str | Path) -> tuple[int, ...]:
-    """The ids that end a response: `eos_token_id` of `generation_config.json`, or else of `config.json`.
+    """The ids that end a response: those that the model's settings name, and those that end the texts it is trained on."""
+    named = _named_stop_tokens(model)
+    return (*named, *(token for token in _end_tokens(model) if token not in named))
+
+
+def unnamed_stop_tokens(model: str | Path) -> dict[int, str]:
+    """The ids that end a response in training data, and that the model's settings do not name -> what writes them."""
+    named = _named_stop_tokens(model)
+    return {token: what for token, what in _end_tokens(model).items() if token not in named}
+
+
+def stop_token_notes(model: str | Path) -> tuple[str, ...]:
+    """What the terminal says of such ids at the start of a run."""
+    try:
+        unnamed, named = unnamed_stop_tokens(model), _named_stop_tokens(model)
+        backend = Tokenizer.load(model).backend if unnamed else None
+    except UserError:  # the checks of the run say it
+        return ()
+    if backend is None:
+        return ()
+    texts = ", ".join(f"{backend.id_to_token(token)!r} ({what})" for token, what in unnamed.items())
+    others = ", ".join(repr(backend.id_to_token(token) or token) for token in named) or "none"
+    return (
+        f"model {str(model)!r}: training texts end with {texts}, and its settings name {others} as end of a response; "
+        "rollouts stop at all of them, and saved models name all",
+    )
+
+
+def _end_tokens(model: str | Path) -> dict[int, str]:
+    """Those of its tokenizer, if it has one beside it."""
+    if not find_model_config(model).with_name("tokenizer.json").is_file():
+        return {}
+    return Tokenizer.load(find_model_config(model).parent).end_tokens
+
+
+def _named_stop_tokens(model: str | Path) -> tuple[int, ...]:
+    """`eos_token_id` of `generation_config.json`, or else of `config.json`.
 
     Chat models name the end of a turn only in the former; both may hold one id or several.
     """

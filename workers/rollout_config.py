@@ -26,6 +26,7 @@ from .model_folder import (
     num_heads,
     read_model_config,
     sees_images,
+    stop_token_notes,
 )
 from .training.lora import Lora
 from .vocabulary import check_vocabulary
@@ -126,6 +127,11 @@ class RolloutConfig(VllmSettings):
             return None
         samplings = [n.arguments.get("sampling", Sampling()) for n in nodes if n.writers.get(str(PROMPT_IDS)) == ""]
         return min((context - each.max_tokens for each in samplings if isinstance(each, Sampling)), default=None)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the terminal says at the start of a run: tokens that end texts, and that the model's settings do not name."""
+        return stop_token_notes(self.model)
 
 
 def context_at_start(model: str | Path) -> int:

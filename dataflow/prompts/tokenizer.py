@@ -117,6 +117,34 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     @functools.cached_property
+    def added(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids that the tokenizer adds before a text and after it: a token that begins a sequence, one that ends it, separators."""
+        number = self.backend.num_special_tokens_to_add(is_pair=False)
+        for probe in ("a", "0", "the", "\u4e00") if number else ():
+            encoding = self.backend.encode(probe, add_special_tokens=True)
+            if len(encoding.ids) > number:
+                before = encoding.special_tokens_mask.index(0)
+                return tuple(encoding.ids[:before]), tuple(encoding.ids[len(encoding.ids) - number + before :])
+        return (), ()
+
+    @functools.cached_property
+    def end_tokens(self) -> dict[int, str]:
+        """Ids that end a response in training data -> what writes them: `eos_token` behind plain text, the chat template behind a turn."""
+        ends: dict[int, str] = {}
+        if (eos := self.token_id("eos_token")) is not None:
+            ends[eos] = "the tokenizer's eos_token"
+        if self.chat:
+            turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            try:
+                text = self.chat.render(turns).rstrip()
+            except UserError:  # a template for other messages
+                return ends
+            last = max((special for special in self.special_texts if text.endswith(special)), key=len, default=None)
+            if last and (token := self.backend.token_to_id(last)) is not None:
+                ends.setdefault(token, "the chat template's end of a turn")
+        return ends
+
+    @functools.cached_property
     def special_texts(self) -> tuple[str, ...]:
         """The texts of all special tokens."""
         added = self.backend.get_added_tokens_decoder().values()

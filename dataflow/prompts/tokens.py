@@ -23,7 +23,7 @@ def tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa
         UserError: a prompt or response has no tokens; the message names the row.
     """
     special = not (texts.chat or texts.has_bos)
-    values, offsets = tokenizer.encode(texts.prompts, add_special_tokens=special)
+    values, offsets = _encode(tokenizer, texts.prompts, special)
     empty = np.flatnonzero(np.diff(offsets) == 0)
     if len(empty):
         raise UserError(f"{origin(int(empty[0]))}: the prompt {short(texts.prompts[empty[0]])} has no tokens")
@@ -31,7 +31,7 @@ def tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa
         return {"prompt_ids": ragged_array(values, offsets, pa.int32())}
     prompts = np.split(values, offsets[1:-1])
     # Templates write the token that ends a turn; plain text has none, and a model must learn to stop.
-    stop = None if texts.chat else tokenizer.token_id("eos_token")
+    stop = None if texts.chat else _stop_token(tokenizer)
     if texts.whole:
         return _whole(prompts, texts, origin, tokenizer, stop)
     responses = _responses(prompts, texts, origin, tokenizer, special)
@@ -182,8 +182,38 @@ def _stopped(response: np.ndarray, stop: int) -> np.ndarray:
     return response if ended else np.concatenate([response, np.array([stop], np.int32)])
 
 
-def _rows(tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) -> list[np.ndarray]:
-    values, offsets = tokenizer.encode(texts, add_special_tokens=add_special_tokens)
+def _stop_token(tokenizer: Tokenizer) -> int | None:
+    """The token that ends plain text."""
+    eos, after = tokenizer.token_id("eos_token"), tokenizer.added[1]
+    return after[-1] if eos is None and after else eos
+
+
+def _encode(tokenizer: Tokenizer, texts: list[str], special: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and offsets of texts that go on: without what the tokenizer adds at their ends, and with one beginning, not two.
+
+    Args:
+        special: whether the tokenizer adds special tokens at the beginning.
+    """
+    values, offsets = tokenizer.encode(texts, add_special_tokens=special)
+    before, after = tokenizer.added if special else ((), ())
+    begun = tokenizer.backend.decode(before, skip_special_tokens=False) if before else ""
+    twice = [row for row, text in enumerate(texts) if begun and text.startswith(begun.strip())]
+    if not after and not twice:
+        return values, offsets
+    kept, lengths = np.ones(len(values), bool), np.diff(offsets)
+    for place in range(1, len(after) + 1):
+        kept[offsets[1:] - place] = False
+    lengths = lengths - len(after)
+    for row in twice:
+        start, number = int(offsets[row]), len(before)
+        if tuple(values[start + number : start + 2 * number]) == before:
+            kept[start : start + number] = False
+            lengths[row] -= number
+    return values[kept], np.concatenate([[0], np.cumsum(lengths)])
+
+
+def _rows(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[np.ndarray]:
+    values, offsets = _encode(tokenizer, texts, special)
     return np.split(values, offsets[1:-1])
 
 

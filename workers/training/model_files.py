@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ...dataflow.buffer.disk import Disk
-from ..model_folder import CONFIG_FILE
+from ..model_folder import CONFIG_FILE, read_stop_tokens, text_settings, unnamed_stop_tokens
 from .safetensors_files import write_file, write_tensors
 
 
@@ -30,6 +30,7 @@ def write_model(
 
     folder.mkdir(parents=True, exist_ok=True)
     copy_companions(folder, source, disk)
+    _name_stop_tokens(folder, source, disk)
     settings = json.loads((source / CONFIG_FILE).read_text())
     settings.pop("torch_dtype", None)  # its name in older versions
     _write_json(folder / CONFIG_FILE, {**settings, **changed}, disk)
@@ -50,6 +51,20 @@ def copy_companions(folder: Path, source: Path, disk: Disk) -> None:
         is_weights = "safetensors" in file.name or file.suffix in (".bin", ".pt", ".pth")
         if file.is_file() and not is_weights and file.name != CONFIG_FILE:
             write_file(folder / file.name, [file.read_bytes()], disk)
+
+
+def _name_stop_tokens(folder: Path, source: Path, disk: Disk) -> None:
+    """Name the tokens that end training texts in the generation settings, so that the model stops at them wherever it is served."""
+    if not unnamed_stop_tokens(source):
+        return
+    file = source / "generation_config.json"
+    if file.is_file():
+        settings = json.loads(file.read_text())
+    else:  # what `transformers` would make of the model's settings
+        of_model = text_settings(json.loads((source / CONFIG_FILE).read_text()))
+        settings = {name: of_model[name] for name in ("bos_token_id", "pad_token_id") if of_model.get(name) is not None}
+    (folder / file.name).unlink(missing_ok=True)  # the copy
+    _write_json(folder / file.name, {**settings, "eos_token_id": list(read_stop_tokens(source))}, disk)
 
 
 def _write_json(path: Path, content: Mapping[str, Any], disk: Disk) -> None:
