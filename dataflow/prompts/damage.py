@@ -16,6 +16,7 @@ from ..errors import UserError
 MAX_NESTING = 100
 """Levels of objects and lists in a row; the parsers, which call themselves for each, end the process at some tens of thousands."""
 _STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
+_CLOSING_QUOTE = re.compile(rb'[^"]*(?:""[^"]*)*"(?!")')
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -109,6 +110,28 @@ def explain_csv(path: Path, data: bytes, delimiter: str) -> None:
                 )
     except csv.Error as error:
         raise UserError(f"{path}, line {rows.line_num}: not CSV ({error})") from None
+
+
+def refuse_open_quote(path: Path, data: bytes, delimiter: str) -> None:
+    """Refuse CSV that ends inside quotes: the file was cut off, or a quote too many takes the rows behind it for one field.
+
+    Args:
+        data: the bytes of the file.
+
+    Raises:
+        UserError: it does; the message names the line on which the quotes open.
+    """
+    opens = re.compile(rb'(?:\A|[\r\n]|%s)"' % re.escape(delimiter.encode()))
+    text, at = data.removeprefix(codecs.BOM_UTF8), 0
+    while (found := opens.search(text, at)) is not None:
+        closed = _CLOSING_QUOTE.match(text, found.end())
+        if closed is None:
+            line = text.count(b"\n", 0, found.end()) + 1
+            began = short(text[found.end() : found.end() + 60].decode(errors="replace"))
+            raise UserError(
+                f"{path}, line {line}: the file ends inside the quotes that open here ({began}); it was cut off"
+            )
+        at = closed.end()
 
 
 def refuse_mixed(name: str, values: Iterable[Any], origin: Callable[[int], str]) -> None:

@@ -18,7 +18,16 @@ import pyarrow as pa
 
 from ..errors import UserError, nearest
 from ..json_values import exact_array, joined
-from .damage import explain_csv, lone_surrogate, refuse_deep, refuse_foreign, refuse_surrogates, short, start_of
+from .damage import (
+    explain_csv,
+    lone_surrogate,
+    refuse_deep,
+    refuse_foreign,
+    refuse_open_quote,
+    refuse_surrogates,
+    short,
+    start_of,
+)
 from .origin import COMPRESSED, Origin, file_kind, lines
 
 _ONE_BLOCK = 2**28
@@ -330,6 +339,7 @@ def _read_csv(path: Path, limit: int | None, delimiter: str = ",") -> pa.Table:
         raise UserError(f"{path}: the header has {twice!r} twice ({', '.join(header)})")
     if len(header) == 1 and ";" in header[0]:
         raise UserError(f"{path}: the header is {header[0]!r}; fields are parted by {delimiter!r}, not by ';'")
+    refuse_open_quote(path, data, delimiter)
     try:
         table = pyarrow.csv.read_csv(
             pa.BufferReader(data.removeprefix(codecs.BOM_UTF8)),

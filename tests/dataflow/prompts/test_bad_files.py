@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,35 @@ def test_damaged_csv_is_named_with_its_row_and_line(tmp_path: Path, qwen: Path) 
     assert said(b"promt,answer\n2,4\n").startswith("c.csv: no known format has these columns: found 'promt' (text)")
     assert said(b"prompt,answer\n") == "c.csv: the file has no rows"
     assert said(b"prompt,answer\n2,4\n ,5\n") == "c.csv, row 2: 'prompt' is \" \"; every row needs text there"
+
+
+@pytest.mark.parametrize("name", ["c.csv", "c.tsv", "c.csv.gz"])
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('prompt,answer\n1,2\n"3 + 4', 3),
+        ('prompt,answer\n1,2\n3,"7\n', 3),
+        ('prompt,answer\n1,2\n3,"7""\n4,5\n', 3),
+        ('prompt,answer\n"1\n1",2\n"3,7\n4,5\n', 4),
+        ('prompt,"answer\n1,2\n', 1),
+        ('prompt,answer\r\n1,2\r\n"', 3),
+    ],
+)
+def test_csv_that_ends_inside_quotes_is_refused(text: str, line: int, name: str, tmp_path: Path, qwen: Path) -> None:
+    data = text.replace(",", "\t" if "tsv" in name else ",").encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    assert complaint(tmp_path / name, qwen).startswith(
+        f"{name}, line {line}: the file ends inside the quotes that open here"
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ['prompt,answer\n"a ""b"" c","d, ""e"""\n5" tall,6"\n""\n"x\ny",""\n', 'prompt,answer\n"",a"b\n"1",2']
+)
+def test_csv_with_quotes_of_every_kind_is_no_cut_file(text: str, tmp_path: Path, base: Path) -> None:
+    (tmp_path / "c.csv").write_text(text)
+    said = complaint(tmp_path / "c.csv", base)
+    assert "inside the quotes" not in said
 
 
 @pytest.mark.parametrize(
