@@ -21,7 +21,7 @@ from ..dataflow.buffer.history import waits_for
 from ..dataflow.buffer.log import Position
 from ..dataflow.buffer.run_files import SAMPLES
 from ..dataflow.buffer.sample_buffer import SampleBuffer
-from ..dataflow.errors import NoSignalError, StalledError, SymptomError
+from ..dataflow.errors import NoSignalError, StalledError, SymptomError, WorkerError
 from .collecting import collected_seldom
 from .graph_run import GraphRuns
 from .group import Call, WorkerGroup
@@ -49,6 +49,9 @@ from .schedule import Asynchronous
 from .signals import asked_to_end
 from .symptoms import GOES_ON, NO_SIGNAL, Seen
 from .weight_sync import WeightSync
+
+DEBUGGER = "To step through it under a debugger, run the same script with backend=weft.Local()."
+"""Advice where a call on a process has failed."""
 
 
 class Run:
@@ -207,8 +210,10 @@ class Run:
         if self._calls.under_way or self._elastic.waits:
             try:
                 self._take()
-            except BaseException:
+            except BaseException as error:
                 self.failed = True
+                if type(error) is WorkerError and self._backend.has_processes:
+                    error.add_note(DEBUGGER)
                 raise
         elif self._saving.holds_up:
             time.sleep(ASK_S / 10)

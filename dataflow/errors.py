@@ -265,8 +265,6 @@ class GenerationError(RunError):
 class WorkerError(RunError):
     """A call on a worker failed. The message names the worker, the node and the sample, and has the worker's own traceback."""
 
-    advice = "To step through it under a debugger, run the same script with backend=weft.Local()."
-
 
 class WorkerDied(WorkerError):
     """The process of a worker that cannot be replaced by itself has ended or hangs, or rows that it needs are gone: the run can go on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import traceback
 from bdb import BdbQuit
@@ -133,9 +134,9 @@ def failure_of(error: BaseException) -> Failure:
     elif isinstance(error, BdbQuit):
         message = "a debugger was left, and the run ends"
         if sys.stdin is None or not sys.stdin.isatty():
-            message = (
-                "breakpoint() found no terminal to stop at; run with backend=weft.Local() in a terminal, or take it out"
-            )
+            # On the main thread it is `Local` already.
+            how = "" if threading.current_thread() is threading.main_thread() else " with backend=weft.Local()"
+            message = f"breakpoint() found no terminal to stop at; run{how} in a terminal, or take it out"
     kind = FailureKind.USER_ERROR if isinstance(error, UserError | BdbQuit) else FailureKind.EXCEPTION
     kind = FailureKind.DISK_FULL if is_full(error) else kind
     ids, sample = tuple(getattr(error, "sample_ids", ())), getattr(error, "sample", "")

@@ -352,8 +352,7 @@ class Failures:
         if node.operation.quorum or failed > share * max(seen, FEWEST_ROWS):
             raise (UserError if failure.kind is FailureKind.USER_ERROR else WorkerError)(
                 f"{what} {MAX_FAILURES} times at {at}. So did {failed} of {seen} rows so far, which is more than max_failed={share} "
-                "allows. To replay it under a debugger: the same run with backend=weft.Local() (and resume='latest', if it makes "
-                f"checkpoints). {failure.message}"
+                f"allows. {failure.message}"
             )
         ledger.drop(node, samples, f"{what}: {failure.message.splitlines()[0]}")
         self._counts.dropped[key] = failed

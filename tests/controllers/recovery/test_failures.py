@@ -113,6 +113,20 @@ def test_what_fails_at_all_samples_ends_the_run_and_shows_prompt_and_response(tm
     ), text
     assert "So did 8 of 8 rows so far, which is more than max_failed=0.05 allows" in text
     assert "ZeroDivisionError: division by zero" in text and "in broken" in text
+    assert "weft.Local()" not in caught.value.text, "it is the backend already"
+
+
+@pytest.mark.parametrize("result", [[1.0], "1.0", {"right": [1.0]}], ids=repr)
+def test_a_result_that_is_no_reward_ends_the_run_at_the_first_sample(tmp_path: Path, model: Path, result: Any):
+    asked: list[int] = []
+
+    def odd(response: str) -> Any:
+        asked.append(len(asked))
+        return result
+
+    with pytest.raises(UserError, match=r"reward function .*odd returned .*response 't\d") as caught:
+        run(tmp_path, model, odd)
+    assert len(asked) == 1 and "Traceback" not in str(caught.value)
 
 
 def test_rows_that_failed_are_among_those_that_the_message_says_were_seen(tmp_path: Path, model: Path):
@@ -215,7 +229,7 @@ def test_a_breakpoint_without_a_terminal_says_what_it_needs(
             return 1.0
 
         with pytest.raises(
-            UserError, match=r"breakpoint\(\) found no terminal to stop at; run with backend=weft.Local\(\)"
+            UserError, match=r"breakpoint\(\) found no terminal to stop at; run in a terminal"
         ) as caught:
             run(tmp_path, model, stopping)
     assert not isinstance(caught.value, RunError)
