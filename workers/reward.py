@@ -11,11 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import pyarrow as pa
 import pydantic
 
 from ..dataflow.batch import Batch
-from ..dataflow.column import PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS, REWARD
+from ..dataflow.column import ANSWER, PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS, REWARD
 from ..dataflow.config import Config
 from ..dataflow.errors import ResultError, UserError
 from ..dataflow.metrics import Max, Mean, Metric, Metrics, Std, Sum, merge
@@ -157,6 +158,7 @@ class RewardWorker(Worker):
                     f"reward function {reward.title} takes {reward.lacks[0]!r}, and {source.name!r} has no ground truth: "
                     f"no column {', '.join(sorted(ANSWERS))}; it has {', '.join(source.columns)}"
                 )
+            _check_answers(reward, source)
             if isinstance(reward.function, Judge):
                 reward.function.check()
 
@@ -245,6 +247,26 @@ class RewardWorker(Worker):
         error.sample_ids = tuple(ids[k] for k in failed)  # pyright: ignore[reportAttributeAccessIssue]
         error.sample = ", ".join([*said, f"at {place}"] if place else said)  # pyright: ignore[reportAttributeAccessIssue]
         return error
+
+
+def _check_answers(reward: Reward, source: Source) -> None:
+    """Refuse rows without an answer for a function that needs one: they would fail and be dropped during the run.
+
+    Raises:
+        UserError: there are such rows; the message counts them.
+    """
+    for name in reward.answers:
+        column = name if name in source.columns else str(ANSWER)
+        if column not in source.columns:
+            continue
+        missing = np.flatnonzero(source.table.column(column).is_null().to_numpy())
+        if len(missing):
+            rows = len(source.table)
+            raise UserError(
+                f"reward function {reward.title} needs an answer for each row: {len(missing):,} of {rows:,} rows of {source.name!r} "
+                f"have none in column {column!r}, the first is row {missing[0] + 1}; take these rows out or give them answers. "
+                f"A function that takes None says so: {name}: str | None"
+            )
 
 
 @contextlib.contextmanager

@@ -43,6 +43,11 @@ class Grader(Config):
         @functools.wraps(own)
         def graded(*arguments: Any, **named: Any) -> float:
             given = signature.bind(*arguments, **named)
+            if (
+                given.arguments.get("answer", "") is None
+                and signature.parameters["answer"].default is not inspect.Parameter.empty
+            ):
+                del given.arguments["answer"]
             if "answer" in given.arguments:
                 given.arguments["answer"] = answer_text(given.arguments["answer"])
             return own(*given.args, **given.kwargs)

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pydantic
 
+from ...dataflow.errors import SampleError
 from ...dataflow.prompts.answer_marks import after_hashes
 from . import extraction
 from .grader import Grader
@@ -95,7 +96,11 @@ class RegularExpression(Grader):
         found = list(re.finditer(self.pattern, response, re.MULTILINE))
         if not found:
             return 0.0
-        return float(not found[-1].re.groups or (found[-1][1] or "").strip() == answer.strip())
+        if not found[-1].re.groups:
+            return 1.0
+        if not answer.strip():
+            raise SampleError("the row has no answer")
+        return float((found[-1][1] or "").strip() == answer.strip())
 
 
 def _candidates(response: str) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ def find_answers(table: pa.Table, format: Format, origin: Origin, answer: str | 
             after_hashes = _after_hashes(text) if worked else None
             in_box = _last_boxed(text) if worked and after_hashes is None else None
             if after_hashes is None and in_box is None:
-                whole = start + row if whole is None else whole
+                whole = start + row if whole is None and text is not None else whole
                 continue
             values[row] = after_hashes or in_box
             hashes, boxed = hashes + (after_hashes is not None), boxed + (in_box is not None)

@@ -355,19 +355,25 @@ def _extraction(answers: Answers | None, rows: Rows, extract: bool) -> str:
     """How the answers were taken, in a sentence."""
     if answers is None:
         return ""
+    missing = answers.missing
+    none = (
+        f"; none in {len(missing):,} of {len(answers.values):,} rows, the first {rows.origin(missing[0])}"
+        if missing
+        else ""
+    )
     if not extract:
-        return "as written (extract_answer=False)"
+        return f"as written (extract_answer=False){none}"
     found: Sequence[tuple[int, str]] = [
         (answers.after_hashes, "what follows ####"),
         (answers.boxed, r"what \boxed{} holds"),
     ]
     said = [f"{what}, in {count:,} of {len(answers.values):,} rows" for count, what in found if count]
     if not said:
-        return "as written"
+        return f"as written{none}"
     if answers.first_whole is not None:
-        whole = len(answers.values) - answers.shortened
+        whole = len(answers.values) - answers.shortened - len(missing)
         said.append(f"as written in {whole:,}, the first {rows.origin(answers.first_whole)}")
-    return "; ".join(said)
+    return "; ".join(said) + none
 
 
 def _example_lines(number: int, example: Example) -> list[str]:

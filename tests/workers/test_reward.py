@@ -11,6 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from weft.algorithms.graders.math import Math
+from weft.algorithms.graders.text import Exact, RegularExpression
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import SampleError, UserError
 from weft.dataflow.handle import group
@@ -194,3 +196,37 @@ def test_a_tokenizer_that_is_not_there_is_told_before_anything_starts(tmp_path: 
 def test_no_rows_have_no_reward(model: Path):
     batch, metrics = score(exact, model, samples().slice(0, 0))
     assert len(batch) == 0 and str(batch["reward"].type) == "float" and math.isnan(metrics["mean"].value)
+
+
+def untyped(response: str, answer) -> float: ...  # pyright: ignore[reportMissingParameterType]
+def lenient(response: str, answer: str | None) -> float: ...
+def of_verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float: ...
+def of_verl_batch(solution_strs: list[str], ground_truths: list[str]) -> list[float]: ...
+def of_trl(completions: list[str], solution: list[str]) -> list[float]: ...
+def of_openrlhf(queries: list[str], prompts: list[str], labels: list[str]) -> list[float]: ...
+
+
+@pytest.mark.parametrize("function", [exact, Math(), Exact(), of_verl, of_verl_batch, of_trl, of_openrlhf])
+@pytest.mark.parametrize("column", ["answer", "ground_truth"])
+def test_rows_without_an_answer_are_counted_before_anything_starts(function: Any, column: str, model: Path):
+    columns = {"answer": ["a", None, "b", None]}
+    if column == "ground_truth" and "verl" in getattr(function, "__name__", ""):
+        columns = {"ground_truth": ["a", None, "b", None], "answer": ["a"] * 4}
+    source = TableSource("s", pa.table({"prompt": ["?"] * 4, **columns}))
+    with pytest.raises(
+        UserError, match=r"needs an answer for each row: 2 of 4 rows of 's' have none in column .*row 2"
+    ):
+        RewardWorker.check(RewardConfig(function=function, tokenizer=model), [], source)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [untyped, lenient, RegularExpression(pattern="a"), functools.partial(exact, answer="a"), lambda response: 1.0],
+)
+def test_a_function_that_takes_none_or_no_answer_gets_such_rows(function: Any, model: Path):
+    source = TableSource("s", pa.table({"prompt": ["?"] * 2, "answer": ["a", None]}))
+    RewardWorker.check(RewardConfig(function=function, tokenizer=model), [], source)
+
+
+def test_a_grader_that_can_do_without_an_answer_does(model: Path):
+    assert RegularExpression(pattern="one")("one", None) == 1.0  # pyright: ignore[reportArgumentType]

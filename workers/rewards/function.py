@@ -158,6 +158,15 @@ class Reward(Config):
         return named + (("ground_truth",) if self.signature.library == "verl" else ())
 
     @property
+    def answers(self) -> tuple[str, ...]:
+        """Ground truths that it requires and whose parameters say by their types that they are never None."""
+        named = [
+            p for p in self._takes.parameters.values() if p.name.removesuffix("s") in ANSWERS and p.default is p.empty
+        ]
+        taken = {p.name for p in self._open}
+        return tuple(p.name.removesuffix("s") for p in named if p.name in taken and not _takes_none(p.annotation))
+
+    @property
     def _open(self) -> list[inspect.Parameter]:
         """Parameters that are left to be given."""
         kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -328,6 +337,12 @@ def _listed(values: Any) -> list[Any] | None:
     """A list, tuple, array, series or tensor as a list; None: it is something else, or a single number."""
     values = values.tolist() if hasattr(values, "tolist") else values
     return list(values) if isinstance(values, list | tuple) else None
+
+
+def _takes_none(annotation: Any) -> bool:
+    """Whether a parameter may be None, by its type; one without a type may."""
+    said = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return annotation is inspect.Parameter.empty or any(word in said for word in ("None", "Optional", "Any", "object"))
 
 
 def as_failure(error: BaseException) -> Exception:

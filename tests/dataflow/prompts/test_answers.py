@@ -44,7 +44,8 @@ def test_a_worked_solution_is_kept_beside_its_final_answer(base: Path) -> None:
     assert prompts.table["full_answer"].to_pylist() == [worked, "5", None, r"\boxed{6}"]
     assert prompts.understood is not None
     assert prompts.understood.extraction == (
-        r"what follows ####, in 1 of 4 rows; what \boxed{} holds, in 1 of 4 rows; as written in 2, the first rows, row 2"
+        r"what follows ####, in 1 of 4 rows; what \boxed{} holds, in 1 of 4 rows; as written in 1, the first rows, row 2; "
+        "none in 1 of 4 rows, the first rows, row 3"
     )
 
 
@@ -57,6 +58,13 @@ def test_answers_that_mark_nothing_and_extraction_that_is_turned_off_leave_the_t
     # Lists and objects are no solutions, as values or as JSON text: a test case may hold anything.
     for data in (["#### 4"], '["#### 4"]', r'{"gold": "\\boxed{4}"}'):
         assert read(base, data).table["answer"].to_pylist() == [data]
+
+
+@pytest.mark.parametrize("extract", [True, False])
+def test_rows_without_an_answer_are_counted(base: Path, extract: bool) -> None:
+    understood = read(base, "4", None, 5, None, extract_answer=extract).understood
+    assert understood and understood.extraction.endswith("; none in 2 of 4 rows, the first rows, row 2")
+    assert "none in 2 of 4 rows" in str(understood)
 
 
 def test_many_rows_keep_their_order_and_their_answers(base: Path) -> None:
