@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from math import isnan, sqrt
-from typing import Any, TypeAlias, cast
+from fractions import Fraction
+from math import fsum, isfinite, isnan, sqrt
+from typing import Any, Self, TypeAlias, cast
 
 from .errors import UserError
+
+Parts: TypeAlias = tuple[float, ...]
+"""An exact sum of floats: the float nearest to it, the float nearest to what remains, and so on, without zeros."""
+
+
+def exact_sum(numbers: Iterable[float]) -> Parts:
+    """The exact sum of floats, the same in any order and however they are grouped.
+
+    >>> exact_sum([1e16, 1.0, 1.0]), exact_sum([0.5, -0.5]), exact_sum([1e300, 1.0])
+    ((1.0000000000000002e+16,), (0.0,), (1e+300, 1.0))
+    """
+    numbers = [float(number) for number in numbers]
+    try:
+        parts = [fsum(numbers)]
+        while isfinite(parts[-1]) and parts[-1] and (rest := fsum([*numbers, *(-part for part in parts)])):
+            parts.append(rest)
+        return tuple(parts)
+    except (OverflowError, ValueError):  # beyond the range of floats, or both infinities
+        return (sum(numbers),)
 
 
 @dataclass(frozen=True)
@@ -22,9 +40,18 @@ class Mean:
 
     total: float
     weight: float = 1.0
+    rest: Parts = ()
+    """What rounding took from `total`, so that a merged mean does not depend on the order or on the parts."""
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Mean:
+        """The mean of these values, each with weight 1."""
+        values = list(values)
+        total, *rest = exact_sum(values)
+        return cls(total, float(len(values)), tuple(rest))
 
     def __add__(self, other: Mean) -> Mean:
-        return Mean(self.total + other.total, self.weight + other.weight)
+        return _mean([self, other])
 
     @property
     def value(self) -> float:
@@ -46,44 +73,62 @@ class Sum:
     """A count or an amount."""
 
     value: float
+    rest: Parts = ()
+    """What rounding took from `value`."""
 
     def __add__(self, other: Sum) -> Sum:
-        return Sum(self.value + other.value)
+        return _sum([self, other])
 
 
 @dataclass(frozen=True)
 class Std:
-    """The standard deviation of all values, kept as number, mean and sum of squared differences from it, so that merging is exact
-    (Chan, Golub and LeVeque, 1979).
+    """The standard deviation of all values, kept as their number and the exact sums of them and of their squares, so that it does not
+    depend on the order in which parts are merged, nor on the parts.
 
-    >>> (Std.of([0.0, 2.0]) + Std.of([4.0])).value == Std.of([0.0, 2.0, 4.0]).value
+    >>> (Std.of([0.0, 2.0]) + Std.of([4.0])) == Std.of([0.0, 2.0, 4.0])
     True
     """
 
     number: float
-    mean: float
-    squares: float
-    """Sum of squared differences from the mean."""
+    total: Parts = (0.0,)
+    """Sum of the values."""
+    squares: Parts = (0.0,)
+    """Sum of their squares."""
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Std:
+    def of(cls, values: Sequence[float]) -> Self:
         """The deviation of these values, each with weight 1."""
-        number = len(values)
-        mean = sum(values) / number if number else 0.0
-        return cls(float(number), mean, sum((value - mean) ** 2 for value in values))
+        values = [float(value) for value in values]
+        return cls(
+            float(len(values)), exact_sum(values), exact_sum(part for value in values for part in _square(value))
+        )
 
-    def __add__(self, other: Std) -> Std:
-        number = self.number + other.number
-        if not number:
-            return self
-        apart, share = other.mean - self.mean, other.number / number
-        squares = self.squares + other.squares + apart**2 * self.number * share
-        return replace(self, number=number, mean=self.mean + apart * share, squares=squares)
+    def __add__(self, other: Std) -> Self:
+        return cast(Self, _total("", [self, other]))
+
+    @property
+    def mean(self) -> float:
+        """Their mean; 0 if there are none."""
+        return self.total[0] / self.number if self.number else 0.0
 
     @property
     def value(self) -> float:
         """The deviation of these values themselves (divided by their number, not by one less); NaN if there are none."""
-        return sqrt(self.squares / self.number) if self.number else float("nan")
+        if not self.number:
+            return float("nan")
+        if not all(map(isfinite, self.total + self.squares)):
+            return self.squares[0] - self.squares[0] if isfinite(self.total[0]) else float("nan")
+        total, squares = (sum(map(Fraction, parts)) for parts in (self.total, self.squares))
+        number = Fraction(self.number)
+        return sqrt(max((squares - total * total / number) / number, 0))
+
+
+def _square(value: float) -> tuple[float, float]:
+    """The square of a value, and what rounding took from it."""
+    square = value * value
+    if not isfinite(square):
+        return square, 0.0
+    return square, float(Fraction(value) ** 2 - Fraction(square))
 
 
 @dataclass(frozen=True)
@@ -140,16 +185,28 @@ def _total(name: str, metrics: list[Metric]) -> Metric:
     if len(metrics) == 1:
         return metrics[0]
     if kind is Sum:  # by far the most are sums and means
-        return Sum(_added([m.value for m in cast(list[Sum], metrics)]))
+        return _sum(cast(list[Sum], metrics))
     if kind is Mean:
-        means = cast(list[Mean], metrics)
-        return Mean(_added([m.total for m in means]), _added([m.weight for m in means]))
+        return _mean(cast(list[Mean], metrics))
+    if issubclass(kind, Std):
+        stds = cast(list[Std], metrics)
+        return replace(
+            stds[0],
+            number=sum(std.number for std in stds),
+            total=exact_sum([part for std in stds for part in std.total]),
+            squares=exact_sum([part for std in stds for part in std.squares]),
+        )
     total: Any = metrics[0]
     for metric in metrics[1:]:
         total = total + metric
     return cast(Metric, total)
 
 
-def _added(numbers: list[float]) -> float:
-    """Their sum, added one after the other."""
-    return reduce(operator.add, numbers)
+def _sum(sums: list[Sum]) -> Sum:
+    value, *rest = exact_sum([part for each in sums for part in (each.value, *each.rest)])
+    return Sum(value, tuple(rest))
+
+
+def _mean(means: list[Mean]) -> Mean:
+    total, *rest = exact_sum([part for mean in means for part in (mean.total, *mean.rest)])
+    return Mean(total, exact_sum([mean.weight for mean in means])[0], tuple(rest))

@@ -287,7 +287,7 @@ def _working_directory_kept() -> Iterator[None]:
 def reward_metrics(rewards: Sequence[float]) -> dict[str, Metric]:
     """Metrics of rewards: mean, standard deviation (`std`), number (`scored`) and, unless there are none, the largest."""
     metrics: dict[str, Metric] = {
-        "mean": Mean(sum(rewards), len(rewards)),
+        "mean": Mean.of(rewards),
         "std": Std.of(rewards),
         "scored": Sum(float(len(rewards))),
     }

@@ -1,7 +1,9 @@
 """Metrics merge exactly, in any order."""
 
 import math
+import random
 import statistics
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -45,3 +47,28 @@ def test_a_deviation_is_that_of_all_values_however_they_were_cut(values: list[in
     found = (Std.of(moved[:cut]) + Std.of(moved[cut:])).value
     assert found == pytest.approx(statistics.pstdev(values), abs=1e-6), "also of values that are far from 0"
     assert math.isnan(Std.of([]).value) and (Std.of([]) + Std.of([])) == Std.of([])
+
+
+@given(
+    values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40),
+    cuts=st.lists(st.integers(0, 40), max_size=5),
+    seed=st.integers(0, 9),
+)
+def test_metrics_are_bit_identical_however_rows_arrive(values: list[float], cuts: list[int], seed: int):
+    mixed = random.Random(seed).sample(values, len(values))
+    ends = sorted({0, *cuts, len(values)})
+    parts = [mixed[start:end] for start, end in pairwise(ends)]
+    found = merge({"mean": Mean.of(part), "std": Std.of(part), "sum": Sum(sum(part[:1]))} for part in parts)
+    assert found["mean"] == Mean.of(values) and found["std"] == Std.of(values)
+    assert merge({"mean": Mean(value), "sum": Sum(value)} for value in values) == merge(
+        {"mean": Mean(value), "sum": Sum(value)} for value in mixed
+    )
+
+
+def test_values_beyond_floats_are_no_error():
+    assert math.isnan(Std.of([math.nan, 1.0]).value) and math.isnan(Std.of([math.inf]).value)
+    assert (
+        math.isnan(Std.of([1e200, 1.0]).value)
+        and merge([{"x": Mean(math.inf)}, {"x": Mean(1.0)}])["x"].value == math.inf
+    )
+    assert math.isnan(Mean.of([math.inf, -math.inf]).value) and Mean.of([1e308, 1e308]).value == math.inf
