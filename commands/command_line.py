@@ -8,7 +8,6 @@ Everything else that is said goes to standard error.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import sys
 import traceback
@@ -20,6 +19,8 @@ import tyro
 from tyro.conf import FlagCreatePairsOff, subcommand
 
 from ..dataflow.errors import UserError, WeftError, nearest
+from ..dataflow.readable import show, show_json
+from ..dataflow.redaction import redacted
 from .command import Answer, Command
 
 TREE: Mapping[str, Any] = {
@@ -146,20 +147,20 @@ def _nothing() -> None:
 def _show(answer: Answer, as_json: bool) -> int:
     try:
         if as_json:
-            print(json.dumps(_plain(answer.found), default=str), flush=True)
+            show_json(_plain(answer.found))
         elif answer.text:
-            print(answer.text, flush=True)
+            show(answer.text, sys.stdout)
         for note in answer.notes:
-            print(note, file=sys.stderr)
+            show(note)
     except BrokenPipeError:
         return _reader_is_gone()
     return answer.exit_code
 
 
 def _failed(said: str, code: int, why: str, as_json: bool) -> int:
-    print(said, file=sys.stderr)
+    show(said)
     if as_json:
-        print(json.dumps({"error": why, "exit_code": code}), flush=True)
+        show_json({"error": redacted(why), "exit_code": code})
     return code
 
 
@@ -189,6 +190,8 @@ def _plain(value: Any) -> Any:
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return redacted(value)
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple | set):

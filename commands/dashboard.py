@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from ..dataflow.errors import UserError, nearest
+from ..dataflow.readable import show
 from .command import Answer, Command
 from .run_folder import RUNS, run_names
 
@@ -36,7 +38,7 @@ class Dashboard(Command):
 
         folder = self._folder()
         serving = Serving.at(folder, self.host, self.port, self.token)
-        print(f"dashboard of {folder}: {serving.address}", flush=True)
+        show(f"dashboard of {folder}: {serving.address}", sys.stdout)
         serving.serve()
         return Answer({"address": serving.address, "folder": str(folder)})
 

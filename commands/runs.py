@@ -35,19 +35,18 @@ class Runs(Command):
             return Answer({"runs": []}, f"no runs in {self.folder}", notes)
         import pyarrow as pa
 
-        from ..controllers.telling.readable import readable
         from ..controllers.telling.records import clock
         from ..dataflow.buffer.text_table import render_table
 
         rows = [
             {
-                "run": readable(facts.path.name),
+                "run": facts.path.name,
                 "status": facts.status,
                 "step": f"{facts.step}/{facts.steps}" if facts.steps is not None else str(facts.step),
                 "time": clock(facts.last.get("time_s", 0.0)),
                 "reward": facts.reward,
                 "loss": facts.loss,
-                "trouble": readable(facts.trouble) or None,
+                "trouble": facts.trouble or None,
             }
             for facts in found
         ]

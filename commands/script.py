@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 from ..dataflow.errors import UserError, WeftError, nearest
+from ..dataflow.readable import show
 
 
 def script_file(name: str) -> Path:
@@ -43,19 +45,19 @@ def run_script(path: Path, arguments: Sequence[str]) -> int:
     except SystemExit as left:
         if left.code is None or isinstance(left.code, int):
             return left.code or 0
-        print(left.code, file=sys.stderr)
+        show(str(left.code))
         return 1
     except (WeftError, KeyboardInterrupt):
         raise
     except Exception as error:
         shown = error.with_traceback(_of_script(error.__traceback__, str(path)))
-        sys.excepthook(type(shown), shown, shown.__traceback__)
+        show("".join(traceback.format_exception(shown)), end="")
         return 1
     return 0
 
 
-def _of_script(traceback: TracebackType | None, file: str) -> TracebackType | None:
+def _of_script(trace: TracebackType | None, file: str) -> TracebackType | None:
     """A traceback from the script on, without what ran it; None: no line of it was reached."""
-    while traceback is not None and traceback.tb_frame.f_code.co_filename != file:
-        traceback = traceback.tb_next
-    return traceback
+    while trace is not None and trace.tb_frame.f_code.co_filename != file:
+        trace = trace.tb_next
+    return trace

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..dataflow.buffer.run_files import CHECKPOINTS
 from ..dataflow.errors import RunError
+from ..dataflow.readable import show
 from .command import Answer, Command, RunName
 from .run_folder import find_run
 
@@ -46,7 +46,7 @@ class Stop(Command):
             raise RunError(f"{run} cannot be asked to end: {error}") from None
         if not self.timeout:
             return Answer({"asked": True, "ended": False, **facts.for_programs}, f"{run} was asked to end")
-        print(f"{run} is asked to end, held by {facts.holder} ...", file=sys.stderr)
+        show(f"{run} is asked to end, held by {facts.holder} ...")
         return self._ended(run, facts)
 
     def _ended(self, run: Path, asked: RunFacts) -> Answer:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import Positional, arg
 
 from ..dataflow.errors import UserError
+from ..dataflow.readable import show
 from .command import Answer, Command, Switch
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def followed(jobs: Jobs, job: str, *, as_json: bool) -> Answer:
     stream = sys.stderr if as_json else sys.stdout
 
     def write(text: str) -> None:
-        print(text, end="", file=stream, flush=True)
+        show(text.replace("\r\n", "\n").replace("\r", "\n"), stream, end="")
 
     try:
         found = jobs.follow(job, write)
@@ -123,4 +124,4 @@ def _hint(job: str) -> str:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    show(line)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError, WeftError
-from ..dataflow.redaction import redacted
+from ..dataflow.readable import show
 from .dry_run import note_settings
 from .settings import compose
 from .signals import end_run, terminals
@@ -47,11 +47,11 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
                 signal.signal(number, handler)
         return 0
     except UserError as error:
-        print(redacted(f"error: {error}"), file=sys.stderr)
+        show(f"error: {error}")
         return 2
     except (WeftError, TimeoutError, ConnectionError) as error:
         said = error.text if isinstance(error, WeftError) else str(error)
-        print(redacted(f"{type(error).__name__}: {said}"), file=sys.stderr)
+        show(f"{type(error).__name__}: {said}")
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

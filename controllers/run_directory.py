@@ -222,11 +222,11 @@ class RunDirectory:
         """
         self.check()
         plain = json.loads(json.dumps({**config, "starts": self.starts, "origin": self.origin}, default=_plain))
-        described = redacted(json.dumps(without_secrets(plain), indent=2)) + "\n"
+        described = json.dumps(without_secrets(plain), indent=2) + "\n"
         self._disk.write_whole(self.path / CONFIG, described.encode())
-        self._disk.write_whole(self.path / MERMAID, graphs[TRAIN].mermaid().encode())
+        self._disk.write_whole(self.path / MERMAID, redacted(graphs[TRAIN].mermaid()).encode())
         structure = {name: graph.structure() for name, graph in graphs.items()}
-        self._disk.write_whole(self.path / GRAPH, redacted(json.dumps(structure)).encode())
+        self._disk.write_whole(self.path / GRAPH, json.dumps(without_secrets(structure, by_name=False)).encode())
 
     def add_metrics(self, row: Mapping[str, float]) -> Mapping[str, float]:
         """Note metrics of a step. They reach the disk with the next `flush`.

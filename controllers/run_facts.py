@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..dataflow.buffer.run_files import CONFIG, METRICS, PARQUET, STREAM
 from ..dataflow.errors import UserError
+from ..dataflow.redaction import without_secrets
 from ..dataflow.safe_files import read_json
 from .alerts import Alert, read_alerts
 from .run_lock import Holder, Life, life_of
@@ -132,7 +133,7 @@ def facts_of(run: Path, last: Mapping[str, float] | None = None) -> RunFacts:
 
 def _config(run: Path, damage: list[str]) -> Mapping[str, Any]:
     try:
-        return read_json(run / CONFIG, MOST_CONFIG)
+        return without_secrets(read_json(run / CONFIG, MOST_CONFIG))
     except FileNotFoundError:
         return {}
     except UserError as error:  # it names the file

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import pydantic
 
 from ..dataflow.config import Config
 from ..dataflow.errors import SettingError, UserError, nearest
+from ..dataflow.readable import show
 from .settings_file import Placed, read_settings_file
 
 OPTION = "--config"
@@ -73,7 +73,7 @@ def compose(settings_class: type[Config], arguments: Sequence[str], description:
     except SystemExit as end:
         if (refused := _refusal(end)) is not None:
             raise UserError("\n".join(_placed(settings_class, refused, given, rest))) from None
-        sys.stderr.write(said.getvalue())
+        show(said.getvalue(), end="")
         raise
     return Composed(settings, dict(_origins(settings, given, rest)))
 

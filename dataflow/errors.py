@@ -105,9 +105,9 @@ def _end_script(kind: type[BaseException], error: BaseException, traceback: Trac
     if not isinstance(error, UserError) or sys.flags.dev_mode or sys.flags.interactive or hasattr(sys, "ps1"):
         sys.__excepthook__(kind, error, traceback)
         return
-    from .redaction import redacted
+    from .readable import show
 
-    print(redacted(f"error: {error}"), file=sys.stderr)
+    show(f"error: {error}")
     sys.exit(2)
 
 

@@ -1,8 +1,13 @@
-"""Text of a model or of data, made harmless for a terminal: whatever would steer it is shown as an escape sequence."""
+"""Print untrusted text: no terminal escapes, no secrets, and only characters that the stream can encode."""
 
 from __future__ import annotations
 
+import json
+import sys
 import unicodedata
+from typing import Any, TextIO
+
+from .redaction import redacted
 
 JOINERS = "\u200c\u200d"
 """Parts of words and of emoji; they steer nothing."""
@@ -27,6 +32,34 @@ def readable(text: str) -> str:
 
 def _escape(character: str) -> str:
     return "    " if character == "\t" else character.encode("unicode_escape").decode("ascii")
+
+
+def show(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
+    """Print a text that may quote prompts, responses, paths or other people's errors. All prints of such text go through here.
+
+    Args:
+        text: for a person.
+        stream: default: standard error.
+        end: printed after it.
+    """
+    stream = sys.stderr if stream is None else stream
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    print(encodable(readable(redacted(text)), encoding), file=stream, end=end, flush=True)
+
+
+def show_json(value: Any, stream: TextIO | None = None) -> None:
+    """Print a value as one line of JSON, in ASCII without control characters. Default stream: standard output."""
+    line = json.dumps(value, default=str).replace("\x7f", "\\u007f")
+    print(line, file=sys.stdout if stream is None else stream, flush=True)
+
+
+def one_line(text: str) -> str:
+    r"""The text in one readable line.
+
+    >>> print(one_line("\x1b[2Jtwo\nlines"))
+    \x1b[2Jtwo\nlines
+    """
+    return readable(text).replace("\n", "\\n")
 
 
 def encodable(text: str, encoding: str) -> str:

@@ -1,4 +1,5 @@
-"""Redaction: secrets of the environment, and settings that hold one, stand in no message and no file of a run."""
+"""Redaction: hide secrets in every message and file of a run. Hidden are values of the environment's secrets, settings whose names are
+those of secrets, and texts that look like a secret: passwords in URLs, bearer tokens, `password=...`, and keys of known services."""
 
 from __future__ import annotations
 
@@ -41,11 +42,61 @@ def is_secret_name(name: str) -> bool:
     return words[-1] in ("key", "auth", "apikey") or words[-2:] == ["api", "keys"] or not SECRET_WORDS.isdisjoint(words)
 
 
+_KEY_FORMATS = (
+    r"sk-(?=[\w-]*\d)[\w-]{10,}|hf_(?=[A-Za-z0-9]*\d)[A-Za-z0-9]{10,}|gh[pousr]_[A-Za-z0-9]{10,}|github_pat_\w{10,}|glpat-[\w-]{10,}"
+    r"|xox[abeprs]-[\w-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{20,}|ya29\.[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?"
+    r"|[rs]k_(?:live|test)_\w{10,}|(?:r8|npm|gsk|nvapi|tgp|lsv2)[_-](?=[\w-]*\d)[\w-]{16,}|pypi-[\w-]{20,}|SG\.[\w-]{10,}\.[\w-]{10,}|dapi[0-9a-f]{20,}"
+)
+_ASSIGNED = (
+    r"(?P<name>[\w-]*(?:passwords?|passwd|pwd|passphrase|secrets?|secret[_-]?key|api[_-]?keys?|access[_-]?key(?:[_-]id)?|private[_-]?key"
+    r"|account[_-]?key|signature|credentials?|(?:access|auth|api|refresh|bearer|hf|hub|github|gitlab|wandb|session|security|id)[_-]?tokens?))"
+    r"(?P<sign>[\"']?\s*(?:=(?!=)\s*[\"']?|:\s*(?=[\"']|[^\s\"',]*\d)[\"']?))(?!\[hidden|\[value of )(?P<value>[^\s\"'&,;<>)}\]]{3,})"
+)
+_PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (
+        re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL),
+        "[hidden]",
+    ),
+    (  # a port is no password
+        re.compile(
+            r"(?P<scheme>\b[a-z][a-z0-9+.-]*://[^\s/:@\"'<>]*:)(?!\d{1,5}(?:[/?#,]|\s|$))(?!\[hidden\]@|\[value of )(?:(?!://)[^\s\"'<>])+@(?=[\w\[%])",
+            re.IGNORECASE,
+        ),
+        r"\g<scheme>[hidden]@",
+    ),
+    (re.compile(rf"(?<![A-Za-z0-9])(?:{_KEY_FORMATS})"), "[hidden]"),
+    (re.compile(r"(?P<kind>\bbearer[ :=]+)(?=\S*\d|\S{20,})[\w.~+/=-]{6,}", re.IGNORECASE), r"\g<kind>[hidden]"),
+    (
+        re.compile(
+            r"(?P<kind>\b(?:proxy-)?authorization[\"']?\s*[:=]\s*[\"']?)(?!(?:\w+\s+)?\[(?:hidden|value of))"
+            r"(?:(?:basic|token|digest|bearer)\s+)?[^\s\"',}]{6,}",
+            re.IGNORECASE,
+        ),
+        r"\g<kind>[hidden]",
+    ),
+    (
+        re.compile(
+            r"(?P<kind>[?&](?:token|sig|signature|key|auth|code|x-amz-[a-z-]+)=)(?!\[hidden|\[value of )[^\s\"'&#<>]{4,}",
+            re.IGNORECASE,
+        ),
+        r"\g<kind>[hidden]",
+    ),
+    (re.compile(rf"(?<![\w-]){_ASSIGNED}", re.IGNORECASE), r"\g<name>\g<sign>[hidden]"),
+)
+"""What looks like a secret -> how it is shown."""
+_SUSPICIOUS = re.compile(
+    rf"@|BEGIN|bearer|authorization|[?&]|passw|pwd|passphrase|secret|key|signature|credential|token|{_KEY_FORMATS}",
+    re.IGNORECASE,
+)
+
+
 def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """A text without the secrets of the environment; each is replaced by the name of its variable.
+    """A text without secrets: those of the environment become the names of their variables, those that look like one `[hidden]`.
 
     >>> redacted("401 for hf_0123456789", {"HF_TOKEN": "hf_0123456789"})
     '401 for [value of HF_TOKEN]'
+    >>> redacted("postgres://ann:s3cret@db:5432/runs refused sk-proj-0123456789; Authorization: Bearer abc123def", {})
+    'postgres://ann:[hidden]@db:5432/runs refused [hidden]; Authorization: Bearer [hidden]'
 
     Args:
         text: for a person, or a file.
@@ -56,21 +107,31 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
     for value in sorted(values, key=len, reverse=True):  # one may be part of another
         for written in (value, quote(value, safe="")):
             text = text.replace(written, f"[value of {values[value]}]")
+    if _SUSPICIOUS.search(text):
+        for pattern, shown in _PATTERNS:
+            text = pattern.sub(shown, text)
     return text
 
 
-def without_secrets(settings: Any, name: str = "") -> Any:
-    """Settings as JSON has them, without the texts of fields whose names are those of secrets.
+def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> Any:
+    """Settings as JSON has them: fields whose names are those of secrets become `[hidden]`, all other texts are `redacted`.
 
     Args:
         settings: the value of a field, or of all.
         name: of the field.
+        by_name: hide fields by their names, too. False: for data whose fields have names that users did not choose, such as `token`.
 
     >>> without_secrets({"judge": {"api_key": "sk-1"}, "max_tokens": 8, "token": None, "passwords": ["a"], "password": ["a"]})
     {'judge': {'api_key': '[hidden]'}, 'max_tokens': 8, 'token': None, 'passwords': ['[hidden]'], 'password': ['[hidden]']}
+    >>> without_secrets({"base_url": "http://ann:pw@host/v1"})
+    {'base_url': 'http://ann:[hidden]@host/v1'}
     """
     if isinstance(settings, dict):
-        return {key: without_secrets(value, str(key)) for key, value in settings.items()}
-    if isinstance(settings, list):
-        return [without_secrets(value, name) for value in settings]
-    return HIDDEN if isinstance(settings, str) and settings and is_secret_name(name) else settings
+        return {
+            redacted(str(key)): without_secrets(value, str(key), by_name=by_name) for key, value in settings.items()
+        }
+    if isinstance(settings, list | tuple):
+        return [without_secrets(value, name, by_name=by_name) for value in settings]
+    if not isinstance(settings, str):
+        return settings
+    return HIDDEN if by_name and settings and is_secret_name(name) else redacted(settings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -28,6 +27,7 @@ from ..dataflow.column import (
 )
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Max, Mean, Metrics
+from ..dataflow.readable import show
 from ..resharding.weights import BY_VLLM
 from .canary import Canary, canary_rows, check_canary
 from .dispatch import Dispatch
@@ -234,7 +234,7 @@ class ActorWorker(TrainedWorker):
             return Given(version, None, 0)
         checksum = self._publisher.finish()
         for receiver in self._publisher.lost.values():
-            print(f"weights: {receiver}", file=sys.stderr, flush=True)
+            show(f"weights: {receiver}")
         return Given(version, checksum, self._publisher.num_bytes)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)

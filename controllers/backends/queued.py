@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ...dataflow.errors import RunError
+from ...dataflow.readable import show
 from .job_request import NUMBER
 from .jobs import Job, Jobs
 
@@ -77,7 +78,7 @@ def main(words: Sequence[str]) -> None:
     """
     _, *command = words
     server = Jobs(_server_of_this_cluster())
-    wait_for_turn(os.environ[NUMBER], server.list, lambda line: print(line, flush=True))
+    wait_for_turn(os.environ[NUMBER], server.list, lambda line: show(line, sys.stdout))
     os.execvp(command[0], command)
 
 

@@ -15,6 +15,7 @@ from ...dataflow.buffer.disk import is_full
 from ...dataflow.errors import Cancelled, Ended, Planned, ResultError, Silent, UserError
 from ...dataflow.handle import declared
 from ...dataflow.metrics import Max, Metrics
+from ...dataflow.readable import readable
 from ...dataflow.redaction import redacted
 from ...workers.device import peak_device_bytes
 from ...workers.worker import Worker
@@ -142,7 +143,7 @@ def failure_of(error: BaseException) -> Failure:
     ids, sample = tuple(getattr(error, "sample_ids", ())), getattr(error, "sample", "")
     if isinstance(error, ResultError):  # no sample is to blame
         ids, message, sample = (), f"{message} ({sample})" if sample else message, ""
-    return Failure(redacted(message), redacted(text), kind, ids, redacted(sample))
+    return Failure(*(readable(redacted(part)) for part in (message, text)), kind, ids, readable(redacted(sample)))
 
 
 def _below_executor(error: BaseException) -> Any:

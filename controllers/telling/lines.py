@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from .readable import cut, encodable, readable
+from ...dataflow.readable import cut, show, show_json
 from .records import Ending, EvaluationScore, Step, clock
 from .sample import Sample
 
@@ -24,12 +23,8 @@ class PlainLines:
         self._stream = stream
 
     def say(self, text: str, *, warning: bool = False) -> None:
-        text = readable(cut(text, LONGEST_MESSAGE))
-        print(
-            encodable(f"warning: {text}" if warning else text, encoding_of(self._stream)),
-            file=self._stream,
-            flush=True,
-        )
+        text = cut(text, LONGEST_MESSAGE)
+        show(f"warning: {text}" if warning else text, self._stream)
 
     def step(self, step: Step) -> None:
         self.say(line_of(step))
@@ -55,7 +50,7 @@ class JsonLines:
         self._stream = stream
 
     def _write(self, event: str, **values: Any) -> None:
-        print(json.dumps({"event": event, **values}, default=str), file=self._stream, flush=True)
+        show_json({"event": event, **values}, self._stream)
 
     def say(self, text: str, *, warning: bool = False) -> None:
         self._write("warning" if warning else "message", text=text)

@@ -23,7 +23,7 @@ from ...dataflow.column import (
     REWARD_PARTS,
     is_of_reward,
 )
-from .readable import cut, cut_lines, readable
+from ...dataflow.readable import cut, cut_lines, readable
 
 LONGEST = 1200
 """Characters of a text that are shown."""

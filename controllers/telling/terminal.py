@@ -9,8 +9,8 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
+from ...dataflow.readable import cut, encodable, readable
 from .lines import LONGEST_MESSAGE, encoding_of, line_of, line_of_score
-from .readable import cut, encodable, readable
 from .records import Ending, EvaluationScore, Figure, Step, clock
 from .sample import Sample
 

@@ -114,7 +114,7 @@ class Input:
 def _config(path: Path) -> dict[str, Any]:
     """The configuration of a run without secrets, also those of this environment; empty where it cannot be read."""
     try:
-        return without_secrets(parse_object(redacted(read_file(path).decode(errors="replace")), path))
+        return without_secrets(parse_object(read_file(path).decode(errors="replace"), path))
     except (OSError, ValueError):
         return {}
 

@@ -16,6 +16,7 @@ from ...dataflow.buffer.run_files import LOGS, PROCESSES, STREAM
 from ...dataflow.buffer.run_tables import batches
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.metric_names import DRIVER
+from ...dataflow.redaction import redacted
 from .curves import numbers, thinned
 from .live import nested
 
@@ -199,7 +200,7 @@ def log_part(run: Path, name: str, after: int) -> dict[str, Any]:
         data = opened.read(MOST_LOG)
     return {
         "log": file,
-        "text": data.decode(errors="replace"),
+        "text": redacted(data.decode(errors="replace")),
         "start": start,
         "next": start + len(data),
         "bytes": size,

@@ -21,6 +21,7 @@ from fastapi import FastAPI
 
 from ...dataflow.buffer.disk import replacing
 from ...dataflow.errors import UserError
+from ...dataflow.redaction import without_secrets
 from ..reading.catalogue import Catalogue, joined
 from .app import PAGES, new_app
 from .safety import Access
@@ -58,7 +59,7 @@ def export_run(run: Path, file: Path) -> dict[str, Any]:
     with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop in its own
         asked = thread.submit(lambda: asyncio.run(_answers(new_app(catalogue, Access("")), name)))
         answers, groups, total = asked.result()
-    page = _page(answers)
+    page = _page({each: without_secrets(found, by_name=False) for each, found in answers.items()})
     try:
         with replacing(file) as partial:
             partial.write_text(page, encoding="utf-8")

@@ -6,6 +6,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from ..readable import one_line
+
 
 def render_table(table: pa.Table, *, limit: int = 20, width: int = 32) -> str:
     """The first rows of a table for a terminal, long values cut.
@@ -15,6 +17,7 @@ def render_table(table: pa.Table, *, limit: int = 20, width: int = 32) -> str:
     prompts        3  generate
     generate       -
     """
+    table = table.rename_columns(list(map(one_line, table.column_names)))
     shown = [{name: _plain(value, width) for name, value in row.items()} for row in table.slice(0, limit).to_pylist()]
     widths = {name: max([len(name), *(len(row[name]) for row in shown)]) for name in table.column_names}
     right = {f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)}
@@ -31,9 +34,11 @@ def _plain(value: Any, width: int) -> str:
     if value is None:
         return "-"
     if isinstance(value, list):
-        text = ", ".join(v["writer"] if isinstance(v, dict) and "writer" in v else _plain(v, width) for v in value)
+        text = ", ".join(
+            one_line(str(v["writer"])) if isinstance(v, dict) and "writer" in v else _plain(v, width) for v in value
+        )
     elif isinstance(value, float):
         text = f"{value:.6g}"
     else:
-        text = str(value).replace("\n", "\\n")
+        text = one_line(str(value))
     return text if len(text) <= width else f"{text[: width - 3]}..."

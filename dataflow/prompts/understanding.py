@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ..readable import one_line
 from .answers import Answers
 from .conversations import Texts
 from .formats import Format, type_name
@@ -151,7 +152,7 @@ class Understanding:
         lines.append(f"  left out  {'; '.join(dropped) or 'none'}")
         for number, example in enumerate(self.examples, start=1):
             lines += _example_lines(number, example)
-        return "\n".join(map(_printable, lines))
+        return "\n".join(map(one_line, lines))
 
     def _roles_of(self, column: str) -> list[str]:
         return [role for role, name in self.roles.items() if name == column or name.startswith(f"{column}.")]
@@ -399,15 +400,6 @@ def _rows(number: int) -> str:
 
 def _clipped(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _printable(line: str) -> str:
-    """A line whose control characters are written as escapes: a terminal must not obey the name of a column.
-
-    >>> _printable("an" + chr(27) + "[2Jswer")
-    'an\\\\x1b[2Jswer'
-    """
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
 def _shown(text: object, characters: int) -> str:

@@ -9,7 +9,6 @@ files, the rank loads the complete model, and says so.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...dataflow.errors import UserError, nearest
+from ...dataflow.readable import show
 from ..model_folder import SCALAR_HEAD
 from ..weight_files import weight_files
 from .causal_lm import Skeleton, load_complete
@@ -70,7 +70,7 @@ def open_stored(
         missing = weights.made_anew
     why = f"transformers makes {missing[0]!r} anew" if missing else "there are no safetensors files"
     if share[0] == 0:
-        print(f"model {str(model)!r}: each rank loads the complete model, because {why}", file=sys.stderr, flush=True)
+        show(f"model {str(model)!r}: each rank loads the complete model, because {why}")
     return CompleteWeights(load_complete(model, folder))
 
 
