@@ -62,6 +62,8 @@ TABLES = tuple(name + ending for name in (METRICS, TIMELINE) for ending in (PARQ
 FILES = (CONFIG, MERMAID, GRAPH, *TABLES)
 """Files of a run that are meant for people. A run can be resumed without them."""
 FOLDERS = (BUFFER, f"{BUFFER}/{SEGMENTS}", CHECKPOINTS, LOGS, SAMPLES, SKIPPED)
+RESUMES = ("none", "latest", "weights")
+"""Values of `resume` that are no names of runs."""
 MAX_NAME_BYTES = 200
 """File systems allow 255, and something is appended to a name."""
 RECENT = 64
@@ -305,15 +307,29 @@ def check_name(name: object, what: str) -> None:
         UserError: the rule, and the nearest name that is right.
     """
     text = str(name)
-    leads_on = not text.isprintable() or text.startswith(".") or text != text.strip() or {*text} & {"/", "\\"}
+    leads_on = not text.isprintable() or text.startswith((".", "-")) or text != text.strip() or {*text} & {"/", "\\"}
     if isinstance(name, str) and name and not leads_on and len(text.encode()) <= MAX_NAME_BYTES:
         return
     plain = re.sub(r"[^\w.=,+@ -]+", "-", text).strip(" .-")[: MAX_NAME_BYTES // 4]
     raise UserError(
         f"{what}={name!r} cannot name a folder: a name has at least one character and at most {MAX_NAME_BYTES} bytes, no slash, "
-        "no control character, and neither a dot nor a space at its beginning"
+        "no control character, and neither a dot, a dash nor a space at its beginning"
         + (f"; did you mean {plain!r}?" if plain else "")
     )
+
+
+def check_run_name(name: object, what: str) -> None:
+    """Refuse a name that cannot name a run: see `check_name`. Values of `resume` would be taken for something else.
+
+    Raises:
+        UserError: the rule, and the nearest name that is right.
+    """
+    check_name(name, what)
+    if str(name).casefold() in RESUMES:
+        raise UserError(
+            f"{what}={name!r} cannot name a run: resume={str(name).casefold()!r} has a meaning of its own; choose another name, such as "
+            f"'{name}-run'"
+        )
 
 
 def check_rights(run: Path) -> None:

@@ -31,6 +31,11 @@ SLOWEST_BYTES_PER_S = 100e6
 the whole model at the end) takes longer with a large one."""
 
 _HEADER = struct.Struct("<cq")
+MOST_BYTES = 256 << 20
+"""Largest message. A description of a million boxes has half of that; weights are no messages."""
+SMALL_BYTES = 64 << 10
+"""Largest message that only says who is there, or that something has come."""
+_PIECE_BYTES = 1 << 20
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 
@@ -142,9 +147,17 @@ class Connection:
         """
         self._socket.sendall(_HEADER.pack(kind, len(content)) + content)
 
-    def receive(self) -> tuple[bytes, bytes]:
-        """The next message: its letter, and its content."""
+    def receive(self, most_bytes: int = MOST_BYTES) -> tuple[bytes, bytes]:
+        """The next message: its letter, and its content.
+
+        Raises:
+            OSError: its content is larger than `most_bytes`, besides the reasons above.
+        """
         kind, length = _HEADER.unpack(self._receive(_HEADER.size))
+        if not 0 <= length <= most_bytes:
+            raise ConnectionAbortedError(
+                f"the other side announced a message of {length} bytes; at most {most_bytes} are taken"
+            )
         return kind, self._receive(length)
 
     def send_bytes(self, content: Any) -> None:
@@ -169,8 +182,11 @@ class Connection:
         self._socket.close()
 
     def _receive(self, num_bytes: int) -> bytes:
-        content = bytearray(num_bytes)
-        self.receive_into(memoryview(content))
+        content = bytearray()
+        while len(content) < num_bytes:  # memory is taken for what comes, not for what is announced
+            piece = bytearray(min(num_bytes - len(content), _PIECE_BYTES))
+            self.receive_into(memoryview(piece))
+            content += piece
         return bytes(content)
 
 

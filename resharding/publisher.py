@@ -24,7 +24,7 @@ from ..dataflow.errors import WeightSyncError
 from .bucket_memory import BucketMemory, DeviceBuckets, HostBuckets, device_of
 from .buckets import BUCKET_BYTES, SLOTS, Cutter, fingerprint
 from .channel import Channel, Stream, Transport
-from .connection import Connection, listen, this_machine
+from .connection import SMALL_BYTES, Connection, listen, this_machine
 from .delta import Shadow
 from .group_channel import GroupChannel
 from .transfer import Sent, Transfer
@@ -180,7 +180,7 @@ class WeightPublisher:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             connection = Connection.accept(connected, self._token)
             try:
-                _, content = connection.receive()
+                _, content = connection.receive(SMALL_BYTES)
                 hello = json.loads(content)
                 transfer = self._transfer
                 if transfer is None or transfer.version != hello["version"]:

@@ -34,7 +34,7 @@ from .box import Box
 from .buckets import SLOTS, Entry, checksum_of
 from .channel import Channel, Stream
 from .checksum import box_sum
-from .connection import Connection
+from .connection import SMALL_BYTES, Connection
 from .delta import Shadow, bits_of, delta_of, within
 from .host_memory import copy_elements
 
@@ -51,6 +51,9 @@ FORM = struct.Struct("<qq")
 
 WHOLE = (-1, -1)
 """What stands in their place before a box that is sent whole."""
+
+MOST_TIMES = 16
+"""How often a receiver may want the same elements: once for each tensor of its own that has them."""
 
 Want = tuple[int, Box]
 """Number of an entry, and the box that is wanted of it."""
@@ -294,7 +297,7 @@ class Transfer:
                 self._give(session, number)
             self._await(session, lambda turn: turn.through)
             connection.send(b"E", f"{self._checksum or 0:016x}".encode())
-            connection.receive()
+            connection.receive(SMALL_BYTES)
             with self._condition:
                 self._served.add((session.receiver, session.part))
         except Exception as error:  # whatever it is, the others must not wait for this one
@@ -308,7 +311,7 @@ class Transfer:
         sums = np.array(turn.sums[number], np.uint64).tobytes()
         session.connection.send(b"B", NUMBER.pack(number) + sums)
         if session.wants is None:
-            session.connection.receive()
+            session.connection.receive(SMALL_BYTES)
         else:
             for entry, box in session.wants.get(number, ()):
                 changed = turn.changed.get(entry) if turn.base is not None and turn.base == session.base else None
@@ -357,13 +360,29 @@ class Transfer:
             self.sent.whole_bytes += elements.nbytes
 
     def _read_wants(self, content: bytes) -> tuple[int | None, dict[int, list[Want]] | None]:
-        """The version that a receiver holds, and what it wants; None: it maps the memory."""
+        """The version that a receiver holds, and what it wants; None: it maps the memory.
+
+        Raises:
+            ValueError: it wants what this rank does not have, or all of it more than MOST_TIMES.
+        """
         if not content:
             return None, None
         wants: dict[int, list[Want]] = {}
         base, boxes = json.loads(content)
+        num_bytes, held_bytes = 0, sum(entry.num_bytes for entry in self.entries)
         for number, starts, stops in boxes:
-            wants.setdefault(self.entries[number].bucket, []).append((number, Box(tuple(starts), tuple(stops))))
+            box = Box(tuple(starts), tuple(stops))
+            if not (type(number) is int and 0 <= number < len(self.entries)):
+                raise ValueError(f"it wants entry {number} of {len(self.entries)}")
+            entry = self.entries[number]
+            if not _lies_in(box, entry.box):
+                raise ValueError(f"it wants {box} of {entry.name!r}, of which {entry.box} is given here")
+            num_bytes += box.numel * entry.num_bytes // max(entry.box.numel, 1)
+            wants.setdefault(entry.bucket, []).append((number, box))
+        if num_bytes > MOST_TIMES * held_bytes:
+            raise ValueError(
+                f"it wants {num_bytes} bytes, more than {MOST_TIMES} times the {held_bytes} that are given here"
+            )
         return base, wants
 
     def _stops(self, session: _Session) -> str:
@@ -402,3 +421,11 @@ class Transfer:
 
 def _bytes_of(content: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _lies_in(box: Box, outer: Box) -> bool:
+    """Whether a box that somebody else has sent is part of another one."""
+    if not len(box.starts) == len(box.stops) == len(outer.starts):
+        return False
+    ends = zip(outer.starts, box.starts, box.stops, outer.stops, strict=True)
+    return all(type(start) is type(stop) is int and low <= start <= stop <= high for low, start, stop, high in ends)

@@ -11,7 +11,7 @@ from pathlib import Path
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.redaction import is_secret_name
 from ..job_environment import DEFAULT_ROOT, RESUME, ROOT
-from ..run_directory import check_name
+from ..run_directory import check_name, check_run_name
 from .user_code import UserCode
 
 NUMBER = "WEFT_JOB"
@@ -69,7 +69,7 @@ class JobRequest:
             raise UserError(
                 f"script {str(self.script)!r} lies outside of {folder}, which is sent; choose --working-dir"
             )
-        check_name(self.run_name, "--name")
+        check_run_name(self.run_name, "--name")
         if self.queue is not None:
             check_name(self.queue, "--queue")
         if not self.root.startswith(("/", "~")):

@@ -21,7 +21,7 @@ from ...dataflow.graph import Graph
 from ..backends.backend import Backend, this_node
 from ..collecting import collected_seldom
 from ..cursor import CURSOR
-from ..run_directory import RunDirectory, check_name, check_rights, hold, is_used
+from ..run_directory import RunDirectory, check_rights, check_run_name, hold, is_used
 from ..run_lock import RunLock
 from .checkpoints import complete_checkpoints, has_checkpoints, restore_replaced, step_of
 from .fetching import fetch_run
@@ -155,7 +155,7 @@ def open_run(
         UserError: another driver holds the run, there is no such folder, or it is damaged.
     """
     if name is not None:
-        check_name(name, "name")
+        check_run_name(name, "name")
         check_rights(root.resolve() / name)
     fetched = fetch_run(resume, root.resolve(), name, copy_to) if copy_to is not None else ""
     run, looked = _where(resume, root, name)

@@ -187,7 +187,7 @@ def test_nobody_else_may_look_into_a_run(run_dir: Path):
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", "../../x", "a/b", "/tmp/x", "a\\b", ".hidden", "a\nb", " a", "x" * 250]
+    "name", ["", ".", "..", "../../x", "a/b", "/tmp/x", "a\\b", ".hidden", "a\nb", " a", "x" * 250, "--help", "-n"]
 )
 @pytest.mark.parametrize("resume", ["latest", "none"])
 def test_a_name_that_leads_out_of_the_root_is_refused_and_nothing_is_touched(tmp_path: Path, name: str, resume: str):
@@ -195,6 +195,14 @@ def test_a_name_that_leads_out_of_the_root_is_refused_and_nothing_is_touched(tmp
     with pytest.raises(UserError, match=r"^name='.*' cannot name a folder"):
         run(tmp_path / "root", SCHEDULE, evaluate=False, resume=resume, name=name)
     assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")) == ["root", "root/other"]
+
+
+@pytest.mark.parametrize("name", ["latest", "none", "weights", "None", "LATEST"])
+@pytest.mark.parametrize("resume", ["latest", "none"])
+def test_a_value_of_resume_names_no_run(tmp_path: Path, name: str, resume: str):
+    with pytest.raises(UserError, match=rf"^name='{name}' cannot name a run: .*such as '{name}-run'"):
+        run(tmp_path / "root", SCHEDULE, evaluate=False, resume=resume, name=name)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_name_that_is_wrong_is_told_the_nearest_right_one():

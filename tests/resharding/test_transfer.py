@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ from weft.resharding import incoming as receiving
 from weft.resharding import publisher as publishing
 from weft.resharding import transfer as transfers
 from weft.resharding.box import Box
-from weft.resharding.buckets import SLOTS
+from weft.resharding.buckets import SLOTS, read_description
 from weft.resharding.channel import Transport
 from weft.resharding.incoming import open_weights
 from weft.resharding.publisher import WeightPublisher
@@ -510,6 +512,50 @@ def test_nonsense_costs_its_own_connection(new_publisher: NewPublisher) -> None:
     connection.send(b"H", b"[")
     with pytest.raises(OSError, match="ended the connection"):
         connection.receive()
+    connection.close()
+    assert equal(received(weights)[0], tensors())
+
+
+@pytest.mark.parametrize("length", [8 << 30, connections.MOST_BYTES, -1, 1 << 62])
+def test_a_receiver_that_announces_a_large_message_takes_no_memory(new_publisher: NewPublisher, length: int) -> None:
+    weights = new_publisher().publish(whole(tensors()), 1)
+    (rank,) = weights.ranks
+    before = psutil.Process().memory_info().vms
+    connection = connections.Connection.connect(LOOPBACK, rank.port, rank.token)
+    connection.send_bytes(struct.pack("<cq", b"H", length))
+    with pytest.raises(OSError, match="ended the connection"):
+        connection.receive()
+    assert psutil.Process().memory_info().vms - before < 200 << 20
+    connection.close()
+    assert equal(received(weights)[0], tensors())
+
+
+@pytest.mark.parametrize(
+    "wants",
+    [
+        [[0, [0, 0], [1 << 20, 1 << 11]]],
+        [[0, [-1, 0], [1, 1]]],
+        [[10_000, [0, 0], [1, 1]]],
+        [[-1, [0, 0], [1, 1]]],
+        [[0, [0], [1]]],
+        [[0, ["0", 0], [1, 1]]],
+        "everything, again and again",
+    ],
+)
+def test_a_receiver_that_wants_more_than_there_is_loses_its_connection(new_publisher: NewPublisher, wants: Any) -> None:
+    weights = new_publisher().publish(whole(tensors()), 1)
+    (rank,) = weights.ranks
+    connection = connections.Connection.connect(LOOPBACK, rank.port, rank.token)
+    hello = {"version": 1, "receiver": "greedy", "part": 0, "parts": 1, "known": ""}
+    connection.send(b"H", json.dumps(hello).encode())
+    connection.receive()
+    entries = read_description(connection.receive()[1]).entries
+    if isinstance(wants, str):
+        wants = [[number, *map(list, (e.box.starts, e.box.stops))] for number, e in enumerate(entries)] * 20
+    connection.send(b"W", json.dumps([None, wants]).encode())
+    with pytest.raises(OSError, match="ended the connection"):
+        while True:
+            connection.receive()
     connection.close()
     assert equal(received(weights)[0], tensors())
 
