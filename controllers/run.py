@@ -239,6 +239,8 @@ class Run:
         if self._closing.close_training():
             step, over = self._train.step, self._train.over
             self._saving.step_over(step, last=over, for_best=self._spec.is_evaluated_for_best(step, over=over))
+            if not self._spec.checkpoint.writes:
+                self._disk.write(self.buffer.shorten_log)
         self._disk.write(lambda: self._directory.flush(when_due=True))
 
     @property

@@ -101,6 +101,8 @@ class SampleBuffer:
     def __post_init__(self) -> None:
         self._pins = Pins(self.store)
         self.cutting = LogCutting(self.log, CUT_BYTES)
+        self._saved_at = self.log.position.offset
+        """Byte of the log of the latest checkpoint, or where the log began to be written by this process."""
 
     @property
     def segments(self) -> Path:
@@ -411,7 +413,7 @@ class SampleBuffer:
             *(graph_record(name, ledger.graph.outline()) for name, ledger in self.ledgers.items()),
             *(record for ledger in self.ledgers.values() for record in save(ledger)),
         ]
-        path = checkpoint_path(self.folder, position)
+        path, self._saved_at = checkpoint_path(self.folder, position), position.offset
         write_checkpoint(path, position, records, disk=self.disk)
         self._pins.add(path.name, segments_of(self.ledgers.values()))
         stay = {checkpoint_path(self.folder, one) for one in kept}
@@ -423,6 +425,12 @@ class SampleBuffer:
         with suppress(ValueError, OSError):  # a damaged one: what lies before it stays
             self.cutting.begin(checkpoint_position(present[: self.keep_checkpoints][-1]))
         return position
+
+    def shorten_log(self) -> None:
+        """Make a checkpoint when the log has grown by CUT_BYTES since the last one, for a run that makes none of its models: without
+        checkpoints the file of the log would grow with the age of the run."""
+        if self.log.position.offset - self._saved_at >= CUT_BYTES:
+            self.checkpoint()
 
     def drop_checkpoint(self, position: Position) -> None:
         """Delete the checkpoint of this position, where there is one: no run will go back to it."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from simulated_runs import KNOWN, costs
+from simulated_runs import run as simulated_run
 from toy import ToyActor, ToyReward, ToyRollout, centred, prompts, toy_dapo, toy_grpo
 
 import weft
@@ -17,9 +19,13 @@ from weft.algorithms.filters import first_of_group
 from weft.controllers.driver import Driver
 from weft.controllers.ranks.row_io import gather
 from weft.controllers.ranks.tasks import RowTask
-from weft.controllers.schedule import Synchronous
+from weft.controllers.schedule import Asynchronous, Synchronous
+from weft.controllers.simulation.simulated import Simulated
 from weft.dataflow.batch import Batch
+from weft.dataflow.buffer import sample_buffer
+from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.log import LogReader
+from weft.dataflow.buffer.log_history import start_of
 from weft.dataflow.buffer.pieces import Piece, Pieces
 from weft.dataflow.buffer.run_files import LOG
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
@@ -166,3 +172,14 @@ def test_masked_rows_come_with_a_mask_of_zeros(tmp_path: Path):
     rows = gather(RowTask(Operation("update"), (), ids, ids, ids, [piece], masked=frozenset([3])), reader)
     assert rows["response_mask"].to_pylist() == [[0, 0], [1]]
     writer.close()
+
+
+def test_the_log_of_a_run_without_checkpoints_stays_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sample_buffer, "CUT_BYTES", 1 << 13)
+    schedule = Asynchronous(steps=150, prompts_per_step=2)
+    driver = simulated_run(tmp_path, schedule, Simulated(costs(KNOWN)))
+    folder = driver.directory.path / "buffer"
+    archived = start_of(folder / "ledger.log").offset
+    assert archived > 5 << 13 and (folder / "ledger.log").stat().st_size < 6 << 13
+    report = check_log(folder)
+    assert not report.violations and report.num_bytes > archived
