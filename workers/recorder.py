@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from ..dataflow.batch import Batch
 from ..dataflow.buffer.disk import make_folder, replacing
-from ..dataflow.buffer.samples import sample_file_name
+from ..dataflow.buffer.samples import note_checksum, sample_file_name
 from ..dataflow.column import GROUP_ID, PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError
@@ -49,8 +49,10 @@ class RecorderWorker(Worker):
         for step in np.unique(step_of[step_of >= 0]).tolist():
             kept = self._with_texts(rows.take(np.flatnonzero(step_of == step)))
             path = folder / sample_file_name(graph, step, token, self.context.rank)
-            with replacing(path) as partial, pa.ipc.new_file(partial, kept.record.schema) as writer:
-                writer.write_batch(kept.record)
+            with replacing(path) as partial:
+                with pa.ipc.new_file(partial, kept.record.schema) as writer:
+                    writer.write_batch(kept.record)
+                note_checksum(path, partial, self.context.rank)
 
     def _with_texts(self, rows: Batch) -> Batch:
         if self._tokenizer is None:

@@ -6,7 +6,7 @@ This is `weft buffer check`. It changes nothing, and may be used while the run g
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from .checker import Checker
 from .checkpoint_file import read_checkpoint
 from .folder import ledger_checkpoints
 from .log import DAMAGED, LogReader, Position, lost_records
+from .manifest import describe
 from .rules import Rule, Violation
 from .run_files import LOG, SAMPLES
 from .run_tables import last_step
-from .samples import SampleFile, sample_files
+from .samples import SampleFile, noted_checksums, sample_files
 
 MAX_VIOLATIONS = 1000
 """The check stops after this many: further violations follow from those before."""
@@ -231,6 +232,8 @@ class RecordedSamples:
     def __init__(self, run: Path) -> None:
         self._run = run
         self._parts = _by_lease(sample_files(run))
+        self._checksums = noted_checksums(run)
+        self._without_checksum = 0
         self.violations: list[Violation] = []
         self._uncompared = 0
         self._late: dict[tuple[str, int], Mapping[int, int]] = {}
@@ -248,6 +251,7 @@ class RecordedSamples:
         late, self._late = self._late, {}
         if late:
             found = _by_lease(sample_files(self._run))
+            self._checksums = noted_checksums(self._run)
             self._parts |= {key: found[key] for key in late.keys() & found.keys()}
         for (graph, lease), steps in late.items():
             self._compare(graph, lease, steps, None)
@@ -273,12 +277,30 @@ class RecordedSamples:
                 return
             those = f"{len(missing)} are missing (sample ids {missing[:3]})"
             self._complain(f"{who} recorded {len(steps)} rows; {those}")
+        before = len(self.violations)
         if wrong := [id for id, number in times.items() if number > 1 or id not in steps]:
             those = f"were not recorded by it, or are there more than once (sample ids {wrong[:3]})"
             self._complain(f"{who}: {len(wrong)} rows {those}")
         if wrong := [(id, step) for id, step in filed if steps.get(id, step) != step]:
             id, step = wrong[0]
             self._complain(f"{who}: sample {id} is filed under step {step}; it belongs to step {steps[id]}")
+        if len(self.violations) == before:
+            self._compare_checksums(found)
+
+    def _compare_checksums(self, files: Sequence[SampleFile]) -> None:
+        """Compare files with the checksums that were noted when they were written."""
+        for path in (part.path for part in files):
+            noted = self._checksums.get(path.name)
+            if noted is None:
+                self._without_checksum += 1
+                continue
+            try:
+                checksum = describe(path)["xxh3_64"]
+            except (OSError, UserError) as error:
+                self._complain(f"{path} cannot be read: {error}")
+                continue
+            if checksum != noted:
+                self._complain(f"{path} was changed: its checksum is {checksum}, not {noted}")
 
     def _complain(self, text: str) -> None:
         if len(self.violations) < MAX_VIOLATIONS:
@@ -288,6 +310,8 @@ class RecordedSamples:
         """Files that readers skip, and rows that could not be compared."""
         left = [part.path for own in self._parts.values() for part in own]
         found = [f"{path} belongs to a lease that was not finished: readers skip it" for path in left]
+        if self._checksums and self._without_checksum:  # an earlier version of Weft noted none
+            found.append(f"{self._run / SAMPLES}: {self._without_checksum} files have no checksum to be compared with")
         if self._uncompared:
             what = f"{self._uncompared} recorded rows are not compared with it"
             found.append(f"{self._run / SAMPLES} does not exist: {what}")

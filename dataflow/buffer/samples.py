@@ -4,12 +4,16 @@
 
 Each file is written under a lease of the recorder. The log tells which leases were finished. Readers skip the files of other leases: they
 were being written when the run was killed, or the run went back to a point before them. So each row appears once.
+
+`checksums.RANK.txt` has the checksum of each file that a rank has written. `weft buffer check` compares the files with it.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +21,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import UserError
+from ..safe_files import read_file
 from .disk import PARTIAL, replacing
 from .finished_leases import finished_leases
+from .manifest import describe
 from .run_files import BUFFER, LOG, SAMPLES, SAMPLES_ARCHIVE
 
 NAME = re.compile(r"(?P<graph>.+)_(?P<step>\d+)\.(?P<lease>\d+)\.(?P<rank>\d+)\.arrow")
@@ -31,6 +37,40 @@ def sample_file_name(graph: str, step: int, lease: int, rank: int) -> str:
     'train_000012.57.0.arrow'
     """
     return f"{graph}_{step:06d}.{lease}.{rank}.arrow"
+
+
+CHECKSUMS = re.compile(r"checksums\.\d+\.txt")
+"""Files in the folder of samples, one for each rank that writes them, with a line for each of its files."""
+_CHECKSUM = re.compile(r"(?P<checksum>[0-9a-f]{1,16}) (?P<name>.+)")
+
+
+def note_checksum(path: Path, written: Path, rank: int) -> None:
+    """Note the checksum of a file of samples, before it has its name.
+
+    Args:
+        path: its place in the folder of samples.
+        written: where it lies now.
+        rank: that has written it.
+    """
+    line = f"\n{describe(written)['xxh3_64']} {path.name}\n"  # a line before may be torn
+    with open(path.with_name(f"checksums.{rank}.txt"), "ab", opener=_private) as file:
+        file.write(line.encode())
+
+
+def noted_checksums(run: Path) -> dict[str, str]:
+    """Name of a file of samples -> its checksum when it was written, as far as it is known."""
+    found: dict[str, str] = {}
+    for path in (run / SAMPLES).glob("checksums.*.txt"):
+        if CHECKSUMS.fullmatch(path.name):
+            with suppress(OSError, UserError):
+                lines = read_file(path).decode(errors="replace").splitlines()
+                matches = (_CHECKSUM.fullmatch(line) for line in lines)
+                found |= {match["name"]: match["checksum"] for match in matches if match}
+    return found
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 @dataclass(frozen=True)

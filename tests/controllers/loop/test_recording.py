@@ -27,9 +27,11 @@ from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.log import LogReader
+from weft.dataflow.buffer.manifest import describe
+from weft.dataflow.buffer.rules import Rule
 from weft.dataflow.buffer.run_files import LOG
 from weft.dataflow.buffer.run_tables import read_timeline
-from weft.dataflow.buffer.samples import archive, recorded, sample_files
+from weft.dataflow.buffer.samples import archive, note_checksum, noted_checksums, recorded, sample_files
 from weft.dataflow.errors import UserError
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Metrics
@@ -143,6 +145,29 @@ def test_samples_that_are_not_what_the_log_says_refute_it(tmp_path: Path, harm: 
     harm(tmp_path / "run")
     (violation,) = map(str, check_log(tmp_path / "run" / "buffer").violations)
     assert re.match(says, violation)
+
+
+@pytest.mark.parametrize("place", [0.0, 0.2, 0.5, 0.8, 1.0])
+def test_a_flipped_byte_of_a_file_of_samples_is_found(tmp_path: Path, place: float):
+    saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig())
+    run = tmp_path / "run"
+    assert not check_log(run / "buffer").violations
+    path = recorded(run)[-1].path
+    data = bytearray(path.read_bytes())
+    data[int(place * (len(data) - 1))] ^= 1
+    path.write_bytes(data)
+    violations = check_log(run / "buffer").violations
+    assert [violation.rule for violation in violations] == [Rule.SAMPLES]
+    assert re.match(rf"samples: {path} (was changed: its checksum is \w+, not \w+|cannot be read)", str(violations[0]))
+
+
+def test_a_torn_line_of_checksums_costs_no_other(tmp_path: Path):
+    path = tmp_path / "samples" / "train_000001.7.0.arrow"
+    path.parent.mkdir()
+    path.write_bytes(b"rows")
+    (tmp_path / "samples" / "checksums.0.txt").write_bytes(b"0123456789abcdef train_0000")
+    note_checksum(path, path, 0)
+    assert noted_checksums(tmp_path)[path.name] == describe(path)["xxh3_64"]
 
 
 def test_a_part_of_a_lease_that_was_never_finished_counts_for_nothing(tmp_path: Path):
