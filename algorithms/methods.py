@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..dataflow.column import REFERENCE_LOGPROBS
@@ -20,6 +20,7 @@ from .advantages import (
 )
 from .aggregation import FixedLength, sequence_mean
 from .grpo import grpo
+from .kl import KlPenalty
 from .policy_loss import PolicyLoss
 from .ppo import ppo
 from .preference import dpo, kto, online_dpo
@@ -49,7 +50,8 @@ class Method:
         parameters = inspect.signature(self.graph).parameters
         needed = [name for name in ("rollout", "reward", "actor", "critic") if name in parameters]
         loss = self.settings.get("loss", parameters["loss"].default)
-        return (*needed, "reference") if str(REFERENCE_LOGPROBS) in loss.reads else tuple(needed)
+        compares = str(REFERENCE_LOGPROBS) in loss.reads or bool(self.settings.get("kl"))
+        return (*needed, "reference") if compares else tuple(needed)
 
     @property
     def samples(self) -> bool:
@@ -60,6 +62,25 @@ class Method:
     def compares(self) -> bool:
         """Whether it trains on pairs of responses."""
         return not self.samples and self.graph is dpo
+
+    def with_kl(self, coefficient: float) -> Method:
+        """The same method with a penalty for leaving the reference: in the loss, or, for PPO, in the reward.
+
+        Raises:
+            UserError: the method has no such penalty, or the coefficient is not allowed.
+
+        >>> METHODS["rloo"].with_kl(0.04).groups
+        ('rollout', 'reward', 'actor', 'reference')
+        """
+        loss = self.settings.get("loss", inspect.signature(self.graph).parameters["loss"].default)
+        if not isinstance(loss, PolicyLoss):
+            raise UserError(
+                f"kl={coefficient}: only methods that train by a policy gradient have it; preference methods have "
+                "`beta` of their loss, which a program can set (explain=True prints one)"
+            )
+        penalty = KlPenalty(coefficient=coefficient)
+        added = {"kl": coefficient} if self.graph is ppo else {"loss": loss.model_copy(update={"kl": penalty})}
+        return replace(self, settings={**self.settings, **added})
 
 
 PAIRED = 5e-7

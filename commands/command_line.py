@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.metadata import version
 from typing import Annotated, Any, Union
 
 import tyro
@@ -50,7 +51,9 @@ TREE: Mapping[str, Any] = {
 MOST_SAID = 300
 """Characters of an error that no command expects."""
 PRINT_COMPLETION = "--tyro-print-completion"
-DESCRIPTION = "Run, watch and look into the runs of Weft, also while they go on, and try a machine."
+DESCRIPTION = (
+    "Run, watch and look into the runs of Weft, also while they go on, and try a machine. --version prints the version."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["--version"]:
+        print(f"weft {version('weft')}")
+        return 0
     as_json = False
     try:
         command = parse(words)

@@ -29,6 +29,7 @@ from ..workers.reward import RewardWorker
 from ..workers.rewards.function import Reward
 from ..workers.rewards.judge import Judge
 from ..workers.rollout import RolloutWorker
+from ..workers.training.lora import Lora, adapter_off
 from .backends.local import Local
 from .backends.ray_backend import RayBackend
 from .backends.ray_cluster import RayCluster
@@ -62,6 +63,8 @@ def train(
     n: int | None = None,
     max_tokens: int = 1024,
     learning_rate: float | None = None,
+    lora: Lora | None = None,
+    kl: float = 0.0,
     evaluate_every: int = 10,
     name: str | None = None,
     root: str | Path = "runs",
@@ -92,7 +95,9 @@ def train(
         prompts_per_step: rows of the data in each of them.
         n: responses to each prompt; None: what the method has.
         max_tokens: longest response.
-        learning_rate: of the actor (and of a critic); None: the method's, for models of 0.5B to 8B.
+        learning_rate: of the actor (and of a critic); None: the method's, for models of 0.5B to 8B, and ten times that for adapters.
+        lora: train an adapter and freeze the model, which is then the reference, too.
+        kl: [loss/nat] penalty for leaving the first model; 0: none. PPO subtracts it from the reward, other methods add it to the loss.
         evaluate_every: see `held_out`.
         name, root, seed, checkpoint, resume, progress, trackers, dashboard: as for `Driver`.
         explain: print the program that does the same, and run nothing.
@@ -104,12 +109,18 @@ def train(
         UserError: before anything starts, naming the argument and the nearest right value.
     """
     chosen = _checked(method_of(method), method, rewards, held_out)
+    chosen = chosen.with_kl(kl) if kl else chosen
+    if lora is not None and not isinstance(lora, Lora):
+        raise UserError(f"lora={lora!r}: it is an adapter, such as lora=weft.Lora(rank=16)")
     program = Program()
     prompts = _read(program, "prompts", data, model, reading)
     _check_responses(chosen, method, prompts)
-    shared = shared_devices(program, chosen.groups, _nodes())
-    rate = chosen.learning_rate if learning_rate is None else learning_rate
-    groups = _groups(program, chosen, shared, model=model, rewards=rewards, learning_rate=rate)
+    placed = [name for name in chosen.groups if lora is None or name != "reference"]
+    shared = shared_devices(program, placed, _nodes())
+    usual = chosen.learning_rate if lora is None else float(f"{chosen.learning_rate * ADAPTER_RATE:.6g}")
+    rate = usual if learning_rate is None else learning_rate
+    trained = {"learning_rate": rate, **({} if lora is None else {"lora": lora})}
+    groups = _groups(program, chosen, shared, model=model, rewards=rewards, trained=trained)
     sampled = {"sampling": Sampling(max_tokens=max_tokens)} | ({} if n is None else {"n": n}) if chosen.samples else {}
     training = program.assign("training", chosen.graph, prompts, **groups, **sampled, **chosen.settings)
     evaluations: list[Evaluation] = []
@@ -128,6 +139,8 @@ def train(
     return _run(training, groups["actor"], settings)
 
 
+ADAPTER_RATE = 10
+"""Factor between the learning rates of an adapter and of the whole model."""
 MODEL = "model"
 """Folder of the trained model, in the run directory."""
 
@@ -172,10 +185,10 @@ def _groups(
     *,
     model: str | Path,
     rewards: Rewards | None,
-    learning_rate: float,
+    trained: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The worker groups of a method, by name."""
-    trained = {"model": model, "learning_rate": learning_rate, **shared.trained}
+    """The worker groups of a method, by name. With an adapter, the actor without it is the reference."""
+    trained = {"model": model, **trained, **shared.trained}
     workers: Mapping[str, tuple[type, Mapping[str, Any]]] = {
         "rollout": (RolloutWorker, {"model": model, **shared.rollout}),
         "reward": (RewardWorker, {"function": rewards, "tokenizer": model}),
@@ -183,9 +196,12 @@ def _groups(
         "critic": (CriticWorker, trained),
         "reference": (ReferenceWorker, {"model": model, **shared.model}),
     }
-    groups: dict[str, Any] = {
-        each: program.assign(each, group, workers[each][0], **workers[each][1]) for each in method.groups
-    }
+    groups: dict[str, Any] = {}
+    for each in method.groups:
+        if each == "reference" and "lora" in trained:
+            groups[each] = program.assign(each, adapter_off, groups["actor"])
+        else:
+            groups[each] = program.assign(each, group, workers[each][0], **workers[each][1])
     if method.samples:
         groups["rollout"].follows(groups["actor"])
         program.add(lambda: f"{program.named('rollout')}.follows({program.named('actor')})")

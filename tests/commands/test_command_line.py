@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import weft
 from weft.__main__ import main
 from weft.commands.command_line import TREE
 
@@ -121,3 +122,8 @@ def test_an_export_without_a_name_and_a_host_that_no_name_can_be_are_refused(
     for words, says in ((["--export", ""], "name a new file"), (["--host", "a" * 300], "cannot be listened on")):
         assert main(["dashboard", str(tmp_path), *words]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"weft {weft.__version__}\n"

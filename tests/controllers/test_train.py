@@ -185,6 +185,42 @@ def test_the_turns_that_are_trained_are_a_setting_and_are_printed_before_the_fir
     assert tokens == {"last": 4 * 2, "all": 4 * 5}
 
 
+@pytest.mark.parametrize("method", [m for m in METHODS if METHODS[m].samples and m != "online_dpo"])
+def test_a_penalty_keeps_the_model_near_the_first_one(method: str, even: Any, capsys: pytest.CaptureFixture[str]):
+    program = printed(capsys, "model", "prompts.jsonl", even, method=method, kl=0.04, max_tokens=6)
+    names: dict[str, Any] = {}
+    exec(compile(program.split("with weft.Driver(")[0], "program", "exec"), names)
+    graph = names["training"]
+    assert "reference" in graph.handles and "reference.logprobs" in {node.name for node in graph.nodes}
+    if method == "ppo":
+        assert graph["token_rewards"].arguments["coefficient"] == 0.04
+    else:
+        assert graph["actor.update"].arguments["loss"].kl.coefficient == 0.04
+
+
+def test_an_adapter_is_trained_beside_a_reference_that_is_the_model_itself(
+    even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    tiny: dict[str, Any] = {"steps": 1, "prompts_per_step": 2, "n": 2, "max_tokens": 2, "name": "run", "seed": 1}
+    tiny |= {"lora": weft.Lora(rank=2), "kl": 0.1, "progress": False}
+    short = weft.train("model", "prompts.jsonl", even, **tiny, root=tmp_path / "short")
+    program = printed(capsys, "model", "prompts.jsonl", even, **tiny, root=tmp_path / "long")
+    assert "lora=weft.Lora(rank=2)" in program and "reference = weft.adapter_off(actor)" in program
+    assert "learning_rate=1e-05" in program, "ten times that of the whole model"
+    names: dict[str, Any] = {}
+    exec(compile(program, "program", "exec"), names)
+    assert [untimed(row) for row in short] == [untimed(row) for row in names["metrics"]]
+
+
+@pytest.mark.parametrize("method", ["ppo", "dpo", "kto", "sft"])
+def test_an_adapter_is_trained_by_methods_of_every_kind(method: str, even: Any, tmp_path: Path):
+    rewards = even if METHODS[method].samples else None
+    tiny: dict[str, Any] = {"steps": 1, "prompts_per_step": 2, "max_tokens": 2, "name": "run", "progress": False}
+    data = f"{DATA.get(method, 'prompts')}.jsonl"
+    weft.train("model", data, rewards, method=method, lora=weft.Lora(rank=2), root=tmp_path, **tiny)
+    assert any((tmp_path / "run" / "model").iterdir())
+
+
 def test_each_held_out_set_that_has_a_name_is_an_evaluation(even: Any, capsys: pytest.CaptureFixture[str]):
     sets = {"easy": "prompts.jsonl", "hard": "prompts.jsonl"}
     program = printed(capsys, "model", "prompts.jsonl", even, held_out=sets, evaluate_every=5, max_tokens=6)
@@ -217,6 +253,10 @@ def test_each_held_out_set_that_has_a_name_is_an_evaluation(even: Any, capsys: p
         ),
         ({"method": "dpo"}, "method='dpo' trains on the responses in the data, without rewards; leave rewards out"),
         ({"method": "sft", "rewards": None, "held_out": "prompts.jsonl"}, "method='sft' has no evaluation"),
+        ({"lora": 16}, "lora=16: it is an adapter, such as lora=weft.Lora(rank=16)"),
+        ({"kl": -1.0}, "KlPenalty.coefficient: input should be greater than 0, not -1.0"),
+        ({"method": "dpo", "rewards": None, "kl": 0.1}, "kl=0.1: only methods that train by a policy gradient have it"),
+        ({"method": "online_dpo", "kl": 0.1}, "preference methods have `beta` of their loss"),
         ({"steps": 0}, "Synchronous.steps: input should be greater than or equal to 1, not 0"),
         ({"progress": "josn"}, "progress='josn'; did you mean 'json'?"),
     ],
