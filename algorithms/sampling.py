@@ -36,8 +36,19 @@ class Sampling(Config):
     min_tokens: int = Field(default=0, ge=0)
     """[tokens] How many come before a stop token at least. Raise it where responses are to have a length; it cuts the distribution as
     `top_p` does."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, such as ("</answer>",), besides the model's stop tokens. The response keeps the tokens that complete the
+    text, with their log-probabilities, and rewards see the text of all its tokens. Set it where an answer has an end of its own."""
     ignore_stop: bool = False
     """Go on to `max_tokens` whatever is sampled. Set it in benchmarks, to know the number of tokens."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _are_texts(cls, stop: object) -> object:
+        texts = (stop,) if isinstance(stop, str) else stop
+        if isinstance(texts, list | tuple) and "" in texts:
+            raise ValueError(f"stop has an empty text, which would end every response at once: {stop!r}")
+        return texts
 
     @field_validator("temperature")
     @classmethod
@@ -51,7 +62,7 @@ class Sampling(Config):
         """The most likely token each time, and otherwise the same.
 
         >>> Sampling(max_tokens=8, top_p=0.9).greedy
-        Sampling(max_tokens=8, temperature=0.0, top_p=0.9, top_k=0, min_tokens=0, ignore_stop=False)
+        Sampling(max_tokens=8, temperature=0.0, top_p=0.9, top_k=0, min_tokens=0, stop=(), ignore_stop=False)
         """
         return self.model_copy(update={"temperature": 0.0})
 

@@ -15,6 +15,7 @@ from ..algorithms.sampling import Sampling
 from ..dataflow.batch import Batch
 from ..dataflow.column import PROMPT_IDS
 from ..dataflow.errors import UserError
+from .generation.stop_strings import tokenizer_of
 from .generation.vllm_settings import LORA_RANKS, VllmSettings
 from .images import check_images
 from .model_folder import (
@@ -99,6 +100,12 @@ class RolloutConfig(VllmSettings):
             _check_vllm(self, settings)
         else:
             check_causal_lm(self.model, settings)
+        if any(_sampling_of(node).stop for node in nodes):
+            tokenizer_of(str(self.model))
+            if self.routes and self.engine == "vllm":
+                raise UserError(
+                    "routes=True: vLLM records no routes of responses that a stop string ends; leave one out"
+                )
         for node in nodes:
             _check_prompts(source, node.name, _sampling_of(node), self.max_context or of_model, of_model)
 

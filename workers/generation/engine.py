@@ -59,7 +59,8 @@ class GenerationEngine(Protocol):
     """Policy version of the weights that the next step samples from; 0: those of the model's folder."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
-        """Sample one response to each request.
+        """Sample one response to each request. `stop_strings(sampling, model)` of `stop_strings.py` tells which token completes a stop
+        string; the response ends with it, and `finish_reason` is "stop".
 
         All requests are admitted before the first step. Closing the generator early aborts the requests that are not finished;
         sending it ids of requests aborts these.

@@ -26,6 +26,7 @@ from ..model_folder import find_model_config, read_stop_tokens, refusals_named
 from ..vision import Shown, embed, positions
 from .decoding import DecodingBatch, new_cache
 from .engine import NOT_WHOLE, GenerationRequest, Response, Responses
+from .stop_strings import stop_strings
 from .token_sampling import RequestDraws, draw_tokens
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class TransformersEngine:
             self.model.set_attn_implementation("eager")
         self._max_context = max_context or self.model.config.get_text_config().max_position_embeddings
         self._stop_tokens = np.asarray(read_stop_tokens(model), dtype=np.int64)
+        self._model_folder = model
         self._seeds = np.random.default_rng(seed)
         self._routers = self._find_routers(model) if routes else None
         self._images = images
@@ -208,6 +210,7 @@ class TransformersEngine:
         """Sample one batch of requests, from the prompts to the last finished response; ids that it is sent are put into `given_up`."""
         request_ids = np.array([request.request_id for request in requests])
         stops = np.empty(0, dtype=np.int64) if sampling.ignore_stop else self._stop_tokens
+        strings = stop_strings(sampling, self._model_folder)
         draws = RequestDraws.of(requests, self._seeds)
         shape = (len(requests), sampling.max_tokens)
         token_ids, versions = np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.int32)
@@ -225,6 +228,8 @@ class TransformersEngine:
             versions[alive, position] = self.version
             length = position + 1
             stopped = np.isin(tokens, stops)
+            if strings is not None and length > sampling.min_tokens:
+                stopped |= [strings.end(token_ids[row, :length]) for row in alive.tolist()]
             done = stopped | (length == sampling.max_tokens)
             sent = yield [
                 Response(

@@ -10,7 +10,7 @@ import secrets
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from ...resharding.weights import Weights
 from ..images import ImageReader, open_image
 from ..model_folder import read_stop_tokens
 from .engine import NOT_WHOLE, GenerationRequest, Response, Responses
+from .stop_strings import StopStrings, stop_strings
 from .vllm_settings import VllmSettings
 from .vllm_sleep import SleepingEngine
 
@@ -69,6 +70,9 @@ class VllmEngine:
         self._identity = secrets.token_hex(8)
         """Tells it from another engine that takes its place."""
         self._stop_tokens = read_stop_tokens(model)
+        self._model_folder = model
+        self._watched: dict[str, _Watched] = {}
+        """Unfinished requests with stop strings."""
         self._numbers = itertools.count()
         self._finished: dict[str, Response] = {}
         self._request_ids: dict[str, int] = {}
@@ -119,9 +123,13 @@ class VllmEngine:
         if self._sleeping is not None:
             self._sleeping.wake()
         waiting: set[str] = set()
+        strings = stop_strings(sampling, self._model_folder)
         try:
             for request in requests:
-                waiting.add(self._add(request, sampling))
+                key = self._add(request, sampling)
+                waiting.add(key)
+                if strings is not None:
+                    self._watched[key] = _Watched(strings, sampling.min_tokens)
             while waiting:
                 done = waiting & self._finished.keys()
                 if not done:
@@ -260,6 +268,7 @@ class VllmEngine:
             self._engine.abort_request(list(keys))
             self._take_routes(list(keys))
         for key in keys:
+            self._watched.pop(key, None)
             self._prompts.pop(key, None)
             self._request_ids.pop(key, None)
             self._finished.pop(key, None)
@@ -299,7 +308,8 @@ class VllmEngine:
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            # Stop strings are looked for here after each token: vLLM's own search needs its tokenizer in the engine.
+            output_kind=RequestOutputKind.CUMULATIVE if sampling.stop else RequestOutputKind.FINAL_ONLY,
         )
 
     def _step(self) -> None:
@@ -310,6 +320,8 @@ class VllmEngine:
                 outputs = self._engine.step()
         except Exception as error:
             raise GenerationError(f"vLLM failed: {type(error).__name__}: {error}") from error
+        for output in outputs:
+            self._look_for_stop(output)
         finished: list[Any] = [output for output in outputs if output.finished]
         taken = self._take_routes([output.request_id for output in finished]) if finished else []
         for output, recorded in zip(finished, taken, strict=True):
@@ -317,6 +329,33 @@ class VllmEngine:
             if request_id is not None:
                 routes = recorded if self._records_routes else output.outputs[0].routed_experts
                 self._finished[output.request_id] = self._response(output, request_id, routes)
+
+    def _look_for_stop(self, output: RequestOutput) -> None:
+        """End a request whose last token completes a stop string. vLLM names the versions of a finished request only."""
+        watched = self._watched.get(output.request_id)
+        if watched is None:
+            return
+        token_ids = list(output.outputs[0].token_ids)
+        watched.versions += [self.version] * (len(token_ids) - len(watched.versions))
+        is_end = len(token_ids) > watched.min_tokens and watched.strings.end(token_ids)
+        if output.finished or is_end:
+            del self._watched[output.request_id]
+        request_id = self._request_ids.get(output.request_id)
+        if not is_end or request_id is None:
+            return
+        if output.finished:
+            output.outputs[0].finish_reason = "stop"
+            return
+        self._engine.abort_request([output.request_id])
+        del self._request_ids[output.request_id]
+        self._prompts.pop(output.request_id, None)
+        self._finished[output.request_id] = Response(
+            request_id=request_id,
+            token_ids=np.asarray(token_ids, dtype=np.int32),
+            logprobs=np.asarray(output.outputs[0].logprobs.logprobs, dtype=np.float32),  # pyright: ignore
+            versions=np.asarray(watched.versions, dtype=np.int32),
+            finish_reason="stop",
+        )
 
     def _take_routes(self, keys: list[str]) -> list[np.ndarray | None]:
         """What was recorded here for these requests, which end; None: nothing."""
@@ -338,6 +377,16 @@ class VllmEngine:
             found = "none" if routes is None else str(len(routes))
             raise GenerationError(f"request {request_id}: vLLM gave the routes of {found} of {computed} tokens")
         return replace(_response(output, request_id), routes=routes.astype(np.uint16))
+
+
+@dataclass
+class _Watched:
+    """A request that a stop string may end."""
+
+    strings: StopStrings
+    min_tokens: int
+    versions: list[int] = field(default_factory=list)
+    """Of the weights that sampled each token."""
 
 
 def _response(output: RequestOutput, request_id: int) -> Response:
