@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pydantic
 
-from ..dataflow.config import Config
+from ..dataflow.config import Config, flattened
 from ..dataflow.errors import SettingError, UserError, nearest
+from ..dataflow.peer_names import peer_hint
 from ..dataflow.readable import show
 from .settings_file import Placed, read_settings_file
 
@@ -95,13 +96,17 @@ def _check_flags(settings_class: type[Config], arguments: Sequence[str]) -> None
     if any(config_of(field.annotation) for field in leaves.values()):
         return  # of alternatives, tyro makes commands with flags of their own
     wrong: list[str] = []
+    for word in arguments:  # as verl has them: actor.lr=1e-6
+        name, is_override, _ = word.partition("=")
+        if is_override and not name.startswith("--") and "." in name and (hint := peer_hint(name, leaves)):
+            wrong.append(f"{word}: settings are given as --name value{hint}")
     for flag, values in _given_flags(arguments):
         name = flag.removeprefix("--").replace("-", "_")
         field = leaves.get(name) or leaves.get(re.sub(r"(^|\.)no_", r"\1", name))
         said = " ".join([flag, *values])
         if field is None and not name.startswith(("help", "tyro_")):
             flags = [f"--{known.replace('_', '-')}" for known in leaves]
-            hint = nearest(flag, flags) or f"; there are {', '.join(flags)}"
+            hint = peer_hint(flag, leaves) or nearest(flag, flags) or f"; there are {', '.join(flags)}"
             wrong.append(f"{said}: there is no such setting{hint}")
         elif field is not None and len(values) == 1 and _takes_one(field.annotation) and values[0] != "None":
             try:
@@ -170,8 +175,14 @@ def config_of(annotation: Any) -> type[Config] | None:
 
 
 def _unknown(settings_class: type[Config], name: str, placed: Placed) -> str:
-    hint = settings_class.hint(name.rpartition(".")[2].replace("-", "_"))
-    return f"{placed.place}: there is no setting {name!r} (value {_plain(placed.value)!r}){hint}"
+    value = _plain(placed.value)
+    for inner in flattened(value, name) if isinstance(value, Mapping) else ():
+        if hint := peer_hint(inner, settings_class.model_fields):
+            return f"{placed.place}: there is no setting {inner!r}{hint}"
+    hint = peer_hint(name, settings_class.model_fields) or settings_class.hint(
+        name.rpartition(".")[2].replace("-", "_")
+    )
+    return f"{placed.place}: there is no setting {name!r} (value {value!r}){hint}"
 
 
 def _valid(name: str, field: Any, placed: Placed) -> Any:

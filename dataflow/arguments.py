@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from .errors import UserError, nearest
+from .peer_names import peer_hint
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ def bind_signature(
     takes = ", ".join(named) or "only rows"
     for given, value in kwargs.items():
         if given not in named and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            hint = nearest(given, named) or f"; it takes {takes}{others}"
+            hint = peer_hint(given, named) or nearest(given, named) or f"; it takes {takes}{others}"
             raise UserError(f"{who} takes no argument {given!r} (value {value!r}){hint}")
     try:
         bound = inspect.Signature(parameters).bind(*args, **kwargs)

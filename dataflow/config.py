@@ -10,6 +10,7 @@ import numpy as np
 import pydantic
 
 from .errors import SettingError, nearest
+from .peer_names import peer_hint
 
 
 class Config(pydantic.BaseModel):
@@ -88,7 +89,7 @@ class Config(pydantic.BaseModel):
         """The end of a message about a setting that the class does not have: what became of it, or the nearest one that there is."""
         known = list(cls.model_fields)
         gone = next((each.retired[name] for each in cls.__mro__ if name in vars(each).get("retired", {})), "")
-        return f"; {gone}" if gone else nearest(name, known) or f"; it has {', '.join(known)}"
+        return f"; {gone}" if gone else peer_hint(name, known) or nearest(name, known) or f"; it has {', '.join(known)}"
 
     @staticmethod
     def problem(problem: Any) -> str:

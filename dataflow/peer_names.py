@@ -1,0 +1,311 @@
+"""Names of settings in TRL, verl, OpenRLHF, slime and AReaL, and the Weft names for them. docs/coming_from.md has the same table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+LIBRARIES = ("TRL", "verl", "OpenRLHF", "slime", "AReaL")
+
+
+@dataclass(frozen=True)
+class PeerName:
+    """A setting: its name in Weft, and its names in the other libraries."""
+
+    weft: str
+    """The setting of `weft.train`, or of a class as `Class(setting=...)`."""
+    names: tuple[str, ...]
+    """In the order of `LIBRARIES`; several in one library are divided by spaces."""
+    note: str = ""
+    """What differs."""
+
+    @property
+    def setting(self) -> str:
+        """Its name alone.
+
+        >>> PEER_NAMES[0].setting, PeerName("Clipped(low=..., high=...)", ()).setting
+        ('model', 'low')
+        """
+        return self.weft if self.weft.isidentifier() else re.findall(r'(\w+)(?:=|": )\.\.\.', self.weft)[0]
+
+    def names_of(self, library: str) -> Sequence[str]:
+        return self.names[LIBRARIES.index(library)].split()
+
+
+def _row(weft: str, *names: str, note: str = "") -> PeerName:
+    return PeerName(weft, names, note)
+
+
+PEER_NAMES: tuple[PeerName, ...] = (
+    _row(
+        "model",
+        "model_name_or_path",
+        "actor_rollout_ref.model.path",
+        "pretrain",
+        "hf_checkpoint",
+        "actor.path",
+    ),
+    _row("data", "train_dataset dataset_name", "data.train_files", "prompt_data", "prompt_data", "train_dataset.path"),
+    _row("held_out", "eval_dataset", "data.val_files", "eval_dataset", "eval_prompt_data", "valid_dataset.path"),
+    _row(
+        "rewards",
+        "reward_funcs",
+        "custom_reward_function.path reward_fn",
+        "remote_rm_url",
+        "custom_rm_path rm_type",
+        "reward_fn",
+    ),
+    _row("method", "loss_type", "algorithm.adv_estimator", "advantage_estimator", "advantage_estimator", ""),
+    _row(
+        "prompts_per_step",
+        "per_device_train_batch_size generation_batch_size",
+        "data.train_batch_size data.gen_batch_size",
+        "rollout_batch_size train_batch_size",
+        "rollout_batch_size global_batch_size",
+        "train_dataset.batch_size",
+        note="prompts of a step on all devices, each with `n` responses",
+    ),
+    _row(
+        "ActorWorker(microbatch_tokens=...)",
+        "gradient_accumulation_steps",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu",
+        "micro_train_batch_size micro_rollout_batch_size",
+        "micro_batch_size max_tokens_per_gpu",
+        "actor.mb_spec.max_tokens_per_mb",
+        note="tokens of one forward pass; gradients are always accumulated over the batch",
+    ),
+    _row(
+        "n",
+        "num_generations",
+        "actor_rollout_ref.rollout.n",
+        "n_samples_per_prompt",
+        "n_samples_per_prompt",
+        "gconfig.n_samples",
+    ),
+    _row(
+        "max_tokens",
+        "max_completion_length",
+        "data.max_response_length",
+        "generate_max_len max_new_tokens",
+        "rollout_max_response_len",
+        "gconfig.max_new_tokens",
+    ),
+    _row(
+        'reading={"max_prompt_tokens": ...}',
+        "max_prompt_length",
+        "data.max_prompt_length",
+        "prompt_max_len",
+        "rollout_max_prompt_len",
+        "train_dataset.max_length",
+    ),
+    _row(
+        "RolloutWorker(max_context=...)",
+        "vllm_max_model_length",
+        "actor_rollout_ref.rollout.max_model_len",
+        "max_len",
+        "rollout_max_context_len",
+        "vllm.max_model_len",
+    ),
+    _row(
+        "Sampling(temperature=...)",
+        "temperature",
+        "actor_rollout_ref.rollout.temperature",
+        "temperature",
+        "rollout_temperature",
+        "gconfig.temperature",
+    ),
+    _row("Sampling(stop=...)", "", "", "", "rollout_stop", "gconfig.stop"),
+    _row(
+        "learning_rate",
+        "",
+        "actor_rollout_ref.actor.optim.lr actor.lr",
+        "actor_learning_rate",
+        "lr",
+        "actor.optimizer.lr",
+    ),
+    _row(
+        "ActorWorker(warmup_steps=...)",
+        "warmup_ratio",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps",
+        "lr_warmup_ratio",
+        "lr_warmup_iters",
+        "warmup_steps_proportion",
+    ),
+    _row(
+        "ActorWorker(max_grad_norm=...)",
+        "",
+        "actor_rollout_ref.actor.grad_clip",
+        "max_norm",
+        "clip_grad",
+        "actor.gradient_clipping",
+    ),
+    _row(
+        "steps",
+        "max_steps num_train_epochs",
+        "trainer.total_training_steps trainer.total_epochs",
+        "num_episodes max_epochs",
+        "num_rollout",
+        "total_train_steps total_train_epochs",
+        note="updates, not epochs",
+    ),
+    _row(
+        "kl",
+        "beta",
+        "actor_rollout_ref.actor.kl_loss_coef kl_loss_coef algorithm.kl_ctrl.kl_coef kl_coef",
+        "init_kl_coef",
+        "kl_loss_coef",
+        "actor.kl_ctl",
+        note="the beta of a DPO loss is PreferenceLoss(beta=...)",
+    ),
+    _row(
+        "Clipped(low=..., high=...)",
+        "epsilon epsilon_high",
+        "actor_rollout_ref.actor.clip_ratio clip_ratio_low clip_ratio_high",
+        "eps_clip eps_clip_low_high",
+        "eps_clip eps_clip_high",
+        "actor.eps_clip actor.eps_clip_higher",
+    ),
+    _row(
+        "PolicyLoss(entropy_coefficient=...)",
+        "",
+        "actor_rollout_ref.actor.entropy_coeff",
+        "entropy_loss_coef",
+        "entropy_coef",
+        "",
+    ),
+    _row(
+        "lora",
+        "peft_config lora_r",
+        "actor_rollout_ref.model.lora_rank lora_rank lora_alpha",
+        "lora_rank lora_alpha",
+        "",
+        "actor.use_lora",
+    ),
+    _row(
+        "ActorWorker(activation_checkpointing=...)",
+        "gradient_checkpointing",
+        "actor_rollout_ref.model.enable_gradient_checkpointing",
+        "gradient_checkpointing",
+        "recompute_granularity",
+        "actor.gradient_checkpointing",
+    ),
+    _row(
+        "ActorWorker(offload=...)",
+        "",
+        "actor_rollout_ref.actor.fsdp_config.param_offload fsdp_config.optimizer_offload",
+        "adam_offload",
+        "offload_train",
+        "",
+    ),
+    _row("ActorWorker(dtype=...)", "bf16 fp16", "actor_rollout_ref.rollout.dtype", "param_dtype", "", "actor.dtype"),
+    _row("RolloutWorker(engine=...)", "use_vllm", "actor_rollout_ref.rollout.name", "", "", ""),
+    _row(
+        "RolloutWorker(gpu_memory_utilization=...)",
+        "vllm_gpu_memory_utilization",
+        "actor_rollout_ref.rollout.gpu_memory_utilization",
+        "vllm_gpu_memory_utilization",
+        "sglang_mem_fraction_static",
+        "vllm.gpu_memory_utilization",
+    ),
+    _row(
+        "RolloutWorker(tensor_parallel=...)",
+        "vllm_tensor_parallel_size",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size tensor_parallel_size",
+        "vllm_tensor_parallel_size",
+        "rollout_num_gpus_per_engine tensor_model_parallel_size",
+        "vllm.tensor_parallel_size",
+    ),
+    _row(
+        "Driver(placement=...)",
+        "",
+        "trainer.n_gpus_per_node trainer.nnodes",
+        "actor_num_gpus_per_node vllm_num_engines",
+        "actor_num_gpus_per_node rollout_num_gpus",
+        "allocation_mode cluster.n_nodes",
+    ),
+    _row(
+        "Asynchronous(max_staleness=...)",
+        "",
+        "async_training.staleness_threshold",
+        "async_train",
+        "",
+        "rollout.max_head_offpolicyness",
+    ),
+    _row("evaluate_every", "eval_steps", "trainer.test_freq", "eval_steps", "eval_interval", "evaluator.freq_steps"),
+    _row(
+        "CheckpointConfig(every=...)",
+        "save_steps",
+        "trainer.save_freq",
+        "save_steps",
+        "save_interval",
+        "saver.freq_steps",
+    ),
+    _row("resume", "resume_from_checkpoint", "trainer.resume_mode", "load_checkpoint", "load", "recover.mode"),
+    _row("name", "run_name", "trainer.experiment_name", "wandb_run_name", "wandb_group", "experiment_name trial_name"),
+    _row("root", "output_dir", "trainer.default_local_dir", "save_path ckpt_path", "save", "cluster.fileroot"),
+    _row(
+        "trackers",
+        "report_to",
+        "trainer.logger trainer.project_name",
+        "use_wandb use_tensorboard",
+        "use_wandb",
+        "stats_logger.wandb.mode",
+    ),
+)
+
+
+@cache
+def _known() -> dict[str, list[tuple[str, PeerName]]]:
+    """Last part of a peer's name -> the libraries that have it, and the setting."""
+    found: dict[str, list[tuple[str, PeerName]]] = {}
+    for row in PEER_NAMES:
+        for library in LIBRARIES:
+            for name in row.names_of(library):
+                found.setdefault(name.rpartition(".")[2], []).append((f"{library} {name}", row))
+    return found
+
+
+def peer_hint(name: str, known: Collection[str]) -> str:
+    """The end of an error about a setting that another library has: the name that Weft has for it. Empty if no library has it.
+
+    >>> peer_hint("num_generations", ["n", "steps"])
+    "; num_generations is TRL's name: Weft's is 'n'"
+    >>> peer_hint("--actor.lr", ["learning_rate"])
+    "; actor.lr is verl's name: Weft's is 'learning_rate'"
+    >>> peer_hint("max_steps", ["shuffle"])
+    "; max_steps is TRL's name: Weft's is weft.train(steps=...) (updates, not epochs)"
+    >>> peer_hint("nonsense", ["n"])
+    ''
+
+    Args:
+        name: as it was given.
+        known: the settings that there are.
+    """
+    name = name.lstrip("+-").replace("-", "_")
+    parts = name.split(".")
+    if parts[-1] in known and len(parts) == 1:
+        return ""
+    candidates = _known().get(parts[-1], [])
+    best = max(candidates, key=lambda each: _common_end(each[0].split(" ")[1].split("."), parts), default=None)
+    if best is None or (parts[-1] == "n" and len(parts) == 1):
+        return ""
+    library, row = best[0].split(" ")[0], best[1]
+    own = f"weft.train({row.weft}=...)" if row.weft.isidentifier() else row.weft
+    note = f" ({row.note})" if row.note else ""
+    return f"; {name} is {library}'s name: Weft's is {repr(row.setting) if row.setting in known else own}{note}"
+
+
+def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many of the last parts are equal.
+
+    >>> _common_end(["actor", "lr"], ["actor", "optim", "lr"])
+    1
+    """
+    count = 0
+    for a, b in zip(reversed(one), reversed(other), strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
