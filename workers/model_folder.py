@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 SCALAR_HEAD = "score.weight"
 """The weight of a scalar head, [1, hidden], without a bias."""
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+_SIZES = ("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer")
+_TOKEN_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id")
 _HEADS_NAMES = ("num_attention_heads", "n_head", "n_heads")
 _HIDDEN_NAMES = ("hidden_size", "n_embd", "d_model")
 EXPERTS_NAMES = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -44,7 +46,46 @@ def read_model_config(model: str | Path) -> dict[str, Any]:
         raise UserError(f"model {str(model)!r}: {file} cannot be read ({error})") from None
     if not isinstance(config, dict):
         raise UserError(f"model {str(model)!r}: {file} holds {type(config).__name__}, not the settings of a model")
+    _check_types(model, file, config)
     return config
+
+
+def _check_types(model: str | Path, file: Path, config: Mapping[str, Any]) -> None:
+    """Check the settings that Weft reads by itself; `transformers` checks all of them when it makes the model.
+
+    Raises:
+        UserError: naming the file, the setting, its value and what it should be.
+    """
+    wanted: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "model_type": ("text", lambda value: isinstance(value, str)),
+        "text_config": ("an object", lambda value: isinstance(value, Mapping)),
+        **dict.fromkeys(_SIZES, ("a number of at least 1", _is_size)),
+        **dict.fromkeys(
+            (*_CONTEXT_NAMES, *_HEADS_NAMES, "num_key_value_heads", "head_dim"), ("an integer", _is_integer)
+        ),
+        "layer_types": ("a list", lambda value: isinstance(value, list)),
+        **dict.fromkeys(_TOKEN_NAMES, ("an integer, or a list of them", _is_token)),
+    }
+    text = config.get("text_config")
+    for section, settings in (("", config), ("text_config.", text if isinstance(text, Mapping) else {})):
+        for name, (kind, is_right) in wanted.items():
+            value = settings.get(name)
+            if value is not None and not is_right(value):
+                raise UserError(
+                    f"model {str(model)!r}: {section}{name} in {file} is {value!r}, not {kind}; correct it, or fetch the file again"
+                )
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
+
+
+def _is_size(value: Any) -> bool:
+    return _is_integer(value) and value >= 1
+
+
+def _is_token(value: Any) -> bool:
+    return all(_is_integer(each) for each in value) if isinstance(value, list) else _is_integer(value)
 
 
 def find_model_config(model: str | Path) -> Path:
@@ -125,6 +166,10 @@ def _named_stop_tokens(model: str | Path) -> tuple[int, ...]:
         found = settings.get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"model {str(model)!r}: {file} cannot be read ({error})") from None
+    if found is not None and not _is_token(found):
+        raise UserError(
+            f"model {str(model)!r}: eos_token_id in {file} is {found!r}, not an integer, or a list of them; correct it"
+        )
     if found is None:
         found = text_settings(read_model_config(model)).get("eos_token_id")
     return () if found is None else tuple(found) if isinstance(found, list) else (found,)
@@ -193,7 +238,7 @@ def _first(settings: Mapping[str, Any], names: Iterable[str]) -> int | None:
 
 
 @contextmanager
-def refusals_named(model: str | Path, cannot: str) -> Iterator[None]:
+def refusals_named(model: str | Path, cannot: str, file: Path | None = None) -> Iterator[None]:
     """Turn a refusal by `transformers` into a UserError that names the model and what it cannot be used for.
 
     >>> with refusals_named("gpt-9", "cannot be trained"):
@@ -205,18 +250,11 @@ def refusals_named(model: str | Path, cannot: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ImportError,
-        NotImplementedError,
-        ArithmeticError,
-        OSError,
-    ) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"model {str(model)!r} {cannot}: transformers refuses it ({reason})") from error
+    except Exception as error:  # settings of wrong types or sizes can fail anywhere
+        lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+        reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+        where = "" if file is None else f"; correct {file}, or fetch it again"
+        raise UserError(f"model {str(model)!r} {cannot}: transformers refuses it ({reason}){where}") from error
 
 
 def complete_text_settings(model: str | Path) -> Any:
@@ -227,7 +265,7 @@ def complete_text_settings(model: str | Path) -> Any:
     """
     from transformers import AutoConfig
 
-    with refusals_named(model, "cannot be read"):
+    with refusals_named(model, "cannot be read", find_model_config(model)):
         return AutoConfig.from_pretrained(find_model_config(model).parent, local_files_only=True).get_text_config()
 
 

@@ -4,10 +4,13 @@ is named before a process starts."""
 from __future__ import annotations
 
 import math
+import pickletools
+import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..dataflow.errors import UserError
 from ..dataflow.safe_files import open_file, parse_object
@@ -133,12 +136,60 @@ def check_weights(model: str | Path, *, trained: bool) -> None:
     """
     if not Path(model).expanduser().is_dir():
         return
-    for name, entry in stored_tensors(model, find_model_config(model).parent).items():
+    folder = find_model_config(model).parent
+    stored = stored_tensors(model, folder)
+    for file in () if stored else sorted(folder.glob("pytorch_model*.bin")):
+        if reason := _not_only_tensors(file):
+            raise UserError(
+                f"model {str(model)!r}: {file} {reason}; Weft runs no code of files. Fetch the model as safetensors, or, if you trust the "
+                "file, load it where it was made and write it with save_pretrained()"
+            )
+    for name, entry in stored.items():
         if trained and entry.dtype not in (FLOATS if name.endswith(".weight") else DTYPES):
             raise UserError(
                 f"model {str(model)!r} cannot be trained: {name!r} in {entry.file.name} has the dtype {entry.dtype}, and weights have one "
                 f"of {', '.join(FLOATS)}"
             )
+
+
+def _not_only_tensors(file: Path) -> str:
+    """Why a file of `torch.save` cannot be read as tensors alone; empty: it can, as far as the names in its pickle say. Nothing of it is
+    executed: `torch` itself reads such files with `weights_only=True`."""
+    try:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive, archive.open(_pickle_in(archive)) as opened:
+                found = _foreign_names(opened)
+        else:  # written before torch 1.6: pickles one after the other
+            with file.open("rb") as opened:
+                found = _foreign_names(opened)
+                with suppress(ValueError):
+                    for _ in range(4):
+                        found += _foreign_names(opened)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        return f"is damaged, or no file of torch.save ({error})"
+    return f"holds more than tensors: a pickle that calls {', '.join(sorted(set(found))[:3])}" if found else ""
+
+
+def _pickle_in(archive: zipfile.ZipFile) -> str:
+    """The name of the pickle in an archive of `torch.save`."""
+    for name in archive.namelist():
+        if name.endswith("data.pkl"):
+            return name
+    raise ValueError("it holds no data.pkl")
+
+
+def _foreign_names(pickled: IO[bytes]) -> list[str]:
+    """Functions and classes that a pickle names, other than those of which `torch.save` makes tensors."""
+    texts: list[str] = []
+    named: list[str] = []
+    for code, argument, _ in pickletools.genops(pickled):
+        if code.name == "GLOBAL":
+            named.append(str(argument).replace(" ", ".", 1))
+        elif code.name == "STACK_GLOBAL":
+            named.append(".".join(texts[-2:]))
+        elif isinstance(argument, str):
+            texts.append(argument)
+    return [name for name in named if not name.startswith(("torch.", "collections.OrderedDict", "numpy.", "_codecs."))]
 
 
 def find_tensor(model: str | Path, name: str) -> Path | None:

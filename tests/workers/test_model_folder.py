@@ -101,3 +101,28 @@ def test_checking_what_is_trained_needs_neither_torch_nor_transformers(tmp_path:
         "assert not {'torch', 'vllm', 'transformers', 'ray'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("hidden_size", "64", "not a number of at least 1"),
+        ("vocab_size", [97], "not a number of at least 1"),
+        ("vocab_size", 0, "not a number of at least 1"),
+        ("num_hidden_layers", True, "not a number of at least 1"),
+        ("max_position_embeddings", "64", "not an integer"),
+        ("num_attention_heads", {"a": 1}, "not an integer"),
+        ("head_dim", "8", "not an integer"),
+        ("layer_types", 5, "not a list"),
+        ("model_type", ["qwen2"], "not text"),
+        ("text_config", "x", "not an object"),
+        ("eos_token_id", {"a": 2}, "not an integer, or a list of them"),
+    ],
+)
+def test_a_setting_of_the_wrong_type_is_named_with_its_file(tmp_path: Path, name: str, value: Any, kind: str):
+    settings = {"model_type": "qwen2", **TEXT, "vocab_size": 97, name: value}
+    folder = folder_with(tmp_path, **settings)
+    for refuse in (lambda: check(folder), lambda: ActorWorker.check(ActorConfig(model=folder), [], source(20))):
+        with pytest.raises(UserError) as refused:
+            refuse()
+        assert f"{name} in {folder / 'config.json'} is {value!r}, {kind}; correct it" in str(refused.value)

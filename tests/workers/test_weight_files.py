@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from weft.dataflow.errors import UserError
@@ -153,3 +155,36 @@ def test_a_head_that_is_the_embedding_counts_once_however_it_is_stored(tmp_path:
     (tmp_path / "config.json").write_text(json.dumps({**SETTINGS, "tie_word_embeddings": False}))
     assert model_size(tmp_path).parameters == 72 and not model_size(tmp_path).tied
     assert model_size(tmp_path, scalar=True).parameters == 36 + 4, "a scalar head takes the place of the other"
+
+
+class Calls:
+    """Pickled, it calls a function when it is read."""
+
+    def __reduce__(self) -> Any:
+        return print, ("executed",)
+
+
+@pytest.mark.parametrize("kind", ["torch.save", "pickle", "garbage"])
+def test_a_pickle_that_holds_more_than_tensors_is_refused_in_one_line(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "pytorch_model.bin"
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 97}')
+    if kind == "torch.save":
+        torch.save({"weight": torch.zeros(2), "more": Calls()}, file)
+    else:
+        file.write_bytes(pickle.dumps(Calls()) if kind == "pickle" else b"garbage")
+    with pytest.raises(UserError) as caught:
+        ActorWorker.check(ActorConfig(model=tmp_path), [], NO_ROWS)
+    said = str(caught.value)
+    named = "is damaged" if kind == "garbage" else "holds more than tensors: a pickle that calls "
+    assert f"{file} {named}" in said and "Weft runs no code of files" in said
+    assert "weights_only" not in said and "\n" not in said and "executed" not in capsys.readouterr().out
+
+
+def test_a_file_of_tensors_alone_passes(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 97}')
+    for old in (False, True):
+        tensors = {"weight": torch.zeros(2), "half": torch.zeros(2, dtype=torch.bfloat16)}
+        torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not old)
+        ActorWorker.check(ActorConfig(model=tmp_path), [], NO_ROWS)

@@ -17,8 +17,9 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...dataflow.errors import UserError
-from ..model_folder import SCALAR_HEAD, check_scalar_head, refusals_named
+from ..model_folder import CONFIG_FILE, SCALAR_HEAD, check_scalar_head, refusals_named
 from ..vision import is_type_that_sees
+from ..weight_files import check_weights
 from .engine import Head, Recomputed
 from .scalar_head import new_scalar_head, put_scalar_head
 
@@ -62,7 +63,7 @@ def build_causal_lm(
     settings = training_settings(model, folder)
     if head != "logprobs":
         check_scalar_head(model, {"model_type": settings.model_type})
-    with refusals_named(model, "cannot be trained"), torch.device("meta"):
+    with refusals_named(model, "cannot be trained", folder / CONFIG_FILE), torch.device("meta"):
         causal_lm = auto_class(settings).from_config(settings, dtype=torch.float32)
     causal_lm.eval()
     _forget_values(causal_lm)
@@ -98,7 +99,9 @@ def load_complete(model: str | Path, folder: Path) -> Any:
     logging.set_verbosity_error()  # it reports what it does not use, which `stored_weights.py` judges
     settings = training_settings(model, folder)
     try:
-        with refusals_named(model, "cannot be trained"):
+        check_weights(model, trained=True)
+        files = ", ".join(sorted(file.name for file in folder.glob("*.bin*"))) or "no weights"
+        with refusals_named(model, f"cannot be loaded from its folder {folder}, which has {files}"):
             return auto_class(settings).from_pretrained(
                 folder,
                 config=settings,
@@ -126,7 +129,7 @@ def training_settings(model: str | Path, folder: Path) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one per rank would garble the terminal
-    with refusals_named(model, "cannot be trained"):
+    with refusals_named(model, "cannot be trained", folder / CONFIG_FILE):
         settings = AutoConfig.from_pretrained(folder, local_files_only=True)
     settings.name_or_path = str(model)
     _switch_off_dropout(settings)
