@@ -27,7 +27,7 @@ def main(settings: RealSettings) -> None:
         data = data or tiny_qwen3.wrong_and_right(problems, SYSTEM)
     assert data is not None and model is not None
     pairs = weft.Prompts.read(data, model, thinking=settings.thinking, too_long="drop")
-    train, held_out = pairs.hold_out(min(64 if tiny else 512, len(pairs) // 5), settings.seed)
+    train, held_out = pairs.hold_out(min(128 if tiny else 512, len(pairs) // 5), settings.seed)
 
     # The reference stands still: its log-probabilities of each pair are computed once, and kept beside the pair.
     reference = weft.group(weft.ReferenceWorker, model=model, dtype="bfloat16" if settings.num_gpus else "float32")
@@ -45,7 +45,7 @@ def main(settings: RealSettings) -> None:
         schedule=weft.Synchronous(
             steps=settings.num_steps, prompts_per_step=settings.prompts_per_step or (16 if tiny else 128)
         ),
-        evaluations=[weft.Evaluation(preference_accuracy(held_out, actor=actor), every=4 if tiny else 25)],
+        evaluations=[weft.Evaluation(preference_accuracy(held_out, actor=actor), every=8 if tiny else 25)],
         placement=settings.places(("actor",)),
         backend=settings.new_backend(),
         checkpoint=weft.CheckpointConfig(every_s=None if tiny else 1800, best=ACCURACY),

@@ -2,7 +2,7 @@
 
 python examples/grpo_gsm8k.py --model Qwen/Qwen3-0.6B --data openai/gsm8k        all GPUs of this machine
 python examples/grpo_gsm8k.py --model models/qwen3 --data train.jsonl --gpus 8
-python examples/grpo_gsm8k.py --tiny                                             a tiny model and problems made here, on a CPU
+python examples/grpo_gsm8k.py --tiny                                             a trial on a CPU: a tiny model and problems made here
 """
 
 import time
@@ -20,8 +20,8 @@ from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.surrogates import Clipped
 from weft.workers.rewards.function import Reward
 
-ACCURACY = "eval/reward/right"
-"""Share of the held-out problems whose greedy answer is right."""
+ACCURACY = "eval/pass@1"
+"""Share of the held-out problems whose greedy answer is right by the grader; the form does not count."""
 SYSTEM = "Reason step by step, and put the final answer into \\boxed{}."
 
 
@@ -66,9 +66,9 @@ def main(settings: RealSettings) -> None:
     with weft.Driver(
         training(train, rollout=rollout, reward=reward, actor=actor, n=8, sampling=sampling),
         schedule=weft.Synchronous(
-            steps=settings.num_steps, prompts_per_step=settings.prompts_per_step or (8 if tiny else 128)
+            steps=settings.num_steps, prompts_per_step=settings.prompts_per_step or (16 if tiny else 128)
         ),
-        evaluations=[weft.Evaluation(accuracy, every=4 if tiny else 10)],
+        evaluations=[weft.Evaluation(accuracy, every=8 if tiny else 10)],
         placement=settings.places(("actor", "rollout")),
         backend=settings.new_backend(),
         checkpoint=weft.CheckpointConfig(every_s=None if tiny else 1800, best=ACCURACY),

@@ -1,4 +1,4 @@
-"""What the examples with real models and data share: their settings, the devices, and what `--tiny` stands for."""
+"""Settings, devices and data of the examples for real models, and of their trial (`--tiny`)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class RealSettings(weft.Config):
     backend: Literal["ray", "local"] = "ray"
     """Processes on a Ray cluster with vLLM; or everything in this process, where breakpoints work."""
     tiny: bool = False
-    """A tiny model of Qwen3's shape, made here and taught the form of an answer: does everything work?"""
+    """A trial in two minutes on a CPU: a tiny model of Qwen3's shape, made here, learns word problems that are made here."""
     thinking: bool = False
     """Whether the chat template lets the model think before it answers."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Longest response, in tokens. Default: 1,024; with thinking 4,096; with --tiny 24."""
+    """Longest response, in tokens. Default: 1,024; with thinking 4,096; with --tiny 32."""
     steps: int | None = Field(default=None, ge=1)
-    """Updates of the policy. Default: 200; with --tiny 8."""
+    """Updates of the policy. Default: 200; with --tiny 16, or 8 with --data."""
     prompts_per_step: int | None = Field(default=None, ge=1)
     """Rows of each update. Default: 128, PPO 512; with --tiny fewer. A trial on a CPU wants 8."""
     adapter: int | None = Field(default=None, ge=1)
@@ -80,12 +80,12 @@ class RealSettings(weft.Config):
     @property
     def num_steps(self) -> int:
         """Updates, decided."""
-        return self.steps or (8 if self.tiny else 200)
+        return self.steps or (200 if not self.tiny else 16 if self.data is None else 8)
 
     @property
     def longest_response(self) -> int:
         """Tokens, decided."""
-        return self.max_tokens or (24 if self.tiny else 4096 if self.thinking else 1024)
+        return self.max_tokens or (32 if self.tiny else 4096 if self.thinking else 1024)
 
     @property
     def training(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def read_problems(settings: RealSettings, data: str, model: str, system: str) ->
     print(
         f"context: {context:,} tokens, for prompts of up to {longest:,} and responses of {settings.longest_response:,}"
     )
-    train, held_out = problems.hold_out(min(64 if settings.tiny else 512, len(problems) // 5), settings.seed)
+    train, held_out = problems.hold_out(min(128 if settings.tiny else 512, len(problems) // 5), settings.seed)
     return train, held_out, context
 
 
@@ -129,7 +129,7 @@ def summary(metrics: list[dict[str, float]], accuracy: str, started: float) -> s
 
     Args:
         metrics: of every step.
-        accuracy: the metric of the evaluation.
+        accuracy: the metric of the evaluation that says how many held-out rows are right.
         started: moment of the monotonic clock at which the program began, in seconds.
     """
     scores = [row[accuracy] for row in metrics if accuracy in row]

@@ -1,7 +1,9 @@
-"""A small model of Qwen3's shape, for programs that train real models: they run with it anywhere, in minutes, without a download.
+"""A tiny model of Qwen3's shape and the problems that it trains on, so that programs for real models run anywhere in two minutes.
 
-It has what matters to such a program: a byte-pair tokenizer, made of the task's own texts, special tokens, a chat template that takes
-`enable_thinking`, grouped heads, tied embeddings. What it lacks is knowledge: a supervised warm start teaches it the form of an answer.
+The model has what matters to such a program: a byte-pair tokenizer, special tokens, a chat template that takes `enable_thinking`, grouped
+heads and tied embeddings. Nothing is downloaded. A supervised warm start stands for the pretraining of a real model: the tiny model
+learns arithmetic and the form of an answer from worked solutions, and most solutions of the longer problems stop a step too early.
+Greedy answers are therefore right for the short problems only. Reinforcement learning finds out which way of solving is right.
 """
 
 from __future__ import annotations
@@ -12,8 +14,11 @@ import random
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import weft
+from weft.algorithms.evaluation import evaluate
+from weft.algorithms.graders.math import Math
 from weft.algorithms.supervised import supervised
 from weft.controllers.run_directory import require_folder
 
@@ -22,7 +27,11 @@ END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
+{% if loop.last and message.role == 'assistant' %}<think>
+
+</think>
+
+{% endif %}{{ message.content }}<|im_end|>
 {% endfor -%}
 {%- if add_generation_prompt -%}
 <|im_start|>assistant
@@ -33,34 +42,85 @@ CHAT_TEMPLATE = """\
 {% endif %}{% endif -%}
 """
 
+TEMPLATE_TEXTS = ("system", "user", "assistant", "\n\n")
+"""Texts of the chat template that become single tokens."""
 BYTES = ("0",)
 """Texts that a tokenizer of single bytes learns from."""
 FIRST_NAMES = ("Ana", "Ben", "Chen", "Dara", "Emil", "Fatima", "Goran", "Hana")
 THINGS = ("apples", "marbles", "stickers", "books", "shells", "coins", "cards", "pencils")
 
 
-def word_problems(number: int, seed: int = 0) -> list[dict[str, str]]:
-    """Word problems in GSM8K's form, for where no data is given: a question, and a worked answer that ends in `#### 42`.
+PROBLEMS = 2000
+"""Problems to train on and to hold out, made where no data are given."""
+DEMONSTRATIONS = 4000
+"""Other problems, whose solutions the warm start reads."""
+HASTY = 0.65
+"""Share of the two-step problems whose solution in the warm start stops after the first step."""
+SOLVED = 0.75
+"""The warm start ends when at least one of four sampled responses is right for this share of the problems: reinforcement learning needs
+a model that succeeds now and then."""
+TRIED = 48
+"""Problems that are tried for that; they are neither trained on nor held out."""
+MAX_WARM_STEPS = 400
 
-    >>> problem = word_problems(1)[0]
-    >>> sorted(problem), "####" in problem["answer"]
-    (['answer', 'question'], True)
+
+def word_problems(number: int, seed: int = 0) -> list[dict[str, str]]:
+    """Different word problems in GSM8K's form, of one step and of two: a question, and a worked answer that ends in `#### 42`.
+
+    >>> word_problems(2)[1]["question"], word_problems(2)[1]["answer"]
+    ('Emil has 6 coins. Dara brings 3 coins. How many coins do they have together?', '6 + 3 = 9\\n#### 9')
     """
     draw = random.Random(seed)
-    rows = []
-    for _ in range(number):
+    rows: dict[str, str] = {}
+    while len(rows) < number:
         (name, other), thing = draw.sample(FIRST_NAMES, 2), draw.choice(THINGS)
-        had, bags, each = draw.randint(2, 9), draw.randint(2, 5), draw.randint(2, 9)
-        total = had + bags * each
-        rows.append(
-            {
-                "question": f"{name} has {had} {thing}. {other} brings {bags} bags with {each} {thing} in each. "
-                f"How many {thing} do they have together?",
-                "answer": f"{other} brings {bags} x {each} = {bags * each} {thing}.\n"
-                f"Together they have {had} + {bags * each} = {total}.\n#### {total}",
-            }
-        )
-    return rows
+        had, bags, each, more = draw.randint(2, 6), draw.randint(2, 3), draw.randint(2, 4), draw.randint(2, 6)
+        asked = f"How many {thing} do they have together?"
+        if draw.random() < 0.4:
+            question = f"{name} has {had} {thing}. {other} brings {more} {thing}. {asked}"
+            rows[question] = f"{had} + {more} = {had + more}\n#### {had + more}"
+        else:
+            question = f"{name} has {had} {thing}. {other} brings {bags} bags with {each} {thing} in each. {asked}"
+            total = had + bags * each
+            rows[question] = f"{bags} x {each} = {bags * each}\n{had} + {bags * each} = {total}\n#### {total}"
+    return [{"question": question, "answer": answer} for question, answer in rows.items()]
+
+
+def worked(answer: str, steps: int | None = None) -> str:
+    """A response in the form asked for, from a worked answer of `word_problems`.
+
+    Args:
+        steps: how many of its steps are made; None: all.
+
+    >>> print(worked("3 x 4 = 12\\n5 + 12 = 17\\n#### 17"))
+    3 x 4 = 12
+    5 + 12 = 17
+    It is \\boxed{17}.
+    >>> print(worked("3 x 4 = 12\\n5 + 12 = 17\\n#### 17", steps=1))
+    3 x 4 = 12
+    It is \\boxed{12}.
+    """
+    lines = answer.split("\n")[:-1][:steps]
+    return "\n".join([*lines, boxed(lines[-1].rpartition(" ")[2])])
+
+
+def wrong_solution(answer: str) -> str:
+    """A response that stops a step too early, or with a wrong result where there is one step.
+
+    >>> print(wrong_solution("2 + 3 = 5\\n#### 5"))
+    2 + 3 = 5
+    It is \\boxed{6}.
+    """
+    *steps, result = answer.split("\n")
+    return worked(answer, 1) if len(steps) > 1 else f"{steps[0]}\n{boxed(str(int(result.removeprefix('#### ')) + 1))}"
+
+
+def boxed(answer: str) -> str:
+    """
+    >>> boxed("42")
+    'It is \\\\boxed{42}.'
+    """
+    return f"It is \\boxed{{{answer}}}."
 
 
 def make_model(folder: Path, texts: Iterable[str], seed: int = 0, vocabulary: int = 1024) -> None:
@@ -87,7 +147,7 @@ def make_model(folder: Path, texts: Iterable[str], seed: int = 0, vocabulary: in
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    pairs.train_from_iterator(texts, trainer)
+    pairs.train_from_iterator([*texts, *TEMPLATE_TEXTS], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs, eos_token=STOP, pad_token=END)
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -110,9 +170,10 @@ def make_model(folder: Path, texts: Iterable[str], seed: int = 0, vocabulary: in
 
 
 def prepare(root: Path, data: str | None, system: str, seed: int = 0) -> tuple[str, str]:
-    """(data, model): problems in GSM8K's form, made where none are given, and a model that answers them in the form asked for.
+    """(data, model): problems in GSM8K's form, made where no data are given, and a model that answers in the form asked for.
 
-    Right answers are rare, as those of a real model may be in the beginning. Both are made once for each `root`, data and seed.
+    Of problems made here the model solves a part. To data that are given it gives answers of the right form only. Both are made once for
+    each `root`, data and seed.
 
     Args:
         root: folder of run directories.
@@ -123,29 +184,36 @@ def prepare(root: Path, data: str | None, system: str, seed: int = 0) -> tuple[s
     folder = root / f"tiny_qwen3-{made}"
 
     def make() -> None:
-        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted one left
+        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted warm start
         require_folder(folder, f"root {str(root)!r}")
         print("preparing: a tiny model, and a supervised warm start", flush=True)
-        _teach(folder, _data(folder, data, seed), system, seed)
+        if data is None:
+            _teach_to_solve(folder, system, seed)
+        else:
+            _teach_the_form(folder, data, system, seed)
 
     def sketch(model: Path) -> None:
-        _make(model, _data(model.parent, data, seed), system, seed)
+        if data is None:
+            _make_for_problems(model, system, seed)
+        else:
+            _make_for_data(model, data, system, seed)
 
     model = weft.prepared(folder / "model", make, sketch)
     return data or str(model.parent / "problems.jsonl"), str(model)
 
 
-def _data(folder: Path, data: str | None, seed: int) -> str:
-    """The data that were given, or word problems, made in the folder."""
-    if data is not None:
-        return data
-    made = folder / "problems.jsonl"
-    made.write_text("".join(json.dumps(row) + "\n" for row in word_problems(400, seed)))
-    return str(made)
+def _make_for_problems(model: Path, system: str, seed: int) -> list[dict[str, str]]:
+    """Write problems beside a tokenizer and a model for them; returns other problems, for the warm start."""
+    rows = word_problems(PROBLEMS + DEMONSTRATIONS, seed)
+    lines = [json.dumps(row) + "\n" for row in rows[:PROBLEMS]]
+    (model.parent / "problems.jsonl").write_text("".join(lines))
+    shown = rows[PROBLEMS:]
+    make_model(model, [system, *(text for row in shown for text in (row["question"], worked(row["answer"])))], seed)
+    return shown
 
 
-def _make(model: Path, data: str, system: str, seed: int) -> tuple[list[str], list[str]]:
-    """A tokenizer and a model for the data; returns its questions and answers."""
+def _make_for_data(model: Path, data: str, system: str, seed: int) -> tuple[list[str], list[str]]:
+    """Write a tokenizer and a model for the data; returns its questions and answers."""
     make_model(model, BYTES, seed)
     read = weft.Prompts.read(data, model, chat=False).table
     texts, answers = read["prompt"].to_pylist(), read["answer"].to_pylist()
@@ -153,18 +221,46 @@ def _make(model: Path, data: str, system: str, seed: int) -> tuple[list[str], li
     return texts, answers
 
 
-def _teach(folder: Path, data: str, system: str, seed: int) -> None:
-    """A model for the data, trained to answer "It is \\boxed{...}."."""
-    texts, answers = _make(folder / "untrained", data, system, seed)
+def _teach_to_solve(folder: Path, system: str, seed: int) -> None:
+    """Warm-start a model on worked solutions until it solves problems now and then."""
+    shown = _make_for_problems(folder / "untrained", system, seed)
+    draw = random.Random(seed)
+    hasty = (1 if draw.random() < HASTY else None for _ in shown)
     rows = [
-        {"messages": [{"role": "system", "content": system}, {"role": "user", "content": text}, answered(answer)]}
-        for text, answer in zip(texts, answers, strict=True)
+        dialogue(system, row["question"], worked(row["answer"], steps)) for row, steps in zip(shown, hasty, strict=True)
     ]
     model = str(folder / "untrained")
-    actor = weft.group(weft.ActorWorker, model=model, learning_rate=3e-3, warmup_steps=5)
+    fresh = word_problems(PROBLEMS + DEMONSTRATIONS + TRIED, seed)[-TRIED:]
+    tried = weft.Prompts.from_rows(fresh, model, name="tried", system=system, thinking=False)
+    _warm_start(folder, rows, seed, steps=MAX_WARM_STEPS, batch=32, tried=tried)
+
+
+def _teach_the_form(folder: Path, data: str, system: str, seed: int) -> None:
+    """Warm-start a model for the data on answers to other questions: it learns their form, and nothing that is held out."""
+    texts, answers = _make_for_data(folder / "untrained", data, system, seed)
+    random.Random(seed).shuffle(answers)
+    rows = [dialogue(system, text, boxed(answer)) for text, answer in zip(texts, answers, strict=True)]
+    _warm_start(folder, rows, seed, steps=30, batch=32)
+
+
+def _warm_start(
+    folder: Path, rows: list[dict[str, Any]], seed: int, *, steps: int, batch: int, tried: weft.Prompts | None = None
+) -> None:
+    """Train the model of the folder on dialogues, at most so many steps, until it solves the problems that it tries now and then."""
+    model = str(folder / "untrained")
+    actor = weft.group(weft.ActorWorker, model=model, learning_rate=4e-3, warmup_steps=10)
+    evaluations = []
+    if tried is not None:
+        rollout = weft.group(weft.RolloutWorker, model=model, engine="transformers")
+        reward = weft.group(weft.RewardWorker, function=Math(), tokenizer=model)
+        rollout.follows(actor)
+        sampled = evaluate(tried, rollout=rollout, reward=reward, n=4, sampling=weft.Sampling(max_tokens=32))
+        evaluations = [weft.Evaluation(sampled, every=10)]
     with weft.Driver(
-        supervised(weft.Prompts.from_rows(rows, model, name="answers"), actor=actor),
-        schedule=weft.Synchronous(steps=30, prompts_per_step=min(32, len(rows))),
+        supervised(weft.Prompts.from_rows(rows, model, name="solutions", thinking=False), actor=actor),
+        schedule=weft.Synchronous(steps=steps, prompts_per_step=min(batch, len(rows))),
+        evaluations=evaluations,
+        stop=lambda metrics: metrics.get("eval/pass@4", 0.0) >= SOLVED,
         root=folder,
         name="warm_start",
         record_every=0,
@@ -175,17 +271,14 @@ def _teach(folder: Path, data: str, system: str, seed: int) -> None:
         driver.call(actor, "save", path=folder / "model")
 
 
-def answered(answer: str) -> dict[str, str]:
-    """The message of an assistant that answers.
-
-    >>> answered("42")["content"]
-    'It is \\\\boxed{42}.'
-    """
-    return {"role": "assistant", "content": f"It is \\boxed{{{answer}}}."}
+def dialogue(system: str, question: str, response: str) -> dict[str, Any]:
+    """A question and its response as a row of messages."""
+    messages = [("system", system), ("user", question), ("assistant", response)]
+    return {"messages": [{"role": role, "content": content} for role, content in messages]}
 
 
 def wrong_and_right(problems: str, system: str) -> str:
-    """File of pairs, beside that of the problems: the right answer to each, and one that is off by one."""
+    """File of pairs, beside that of the problems: a right solution to each, and a wrong one."""
     file = Path(problems).with_name("pairs.jsonl")
     return str(
         weft.prepared(
@@ -198,7 +291,6 @@ def _write_pairs(problems: str, system: str, file: Path) -> None:
     with open(problems) as given, open(file, "w") as made:
         for line in given:
             row = json.loads(line)
-            right = int(row["answer"].split("####")[1])
-            prompt = [{"role": "system", "content": system}, {"role": "user", "content": row["question"]}]
-            pair = {"prompt": prompt, "chosen": [answered(str(right))], "rejected": [answered(str(right + 1))]}
-            made.write(json.dumps(pair) + "\n")
+            *prompt, right = dialogue(system, row["question"], worked(row["answer"]))["messages"]
+            wrong = dialogue(system, row["question"], wrong_solution(row["answer"]))["messages"][-1]
+            made.write(json.dumps({"prompt": prompt, "chosen": [right], "rejected": [wrong]}) + "\n")

@@ -8,6 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from small import EXAMPLES, summary
 
+from examples.tiny_qwen3 import DEMONSTRATIONS, PROBLEMS, TRIED, word_problems
+
 
 def tiny(example: str, root: Path, name: str, *arguments: str) -> str:
     arguments = ("--tiny", "--backend", "local", "--root", str(root), "--name", name, "--steps", "1", *arguments)
@@ -46,3 +48,16 @@ def test_a_model_and_data_are_asked_for(tmp_path: Path, example: str):
     program = forked.program(tmp_path / "log", EXAMPLES / example, "--root", str(tmp_path))
     with pytest.raises(AssertionError, match="give --model PATH"):
         program.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["grpo_gsm8k.py", "ppo_gsm8k.py", "dpo_pairs.py"])
+def test_a_trial_learns(made: Path, example: str):
+    arguments = ("--tiny", "--backend", "local", "--root", str(made), "--name", f"trial_{example}")
+    found = summary(forked.program(made / f"trial_{example}.log", EXAMPLES / example, *arguments).finish())
+    assert found["accuracy_after"] - found["accuracy_before"] >= 0.15 and found["accuracy_after"] > 0.6
+
+
+def test_the_problems_of_a_trial_are_all_different():
+    questions = [row["question"] for row in word_problems(PROBLEMS + DEMONSTRATIONS + TRIED)]
+    assert len({*questions}) == len(questions) == PROBLEMS + DEMONSTRATIONS + TRIED
