@@ -13,7 +13,7 @@ from .origin import Origin
 from .tokenizer import Tokenizer
 
 Gap = tuple[int, int]
-"""(start, end) characters of a response that are not trained: the turns of others, and the headers between turns."""
+"""(start, end) characters of a response that are excluded from training: turns of users and tools, and headers between turns."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Texts:
 
     prompts: list[str]
     responses: dict[str, list[str]]
-    """By the column that their tokens go to."""
+    """By column of their tokens."""
     chat: bool
     """Whether the texts went through the chat template, which writes all special tokens."""
     has_bos: bool = False
@@ -30,11 +30,11 @@ class Texts:
     whole: bool = False
     """Whether there are no prompts: each text is one sequence to model."""
     own_system: int = 0
-    """Rows that have a system message of their own, where the setting `system` would add one."""
+    """Rows whose own system message takes precedence over the setting `system`."""
     gaps: Mapping[str, Sequence[Sequence[Gap]]] = field(default_factory=dict)
-    """By column and row, the parts of the response that are not trained, in order. A column without gaps may be missing."""
+    """Untrained parts of each response, in order, by column and row. A column without gaps may be missing."""
     rows: Sequence[int] | None = None
-    """Row of the source that each row was made from. None: one row was made from each."""
+    """Source row of each row. None if every source row makes one row."""
     turns: int = 0
     """Assistant turns in the rows."""
     trained_turns: int = 0
@@ -42,9 +42,9 @@ class Texts:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The messages of one row: a prompt, and by column the messages that follow it, of which the first is the assistant's.
+    """The messages of one row: a prompt and its responses, by column. A response begins with an assistant message.
 
-    Where the prompt ends inside an assistant's turn (`begun`), the first message of a response is that turn as a whole.
+    With `begun`, the prompt ends inside an assistant turn. The first message of each response is then that complete turn.
     """
 
     prompt: Messages
@@ -53,14 +53,14 @@ class Exchange:
 
     @property
     def turns(self) -> int:
-        """Assistant turns of the row; those of the prompt count once."""
+        """Number of assistant turns in the row. Turns of the prompt count once."""
         following = [message for response in self.responses.values() for message in response]
         return _assistant_turns(self.prompt) - self.begun + _assistant_turns(following)
 
 
 @dataclass
 class _Run:
-    """Assistant turns that fit into one row, since the text of each goes on after that of the one before."""
+    """Assistant turns that share one row because each turn's text extends the text before it."""
 
     prompt: str
     response: str
@@ -75,30 +75,29 @@ class Conversations:
     origin: Origin
     tokenizer: Tokenizer
     system: str | None = None
-    """System prompt of rows that have none of their own."""
+    """System prompt for rows without one."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template, for all rows."""
     tools: Sequence[Any] | None = None
-    """By row: functions that the model may call."""
+    """Functions that the model may call, by row."""
     own_variables: Sequence[Any] | None = None
-    """By row: further variables of the template."""
+    """Further variables of the template, by row."""
     own_systems: Sequence[str | None] | None = None
-    """By row: the system prompt that a column has."""
+    """System prompts from a column, by row."""
     images: Sequence[int] | None = None
-    """By row: the number of images. None: no row of the source has any."""
+    """Number of images, by row. None if the source has no images."""
 
     def render(self, exchanges: Sequence[Exchange], columns: Mapping[str, str], *, split: bool = False) -> Texts:
-        """Rows as text. Only the assistant's turns of a response are trained; the rest of it is in its gaps.
+        """Render rows as text. Gaps exclude everything but assistant turns from training.
 
         Args:
             exchanges: the messages of each row. All have the same responses.
-            columns: by response, the column of the file that it comes from.
-            split: make several rows of a conversation whose earlier turns the template changes when later ones follow: each turn is
-                then trained after the text that it would be generated after. Otherwise such a row is refused.
+            columns: file column of each response.
+            split: turn a conversation into several rows if the template changes earlier turns when later ones follow. Each turn is then
+                trained after the same text as in generation. Without `split`, such a row is an error.
 
         Raises:
-            UserError: the template refuses the messages of a row, or renders them in a way that cannot be trained; the message names
-                the row.
+            UserError: the template rejects the messages of a row, or its rendering cannot be divided. The message names the row.
         """
         prompts: list[str] = []
         responses: dict[str, list[str]] = {name: [] for name in columns}
@@ -141,11 +140,12 @@ class Conversations:
         )
 
     def _runs(self, row: int, prompt: str, first: str, before: Messages, response: Messages) -> list[_Run]:
-        """The assistant turns of a response. A turn goes into the run of the one before if its prompt begins with the text of that run.
+        """Collect the assistant turns of a response. A turn joins the previous run if its prompt extends the text of that run.
 
         Args:
-            prompt, first: the prompt, and the text up to the end of the response's first turn.
-            before: the messages that the response follows.
+            prompt: text of the prompt.
+            first: text up to the end of the response's first turn.
+            before: messages before the response.
         """
         runs = [_Run(prompt, first[len(prompt) :])]
         conversation, ended = [*before, *response], first
@@ -166,11 +166,10 @@ class Conversations:
         return runs
 
     def _prompt(self, row: int, messages: Messages, finished: Sequence[str], *, begun: bool = False) -> str:
-        """The text that generation goes on from, which all finished turns begin with.
+        """Render the prompt with the header for generation, and check that all finished turns begin with it.
 
-        That is the prompt with the header of the assistant's turn. Some templates open the turn for generation with text that finished
-        turns do not have (`<think>`): the prompt then ends where the text of a finished turn begins. It never ends at any other place,
-        such as inside a tag that both happen to begin with.
+        Some templates open the turn for generation with text that finished turns lack (`<think>`). The prompt then ends with the header
+        of finished turns. It never ends elsewhere, such as inside a tag that happens to begin like another.
         """
         prompt = self._text(row, messages, add_generation_prompt=not begun, continue_last=begun)
         if all(text.startswith(prompt) for text in finished):
@@ -193,7 +192,7 @@ class Conversations:
         return text[: text.rfind(mark)] if mark in text else text
 
     def _finished(self, row: int, messages: Messages) -> str:
-        """Messages up to the token that ends the last turn. Templates write a newline after it, but generation stops before."""
+        """Render messages up to the token that ends the last turn. Generation stops there, but templates add a newline."""
         text = self._text(row, messages)
         stripped = text.rstrip("\n")
         return stripped if stripped.endswith(self.tokenizer.special_texts) else text
@@ -216,7 +215,7 @@ class Conversations:
         return text
 
     def _with_system(self, row: int, messages: Messages) -> tuple[Messages, bool]:
-        """The messages with their system prompt, and whether they have one of their own in the place of `system`."""
+        """Add the system prompt. Also returns whether the row's own one takes precedence over the setting `system`."""
         has_own = messages[0]["role"] in SYSTEM_ROLES
         column = self.own_systems[row] if self.own_systems else None
         if column is not None and column.strip():
@@ -230,7 +229,7 @@ class Conversations:
         return [_system(self.system), *messages], False
 
     def _placed(self, row: int, prompt: Messages, responses: Sequence[Messages]) -> Messages:
-        """The prompt with the places of the row's images."""
+        """Put the places of the row's images into the prompt."""
         try:
             for response in responses:
                 refuse_places(response)
@@ -254,17 +253,17 @@ class Divider:
         responses: Mapping[str, Sequence[Messages]],
         columns: Mapping[str, str],
     ) -> list[Exchange]:
-        """Prompts, each with its responses.
+        """Pair prompts with their responses.
 
-        A response is the assistant's turn, or a whole conversation that has the prompt in it, which is then taken once. A prompt that
-        ends with the assistant's turn is a turn already begun (TRL's rule).
+        A response is either the assistant's turn or a whole conversation that repeats the prompt. The prompt is used once. A prompt that
+        ends with an assistant turn begins the response (TRL's rule).
 
         Args:
-            responses: by the column that their tokens go to.
-            columns: by the same names, the column of the file.
+            responses: messages by token column.
+            columns: file column by token column.
 
         Raises:
-            UserError: a response is neither; the message names the row.
+            UserError: a response has neither form. The message names the row.
         """
         made: list[Exchange] = []
         for row, prompt in enumerate(prompts):
@@ -290,7 +289,7 @@ class Divider:
     def pairs(
         self, chosen: Sequence[Messages], rejected: Sequence[Messages], columns: Mapping[str, str]
     ) -> list[Exchange]:
-        """Pairs of whole conversations: the prompt is the messages that both begin with.
+        """Divide pairs of whole conversations after the messages that both begin with.
 
         Raises:
             UserError: the conversations of a row have no common prompt, or do not end with the assistant's turn.
@@ -301,7 +300,7 @@ class Divider:
         ]
 
     def last_turns(self, dialogues: Sequence[Messages], column: str, answered: bool) -> list[Exchange]:
-        """Conversations as prompts, or, where they end with the assistant's turn, as prompts with that turn.
+        """Divide conversations before their last message if it is the assistant's. Otherwise they are prompts.
 
         Args:
             answered: whether the first of all rows ends with the assistant's turn.
@@ -323,11 +322,10 @@ class Divider:
         return [Exchange(messages[:-1], {"response_ids": messages[-1:]}) for messages in dialogues]
 
     def all_turns(self, dialogues: Sequence[Messages], column: str) -> list[Exchange]:
-        """Conversations as a prompt, up to the first assistant turn, and all that follows. What comes after the last assistant turn
-        is left out: nothing of it could be trained.
+        """Divide conversations before their first assistant turn. Messages after the last assistant turn are dropped.
 
         Raises:
-            UserError: a conversation has no assistant turn, or begins with it.
+            UserError: a conversation has no assistant turn, or begins with one.
         """
         made: list[Exchange] = []
         for row, messages in enumerate(dialogues):
@@ -341,7 +339,7 @@ class Divider:
         return made
 
     def _whole(self, row: int, prompt: Messages, response: Messages, column: str) -> tuple[Messages, int]:
-        """The whole conversation of a response, and where the prompt in it ends."""
+        """Return the whole conversation of a response, and the index of the first message after its prompt."""
         systems = sum(message["role"] in SYSTEM_ROLES for message in prompt[:1])
         for asked, added in ((prompt, []), (prompt[systems:], prompt[:systems])):
             at = _find(response, asked)
@@ -351,14 +349,14 @@ class Divider:
             return [*prompt, *response], len(prompt)
         raise UserError(
             f"{self.origin(row)}: {column!r} begins with a message of role {response[0]['role']!r}, and the row's prompt is not in it; "
-            "a response is the assistant's turn, or the whole conversation with the prompt as it stands in its own column"
+            "a response is the assistant's turn, or a whole conversation that repeats the prompt"
         )
 
     def _divided(self, row: int, wholes: dict[str, Messages], columns: Mapping[str, str], start: int) -> Exchange:
-        """Conversations divided after the messages that all of them begin with, before an assistant turn.
+        """Divide conversations before an assistant turn, after the longest shared beginning.
 
         Args:
-            start: first place at which they may be divided.
+            start: smallest index for the division.
         """
         self._check_ends(row, wholes, columns)
         first, *others = wholes.values()
@@ -374,7 +372,7 @@ class Divider:
             if all(whole[end]["role"] == "assistant" for whole in wholes.values()):
                 return Exchange(first[:end], {name: whole[end:] for name, whole in wholes.items()})
         raise UserError(
-            f"{self.origin(row)}: in {names} the prompt is not followed by the assistant's turn, so there is no response"
+            f"{self.origin(row)}: in {names} no assistant turn follows the prompt, so the response is missing"
         )
 
     def _no_prompt(self, row: int, names: str, number: int) -> NoReturn:
@@ -392,8 +390,7 @@ class Divider:
 
 
 def _continued(prompt: Messages, response: Messages) -> Messages:
-    """The response to a prompt that ends inside an assistant's turn, with that whole turn as its first message. Empty: the response
-    does not go on with it."""
+    """Complete the assistant turn that ends the prompt with the response. Returns no messages if the response does not continue it."""
     *before, last = prompt
     repeats = len(response) > len(before) and all(map(same_message, response, before))
     turn, *rest = response[len(before) :] if repeats else response
@@ -406,7 +403,7 @@ def _continued(prompt: Messages, response: Messages) -> Messages:
 
 
 def _find(conversation: Messages, part: Messages) -> int | None:
-    """Where the messages first stand in a conversation."""
+    """Index of the first occurrence of some messages in a conversation."""
     places = range(len(conversation) - len(part) + 1) if part else ()
     return next((k for k in places if all(map(same_message, conversation[k:], part))), None)
 
@@ -420,6 +417,6 @@ def _system(content: str) -> dict[str, Any]:
 
 
 def _end(text: str, other: str, characters: int = 30) -> str:
-    """The part of a text that differs from another one, with a little of what stands before it, for a message."""
+    """Excerpt of a text around its first difference from another text, for error messages."""
     same = next((k for k, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
     return repr(text[max(0, same - 15) : same + characters])

@@ -31,7 +31,7 @@ class Format:
     dialogue: str | None = None
     text: str | None = None
     context: str | None = None
-    """Text that a prompt of text goes on with, after a blank line, where a row has it."""
+    """Text to append to the prompt after a blank line."""
     system: str | None = None
     """System prompts."""
     marks: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ class Format:
 
     @property
     def responses(self) -> dict[str, str]:
-        """The columns of responses, by the column that their tokens go to."""
+        """File columns of responses, by token column."""
         if self.chosen and self.rejected:
             return {"chosen_ids": self.chosen, "rejected_ids": self.rejected}
         return {"response_ids": self.response} if self.response else {}
@@ -95,7 +95,7 @@ FORMATS = (
 """Known formats, the most specific first: a file has the first one whose columns it all has."""
 
 SYSTEM_COLUMNS = ("system", "system_prompt")
-"""Columns in which any format may have the system prompt of each row."""
+"""Columns for system prompts, in any format."""
 
 
 def find_format(table: pa.Table, origin: Origin, columns: Mapping[str, str | None]) -> Format:
@@ -154,7 +154,7 @@ def _find_format(table: pa.Table, origin: Origin, columns: Mapping[str, str | No
 
 
 def _conversations(table: pa.Table) -> str | None:
-    """A column of whole conversations beside a column `prompt`, which is then their first message."""
+    """Find a column of whole conversations."""
     found = [name for name in ("messages", "conversations") if name in table.column_names]
     return next((name for name in found if pa.types.is_nested(table.schema.field(name).type)), None)
 
@@ -210,7 +210,7 @@ def find_column(table: pa.Table, path: str, origin: Origin, role: str) -> pa.Chu
 
 
 def column_kind(kind: pa.DataType, column: str, origin: Origin) -> Literal["text", "messages"]:
-    """Whether a column is text or messages (or single ones); refuses what is neither."""
+    """Tell text from messages (a list of messages, or one). Refuses all other types."""
     if is_text(kind):
         return "text"
     item = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind

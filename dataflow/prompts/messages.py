@@ -1,4 +1,4 @@
-"""Messages: columns of conversations, tools and template variables as Python values, in one form whatever their format."""
+"""Messages: conversations, tools and template variables of rows as Python values, in one form for all formats."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _SHAREGPT = {
 """ShareGPT's `from` -> role."""
 
 _OF_RENDERING = {"messages", "tools", "documents", "add_generation_prompt", "continue_last", "continue_final_message"}
-"""Variables of a template that only the renderer sets."""
+"""Variables that the renderer sets."""
 
 
 def read_messages(table: pa.Table, path: str, origin: Origin) -> list[Messages]:
-    """A column of conversations, or of single messages, as lists of `{"role": ..., "content": ...}` without the fields that are null.
+    """Read a column of conversations, or of single messages, as lists of `{"role": ..., "content": ...}` without null fields.
 
     Raises:
-        UserError: a row has no messages, or a message no role or nothing in it; the message names the row.
+        UserError: a row has no messages, or a message has no role or no content. The error names the row.
     """
     dialogues: list[Messages] = []
     for row, value in enumerate(find_column(table, path, origin, "column").to_pylist()):
@@ -68,10 +68,10 @@ def _message(value: Any) -> dict[str, Any]:
 
 
 def read_tools(table: pa.Table, origin: Origin) -> list[Any] | None:
-    """The column `tools`, by row; None: there is none. JSON text is taken as it stands, with its nulls.
+    """Read the column `tools`, if there is one. Nulls in JSON text are kept.
 
     Raises:
-        UserError: a row has something else than a list of functions; the message names it.
+        UserError: a row's value is not a list of functions. The error names the row.
     """
     found = _read_json(table, "tools", origin)
     for row, tools in enumerate(found or ()):
@@ -81,10 +81,10 @@ def read_tools(table: pa.Table, origin: Origin) -> list[Any] | None:
 
 
 def read_variables(table: pa.Table, origin: Origin) -> list[Any] | None:
-    """The column `chat_template_kwargs`, by row; None: there is none.
+    """Read the column `chat_template_kwargs`, if there is one.
 
     Raises:
-        UserError: a row has no object there, or a variable that is not the user's to set; the message names it.
+        UserError: a row's value is not an object, or sets a variable of the renderer. The error names the row.
     """
     found = _read_json(table, "chat_template_kwargs", origin)
     for row, variables in enumerate(found or ()):
@@ -98,7 +98,7 @@ def read_variables(table: pa.Table, origin: Origin) -> list[Any] | None:
 
 
 def same_message(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two messages say the same, whatever their white space."""
+    """Whether two messages are equal but for white space."""
     rest = [{key: value for key, value in each.items() if key != "content"} for each in (one, other)]
     return rest[0] == rest[1] and same_text(one.get("content"), other.get("content"))
 
@@ -115,8 +115,7 @@ def _words(content: Any) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without the fields that are null: Arrow gives every struct of a column the fields of all, and templates ask
-    whether a field is there."""
+    """Drop null fields. Arrow gives every struct of a column all fields, but templates test whether a field exists."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -132,8 +131,10 @@ def _read_json(table: pa.Table, name: str, origin: Origin) -> list[Any] | None:
 
 
 def _from_json(value: Any) -> Any:
-    """TRL keeps tools of different shapes as JSON text, in whole or one by one: Arrow has one type per column. A null in such text was
-    written by the user, but a null in a struct may be a field that only other rows have."""
+    """Parse JSON text, or a list of such texts (TRL's form for tools of different shapes).
+
+    The user wrote the nulls in JSON text, but a null in a struct may come from a field of another row.
+    """
     if isinstance(value, str):
         return json.loads(value) if value.strip() else None
     if isinstance(value, list):

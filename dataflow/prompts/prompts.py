@@ -1,4 +1,4 @@
-"""Prompts: a source of rows, read from files or data sets in common formats and those of TRL, verl, OpenRLHF and slime.
+"""Prompts: a source of rows, read from files or data sets in common formats.
 
     prompts = Prompts.read("gsm8k_train.parquet", "models/qwen2-tiny", max_prompt_tokens=512)
     print(prompts.understood)
@@ -37,12 +37,12 @@ from .tokens import tokenise
 from .understanding import Observer, Understanding
 
 _WRITTEN = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
-"""Columns of tokens. A file that has one of its own is refused: its tokens may be those of another model."""
+"""Columns of tokens. Files with such a column are refused: another tokenizer may have made its tokens."""
 
 _MASKS = ("response_mask", "chosen_mask", "rejected_mask")
 
 _RENAMED = (*map(str, IDENTITY), *_MASKS)
-"""Columns that Weft gives rows. A file's own column of this name is kept as `file_NAME`."""
+"""Columns that Weft adds to rows. A file's column of this name is kept as `file_NAME`."""
 
 _MEDIA = ("video", "videos", "audio", "audios")
 """Columns in which TRL, verl and OpenRLHF look for what goes to a model beside text and images."""
@@ -69,8 +69,8 @@ class Prompts:
     - `answer`, where the format has a ground truth: the final answer, if it is a worked solution; else the value of the file. Text is a
       string; numbers, booleans, lists and objects are JSON text on disk and values in Python (`JsonType`).
     - every other column of the file, as it is. Values that no Arrow type holds exactly are a `JsonType`. Messages in a column called
-      `prompt` are kept as `prompt_messages`, worked solutions in a column called `answer` as `full_answer`. A column that has the name
-      of one of Weft's is kept with `file_` before it (`file_parent_id`), and so is a `prompt` that prompts are not made from.
+      `prompt` are kept as `prompt_messages`, worked solutions in a column called `answer` as `full_answer`. A column with the name of a
+      Weft column gets the prefix `file_` (`file_parent_id`). So does a column `prompt` that is not the source of the prompts.
 
     >>> from tokenizers import Tokenizer as Backend, models, pre_tokenizers
     >>> backend = Backend(models.WordLevel({"<unk>": 0, "2": 1, "+": 2}, unk_token="<unk>"))
@@ -270,14 +270,14 @@ class Prompts:
         return train, replace(self, name=f"{self.name}_held_out", table=held_out, dropped=0, understood=None)._compact()
 
     def filter(self, keep: Callable[[dict[str, Any]], bool]) -> Prompts:
-        """The rows for which a function returns True, in their order. The others count as left out (`dropped`).
+        """Keep the rows that a function accepts, in their order. `dropped` counts the other rows.
 
         Args:
             keep: called with each row as a dictionary of its columns.
 
         Raises:
-            UserError: the function returns something else than True or False, or keeps no row. An error of the function itself is
-                raised as it is, with a note that names the row.
+            UserError: the function does not return True or False, or keeps no row. An error inside the function is raised unchanged,
+                with a note that names the row.
 
         >>> from tokenizers import Tokenizer as Backend, models
         >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))
@@ -298,16 +298,15 @@ class Prompts:
         return self if kept.all() else self._keeping(kept, f"filter({name})")
 
     def sort(self, key: Callable[[dict[str, Any]], Any], *, reverse: bool = False) -> Prompts:
-        """The rows in the order of their keys; rows of equal keys stay in their order. A schedule issues rows in this order with
-        `shuffle=False`.
+        """Sort the rows by a key. The sort is stable. A schedule with `shuffle=False` issues rows in this order.
 
         Args:
             key: called with each row as a dictionary of its columns.
             reverse: largest keys first.
 
         Raises:
-            UserError: two keys cannot be compared, or a key is not a number (nan). An error of the function itself is raised as it is,
-                with a note that names the row.
+            UserError: two keys cannot be compared, or a key is nan. An error inside the function is raised unchanged, with a note that
+                names the row.
 
         >>> from tokenizers import Tokenizer as Backend, models
         >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))
@@ -366,7 +365,7 @@ class Prompts:
 
 
 def _with_useful_masks(made: pa.Table) -> pa.Table:
-    """Without masks, if they leave out no token."""
+    """Drop the masks if they exclude no token."""
     masks = [name for name in _MASKS if name in made.column_names]
     trained = (chunk.flatten() for name in masks for chunk in made.column(name).chunks)
     useful = any(len(values) and not values.to_numpy().all() for values in trained)
@@ -395,7 +394,7 @@ def _lengths(table: pa.Table, column: str) -> np.ndarray:
 
 
 def _refuse_columns(table: pa.Table, origin: Origin) -> None:
-    """Columns that would be misread: two of one name, tokens, and what a model would have to see or hear."""
+    """Refuse duplicate columns, columns of tokens, videos and sounds."""
     names = table.column_names
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

@@ -26,8 +26,8 @@ class ReadSettings(Config):
     """Column to take responses from, for supervised training. None: as the format of the rows has it. Set it where the column has another
     name."""
     train_on: TrainOn = "last"
-    """Assistant turns of a conversation that supervised training learns from: the "last" one, or "all". Set it to "all" for dialogues of
-    several turns; other turns are never trained."""
+    """Assistant turns of a conversation to train: the "last" one, or "all". Set it to "all" to learn from every assistant turn. Turns of
+    users and tools are never trained."""
     extract_answer: bool = True
     r"""Take the final answer out of a worked one: what follows `####`, or what `\boxed{}` holds. Set it to False where a grader wants the
     whole."""

@@ -43,11 +43,11 @@ class Rendering:
     has_bos: bool = False
     """Whether plain texts begin with the token that begins a sequence already."""
     repeats: bool = False
-    """Whether every response of text begins with its prompt, which is then taken off."""
+    """Whether every text response repeats its prompt, which is then removed."""
     answered: bool = False
     """Whether conversations end with the assistant's turn."""
     train_on: TrainOn = "last"
-    """The assistant turns of conversations that are responses."""
+    """Assistant turns of conversations to train."""
     system: str | None = None
     variables: Mapping[str, Any] | None = None
     """Of the chat template, for all rows."""
@@ -183,7 +183,7 @@ class Rendering:
 
 
 def _repeat_prompts(table: pa.Table, format: Format, origin: Origin, kinds: Mapping[str, Kind]) -> bool:
-    """Whether every response begins with its prompt, and goes on: then it is the whole text, and not the response alone."""
+    """Whether every response repeats its prompt, and is therefore the whole text."""
     paths = [format.prompt, *format.responses.values()]
     if len(paths) < 2 or format.context or any(kinds.get(path or "") != "text" for path in paths):
         return False
@@ -237,10 +237,10 @@ def _needs_template(
 
 
 def _have_bos(table: pa.Table, format: Format, origin: Origin, tokenizer: Tokenizer) -> bool:
-    """Whether every plain text begins with the token that begins a sequence: a template was applied before.
+    """Whether every plain text begins with the beginning-of-sequence token, because a template was applied before.
 
     Raises:
-        UserError: some texts begin with it and others do not, and the tokenizer adds one to all.
+        UserError: only some texts begin with it, and the tokenizer adds it to all.
     """
     bos = tokenizer.special_tokens.get("bos_token")
     paths = [path for path in (format.prompt or format.text,) if path] or list(format.responses.values())
@@ -268,7 +268,7 @@ def _refuse_template_settings(settings: ReadSettings, reason: str) -> None:
 
 
 def _refuse_template_columns(table: pa.Table, format: Format, origin: Origin, reason: str) -> None:
-    """System prompts and tools of rows that do not go through the template: the model would not see them."""
+    """Refuse system prompts and tools without a chat template: the model would not see them."""
     for column in (format.system, "tools", "chat_template_kwargs"):
         values = table.column(column) if column is not None and column in table.column_names else ()
         row = next((row for row, value in enumerate(values) if value.as_py() not in (None, [], "", {})), None)
@@ -289,8 +289,11 @@ def _strings(table: pa.Table, path: str, origin: Origin, empty: Literal["refuse"
 
 
 def _split_texts(pairs: Mapping[str, Sequence[str]], origin: Origin, has_bos: bool) -> Texts:
-    """Pairs of texts without a separate prompt: what both begin with is the prompt, up to the last mark `Assistant:` in it if there is
-    one (HH-RLHF), else up to the last word. After a mark, the turns `Human:` in a response are gaps."""
+    """Divide pairs of texts without a prompt column.
+
+    The prompt is the shared beginning, up to its last mark `Assistant:` (HH-RLHF) or, without marks, its last complete word. With marks,
+    the turns `Human:` in a response are gaps.
+    """
     prompts: list[str] = []
     tails: dict[str, list[str]] = {name: [] for name in pairs}
     gaps: dict[str, list[list[Gap]]] = {name: [] for name in pairs}
@@ -315,7 +318,7 @@ def _split_texts(pairs: Mapping[str, Sequence[str]], origin: Origin, has_bos: bo
 
 
 def _turns_of_others(response: str, origin: Origin, row: int) -> list[Gap]:
-    """The parts of a response from a mark `Human:` to the next mark `Assistant:`."""
+    """Find the parts of a response from a mark `Human:` to the next mark `Assistant:`."""
     found: list[Gap] = []
     began: int | None = None
     for mark in _TURNS.finditer(response):

@@ -46,7 +46,7 @@ def tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa
                 )
     columns = {"prompt_ids": _lists(prompts), **{name: _lists(rows) for name, rows in responses.items()}}
     for name, rows in masks.items():
-        # The token that ends a response is trained, too.
+        # The end-of-sequence token that was appended is trained.
         longer = [
             np.pad(mask, (0, len(ids) - len(mask)), constant_values=1)
             for mask, ids in zip(rows, responses[name], strict=True)
@@ -56,7 +56,7 @@ def tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa
 
 
 def mask_of(ids: str) -> str:
-    """The column that says which tokens of a column are trained.
+    """Name of the mask for a column of tokens.
 
     >>> mask_of("response_ids")
     'response_mask'
@@ -67,8 +67,11 @@ def mask_of(ids: str) -> str:
 def _masks(
     responses: dict[str, list[np.ndarray]], texts: Texts, origin: Origin, tokenizer: Tokenizer
 ) -> dict[str, list[np.ndarray]]:
-    """By column, [tokens] uint8 for each row: 0 where a token belongs to a gap. A response with gaps is tokenised anew, in place, one
-    part at a time, as its turns are tokenised in generation: so no token reaches over the end of a turn."""
+    """Mask the tokens of gaps: [tokens] uint8 for each row, by column.
+
+    A response with gaps is tokenised again, part by part, and replaced in `responses`. Generation tokenises turns the same way, and no
+    token crosses the end of a turn.
+    """
     masks: dict[str, list[np.ndarray]] = {}
     for name, all_gaps in texts.gaps.items():
         rows = responses[name]
@@ -87,7 +90,7 @@ def _masks(
                 masks[name][row] = np.repeat(np.arange(len(parts)) % 2 == 0, [len(part) for part in parts]).astype(
                     np.uint8
                 )
-            else:  # the tokenizer begins each text with a space
+            else:  # the tokenizer adds a space before each part
                 masks[name][row] = _mask_by_place(
                     rows[row], texts.prompts[row], texts.responses[name][row], all_gaps[row], origin(row), tokenizer
                 )
@@ -97,7 +100,7 @@ def _masks(
 def _mask_by_place(
     ids: np.ndarray, prompt: str, response: str, gaps: Sequence[Gap], place: str, tokenizer: Tokenizer
 ) -> np.ndarray:
-    """[tokens] uint8: 0 where a token reaches into a gap, by its place in the text of prompt and response."""
+    """Mask the tokens that overlap a gap, by their character offsets: [tokens] uint8."""
     encoding = tokenizer.backend.encode(prompt + response, add_special_tokens=False)
     if encoding.ids[-len(ids) :] != ids.tolist():
         raise UserError(

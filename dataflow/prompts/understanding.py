@@ -25,16 +25,16 @@ EXAMPLES = 3
 """Rows that are shown."""
 
 _SHOWN = 240
-"""Characters that are printed of a prompt; half of them of a response, a quarter of an answer and of a system prompt."""
+"""Characters to print of a prompt. Responses get half as many, answers and system prompts a quarter."""
 
 _NAMED = 8
-"""Columns that are printed with their types; the others are counted."""
+"""Unused columns to print. The others are counted."""
 
 _PARTS = 6
-"""Parts of a response of several turns that are printed."""
+"""Parts of a response to print."""
 
 _UNREAD_FIELDS = ("weight", "train", "mask", "masked", "loss")
-"""Fields of messages by which other trainers choose the turns to train."""
+"""Message fields that select turns in other trainers."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Example:
     rejected: str | None = None
     """The other response of a pair."""
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By name of a response that has several turns, its parts: the first is trained, the second is not, and so on."""
+    """Parts of each response with several turns, by token column. Trained and untrained parts alternate; the first is trained."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Understanding:
     roles: Mapping[str, str]
     """`prompt`, `answer`, `response`, ... -> the column that it is taken from."""
     trains: str
-    """The part of a row that is trained."""
+    """Part of a row that training learns from."""
     chat: bool
     """Whether the chat template was applied."""
     chat_reason: str
@@ -122,7 +122,7 @@ class Understanding:
     images: str = ""
     """How many images there are, in how many rows; empty: none."""
     notes: tuple[str, ...] = ()
-    """What may surprise: empty responses, pairs of equal ones, fields that are not used."""
+    """Warnings: empty responses, equal pairs, ignored fields."""
 
     def without(self, rows: int, reason: str) -> Understanding:
         """With rows that were left out later."""
@@ -221,7 +221,7 @@ class Observer:
             self._examples.append(Example(prompt, response, answer, rejected, parts))
 
     def _count_odd(self, texts: Texts) -> None:
-        """Count responses that say nothing, and pairs of equal ones."""
+        """Count empty responses and equal pairs."""
         columns = list(texts.responses.values())
         stops = self._rendering.tokenizer.special_texts
         for column in columns:
@@ -230,7 +230,7 @@ class Observer:
             self._equal += sum(one == other for one, other in zip(*columns, strict=True))
 
     def _trains(self) -> str:
-        """The part of a row that is trained, in a sentence."""
+        """Describe the trained part of a row."""
         format, rendering = self._rendering.format, self._rendering
         if format.text:
             return "every token of a text but the first"
@@ -339,7 +339,7 @@ def _fields_of(table: pa.Table, column: str | None) -> list[str]:
 
 
 def _has_arguments(kind: pa.DataType) -> bool:
-    """Whether a type has a part `arguments` that is an object."""
+    """Whether a type contains an object named `arguments`."""
     return any(
         (kind.field(k).name == "arguments" and pa.types.is_struct(kind.field(k).type))
         or _has_arguments(kind.field(k).type)
@@ -378,7 +378,7 @@ def _extraction(answers: Answers | None, rows: Rows, extract: bool) -> str:
 
 
 def _example_lines(number: int, example: Example) -> list[str]:
-    """A row, each part of it in quotes on a line of its own."""
+    """Format a row: one quoted part per line."""
     lines = [f"  row {number}     prompt   {_shown(example.prompt, _SHOWN)}"]
     texts = {"response_ids": example.response}
     if example.rejected is not None:

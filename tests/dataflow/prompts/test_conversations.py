@@ -1,4 +1,4 @@
-"""Conversations: where the prompt ends, which turns are trained, and what the template is given."""
+"""Conversations: the boundary between prompt and response, the trained turns, and the input of the template."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_prompt_that_stands_in_both_responses_is_taken_once(
 @pytest.mark.parametrize(
     ("row", "prompt", "chosen"),
     [
-        (  # the system prompt stands in the conversations alone
+        (  # only the conversations have the system prompt
             {
                 "prompt": "Hi",
                 "chosen": [system("Be kind."), user("Hi"), assistant("Hello")],
@@ -103,7 +103,7 @@ def test_a_prompt_that_stands_in_both_responses_is_taken_once(
             turn("system", "Be kind.") + turn("user", "Hi"),
             "Hello",
         ),
-        (  # and in the prompt alone
+        (  # only the prompt has it
             {
                 "prompt": [system("Be kind."), user("Hi")],
                 "chosen": [user("Hi"), assistant("Hello")],
@@ -149,7 +149,7 @@ def test_a_prompt_that_stands_in_both_responses_is_taken_once(
             turn("user", "Hi"),
             "Hello",
         ),
-        (  # no prompt of their own
+        (  # no column `prompt`
             {
                 "chosen": [user("Hi"), assistant("Hello"), user("How?"), assistant("Fine")],
                 "rejected": [user("Hi"), assistant("Hello"), user("How?"), assistant("Bad")],
@@ -188,7 +188,7 @@ def test_the_response_of_a_pair_is_the_assistants_turn(
         ({"prompt": [user("Hi")], "completion": [user("Hi")]}, "'completion' ends with a message of role 'user'"),
         (
             {"prompt": [user("Hi")], "completion": [user("Hi"), user("So?"), assistant("A")]},
-            "row 1: in 'completion' the prompt is not followed by the assistant's turn",
+            "row 1: in 'completion' no assistant turn follows the prompt",
         ),
         (
             {"chosen": [user("Hi"), assistant("A")], "rejected": [user("Ho"), assistant("A")]},
