@@ -49,7 +49,7 @@ class RewardConfig(Config):
     takes the columns that its parameters name, e.g. `def score(response, answer) -> float`: `response` is the text of the response; every
     column of the data and of earlier nodes can be asked for. A parameter with a default gets the column of its name where there is one,
     and `**columns` gets all that are left. What `functools.partial` has set stays. Functions written for TRL, verl, OpenRLHF, slime and
-    verifiers are recognised by their parameters and called as there. `Reward(function, name=..., weight=...)` says more."""
+    verifiers (to 0.3) are recognised by their parameters and called as there. `Reward(function, name=..., weight=...)` says more."""
     tokenizer: str | Path
     """Model folder (or Hugging Face id) whose tokenizer turns response tokens into text. Choose that of the rollout; there is no
     default."""

@@ -33,7 +33,7 @@ class Reward(Config):
 
     function: Callable[..., Any]
     """The reward function. The names of its parameters tell whether it has Weft's own form or that of TRL, verl, OpenRLHF, slime or
-    verifiers (`signature.py`). Choose it; there is no default."""
+    verifiers to 0.3 (`signature.py`). Choose it; there is no default."""
     name: str = ""
     """Name of its metric and column; empty: the function's name. Give one where two functions are called alike."""
     weight: float = pydantic.Field(default=1.0, allow_inf_nan=False)

@@ -7,7 +7,7 @@
 | verl | `compute_score(data_source, solution_str, ground_truth, extra_info)` | one sample; a batch, with names in the plural |
 | OpenRLHF | `reward_func(queries, prompts, labels, **kwargs)` | a batch |
 | slime | `async def reward_func(args, sample, **kwargs)` | one sample; a batch, with `samples` |
-| verifiers | `f(completion, answer, prompt, info, state)` | one sample |
+| verifiers, to 0.3 | `f(completion, answer, prompt, info, state)` | one sample |
 """
 
 from __future__ import annotations

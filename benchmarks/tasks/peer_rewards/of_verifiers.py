@@ -1,4 +1,4 @@
-"""A reward file as a user of verifiers, and so of prime-rl, writes it."""
+"""A reward file as a user of verifiers 0.1 to 0.3 writes it, for a `Rubric`."""
 
 
 def exact(completion, answer, **kwargs) -> float:
