@@ -29,6 +29,7 @@
     BaseException
      ├─ Cancelled                              a call on a rank is ended where it stands; no user sees it
      ├─ Silent                                 a call in the driver's process said nothing for too long; no user sees it
+     ├─ NeedsMainThread                        a reward function sets a signal handler on another thread; no user sees it
      ├─ Planned                                `weft plan` has seen the driver of a script; no user sees it
      └─ SystemExit
          └─ Ended                              a signal ended the process, wherever it was
@@ -80,6 +81,10 @@ class Silent(BaseException):
 
 class Cancelled(BaseException):
     """A call on a rank is ended where it stands: it publishes what is finished."""
+
+
+class NeedsMainThread(BaseException):
+    """A reward function sets a signal handler on another thread than the main one. No grader catches it by `except Exception`."""
 
 
 class Planned(BaseException):

@@ -36,8 +36,8 @@ class Handle:
         self.given = config
         """Its configuration, as it was asked for."""
         self.config = _from_here(config)
-        """The same, with absolute paths of its folders (a reward function may change the working directory), and with what a run makes of
-        it, such as the adapter that it gets from its leader."""
+        """The configuration that a run uses: with absolute paths, since a reward function may change the working directory, and with the
+        adapter of its leader."""
         self.name = name
         self.leader: Handle | None = None
         """The group whose weights it loads."""

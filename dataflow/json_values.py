@@ -1,8 +1,8 @@
 """JsonType: an Arrow column of Python values that no plain Arrow type gives back exactly.
 
-Arrow has one type for a column. It gives all objects of a column the same keys, makes floats of integers beside floats, and refuses numbers
-beside text. A reward function must get the value that is in the file, so such columns are stored as JSON text of this type. `to_pylist` and
-`as_py` return the values. Readers that do not know the type (DuckDB, say) see the JSON text.
+Arrow has one type for a column. It gives all objects of a column the same keys, turns integers into floats when a column has both, and
+refuses a mix of numbers and text. A reward function must get the value that is in the file, so such columns are stored as JSON text of
+this type. `to_pylist` and `as_py` return the values. Readers that do not know the type (DuckDB, say) see the JSON text.
 
 >>> exact_array([5, "five", {"a": 1}, {"b": None}, None]).to_pylist()
 [5, 'five', {'a': 1}, {'b': None}, None]

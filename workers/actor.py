@@ -89,7 +89,7 @@ class ActorConfig(TrainedConfig):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the terminal says at the start of a run: tokens that end texts, and that the model's settings do not name."""
+        """Notes for the start of a run: end tokens of texts that the model's settings lack."""
         return stop_token_notes(self.model)
 
 

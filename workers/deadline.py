@@ -59,9 +59,9 @@ _watch = _Watch()
 def deadline(seconds: float | None, what: str) -> Iterator[None]:
     """Raise TimeoutError in the code of the `with` block after this many seconds, and again while it goes on; None: never.
 
-    Code that catches the error still fails when it is done. The block is interrupted by a signal of its own, so it may use `signal.alarm`
-    as it likes; a handler and a timer that it leaves behind are removed. This works on the main thread only (elsewhere it warns that
-    there is no deadline), and not inside a C function that does not return. A program stopped in a debugger is not interrupted.
+    Code that catches the error still fails when it is done. The deadline uses another signal than `SIGALRM`, so the block may use
+    `signal.alarm`; a handler and a timer that it leaves behind are removed. Deadlines work on the main thread only (on other threads a
+    warning says so), and not inside a C function that does not return. A program stopped in a debugger is not interrupted.
 
     Args:
         what: named in the error.
@@ -105,7 +105,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def _own_alarm() -> Iterator[None]:
-    """Give the block a `SIGALRM` of its own: its timer and handler end with it, and those from before go on."""
+    """Restore the handler and the timer of `SIGALRM` after the block."""
     handler, since_s = signal.getsignal(signal.SIGALRM), time.monotonic()
     left_s, each_s = signal.getitimer(signal.ITIMER_REAL)
     try:

@@ -118,7 +118,7 @@ def read_index(file: Path) -> dict[str, str]:
 
 
 def read_stop_tokens(model: str | Path) -> tuple[int, ...]:
-    """The ids that end a response: those that the model's settings name, and those that end the texts it is trained on."""
+    """The ids that end a response: the model's settings name some, and the training texts end with others."""
     named = _named_stop_tokens(model)
     return (*named, *(token for token in _end_tokens(model) if token not in named))
 
@@ -130,7 +130,7 @@ def unnamed_stop_tokens(model: str | Path) -> dict[int, str]:
 
 
 def stop_token_notes(model: str | Path) -> tuple[str, ...]:
-    """What the terminal says of such ids at the start of a run."""
+    """Notes about such ids for the start of a run."""
     try:
         unnamed, named = unnamed_stop_tokens(model), _named_stop_tokens(model)
         backend = Tokenizer.load(model).backend if unnamed else None
@@ -147,7 +147,7 @@ def stop_token_notes(model: str | Path) -> tuple[str, ...]:
 
 
 def _end_tokens(model: str | Path) -> dict[int, str]:
-    """Those of its tokenizer, if it has one beside it."""
+    """The end tokens of the model's tokenizer; empty if the folder has none."""
     if not find_model_config(model).with_name("tokenizer.json").is_file():
         return {}
     return Tokenizer.load(find_model_config(model).parent).end_tokens

@@ -265,7 +265,7 @@ def _check_answers(reward: Reward, source: Source) -> None:
             raise UserError(
                 f"reward function {reward.title} needs an answer for each row: {len(missing):,} of {rows:,} rows of {source.name!r} "
                 f"have none in column {column!r}, the first is row {missing[0] + 1}; take these rows out or give them answers. "
-                f"A function that takes None says so: {name}: str | None"
+                f"If the function accepts None, declare it: {name}: str | None"
             )
 
 

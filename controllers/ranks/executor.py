@@ -28,7 +28,7 @@ from .tasks import Failure, FailureKind, Reply, RowTask, Task
 KEEPALIVE_S = 5.0
 """Longest time for which a worker that makes steps says nothing."""
 OURS = (Ended, Cancelled, Silent, Planned, GeneratorExit, KeyboardInterrupt)
-"""Exceptions that end a call or a process, and are no failure of the user's code."""
+"""Exceptions that Weft or the user raises to end a call or a process. The code that runs has not failed."""
 OnReply = Callable[[Reply], None]
 Replies = Generator[Reply | None, None, None]
 
@@ -56,7 +56,7 @@ def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Re
         if held:
             last = replace(last, metrics={**last.metrics, "device_bytes": Max(float(held))})
         yield replace(last, done=last.failure is None, seconds=time.perf_counter() - started)
-    except OURS:  # the process was asked to end meanwhile, or the call was
+    except OURS:  # somebody ends the process or the call
         raise
     except (
         BaseException

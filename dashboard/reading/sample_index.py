@@ -227,7 +227,7 @@ def _indexed(table: pa.Table, file: int, *, short: bool) -> pa.Table:
     kept: dict[str, Any] = {}
     all_rows = pa.array(np.arange(len(table)))  # taking them copies: what is kept holds no file in memory
     for name, column in zip(table.column_names, table.columns, strict=True):
-        if is_json(column.type):  # an answer that is no text is shown as JSON
+        if is_json(column.type):  # the dashboard shows answers of other types as JSON
             column = column.cast(pa.string())
         kind = column.type
         if pa.types.is_list(kind) or pa.types.is_large_list(kind):

@@ -119,7 +119,7 @@ def refuse_open_quote(path: Path, data: bytes, delimiter: str) -> None:
         data: the bytes of the file.
 
     Raises:
-        UserError: it does; the message names the line on which the quotes open.
+        UserError: naming the line with the opening quote.
     """
     opens = re.compile(rb'(?:\A|[\r\n]|%s)"' % re.escape(delimiter.encode()))
     text, at = data.removeprefix(codecs.BOM_UTF8), 0
@@ -138,9 +138,9 @@ def refuse_mixed(name: str, values: Iterable[Any], origin: Callable[[int], str])
     """Name the first value whose type is not that of the same field in the rows before it.
 
     Args:
-        name: of the column.
-        values: of its rows.
-        origin: place of a row.
+        name: the column.
+        values: one for each row.
+        origin: row -> its place, for messages.
 
     Raises:
         UserError: for that value; none is raised where all types agree.

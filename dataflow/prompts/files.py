@@ -75,7 +75,7 @@ def table_of(rows: Any, name: str, limit: int | None = None) -> pa.Table:
 
     Args:
         rows: dictionaries, a `datasets.Dataset`, a pandas data frame, or an Arrow table.
-        name: of the rows, for messages.
+        name: how messages call the rows.
         limit: read no more than this many rows.
 
     Raises:

@@ -28,7 +28,7 @@ class Rows:
 
 
 def check_paths(source: object) -> None:
-    """Refuse what is no list of paths.
+    """Refuse anything but a list of paths.
 
     Raises:
         UserError: rows of a program, say, which `Prompts.from_rows` takes.

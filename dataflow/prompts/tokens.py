@@ -192,7 +192,7 @@ def _stop_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str], special: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and offsets of texts that go on: without what the tokenizer adds at their ends, and with one beginning, not two.
+    """Ids and offsets of texts, without end tokens that the tokenizer adds, and without a second beginning token.
 
     Args:
         special: whether the tokenizer adds special tokens at the beginning.

@@ -9,10 +9,10 @@ from bdb import BdbQuit
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...dataflow.errors import Cancelled, Ended, Planned, Silent
+from ...dataflow.errors import Cancelled, Ended, NeedsMainThread, Planned, Silent
 from .calls import AsyncCalls
 from .function import Reward, as_failure
-from .main_thread import Child, NeedsMainThread, portable_result, signals_noticed
+from .main_thread import Child, portable_result, signals_noticed
 
 Logged = list[tuple[str, float]]
 """Metrics that functions logged."""
@@ -36,7 +36,7 @@ class Caller:
         """The result of function number `f`, and the metrics that it logged.
 
         Raises:
-            Exception: what the function raised. A `BaseException` of its own fails the call like any other.
+            Exception: from the function. A `BaseException` becomes a RuntimeError.
         """
         if f not in self._apart:
             try:

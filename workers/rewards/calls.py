@@ -13,8 +13,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...dataflow.errors import NeedsMainThread
 from .function import Reward, as_failure
-from .main_thread import NeedsMainThread, signals_noticed
+from .main_thread import signals_noticed
 
 CLOSE_S = 10.0
 """Longest time that the end of the thread is waited for."""

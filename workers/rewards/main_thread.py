@@ -22,19 +22,10 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from typing import Any, NoReturn
 
+from ...dataflow.errors import NeedsMainThread
+
 _set_handler = signal.signal
 _here = threading.local()
-
-
-class NeedsMainThread(BaseException):
-    """Code asked for a signal handler on another thread than the main one. No grader catches it by `except Exception`."""
-
-
-class RemoteTraceback(Exception):
-    """The traceback of an exception in a child process, as the cause of the same exception here."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
 
 
 @contextlib.contextmanager
@@ -81,7 +72,7 @@ class Child:
         """Call the function.
 
         Raises:
-            BaseException: what it raised, with the traceback in the child as its cause.
+            BaseException: from the function, with the traceback in the child as a note.
         """
         try:
             self._connection.send(arguments)
@@ -93,7 +84,8 @@ class Child:
             raise
         if returned:
             return value
-        raise value from RemoteTraceback(trace)
+        value.add_note(f"in the child process:\n{trace}")
+        raise value
 
     def close(self) -> None:
         """End the child."""

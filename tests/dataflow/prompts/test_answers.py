@@ -55,7 +55,7 @@ def test_answers_that_mark_nothing_and_extraction_that_is_turned_off_leave_the_t
     off = read(base, "It is\n#### 4", extract_answer=False)
     assert off.table["answer"].to_pylist() == ["It is\n#### 4"] and "full_answer" not in off.columns
     assert off.understood and off.understood.extraction == "as written (extract_answer=False)"
-    # Lists and objects are no solutions, as values or as JSON text: a test case may hold anything.
+    # Lists and objects stay whole, as values or as JSON text: a test case may hold anything.
     for data in (["#### 4"], '["#### 4"]', r'{"gold": "\\boxed{4}"}'):
         assert read(base, data).table["answer"].to_pylist() == [data]
 

@@ -1,4 +1,4 @@
-"""Tokens at the ends of texts: prompts go on, so nothing ends them; training texts end with a token that stops generation."""
+"""End tokens: prompts have none, training texts end with one that stops generation."""
 
 from __future__ import annotations
 

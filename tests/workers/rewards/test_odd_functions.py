@@ -1,4 +1,4 @@
-"""Reward functions that use signals, raise anything, return odd things, or are wrapped: the same on the main thread and beside it."""
+"""Reward functions that use signals, raise anything, return odd things, or are wrapped, on the main thread and on another."""
 
 import asyncio
 import functools
@@ -70,7 +70,7 @@ def rewards(function: Any, model: Path, **settings: Any) -> list[float]:
 
 
 def with_alarm(response: str) -> float:
-    """As graders with a timeout of their own do it."""
+    """A timeout as math-verify sets it."""
 
     def late(number: int, frame: Any) -> None:
         raise ValueError("late")
