@@ -9,7 +9,7 @@ import pytest
 import weft
 from weft.algorithms.grpo import grpo
 from weft.controllers.driver import Driver
-from weft.examples import arithmetic
+from weft.examples import arithmetic  # pyright: ignore[reportMissingImports]
 
 
 def test_a_model_named_by_a_relative_path_is_saved_after_a_reward_has_gone_elsewhere(

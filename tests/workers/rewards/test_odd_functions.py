@@ -138,7 +138,7 @@ def test_math_verify_scores_alike_on_every_thread(run: Any, model: Path) -> None
 
 @THREADS
 def test_a_function_apart_keeps_its_state_logs_and_fails_as_it_would_here(run: Any, model: Path) -> None:
-    seen: list[str] = []
+    seen: list[Any] = []
 
     def counts(completions: list[str], log_metric: Any) -> Any:
         seen.extend((with_alarm(text) and text) or text for text in completions)
