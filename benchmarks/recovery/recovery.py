@@ -1,11 +1,12 @@
-"""What recovery costs: seconds from a kill until the run goes on, and how long training waits for a checkpoint.
+"""What recovery costs: seconds from a kill until the run goes on, and how long training waits for a checkpoint; and whether each step of
+killed asynchronous runs is one update.
 
     python benchmarks/recovery/recovery.py                    # a quarter of an hour
-    python benchmarks/recovery/recovery.py --parts pause      # some of times, pause
+    python benchmarks/recovery/recovery.py --parts pause      # some of times, pause, async_kills
     python benchmarks/recovery/recovery.py --small            # two minutes, to see that it works: not a measurement
 
 Each run is a program of its own (`killed_run.py`), and its killed ranks are real processes. docs/benchmarks.md says what the keys mean. The
-last line printed is one JSON object. That kills lose nothing is tested in tests/controllers/recovery/.
+last line printed is one JSON object. Kills of all kinds of runs are tested in tests/controllers/recovery/.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from statistics import median
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from async_kills import async_kills
 from machine import load
 from pause import make_model
 from pause import measure as measure_pause
@@ -118,7 +120,11 @@ def pause(root: Path, small: bool, rng: random.Random) -> dict[str, Any]:
     }
 
 
-PARTS: Mapping[str, Callable[[Path, bool, random.Random], dict[str, Any]]] = {"times": times, "pause": pause}
+PARTS: Mapping[str, Callable[[Path, bool, random.Random], dict[str, Any]]] = {
+    "times": times,
+    "pause": pause,
+    "async_kills": async_kills,
+}
 
 
 def main() -> None:
