@@ -36,9 +36,9 @@ class Answer:
         """An answer from which something may be missing, as its notes say. If the log of the run is damaged, the exit code is 1."""
         from ..dataflow.buffer.log import DAMAGED
 
-        damaged = any(note.startswith(DAMAGED) for note in notes)
-        shown = [note if note.startswith(DAMAGED) else f"note: {note}" for note in notes]
-        return cls(found, text, shown, int(damaged))
+        damage = [note for note in notes if note.startswith(DAMAGED)]
+        others = [f"note: {note}" for note in notes if note not in damage]
+        return cls(found, text, [*(f"error: {note}" for note in damage), *others], int(bool(damage)))
 
 
 @dataclass(frozen=True, kw_only=True)

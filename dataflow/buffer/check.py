@@ -116,7 +116,7 @@ def read_log(folder: Path, checker: Checker, notes: list[str]) -> None:
         FormatError: another version of Weft wrote it.
     """
     for _, found in check_records(folder, checker, []):
-        notes += [f"{DAMAGED}{one}, and are left out here" for one in found if one.rule is Rule.SOUND_LOG]
+        notes += [f"{DAMAGED}{one}" for one in found if one.rule is Rule.SOUND_LOG]
 
 
 def check_records(folder: Path, checker: Checker, damage: list[str]) -> Iterator[tuple[Position, list[Violation]]]:

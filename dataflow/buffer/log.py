@@ -422,7 +422,7 @@ def lost_records(path: Path, end: Position) -> str:
 def damage_note(reader: LogReader) -> list[str]:
     """A line for whoever reads a log to its end and finds that records are lost; none if at most its last line is torn."""
     lost = lost_records(reader.path, reader.end) if reader.damage else ""
-    return [f"{DAMAGED}{reader.damage}; {lost}, and are left out here"] if lost else []
+    return [f"{DAMAGED}{reader.damage}; {lost}"] if lost else []
 
 
 def unpacked(record: dict[str, Any]) -> dict[str, Any]:
