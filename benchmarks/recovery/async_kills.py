@@ -17,7 +17,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +27,7 @@ from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.log import LogReader
 from weft.dataflow.buffer.run_files import BUFFER, CHECKPOINTS, LOG
 from weft.dataflow.buffer.samples import samples as recorded_samples
+from weft.dataflow.errors import StalledError
 from weft.dataflow.metrics import Metrics, Sum
 from weft.dataflow.operation import Shape
 from weft.dataflow.takes import TrainingBatch
@@ -45,6 +46,8 @@ TURN_S = 0.0005
 """Seconds of a turn of generation."""
 SLOWEST = 40
 """Most turns that a response takes."""
+PARTIAL: tuple[Literal["continue", "finish", "requeue"], ...] = ("continue", "continue", "finish", "requeue")
+"""What becomes of responses that are unfinished when new weights come: one of these for each run."""
 MOST_STEPS = 3
 """Most steps that a process makes before its kill."""
 LATE_S = 0.2
@@ -186,7 +189,7 @@ def begin(root: Path, name: str, schedule: weft.Asynchronous) -> int:
             os.dup2(said.fileno(), 2)
         live(root, name, schedule)
         code = 0
-    except weft.StalledError:
+    except StalledError:
         traceback.print_exc()
         code = STALLED
     except BaseException:
@@ -267,7 +270,7 @@ def async_kills(root: Path, small: bool, rng: random.Random) -> dict[str, Any]:
     stalled = wrong = faulty = 0
     began = time.monotonic()
     while kills < wanted:
-        partial, name = rng.choice(["continue", "continue", "finish", "requeue"]), f"run-{runs}"
+        partial, name = rng.choice(PARTIAL), f"run-{runs}"
         schedule = weft.Asynchronous(
             steps=STEPS, prompts_per_step=PROMPTS_PER_STEP, max_staleness=rng.randint(1, 2), partial_rollouts=partial
         )
