@@ -279,6 +279,12 @@ class RolloutWorker(Worker):
         config.check(nodes, source)
 
     @classmethod
+    def check_machine(cls, config: RolloutConfig, ranks: int) -> None:
+        memory = node_memory()
+        if config.engine == "vllm" and memory is not None:
+            config.check_memory(memory.free_bytes, "this machine", ranks)
+
+    @classmethod
     def refuses_adapter(cls, config: RolloutConfig, leader: Any) -> str:
         if cls.new_engine is not RolloutWorker.new_engine:
             return f"{cls.__name__} brings an engine of its own"

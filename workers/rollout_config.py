@@ -98,6 +98,7 @@ class RolloutConfig(VllmSettings):
             raise UserError(f"routes=True: {self.model} is no mixture of experts; leave it out")
         if self.engine == "vllm":
             _check_vllm(self, settings)
+            self.check_sizes(settings, self.max_context or of_model, self.dtype)
         else:
             check_causal_lm(self.model, settings)
         if any(_sampling_of(node).stop for node in nodes):

@@ -84,6 +84,14 @@ class Worker:
         """
 
     @classmethod
+    def check_machine(cls, config: Any, ranks: int) -> None:
+        """Check that this machine, which has no GPU, has room for all ranks of the group. Called where they run on it.
+
+        Raises:
+            UserError: naming the setting, and what there is.
+        """
+
+    @classmethod
     def row_cost(cls, config: Any) -> RowCost:
         """What a row costs a rank of such a group: rows are balanced by it over data-parallel replicas."""
         return RowCost()

@@ -19,7 +19,7 @@ from ...dataflow.buffer.segments import Segment, SegmentReader
 from ...dataflow.handle import Handle
 from ...dataflow.node import ParameterEdge
 from ..group import Call, WorkerGroup
-from ..placement import Place
+from ..placement import Place, machine_gpus
 from ..ranks.row_io import DataAccess
 from ..ranks.tasks import Reply
 from .witness.memory import Memory
@@ -316,3 +316,19 @@ class Backend(Protocol):
     def close(self) -> None:
         """End every process, and remove what the backend left on any node. To close again is allowed."""
         ...
+
+
+def check_machine(handles: Mapping[str, Handle], placement: Mapping[str, Place]) -> None:
+    """Check that this machine has memory for the groups that run on it. GPUs have memory of their own, which the workers check.
+
+    Args:
+        handles: of the groups.
+        placement: group -> its place; a group that is not in it has one rank.
+
+    Raises:
+        UserError: naming the setting, and what there is.
+    """
+    if machine_gpus():
+        return
+    for name, handle in handles.items():
+        handle.worker_class.check_machine(handle.config, placement[name].ranks if name in placement else 1)

@@ -23,7 +23,7 @@ from ..placement import Place
 from ..ranks.executor import Executor
 from ..ranks.row_io import DataAccess
 from ..ranks.tasks import Task
-from .backend import Event, Setup, this_node
+from .backend import Event, Setup, check_machine, this_node
 from .silence_watch import SilenceWatch
 from .witness.memory import Memory, memory_of
 
@@ -57,8 +57,10 @@ class Local:
         """Check that one process can do the work. `start` reports what it does not use of a placement.
 
         Raises:
-            UserError: weights are to travel by a backend of vLLM's, for which leader and follower work at the same time.
+            UserError: this machine has too little memory, or weights are to travel by a backend of vLLM's, for which leader and follower
+                work at the same time.
         """
+        check_machine(handles, {})
         for handle in handles.values():
             leader = handle.leader
             if leader is not None and leader.vllm_backend:

@@ -29,7 +29,7 @@ from ..bundles import lay_out, position, shares_gpus, start_turns
 from ..group import REGISTER, Call, WorkerGroup
 from ..placement import Place
 from ..ranks.tasks import Failure, FailureKind, Reply, Task
-from .backend import START_TIMEOUT_S, Event, Setup, this_node
+from .backend import START_TIMEOUT_S, Event, Setup, check_machine, this_node
 from .model_folders import SentFolders
 from .node_links import POLL_S, NodeLinks, Process
 from .pools import WAIT_S, Reservations
@@ -121,6 +121,8 @@ class RayBackend:
         placement: Mapping[str, Place],
         handles: Mapping[str, Handle] = MappingProxyType({}),
     ) -> None:
+        if self.address is None:
+            check_machine(handles, placement)
         self._lay_out(placement, handles)
 
     def _lay_out(self, placement: Mapping[str, Place], handles: Mapping[str, Handle]) -> dict[str, Place]:

@@ -9,11 +9,14 @@ import pytest
 from toy_runs import training
 
 from weft.controllers.backends.local import Local
+from weft.controllers.backends.ray_backend import RayBackend
 from weft.controllers.driver import Driver
 from weft.controllers.placement import Place, ResourcePool, resolve
 from weft.controllers.run_directory import RunDirectory
 from weft.controllers.schedule import Synchronous
 from weft.dataflow.errors import UserError
+from weft.dataflow.handle import group
+from weft.workers.rollout import RolloutWorker
 
 
 def test_ranks_share_the_devices_of_their_pool():
@@ -157,3 +160,19 @@ def test_what_local_does_not_use_of_a_placement_is_reported(tmp_path: Path, capf
         said = " ".join(capfd.readouterr().out.split())
         assert ("(rollout: 2 GPUs; actor: 2 ranks, 2 GPUs); take weft.RayBackend()" in said) == (placement is not None)
         assert ("without the devices of the placement" in said) == (placement is not None)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_more_memory_for_keys_and_values_than_the_machine_has_is_refused_before_anything_starts(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    placement = {"rollout": Place(ResourcePool("p", cpus=ranks), ranks=ranks)}
+    handles: Any = {"rollout": group(RolloutWorker, model="nowhere", kv_cache_gib=50_000)}
+    said = r"kv_cache_gib=50000: .* and this machine has [\d.]+ GiB of memory free; lower it below"
+    with pytest.raises(UserError, match=said.replace(".*", r"2 ranks take 100000 GiB .*" if ranks == 2 else ".*")):
+        RayBackend().check(placement, handles)
+    with pytest.raises(UserError, match=said):
+        Local().check(placement, handles)
+    slow: Any = {"rollout": group(RolloutWorker, model="nowhere", engine="transformers", kv_cache_gib=50_000)}
+    Local().check(placement, slow)

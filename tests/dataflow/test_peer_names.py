@@ -74,16 +74,16 @@ def test_classes_answer_them_too():
     ):
         weft.group(weft.RolloutWorker, model="model", vllm_gpu_memory_utilization=0.5)
     with pytest.raises(UserError, match="max_new_tokens is OpenRLHF's name: Weft's is 'max_tokens'"):
-        weft.Sampling(max_new_tokens=5)
+        weft.Sampling(max_new_tokens=5)  # pyright: ignore[reportCallIssue]
     with pytest.raises(UserError, match=r"num_generations is TRL's name: Weft's is weft.train\(n=...\)"):
-        weft.Synchronous(num_generations=5)
+        weft.Synchronous(num_generations=5)  # pyright: ignore[reportCallIssue]
     with pytest.raises(UserError, match="n_gpus_per_node is verl's name: Weft's is 'placement'"):
         weft.Driver(None, n_gpus_per_node=5)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def test_a_near_name_of_ones_own_is_still_offered():
     with pytest.raises(UserError, match="did you mean 'prompts_per_step'"):
-        weft.Synchronous(prompt_per_step=5)
+        weft.Synchronous(prompt_per_step=5)  # pyright: ignore[reportCallIssue]
 
 
 class Script(Config):

@@ -319,6 +319,12 @@ def test_a_config_that_fits_passes(tmp_path: Path) -> None:
             {},
             r"tensor_parallel=4 does not divide the model's 2 attention heads.* is 2",
         ),
+        ({"max_num_seqs": 20_000}, {}, r"max_num_seqs=20000: a step takes in 16,384 tokens, and so as many responses"),
+        (
+            {"kv_cache_gib": 1e-6},
+            {},
+            r"kv_cache_gib=1e-06 holds the keys and values of \d tokens, and one response may have 64 with its prompt; raise it to",
+        ),
         ({}, {"sampling": Sampling(), "n": 0}, r"node 'generate': n=0; it is a number of responses"),
         ({}, {"sampling": Sampling(max_tokens=4, min_tokens=5)}, r"min_tokens=5 is more than max_tokens=4"),
     ],

@@ -21,6 +21,7 @@ from ...dataflow.lazy import torch
 from ...resharding.weights import Weights
 from ..images import ImageReader, open_image
 from ..model_folder import read_stop_tokens
+from ..node_memory import node_memory
 from .engine import NOT_WHOLE, GenerationRequest, Response, Responses
 from .stop_strings import StopStrings, stop_strings
 from .vllm_settings import VllmSettings
@@ -91,6 +92,10 @@ class VllmEngine:
         self._compile = settings.compiles(on_gpu)
         free, total = torch.cuda.mem_get_info() if on_gpu else (0, 1)
         share = free / total if on_gpu else None
+        if on_gpu:
+            settings.check_memory(total, "the GPU")
+        elif (memory := node_memory()) is not None:
+            settings.check_memory(memory.free_bytes, "this machine")
         arguments = settings.engine_arguments(
             model,
             max_context=max_context,
@@ -320,8 +325,9 @@ class VllmEngine:
                 outputs = self._engine.step()
         except Exception as error:
             raise GenerationError(f"vLLM failed: {type(error).__name__}: {error}") from error
-        for output in outputs:
-            self._look_for_stop(output)
+        each: Any
+        for each in outputs:
+            self._look_for_stop(each)
         finished: list[Any] = [output for output in outputs if output.finished]
         taken = self._take_routes([output.request_id for output in finished]) if finished else []
         for output, recorded in zip(finished, taken, strict=True):

@@ -10,7 +10,8 @@ from pydantic import Field
 
 from ...dataflow.byte_units import GIB
 from ...dataflow.config import Config
-from ..model_folder import complete_text_settings, find_model_config, head_dim, num_heads
+from ...dataflow.errors import UserError
+from ..model_folder import complete_text_settings, find_model_config, head_dim, num_heads, text_settings
 
 if TYPE_CHECKING:
     from ..training.lora import Lora
@@ -138,6 +139,63 @@ class VllmSettings(Config):
         if kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
         return arguments
+
+    def check_memory(self, memory_bytes: int, where: str, ranks: int = 1) -> None:
+        """Check that keys and values fit into memory.
+
+        Args:
+            memory_bytes: free memory.
+            where: names it in the message.
+            ranks: engines that share it.
+
+        Raises:
+            UserError: they do not fit.
+
+        >>> VllmSettings(kv_cache_gib=500).check_memory(8 << 30, "this machine", ranks=2)
+        Traceback (most recent call last):
+        weft.dataflow.errors.UserError: kv_cache_gib=500: 2 ranks take 1000 GiB for keys and values, and this machine has 8 GiB of \
+memory free; lower it below 4
+        """
+        if self.kv_cache_gib is None or self.kv_cache_gib * ranks * GIB <= memory_bytes:
+            return
+        takes = f"{ranks} ranks take" if ranks > 1 else "the rank takes"
+        raise UserError(
+            f"kv_cache_gib={self.kv_cache_gib:g}: {takes} {self.kv_cache_gib * ranks:g} GiB for keys and values, and {where} has "
+            f"{memory_bytes / GIB:.3g} GiB of memory free; lower it below {memory_bytes / GIB / ranks:.3g}"
+        )
+
+    def check_sizes(self, settings: Mapping[str, Any], max_context: int | None, dtype: str) -> None:
+        """Check sizes that vLLM would refuse only after it has loaded the model.
+
+        Args:
+            settings: of the model's `config.json`.
+            max_context: longest prompt and response together; None: not known.
+            dtype: of the weights; "auto" counts as half precision.
+
+        Raises:
+            UserError: naming the setting, and the nearest value that fits.
+        """
+        largest = max(max_context or 0, STEP_TOKENS)
+        if self.max_num_seqs > largest:
+            raise UserError(
+                f"max_num_seqs={self.max_num_seqs}: a step takes in {largest:,} tokens, and so as many responses at most"
+            )
+        text = text_settings(settings)
+        layers, heads, size = (
+            text.get("num_hidden_layers"),
+            text.get("num_key_value_heads") or num_heads(text),
+            head_dim(text),
+        )
+        special = any(text.get(name) for name in ("sliding_window", "layer_types", "kv_lora_rank"))  # these keep less
+        if self.kv_cache_gib is None or max_context is None or special or not (layers and heads and size):
+            return
+        token_bytes = 2 * layers * math.ceil(heads / self.tensor_parallel) * size * (4 if dtype == "float32" else 2)
+        room = int(self.kv_cache_gib * GIB) // token_bytes
+        if room < max_context:
+            raise UserError(
+                f"kv_cache_gib={self.kv_cache_gib:g} holds the keys and values of {room:,} tokens, and one response may have "
+                f"{max_context:,} with its prompt; raise it to {token_bytes * (max_context + 128) / GIB:.2g} or more, or lower max_context"
+            )
 
     def compiles(self, on_gpu: bool) -> bool:
         """Whether vLLM compiles the model."""
