@@ -309,3 +309,13 @@ def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
             break
         count += 1
     return count
+
+
+def markdown_table() -> str:
+    """The table as docs/coming_from.md has it."""
+    lines = ["| Weft | " + " | ".join(LIBRARIES) + " |", "|---" * (len(LIBRARIES) + 1) + "|"]
+    for row in PEER_NAMES:
+        names = [", ".join(f"`{name}`" for name in row.names_of(library)) for library in LIBRARIES]
+        note = f": {row.note}" if row.note else ""
+        lines.append(f"| `{row.weft}`{note} | " + " | ".join(names) + " |")
+    return "\n".join(lines)

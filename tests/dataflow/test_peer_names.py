@@ -12,7 +12,7 @@ from weft.algorithms.surrogates import Clipped
 from weft.controllers.settings import compose
 from weft.dataflow.config import Config
 from weft.dataflow.errors import UserError
-from weft.dataflow.peer_names import LIBRARIES, PEER_NAMES, peer_hint
+from weft.dataflow.peer_names import LIBRARIES, PEER_NAMES, markdown_table, peer_hint
 
 TRAIN = list(inspect.signature(weft.train).parameters)
 
@@ -115,3 +115,9 @@ def test_a_file_of_settings_answers_them_nested_or_not(tmp_path: Path):
     first, second = str(refused.value).splitlines()
     assert "'num_generations' (value 8); num_generations is TRL's name: Weft's is 'n'" in first
     assert "no setting 'actor_rollout_ref.actor.optim.lr'; " in second and "Weft's is 'learning_rate'" in second
+
+
+def test_the_page_for_users_of_other_libraries_has_the_same_table():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "coming_from.md").read_text()
+    code = "from weft.dataflow.peer_names import markdown_table; print(markdown_table())"
+    assert markdown_table() in page, f"put what this prints into docs/coming_from.md: python -c '{code}'"
