@@ -310,7 +310,7 @@ def short_waits(source: str) -> list[int]:
 
     def is_wrong(node: ast.AST, loops: bool) -> bool:
         if isinstance(node, ast.Call):
-            name = ast.unparse(node.func).rpartition(".")[2]
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             first = [a.value for a in node.args[:2] if isinstance(a, ast.Constant)]
             if name == "setattr" and any(str(value).endswith("_S") for value in first):
                 return is_short(node.args[-1])
@@ -322,8 +322,8 @@ def short_waits(source: str) -> list[int]:
                 return len(node.args) == 1
             return any(is_short(each.value) and BOUNDS_A_WAIT.search(each.arg or "") for each in node.keywords)
         if isinstance(node, ast.Compare):
-            return "monotonic" in ast.unparse(node) and any(map(is_short, node.comparators))
-        return isinstance(node, ast.BinOp) and "monotonic()" in ast.unparse(node.left) and is_short(node.right)
+            return any(map(is_short, node.comparators)) and "monotonic" in ast.unparse(node)
+        return isinstance(node, ast.BinOp) and is_short(node.right) and "monotonic()" in ast.unparse(node.left)
 
     def look(node: ast.AST, loops: bool = False) -> None:
         if isinstance(node, ast.FunctionDef) and "mark.slow" in " ".join(map(ast.unparse, node.decorator_list)):

@@ -100,6 +100,7 @@ def test_the_wheel_holds_the_library_under_one_name(wheel: Path):
     assert {"weft/py.typed", f"{info}/licenses/LICENSE"} | pages <= set(names)
 
 
+@pytest.mark.slow
 def test_the_wheel_installs_and_imports_in_an_empty_environment(wheel: Path, tmp_path: Path):
     environment = tmp_path / "environment"
     run(sys.executable, "-m", "venv", "--without-pip", environment)

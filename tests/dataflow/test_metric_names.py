@@ -1,6 +1,7 @@
 """The table of metrics has every name that the library writes, and nothing else."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ def _is_kept(made: ast.Dict, function: ast.FunctionDef) -> bool:
     return False
 
 
+@cache
 def written() -> dict[str, str]:
     """Name of each metric that the library writes -> a module that does."""
     files = [file for floor in FLOORS for file in sorted((ROOT / floor).rglob("*.py"))]

@@ -7,7 +7,7 @@ import pytest
 from small import run, summary
 
 
-@pytest.mark.parametrize("reward", ["model", "exact"])
+@pytest.mark.parametrize("reward", [pytest.param("model", marks=pytest.mark.slow), "exact"])
 def test_the_example_runs_in_one_process(root: Path, reward: str):
     made = root / f"ppo-{reward}"
     said = run("ppo_arithmetic.py", made.name, "--reward", reward, root=root)

@@ -220,10 +220,11 @@ def check_engine(folder: Path, tensors: Tensors, *, size: int = 1) -> None:
     ("name", "size"),
     [
         ("odd experts", 1),
-        pytest.param("one key head", 2, marks=pytest.mark.slow),
-        pytest.param("Mixtral", 2, marks=pytest.mark.slow),
+        ("one key head", 2),
+        ("Mixtral", 2),
     ],
 )
+@pytest.mark.slow
 def test_an_engine_generates_the_same_after_recording_and_after_each_update(tmp_path: Path, name: str, size: int):
     program = """
         import sys

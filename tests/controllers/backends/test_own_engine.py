@@ -34,6 +34,7 @@ def steps(root: Path, model: Path, backend: Any, ranks: int, **engine: Any) -> l
         return [(row["actor/loss"], row["actor/grad_norm"]) for row in driver.run()[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.usefixtures("cluster")
 def test_a_pipeline_of_two_ranks_takes_the_steps_of_fsdp_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

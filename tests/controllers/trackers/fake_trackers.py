@@ -59,7 +59,12 @@ class Dying(Misbehaving):
 
 
 class Hanging(Misbehaving):
+    def open(self, run: TrackedRun) -> str:
+        self.folder = run.folder
+        return super().open(run)
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        (self.folder / "hangs_later").touch()
         time.sleep(1e6)
 
 

@@ -1,6 +1,7 @@
 """A run never notices its trackers: those that raise, hang or die are said once, and the run goes on."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,16 @@ from weft.controllers.trackers.tracker_processes import TrackerProcesses
 from weft.dataflow.errors import UserError
 from weft.dataflow.metric_names import untimed
 
-ALL = [f"fake_trackers:{name}" for name in ("Kept", "Raising", "Dying", "Hanging", "HangingAtOnce")]
+ENDING = [f"fake_trackers:{name}" for name in ("Kept", "Raising", "Dying")]
+HANGING = [f"fake_trackers:{name}" for name in ("Hanging", "HangingAtOnce")]
 
 
 def test_a_run_comes_to_its_end_whatever_its_trackers_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tracker_processes, "FINISH_S", 12.0)
     monkeypatch.setenv("TRACKER_API_KEY", "k3y-of-a-service")
+    monkeypatch.setattr(tracker_processes, "FINISH_S", 600.0)
     with drive(training(), tmp_path / "plain") as driver:
         expected = driver.run()
-    with drive(training(), tmp_path, trackers=ALL) as driver:
+    with drive(training(), tmp_path, trackers=ENDING) as driver:
         metrics = driver.run()
         processes = [one.process for one in driver._history.trackers._processes]
     assert [untimed(row) for row in metrics] == [untimed(row) for row in expected]
@@ -39,15 +41,28 @@ def test_a_run_comes_to_its_end_whatever_its_trackers_do(tmp_path: Path, monkeyp
             step |= line
     assert list(sent.values()) == metrics and kept(run)[-1] == {"closed": "well"}
     said = [alert.text for alert in read_alerts(run) if alert.name == "tracker"]
-    about = {name: [text for text in said if repr(name) in text] for name in ALL}
-    assert {name: len(texts) for name, texts in about.items()} == {ALL[0]: 0, **dict.fromkeys(ALL[1:], 1)}
+    about = {name: [text for text in said if repr(name) in text] for name in ENDING}
+    assert {name: len(texts) for name, texts in about.items()} == {ENDING[0]: 0, **dict.fromkeys(ENDING[1:], 1)}
     assert (
-        "ConnectionError: refused with the key [value of TRACKER_API_KEY]" in about[ALL[1]][0]
-        and "signal 9" in about[ALL[2]][0]
+        "ConnectionError: refused with the key [value of TRACKER_API_KEY]" in about[ENDING[1]][0]
+        and "signal 9" in about[ENDING[2]][0]
     )
-    assert all("had not sent everything 12 s after the end" in about[name][0] for name in ALL[3:])
     left = [file for file in (run / "trackers").iterdir() if "k3y-of-a-service" in file.read_text()]
     assert not left and "k3y-of-a-service" not in (run / "alerts.jsonl").read_text()
+
+
+def test_a_run_ends_trackers_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tracker_processes, "FINISH_S", 0.1)  # waited out
+    with drive(training(), tmp_path, trackers=HANGING) as driver:
+        driver.run()
+        processes = [one.process for one in driver._history.trackers._processes]
+        while not all((tmp_path / "run" / file).exists() for file in ("hangs", "hangs_later")):
+            assert all(process.poll() is None for process in processes)
+            time.sleep(0.01)
+    assert all(process.returncode is not None for process in processes), "none is left"
+    said = [alert.text for alert in read_alerts(tmp_path / "run") if alert.name == "tracker"]
+    assert len(said) == 2
+    assert all(f"tracker {name!r} had not sent everything 0.1 s after the end" in "".join(said) for name in HANGING)
 
 
 def test_a_run_that_is_killed_and_goes_on_sends_each_step_once(tmp_path: Path):
@@ -70,7 +85,8 @@ class Clock:
         return self.now
 
 
-def test_a_tracker_that_shows_no_sign_of_life_is_said_once(tmp_path: Path):
+def test_a_tracker_that_shows_no_sign_of_life_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tracker_processes, "LEAVE_S", 0.1)  # waited out
     (tmp_path / "logs").mkdir()
     said: list[str] = []
     clock = Clock()

@@ -98,8 +98,8 @@ def recovered(folder: Path, disk: Disk | None = None, name: str = "second") -> D
     return driver
 
 
-every_moment = pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
-"""Every so many moments. A moment in eleven is before, in the middle of, or after each kind of operation many times."""
+every_moment = pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])
+"""Every so many moments. One moment in 23 is before, in the middle of, or after each kind of operation many times."""
 
 
 @every_moment
@@ -127,7 +127,7 @@ def test_a_run_that_loses_power_at_any_moment_goes_on(tmp_path: Path, reference:
 
 
 @pytest.mark.parametrize("power", [False, True])
-@pytest.mark.parametrize("every", [157, pytest.param(13, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [311, pytest.param(13, marks=pytest.mark.slow)])
 def test_a_run_that_ends_again_while_it_is_recovered_goes_on(
     tmp_path: Path, reference: Reference, every: int, power: bool
 ):

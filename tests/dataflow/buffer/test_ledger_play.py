@@ -471,7 +471,7 @@ def play(seed: int, number: int) -> int:
     return play.operations
 
 
-@pytest.mark.parametrize("histories", [40, pytest.param(340, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("histories", [20, pytest.param(340, marks=pytest.mark.slow)])
 def test_the_ledger_agrees_with_a_model_that_has_no_state_whatever_is_done(histories: int):
     operations = 0
 
