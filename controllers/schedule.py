@@ -166,10 +166,12 @@ class Asynchronous(InParts):
     max_staleness: int = Field(default=1, ge=0)
     """[updates] How far a row's oldest token may lag the weights that it trains; 0 is `Synchronous`. Raise it where generation still
     waits for training, lower it where training becomes unstable."""
-    partial_rollouts: Literal["continue", "finish", "requeue"] = "continue"
-    """What becomes of responses that are unfinished when new weights come: "continue" under these (every token knows its version);
-    "finish" first, while the weights wait; or "requeue" their prompts. Choose "finish" where all tokens of a response must be of one
-    version."""
+    partial_rollouts: Literal["continue", "recompute", "finish", "requeue"] = "continue"
+    """What becomes of responses that are unfinished when new weights come. "continue": they go on under these at once, and every token
+    knows its version; but the tokens so far keep the keys and values of the old weights, so new tokens attend to what neither version
+    computes by itself. "recompute": the same, with keys and values computed again under the new weights. "finish": they end first,
+    while the weights wait. "requeue": their prompts begin anew. Choose "recompute" where `mean_logprob_gap` is large, "finish" where all
+    tokens of a response must be of one version."""
 
     @property
     def overlaps(self) -> bool:

@@ -37,7 +37,7 @@ class WeightSync:
         self,
         edges: Sequence[ParameterEdge],
         groups: Mapping[str, WorkerGroup],
-        partial_rollouts: Literal["continue", "finish", "requeue"],
+        partial_rollouts: Literal["continue", "recompute", "finish", "requeue"],
         cancel: Callable[[Call], None],
         keeps: Callable[[str, int], bool] | None = None,
     ) -> None:
@@ -174,7 +174,9 @@ class WeightSync:
             for other in list(follower.calls) if self._partial_rollouts == "requeue" else ():
                 if other.interruptible and ranks.intersection(other.ranks):
                     self._requeue(other)
-            arguments = {"weights": weights}
+            arguments: dict[str, Any] = {"weights": weights}
+            if self._partial_rollouts == "recompute" and any(other.interruptible for other in follower.calls):
+                arguments["recompute"] = True
             then = partial(self._received, leader=edge.leader, weights=weights)
             requests.append(CallRequest(follower, "receive_weights", arguments, sorted(ranks), then, on_device=True))
         return requests

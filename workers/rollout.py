@@ -162,17 +162,20 @@ class RolloutWorker(Worker):
                 given_up = [row * n + index for row in rows for index in range(n)]
 
     @remote(dispatch=Dispatch.ONE_TO_ALL, interruptible=True)
-    def receive_weights(self, weights: Weights) -> str | Generator[None, None, tuple[str, Metrics]]:
+    def receive_weights(
+        self, weights: Weights, recompute: bool = False
+    ) -> str | Generator[None, None, tuple[str, Metrics]]:
         """Take over a version that is given away; returns the checksum of what was taken. With a double buffer, and where responses are
-        being sampled, a generator: it yields while the version comes, and returns the metric `weights_pause_s` with the checksum.
+        being sampled, a generator: it yields while the version comes, and returns the metric `weights_pause_s` with the checksum. With
+        `recompute`, keys and values of unfinished responses are computed again.
 
         Raises:
             WeightSyncError: the bytes are not those that were published, or do not fit the model.
         """
         weights = weights.to(f"{self.context.name}[{self.context.rank}]")
         if self._generating and self._doubles and not weights.backend:
-            return self._stage(weights)
-        return self.engine.update_weights(weights)
+            return self._stage(weights, recompute)
+        return self._take(weights, recompute)
 
     @cached_property
     def _doubles(self) -> bool:
@@ -182,14 +185,20 @@ class RolloutWorker(Worker):
         memory = None if torch.cuda.is_available() else node_memory()
         return memory is not None and memory.free_bytes >= 2 * self.engine.weight_bytes()
 
-    def _stage(self, weights: Weights) -> Generator[None, None, tuple[str, Metrics]]:
+    def _take(self, weights: Weights, recompute: bool) -> str:
+        checksum = self.engine.update_weights(weights)
+        if recompute:
+            self.engine.recompute()
+        return checksum
+
+    def _stage(self, weights: Weights, recompute: bool) -> Generator[None, None, tuple[str, Metrics]]:
         for _ in self.engine.stage_weights(weights):
             self.context.advance()
             if not self._generating:
                 time.sleep(POLL_S)
             yield
         started = time.perf_counter()
-        checksum = self.engine.update_weights(weights)
+        checksum = self._take(weights, recompute)
         return checksum, {"weights_pause_s": Max(time.perf_counter() - started)}
 
     @contextlib.contextmanager

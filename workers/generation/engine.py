@@ -95,6 +95,10 @@ class GenerationEngine(Protocol):
         """
         ...
 
+    def recompute(self) -> None:
+        """Have keys and values of unfinished requests computed again under the present weights. Called after `update_weights`."""
+        ...
+
     def sleep(self) -> None:
         """Free device memory."""
         ...

@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,8 @@ class TransformersEngine:
         from ..training.packed_attention import caps_scores
 
         self.version = 0
+        self._oldest_keys = 0
+        """Keys and values that were computed under an earlier version are computed again."""
         self._whole = adapter is None
         """Whether all weights are there, and of one version."""
         self._max_num_seqs = max_num_seqs
@@ -151,6 +154,10 @@ class TransformersEngine:
         self.version = weights.version
         return checksum
 
+    def recompute(self) -> None:
+        """See `GenerationEngine`: each batch does it before its next token."""
+        self._oldest_keys = self.version
+
     def sleep(self) -> None:
         """Move the model to host memory."""
         self.model.to("cpu")
@@ -218,6 +225,7 @@ class TransformersEngine:
         alive = np.arange(len(requests))  # request of each row that is still in the batch
         routes: list[list[np.ndarray]] = [[] for _ in requests]
         batch, logits = self._prefill(requests, sampling.max_tokens, routes)
+        computed_under = self.version
         for position in range(sampling.max_tokens):
             if position < sampling.min_tokens and len(stops):
                 logits = logits.index_fill(-1, torch.from_numpy(stops).to(logits.device), -torch.inf)
@@ -252,6 +260,15 @@ class TransformersEngine:
                 keep = torch.from_numpy(np.flatnonzero(~done)).to(self._device)
                 batch.keep(keep)
                 sampled = sampled[keep]
+            if computed_under < self._oldest_keys:
+                computed_under = self.version
+                so_far = [
+                    replace(
+                        requests[row], prompt_ids=np.concatenate([requests[row].prompt_ids, token_ids[row, :position]])
+                    )
+                    for row in alive.tolist()
+                ]
+                batch, _ = self._prefill(so_far, sampling.max_tokens - position, [[] for _ in so_far])
             logits, taken = self._forward(batch, sampled)
             for row, own in zip(alive.tolist(), taken, strict=False):
                 routes[row].append(own)

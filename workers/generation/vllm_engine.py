@@ -249,6 +249,10 @@ class VllmEngine:
         except Exception as error:
             raise WeightSyncError(f"vLLM could not take adapter version {weights.version}: {error}") from error
 
+    def recompute(self) -> None:
+        """Put unfinished requests back into vLLM's queue: when their turn comes, it computes keys and values of all their tokens."""
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+
     def sleep(self) -> None:
         """Move the weights to host memory and free keys and values (on CPU there is nothing to free)."""
         if self._sleeping is not None:

@@ -265,6 +265,34 @@ def test_every_token_knows_its_version_when_weights_change_in_the_middle(
         assert response.versions.tolist() == [0] * length + [3] * (len(response.token_ids) - length)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_keys_and_values_of_unfinished_responses_are_computed_again_on_request(
+    recompute: bool, engine: GenerationEngine, model: Any, publisher: WeightPublisher
+) -> None:
+    """With new keys and values, each token after the change has the log-probability of the new weights' own pass."""
+    requests, sampling = requests_of(prompts_of(4)), Sampling(max_tokens=24, ignore_stop=True)
+    steps = engine.generate(requests, sampling)
+    early = [response for _ in range(8) for response in next(steps)]
+    engine.update_weights(published(model, publisher, version=engine.version + 1, scale=1.5))
+    publisher.finish()
+    if recompute:
+        engine.recompute()
+    found = [response for step in steps for response in step]
+    assert not early and len(found) == len(requests)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    gaps: list[float] = []
+    for response in found:
+        request = next(each for each in requests if each.request_id == response.request_id)
+        every = straight_logprobs(model, request.prompt_ids, response.token_ids, sampling)
+        exact = every.gather(-1, torch.from_numpy(response.token_ids).long()[:, None])[:, 0]
+        new = response.versions == engine.version
+        assert new.any() and not new.all() and (np.diff(response.versions) >= 0).all()
+        gaps.append(float(np.abs(exact.numpy() - response.logprobs)[new].max()))
+    assert (max(gaps) < 1e-3) == recompute
+
+
 @pytest.mark.vllm
 def test_vllm_goes_on_while_weights_are_staged_and_every_token_knows_its_version(
     vllm: VllmEngine, model: Any, publisher: WeightPublisher
