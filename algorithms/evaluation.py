@@ -134,7 +134,7 @@ def evaluate(
 
 
 def _verdict_of(reward: Rewarder) -> str | None:
-    """Column of the grader of a reward group that says right or wrong; None: it has none."""
+    """The column of a reward group's grader, or None if it has no grader."""
     find = getattr(getattr(reward, "config", None), "verdict", None)
     return None if find is None else find(str(REWARD))
 

@@ -129,7 +129,7 @@ class TrainingRun(GraphRun):
     refills: int = 0
     """How often the step under way issued more prompts."""
     short_size: int | None = None
-    """Groups of the batch of the step under way, if filters left fewer than the schedule wants; None: as many as it wants."""
+    """Groups of the batch of the step under way, or None if filters left as many as the schedule wants."""
     metrics: list[Mapping[str, Metric]] = field(default_factory=list)
 
     @property

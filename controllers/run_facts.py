@@ -87,12 +87,12 @@ class RunFacts:
 
     @property
     def reward(self) -> float | None:
-        """Mean reward of the last step; None: it measured none, as SFT and DPO do not."""
+        """Mean reward of the last step, or None if it measured none (SFT, DPO)."""
         return self._last_of("mean")
 
     @property
     def loss(self) -> float | None:
-        """Loss of the last step; None: it measured none."""
+        """Loss of the last step, or None if it measured none."""
         return self._last_of("loss")
 
     def _last_of(self, metric: str) -> float | None:

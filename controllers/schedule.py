@@ -47,9 +47,9 @@ class Stepwise(Config):
     such as easy ones first."""
 
     short_steps: Literal["train", "stop"] = "train"
-    """What happens when filters drop so many groups that a step lacks some of its `prompts_per_step` after it has issued more prompts 10
-    times: "train" on the groups that passed, with a warning, or "stop" the run. A step of which no group passes always stops it. Set "stop"
-    where small batches would do harm."""
+    """What to do when a step has issued more prompts 10 times and filters still leave it fewer than `prompts_per_step` groups: "train" on
+    the groups that passed, with a warning, or "stop" the run. If no group passes, the run always stops. Set it to "stop" where small
+    batches would do harm."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("steps",))
     fixed_on_resume: ClassVar[frozenset[str]] = frozenset(("shuffle",))
@@ -82,7 +82,7 @@ class Stepwise(Config):
 
     def shorten(self, train: TrainingRun) -> int:
         """Let the step under way end with the groups that have passed the filters, or with the next one if updates have begun with all of
-        them. Returns the groups of its batch; 0: none has passed, and nothing is changed."""
+        them. Returns the groups of its batch, or 0 if none has passed."""
         if not min(self.reached(train), default=0):
             return 0
         waiting = min(train.ledger.readiness.ready_groups(n) for n in train.updates)

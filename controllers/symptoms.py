@@ -148,7 +148,7 @@ def _groups_of_one(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]
 
 
 def _rows_of_group(graph: Graph, node: Node) -> int | None:
-    """Rows that a group has when it comes to a node, as far as the graph says; None: it does not."""
+    """Rows that a group has when it comes to a node, or None if the graph does not say."""
     number, level = 1, node.level
     while level:
         maker = next(n for n in graph.nodes if n.makes_level == level)
@@ -259,7 +259,7 @@ def all_filtered(row: Row, groups: int) -> str:
 
 
 def rewards_of(row: Row) -> str:
-    """The mean of each reward of a step so far, for a message; empty: none was measured.
+    """The mean of each reward of a step so far, for a message. Empty if none was measured.
 
     >>> rewards_of({"reward/mean": 0.12, "reward/std": 0.1, "reward/right": 0.02, "reward/scored": 8.0, "actor/loss": 1.0})
     ' (mean 0.12, std 0.1, right 0.02)'

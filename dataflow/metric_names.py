@@ -115,14 +115,14 @@ SCORES = {
     r"(.*/)?mean": "mean reward",
     r"(.*/)?preference_accuracy": "preference accuracy",
 }
-"""Patterns of the metrics that an evaluation is judged by, the first that it has, and what they are called. More is better."""
+"""Pattern of a metric -> label of the score. The first pattern that an evaluation has is its score, and more is better."""
 
 
 def score_label(name: str) -> str | None:
-    """What the score of an evaluation is called; None: it is not one of `SCORES`.
+    """The label of an evaluation's score, or None if the metric is not one of `SCORES`.
 
     Args:
-        name: of the metric, without that of the evaluation.
+        name: the metric's name without the evaluation's.
 
     >>> score_label("pass@1"), score_label("avg@8"), score_label("judge/mean"), score_label("loss")
     ('pass@1', 'mean reward', 'mean reward', None)

@@ -521,7 +521,7 @@ EVALUATION = Section(
             "pass@K",
             "0 to 1",
             "probability that one of K responses to a prompt is right, mean over prompts; unbiased. The grader among the reward functions "
-            "says which are right, else a threshold of the reward",
+            "decides, else a threshold of the reward",
             "rises",
             "falls for large K while `pass@1` rises: the policy loses variety",
             "run",

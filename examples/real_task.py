@@ -129,7 +129,7 @@ def summary(metrics: list[dict[str, float]], accuracy: str, started: float) -> s
 
     Args:
         metrics: of every step.
-        accuracy: the metric of the evaluation that says how many held-out rows are right.
+        accuracy: the evaluation's metric, such as the share of right answers.
         started: moment of the monotonic clock at which the program began, in seconds.
     """
     scores = [row[accuracy] for row in metrics if accuracy in row]

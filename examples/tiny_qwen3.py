@@ -1,7 +1,7 @@
 """A tiny model of Qwen3's shape and the problems that it trains on, so that programs for real models run anywhere in two minutes.
 
 The model has what matters to such a program: a byte-pair tokenizer, special tokens, a chat template that takes `enable_thinking`, grouped
-heads and tied embeddings. Nothing is downloaded. A supervised warm start stands for the pretraining of a real model: the tiny model
+heads and tied embeddings. Nothing is downloaded. A supervised warm start replaces the pretraining of a real model: the tiny model
 learns arithmetic and the form of an answer from worked solutions, and most solutions of the longer problems stop a step too early.
 Greedy answers are therefore right for the short problems only. Reinforcement learning finds out which way of solving is right.
 """
@@ -56,7 +56,7 @@ DEMONSTRATIONS = 4000
 """Other problems, whose solutions the warm start reads."""
 HASTY = 0.65
 """Share of the two-step problems whose solution in the warm start stops after the first step."""
-SOLVED = 0.75
+SOLVED = 0.8
 """The warm start ends when at least one of four sampled responses is right for this share of the problems: reinforcement learning needs
 a model that succeeds now and then."""
 TRIED = 48
@@ -90,7 +90,7 @@ def worked(answer: str, steps: int | None = None) -> str:
     """A response in the form asked for, from a worked answer of `word_problems`.
 
     Args:
-        steps: how many of its steps are made; None: all.
+        steps: number of its steps that are written, or None for all.
 
     >>> print(worked("3 x 4 = 12\\n5 + 12 = 17\\n#### 17"))
     3 x 4 = 12
@@ -203,7 +203,7 @@ def prepare(root: Path, data: str | None, system: str, seed: int = 0) -> tuple[s
 
 
 def _make_for_problems(model: Path, system: str, seed: int) -> list[dict[str, str]]:
-    """Write problems beside a tokenizer and a model for them; returns other problems, for the warm start."""
+    """Write a tokenizer, a model and its problems. Returns other problems, for the warm start."""
     rows = word_problems(PROBLEMS + DEMONSTRATIONS, seed)
     lines = [json.dumps(row) + "\n" for row in rows[:PROBLEMS]]
     (model.parent / "problems.jsonl").write_text("".join(lines))
@@ -246,7 +246,7 @@ def _teach_the_form(folder: Path, data: str, system: str, seed: int) -> None:
 def _warm_start(
     folder: Path, rows: list[dict[str, Any]], seed: int, *, steps: int, batch: int, tried: weft.Prompts | None = None
 ) -> None:
-    """Train the model of the folder on dialogues, at most so many steps, until it solves the problems that it tries now and then."""
+    """Train the folder's model on dialogues until it solves the problems in `tried` now and then, for `steps` steps at most."""
     model = str(folder / "untrained")
     actor = weft.group(weft.ActorWorker, model=model, learning_rate=4e-3, warmup_steps=10)
     evaluations = []
@@ -255,7 +255,7 @@ def _warm_start(
         reward = weft.group(weft.RewardWorker, function=Math(), tokenizer=model)
         rollout.follows(actor)
         sampled = evaluate(tried, rollout=rollout, reward=reward, n=4, sampling=weft.Sampling(max_tokens=32))
-        evaluations = [weft.Evaluation(sampled, every=10)]
+        evaluations = [weft.Evaluation(sampled, every=20, at_start=False)]
     with weft.Driver(
         supervised(weft.Prompts.from_rows(rows, model, name="solutions", thinking=False), actor=actor),
         schedule=weft.Synchronous(steps=steps, prompts_per_step=min(batch, len(rows))),
@@ -278,7 +278,7 @@ def dialogue(system: str, question: str, response: str) -> dict[str, Any]:
 
 
 def wrong_and_right(problems: str, system: str) -> str:
-    """File of pairs, beside that of the problems: a right solution to each, and a wrong one."""
+    """File of pairs in the folder of the problems: a right and a wrong solution to each."""
     file = Path(problems).with_name("pairs.jsonl")
     return str(
         weft.prepared(

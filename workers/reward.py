@@ -117,7 +117,7 @@ class RewardConfig(Config):
         return any(reward.may_return_parts for reward in self.rewards)
 
     def verdict(self, into: str) -> str | None:
-        """The column of the only function that says right (1) or wrong (0); None: there is none, or several."""
+        """The column of the only grader that says right (1) or wrong (0), or None if there is none or several."""
         verdicts = [reward.title for reward in self.rewards if getattr(reward.function, "is_verdict", False)]
         if len(verdicts) != 1:
             return None

@@ -1,4 +1,4 @@
-"""The trials of the examples for real models: each learns, in a process of its own, from a seed that it was not tuned for."""
+"""The trials of the examples for real models: each runs in its own process, with each seed and backend."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Trial:
     code: int
     seconds: float
     before: float | None
-    """Held-out accuracy before the first step; None: the program did not say."""
+    """Held-out accuracy before the first step, or None if the program did not print it."""
     after: float | None
     said: str
-    """The end of what a failed program printed."""
+    """The last lines of the program's output."""
 
     @property
     def learned(self) -> bool:
@@ -62,7 +62,7 @@ HEAD = "example      backend seed exit  before   after    gain  seconds"
 
 
 def trial(example: str, backend: str, seed: int) -> Trial:
-    """Run an example in a process and a folder of its own."""
+    """Run an example in its own process and folder."""
     with tempfile.TemporaryDirectory(prefix="weft-trial-") as root:
         command = [sys.executable, str(FOLDER / f"{example}.py"), "--tiny", "--backend", backend, "--seed", str(seed)]
         started = time.monotonic()

@@ -102,7 +102,7 @@ class Admission:
             most: prompts that the step may issue to get a last group, where updates have begun with all that passed.
 
         Raises:
-            StalledError: the schedule does not allow it, no group has passed, or none has passed among so many prompts.
+            StalledError: the schedule does not allow it, no group has passed, or `most` prompts gave no last group.
         """
         train, schedule = self._parts.train, self._parts.schedule
         exhausted = train.issued > most

@@ -89,7 +89,7 @@ class EvaluationScore:
     interval: tuple[float, float] | None = None
     """95 %, where it is known how the value scatters."""
     label: str = ""
-    """What the value is, such as pass@1."""
+    """Name of the value, such as pass@1."""
     mean_reward: float | None = None
     """Where it differs from the value."""
     lost: int = 0
@@ -122,7 +122,7 @@ def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> Evalua
     lost, asked = (int(own.pop(name, 0.0)) for name in ("prompts_lost", "prompts_asked"))
     name = next((n for pattern in SCORES for n in own if re.fullmatch(pattern, n)), None)
     label = next(iter(own), None) if name is None else score_label(name)
-    if label is None:  # there are no metrics, or every prompt is lost
+    if label is None:  # nothing was measured, or every prompt is lost
         return EvaluationScore(evaluation, step, math.nan, lost=lost, asked=asked) if lost else None
     if name is None:
         return EvaluationScore(

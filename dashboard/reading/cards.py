@@ -88,7 +88,7 @@ def _shown(kind: CardKind, names: Sequence[str]) -> list[str]:
 
 
 def _matching(kind: CardKind, names: Sequence[str]) -> list[str]:
-    """The metrics of the first pattern of a kind that there are any of; that of the group `reward` first."""
+    """The metrics that match the first matching pattern of a kind, the group `reward` first."""
     for pattern in kind.metric.split("|"):
         behind = re.compile(rf"(?:[^/]+/)*{pattern}")
         own = [name for name in names if behind.fullmatch(name) and not name.endswith(("_low", "_high"))]
@@ -123,7 +123,7 @@ def _card(kind: CardKind, names: list[str], there: set[str]) -> dict[str, Any]:
 
 
 def _title(kind: CardKind, names: Sequence[str]) -> str:
-    """The title of a card. That of evaluations says what their scores are, such as pass@1 or mean reward."""
+    """The title of a card. Evaluations add the names of their scores, such as pass@1 or mean reward."""
     labels = (score_label(name.partition("/")[2]) for name in names if kind.scope == "evaluation")
     return f"{kind.title} {', '.join(dict.fromkeys(filter(None, labels)))}".rstrip()
 
