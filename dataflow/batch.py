@@ -150,8 +150,13 @@ class Batch:
     # Reading columns
 
     def numpy(self, column: object) -> np.ndarray:
-        """A column as a numpy array `[rows]`: fixed-width columns without a copy and read-only, strings as objects."""
+        """A column as a numpy array `[rows]`: fixed-width columns without a copy and read-only, strings as objects. Of a `JsonType`,
+        numbers are float64, other values objects."""
         array = self[column]
+        if is_json(array.type):
+            values = array.to_pylist()
+            numbers = all(isinstance(value, int | float) for value in values)
+            return np.array(values, np.float64) if numbers else np.fromiter(values, object, len(values))
         return array.to_numpy(zero_copy_only=_has_fixed_width(array.type) and array.null_count == 0)
 
     def tensor(self, column: object) -> Tensor:

@@ -126,3 +126,10 @@ def test_rows_of_other_libraries_are_read(base: Path) -> None:
         assert Prompts.from_rows(given, base, limit=1).table["answer"].to_pylist() == [5]
     missing = pandas.DataFrame({"prompt": ["1", "2"], "answer": [None, "b"]})
     assert Prompts.from_rows(missing, base).table["answer"].to_pylist() == [None, "b"]
+
+
+def test_numbers_of_both_kinds_are_floats_in_numpy(base: Path) -> None:
+    rows = [{"prompt": "1", "weight": 1, "x": 1}, {"prompt": "2", "weight": 0.5, "x": {"a": 1}}]
+    batch = Batch.of_table(Prompts.from_rows(rows, base).table)
+    assert batch.numpy("weight").tolist() == [1.0, 0.5] and batch.numpy("weight").dtype == "float64"
+    assert batch.numpy("x").tolist() == [1, {"a": 1}]
