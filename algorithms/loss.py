@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 from pydantic import model_validator
@@ -21,6 +21,7 @@ from ..dataflow.config import Config
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metric, Metrics, Sum
+from ..dataflow.tracing import refusing_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -185,6 +186,10 @@ class FrozenLoss(Config):
     >>> isinstance(Brevity(), Loss), Brevity().reads, Brevity()(torch.tensor([-1.0, -3.0]), PackedRows.of([2]))[0].item()
     (True, (), -2.0)
     """
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        refusing_rows(cls)
 
     @model_validator(mode="after")
     def _parts_are_values(self) -> FrozenLoss:

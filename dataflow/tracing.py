@@ -4,19 +4,50 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .arguments import bind, bind_signature
 from .column import DRAW_PATH, IDENTITY, Column, not_inherited
-from .errors import GraphError, UserError
+from .errors import GraphError, NoSuchNodeError, UserError
 from .graph import Graph
 from .handle import Handle
 from .node import SOURCE, Node
 from .operation import ALL_COLUMNS, CONFIG, Declaration, Shape
 from .source import Source, file_columns
 from .validation import refuse, rows_problems
+
+NO_VALUES = "rows have no values while a graph is traced"
+NODES_OF_PARTS = {
+    "advantages": "an estimator is part of a node: group_advantages(rows, estimator=...)",
+    "graders": "a grader is part of a reward worker: weft.group(weft.RewardWorker, function=...), and reward.score(rows)",
+    "loss": "a loss is part of an update: actor.update(rows, loss=...)",
+}
+"""Module, or folder, of functions that are parts of nodes -> how they are used."""
+
+
+def no_node(name: str, module: str) -> str:
+    """What is wrong with calling this function of this module on symbolic rows, and the node that it is part of."""
+    known = next((said for part, said in NODES_OF_PARTS.items() if part in module.split(".")), "")
+    return f"{name!r} is no node; {known or 'make it one with @weft.node, or pass it to the node that takes it'}"
+
+
+def refusing_rows(part: type) -> None:
+    """Have the instances of a class refuse to be called with symbolic rows: they are part of a node, and none themselves."""
+    call: Any = vars(part).get("__call__")
+    if call is None:
+        return
+
+    @functools.wraps(call)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, SymbolicRows) for arg in args):
+            kinds = " ".join(each.__module__ for each in type(self).__mro__)
+            raise UserError(no_node(type(self).__name__, kinds.replace(" ", ".")))
+        return call(self, *args, **kwargs)
+
+    part.__call__ = called  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(frozen=True)
@@ -57,6 +88,32 @@ class SymbolicRows:
             {**self.writers, **{c: w for c, w in other.writers.items() if w or c not in self.writers}},
             tuple(dict.fromkeys(self.filters + other.filters)),
         )
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse a function that is no node, such as an estimator, a loss or a grader: it asks for values that rows do not have yet."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise NoSuchNodeError(f"{self._reader()} reads {name!r}, but {NO_VALUES}")
+
+    def __getitem__(self, key: object) -> Any:
+        raise UserError(f"{self._reader()} reads {key!r}, but {NO_VALUES}")
+
+    def __len__(self) -> int:
+        raise UserError(f"{self._reader()} asks for the number of rows, but {NO_VALUES}")
+
+    def _reader(self) -> str:
+        """The function that asks for values, and how it is used if it is part of a node."""
+        frame = sys._getframe(2)
+        module = frame.f_globals.get("__name__", "")
+        while frame.f_back is not None and frame.f_back.f_globals.get("__name__", "") == module:
+            if frame.f_code.co_name in (self.trace.name, *self.trace.path):
+                break
+            frame = frame.f_back  # a helper of its module
+        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+        if name in (self.trace.name, *self.trace.path):
+            return f"graph {name!r}"
+        called = type(owner).__name__ if name == "__call__" and owner is not None else name
+        return f"{no_node(called, module)}. It"
 
     def __bool__(self) -> bool:
         raise UserError("a graph cannot branch on rows: they have no values while it is traced (use a filter node)")

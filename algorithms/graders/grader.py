@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from ...dataflow.config import Config
 from ...dataflow.errors import SampleError
+from ...dataflow.tracing import refusing_rows
 
 
 class Grader(Config):
@@ -35,24 +36,30 @@ class Grader(Config):
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
-        own = vars(cls).get("__call__")
-        if own is None or "answer" not in inspect.signature(own).parameters:
-            return
-        signature = inspect.signature(own)
+        _take_any_answer(cls)
+        refusing_rows(cls)
 
-        @functools.wraps(own)
-        def graded(*arguments: Any, **named: Any) -> float:
-            given = signature.bind(*arguments, **named)
-            if (
-                given.arguments.get("answer", "") is None
-                and signature.parameters["answer"].default is not inspect.Parameter.empty
-            ):
-                del given.arguments["answer"]
-            if "answer" in given.arguments:
-                given.arguments["answer"] = answer_text(given.arguments["answer"])
-            return own(*given.args, **given.kwargs)
 
-        cls.__call__ = graded  # pyright: ignore[reportAttributeAccessIssue]
+def _take_any_answer(cls: type[Grader]) -> None:
+    """Have the graders of a class get every answer as text."""
+    own: Any = vars(cls).get("__call__")
+    if own is None or "answer" not in inspect.signature(own).parameters:
+        return
+    signature = inspect.signature(own)
+
+    @functools.wraps(own)
+    def graded(*arguments: Any, **named: Any) -> float:
+        given = signature.bind(*arguments, **named)
+        if (
+            given.arguments.get("answer", "") is None
+            and signature.parameters["answer"].default is not inspect.Parameter.empty
+        ):
+            del given.arguments["answer"]
+        if "answer" in given.arguments:
+            given.arguments["answer"] = answer_text(given.arguments["answer"])
+        return own(*given.args, **given.kwargs)
+
+    cls.__call__ = graded  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def answer_text(answer: object) -> str:

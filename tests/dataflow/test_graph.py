@@ -10,7 +10,10 @@ import pyarrow as pa
 import pytest
 
 from weft.algorithms import preference
+from weft.algorithms.advantages import group_normalized, leave_one_out
 from weft.algorithms.evaluation import evaluate
+from weft.algorithms.graders.gsm8k import Gsm8k
+from weft.algorithms.graders.math import Math
 from weft.algorithms.grpo import grpo
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.preference_loss import LogLikelihood, PreferenceLoss
@@ -634,3 +637,26 @@ def test_graphs_are_made_without_torch_or_ray():
     code = f"import runpy, sys; runpy.run_path({__file__!r})['all_graphs'](); {loaded}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    ("called", "message"),
+    [
+        (leave_one_out, "'leave_one_out' is no node; an estimator is part of a node: group_advantages"),
+        (group_normalized, "'group_normalized' is no node; an estimator is part of a node: group_advantages"),
+        (PolicyLoss(), "'PolicyLoss' is no node; a loss is part of an update: actor.update"),
+        (PreferenceLoss(), "'PreferenceLoss' is no node; a loss is part of an update: actor.update"),
+        (Math(), "'Math' is no node; a grader is part of a reward worker: weft.group"),
+        (Gsm8k(), "'Gsm8k' is no node; a grader is part of a reward worker: weft.group"),
+        (lambda rows: rows["reward"], "graph 'wrong' reads 'reward', but rows have no values while a graph is traced"),
+        (lambda rows: rows.reward, "graph 'wrong' reads 'reward', but rows have no values"),
+        (len, "graph 'wrong' asks for the number of rows, but rows have no values"),
+    ],
+)
+def test_a_part_of_a_node_that_is_called_as_one_names_its_node(called: Any, message: str):
+    @graph
+    def wrong(rows: Any) -> None:
+        called(rows)
+
+    with pytest.raises(UserError, match=re.escape(message)):
+        wrong(TableSource("source", pa.table({"prompt_ids": [[1, 2]]})))
