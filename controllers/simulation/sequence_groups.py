@@ -1,9 +1,10 @@
 """Groups of ranks that share the tokens of rows, of different sizes: large ones for a few long rows, small ones for many short rows.
 
 Ulysses with one degree for all rows makes short rows pay the exchange that only long rows need. FlexSP (arXiv:2412.01523) chooses
-groups for the rows of a step, so that all are done at about the same time. This is such a planner, without its integer program: all ways
-to cut the ranks into groups of powers of two (of many ranks, a descent over them), rows dealt out the longest first, each where it is
-done first, and moved away from the slowest group as long as that helps. A plan comes with a bound that no other plan beats.
+groups for the rows of a step, so that all are done at about the same time. This is such a planner, without its integer program. It tries
+all ways to cut up to 8 ranks; of more ranks, all groups of one size and groups of powers of two (of many, a descent over them). Rows are
+dealt out the longest first, each where it is done first, and moved away from the slowest group as long as that helps. A plan comes with
+a bound that no groups of any sizes beat.
 
 A group takes its rows in microbatches of at most its ranks' tokens together, and stays what it is for the whole step; FlexSP makes
 groups anew for each microbatch, which helps where the longest row needs most of the ranks. The engine of Weft itself has one degree for
@@ -25,6 +26,8 @@ from ...workers.row_cost import RowCost
 
 WAYS = 256
 """Ways to cut ranks into groups that are all tried, if there are no more: of 32 ranks there are 202."""
+FEW_RANKS = 8
+"""Ranks that are cut in all ways, at most."""
 FEW_ROWS = 64
 """Rows of a plan in which rows are also exchanged for others, at most."""
 
@@ -70,7 +73,7 @@ class SequenceGroups:
     group_s: tuple[float, ...]
     """Seconds that each group takes."""
     bound_s: float
-    """That no plan beats whose groups are powers of two, whatever its groups and rows."""
+    """A lower bound for groups of any sizes and any way to deal out the rows."""
 
     @property
     def seconds(self) -> float:
@@ -92,17 +95,19 @@ def plan_groups(lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceC
         cost: of rows on groups.
 
     Raises:
-        UserError: the largest power of two of the ranks has no room for the longest row.
+        UserError: all ranks together have no room for the longest row.
 
     >>> cost = SequenceCost(memory_tokens=100, per_token_s=0.01, exchange_s={8: 0.01})
     >>> plan = plan_groups([400, 100, 100, 100, 100], 8, cost)
-    >>> plan.rows[0], plan.seconds, plan.bound_s
-    ((0,), 1.0, 1.0)
+    >>> plan.degrees, plan.rows, plan.seconds, plan.bound_s
+    ((7, 1), ((0, 1, 2, 3), (4,)), 1.0, 1.0)
     """
     table = _Table(lengths, ranks, cost)
-    ways = list(_some_partitions(ranks))
+    ways = list(_all_partitions(ranks) if ranks <= FEW_RANKS else _some_partitions(ranks))
     if len(ways) > WAYS:  # some large groups, and all others of one smaller size: from the best of these, down
-        ways = [_filled(ranks, (large,) * k, small) for large, k, small in _large_and_small(ranks, table.degrees)]
+        ways = [_filled(ranks, (large,) * k, small) for large, k, small in _large_and_small(ranks, _powers(ranks))]
+    ways += [(size,) * (ranks // size) for size in _divisors(ranks)]
+    ways.append((table.smallest, *_filled(ranks - table.smallest, (), 1)))
     found = sorted((table.dealt(way) for way in ways if table.holds(way)), key=lambda plan: plan.seconds)
     return min((_descended(table, plan) for plan in found[:3]), key=lambda plan: plan.seconds)
 
@@ -135,7 +140,19 @@ class _Table:
         if ranks < 1:
             raise UserError(f"{ranks} ranks: at least 1")
         tokens = np.asarray(lengths, np.int64)
-        self.degrees = tuple(sorted({*(1 << k for k in range(ranks.bit_length())), also}))
+        levels = [each - 1 for each in cost.exchange_s if 1 < each <= ranks]  # the quickest size of each exchange time
+        fitting = -(-int(tokens.max()) // cost.memory_tokens) if len(tokens) else 1
+        sizes = {
+            *range(1, min(ranks, FEW_RANKS) + 1),
+            *_powers(ranks),
+            *_divisors(ranks),
+            *levels,
+            *([fitting] if 1 <= fitting <= ranks else []),
+            also,
+        }
+        self.degrees = tuple(sorted(sizes))
+        self.smallest = min(max(fitting, 1), ranks)
+        """Ranks of the smallest group that has room for the longest row."""
         self._ranks, self._rows = ranks, len(tokens)
         fits = np.array([cost.fits(tokens, degree) for degree in self.degrees]).reshape(len(self.degrees), -1)
         seconds = np.array([cost.seconds(tokens, degree) for degree in self.degrees]).reshape(fits.shape)
@@ -154,7 +171,7 @@ class _Table:
     @property
     def bound_s(self) -> float:
         """Every row takes at least the rank-seconds of its best group, and the ranks share them; and at least the seconds of its
-        quickest group."""
+        quickest group. Rank-seconds depend on the size of a group only by its exchange time, so the table's sizes are enough."""
         if not self._rows:
             return 0.0
         work = (self._seconds * np.array(self.degrees)[:, None]).min(0).sum()
@@ -212,7 +229,7 @@ class _Table:
 def _descended(table: _Table, best: SequenceGroups) -> SequenceGroups:
     """From this plan, a group halved or two joined as long as that makes it quicker."""
     while True:
-        near = [way for way in _neighbours(best.degrees) if table.holds(way)]
+        near = [way for way in _neighbours(best.degrees) if {*way} <= {*table.degrees} and table.holds(way)]
         found = min((table.dealt(way) for way in near), key=lambda plan: plan.seconds, default=best)
         if found.seconds >= best.seconds * (1 - 1e-9):
             return best
@@ -222,10 +239,31 @@ def _descended(table: _Table, best: SequenceGroups) -> SequenceGroups:
 def _neighbours(degrees: Sequence[int]) -> Iterator[tuple[int, ...]]:
     times = Counter(degrees)
     for degree, number in times.items():
-        if degree > 1:
+        if degree % 2 == 0:
             yield tuple((times - Counter([degree]) + Counter([degree // 2] * 2)).elements())
         if number > 1:
             yield tuple((times - Counter([degree] * 2) + Counter([2 * degree])).elements())
+
+
+def _powers(ranks: int) -> tuple[int, ...]:
+    return tuple(1 << k for k in range(ranks.bit_length()))
+
+
+def _divisors(ranks: int) -> tuple[int, ...]:
+    return tuple(size for size in range(1, ranks + 1) if ranks % size == 0)
+
+
+def _all_partitions(ranks: int, largest: int | None = None) -> Iterator[tuple[int, ...]]:
+    """All ways to cut ranks into groups.
+
+    >>> list(_all_partitions(3))
+    [(3,), (2, 1), (1, 1, 1)]
+    """
+    if ranks == 0:
+        yield ()
+    for size in range(min(ranks, largest or ranks), 0, -1):
+        for rest in _all_partitions(ranks - size, size):
+            yield (size, *rest)
 
 
 def _some_partitions(ranks: int) -> Iterator[tuple[int, ...]]:

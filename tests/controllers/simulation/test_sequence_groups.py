@@ -20,7 +20,7 @@ COST = SequenceCost(
 
 def best_of_all(lengths: list[int], ranks: int, cost: SequenceCost) -> float:
     """The quickest makespan, by trying everything."""
-    sizes = [1 << k for k in range(ranks.bit_length())]
+    sizes = range(1, ranks + 1)
     ways = {
         way
         for number in range(1, ranks + 1)
@@ -40,7 +40,7 @@ def best_of_all(lengths: list[int], ranks: int, cost: SequenceCost) -> float:
 
 def check(plan: SequenceGroups, lengths: list[int], ranks: int, cost: SequenceCost) -> None:
     """What is true of every plan."""
-    assert sum(plan.degrees) == ranks and all(degree.bit_count() == 1 for degree in plan.degrees)
+    assert sum(plan.degrees) == ranks
     assert sorted(row for own in plan.rows for row in own) == list(range(len(lengths)))
     for degree, own, seconds in zip(plan.degrees, plan.rows, plan.group_s, strict=True):
         assert all(lengths[row] <= degree * cost.memory_tokens for row in own), "memory"
@@ -52,7 +52,7 @@ def test_plans_of_small_batches_are_near_the_best_of_all():
     chance, gaps, bounds = np.random.default_rng(0), [], []
     for number in range(60):
         ranks = (2, 3, 4)[number % 3]
-        most = COST.memory_tokens << (ranks.bit_length() - 1)
+        most = COST.memory_tokens * ranks
         lengths = np.clip(chance.lognormal(6, 1.2, 5).astype(int) + 1, 1, most).tolist()
         plan = plan_groups(lengths, ranks, COST)
         check(plan, lengths, ranks, COST)
@@ -72,6 +72,20 @@ def test_no_plan_exceeds_memory_or_beats_the_bound(lengths: list[int], ranks: in
         equal = equal_groups(lengths, ranks, 16, COST)
         check(equal, lengths, ranks, COST)
         assert plan.seconds <= equal.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("ranks", [3, 5, 6, 7, 12, 24])
+def test_a_row_may_need_all_ranks_of_any_number(ranks: int):
+    """Groups of one size never beat the bound, nor the plan."""
+    cost = SequenceCost(memory_tokens=3000, per_token_s=1e-3, exchange_s={2: 1e-4, 4: 3e-4})
+    longest = 3000 * ranks
+    plan = plan_groups([longest], ranks, cost)
+    check(plan, [longest], ranks, cost)
+    assert plan.degrees == (ranks,) and plan.seconds == equal_groups([longest], ranks, ranks, cost).seconds
+    lengths = [longest // 2, 100, 200]
+    for degree in (size for size in range(1, ranks + 1) if ranks % size == 0 and size * 3000 >= lengths[0]):
+        plan, equal = plan_groups(lengths, ranks, cost), equal_groups(lengths, ranks, degree, cost)
+        assert plan.bound_s <= plan.seconds * (1 + 1e-9) <= equal.seconds * (1 + 2e-9)
 
 
 def test_long_tails_are_quicker_in_groups_of_different_sizes():
