@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import fsum, isfinite, isnan, sqrt
 from typing import Any, Self, TypeAlias, cast
@@ -40,7 +40,7 @@ class Mean:
 
     total: float
     weight: float = 1.0
-    rest: Parts = ()
+    rest: Parts = field(default=(), repr=False)
     """What rounding took from `total`, so that a merged mean does not depend on the order or on the parts."""
 
     @classmethod
@@ -73,7 +73,7 @@ class Sum:
     """A count or an amount."""
 
     value: float
-    rest: Parts = ()
+    rest: Parts = field(default=(), repr=False)
     """What rounding took from `value`."""
 
     def __add__(self, other: Sum) -> Sum:
@@ -160,7 +160,7 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
     """Merge the metrics of all parts: means by weight, maxima, sums.
 
     >>> merge([{"rows": Sum(2)}, {"rows": Sum(3), "gap": Max(0.5)}])
-    {'rows': Sum(value=5), 'gap': Max(value=0.5)}
+    {'rows': Sum(value=5.0), 'gap': Max(value=0.5)}
 
     Raises:
         UserError: a metric has different types in two parts, such as Mean and Max.
