@@ -24,16 +24,16 @@ class Sampling(Config):
     (('response_logprobs',), ())
     """
 
-    max_tokens: int = Field(default=64, ge=1)
+    max_tokens: int = Field(default=64, ge=1, le=100_000_000)
     """[tokens] Longest response, the stop token included. Raise it where `truncation_rate` is high."""
     temperature: float = Field(default=1.0, ge=0)
     """[factor] It divides the logits; 0 is greedy. Lower it for evaluations, raise it where the responses of a group are all alike."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """[share] Smallest set of tokens whose probability reaches this; 1 keeps all. Lower it for evaluations alone: the trainer knows only
     the whole distribution."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, le=100_000_000)
     """[tokens] How many of the most likely are kept; 0 keeps all. Set it for evaluations alone, as `top_p`."""
-    min_tokens: int = Field(default=0, ge=0)
+    min_tokens: int = Field(default=0, ge=0, le=100_000_000)
     """[tokens] How many come before a stop token at least. Raise it where responses are to have a length; it cuts the distribution as
     `top_p` does."""
     stop: tuple[str, ...] = ()

@@ -165,6 +165,8 @@ def check_schedule(spec: RunSpec) -> None:
     check_group_sizes(train)
     check_followed(train, spec.schedule)
     check_capacity(train, spec.schedule, spec.buffer)
+    for graph in evaluated:
+        check_rows(graph, len(graph.source.table), f"a source of {len(graph.source.table):,} rows")
     check_apart(train, spec.schedule, spec.placement, evaluated)
     check_transports(spec.handles.values(), spec.placement)
 
@@ -312,16 +314,42 @@ def _shortest_context(graph: Graph) -> tuple[str, int] | None:
 
 
 def check_capacity(graph: Graph, schedule: Training, buffer: BufferConfig) -> None:
-    """A step must fit into the buffer.
+    """A step must fit into the buffer, and into the memory of the driver.
 
     Raises:
         UserError: naming both numbers.
     """
     rows = schedule.prompts_per_step * expected_rows(graph)
+    check_rows(
+        graph, schedule.prompts_per_step, f"{type(schedule).__name__}(prompts_per_step={schedule.prompts_per_step})"
+    )
     if buffer.max_rows is not None and rows > buffer.max_rows:
         raise UserError(
             f"{type(schedule).__name__}(prompts_per_step={schedule.prompts_per_step}) has {rows} rows in flight at once "
             f"({expected_rows(graph)} a prompt), but BufferConfig(max_rows={buffer.max_rows}) holds fewer"
+        )
+
+
+MAX_ROWS = 10_000_000
+"""Rows that a graph may have in flight at once. The driver keeps an entry for each of them."""
+
+
+def check_rows(graph: Graph, prompts: int, setting: str, most: int = MAX_ROWS) -> None:
+    """Check that these prompts at once make no more rows than the driver can hold.
+
+    Args:
+        setting: that decides how many prompts there are, for the error.
+        most: rows that are possible.
+
+    Raises:
+        UserError: naming the setting, and the nodes that make several rows out of one.
+    """
+    rows = prompts * expected_rows(graph)
+    if rows > most:
+        made = [f"node {n.name!r} has n={n.arguments['n']}" for n in graph.nodes if n.arguments.get("n", 1) != 1]
+        raise UserError(
+            f"{', '.join([*made, setting])} of graph {graph.name!r}: {rows:,} rows at once; at most {most:,} are possible. "
+            "Take smaller numbers"
         )
 
 

@@ -39,7 +39,7 @@ class Stepwise(Config):
 
     steps: int = Field(default=100, ge=1)
     """[updates] How many the run makes. Raise it as long as the evaluation rises."""
-    prompts_per_step: int = Field(default=64, ge=1)
+    prompts_per_step: int = Field(default=64, ge=1, le=1_000_000)
     """[groups] How many a training batch has. Raise it where the gradient is noisy or devices are idle, lower it where steps take too
     long."""
     shuffle: bool = True
@@ -142,7 +142,7 @@ class Synchronous(Stepwise):
 class InParts(Stepwise):
     """Settings of the schedules whose updates accumulate gradients as groups come."""
 
-    groups_per_part: int = Field(default=1, ge=1)
+    groups_per_part: int = Field(default=1, ge=1, le=1_000_000)
     """[groups] How many an update waits for before it accumulates their gradient; at least one for each data-parallel replica, as long as
     the batch has so many. Raise it for large models, which want full microbatches."""
 
@@ -163,7 +163,7 @@ class Asynchronous(InParts):
     """Generation never waits for training within the staleness bound: prompts are issued as far ahead as will be trained on in
     time (arXiv:2505.24298, section 4.1; arXiv:2507.01663), and new weights go in between two steps of generation."""
 
-    max_staleness: int = Field(default=1, ge=0)
+    max_staleness: int = Field(default=1, ge=0, le=1_000_000)
     """[updates] How far a row's oldest token may lag the weights that it trains; 0 is `Synchronous`. Raise it where generation still
     waits for training, lower it where training becomes unstable."""
     partial_rollouts: Literal["continue", "recompute", "finish", "requeue"] = "continue"

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from ..resharding.weights import Weights
 
 
+MAX_RESPONSES = 10_000_000
+"""Responses of one call of `generate`. The worker keeps a request for each of them."""
 POLL_S = 0.001
 """Time between two looks at whether weights have come, where no responses are sampled."""
 
@@ -127,6 +129,10 @@ class RolloutWorker(Worker):
             SampleError: for prompts that are empty or leave no room in the context, or whose images cannot be read, naming their
                 `sample_id`.
         """
+        if n < 1 or n * len(prompts) > MAX_RESPONSES:
+            raise UserError(
+                f"n={n}: {len(prompts)} prompts have {n * len(prompts):,} responses in one call; from 1 to {MAX_RESPONSES:,} are possible"
+            )
         values, offsets = prompts.ragged_numpy(PROMPT_IDS)
         prompt_ids = np.split(values, offsets[1:-1]) if len(prompts) else []
         sample_ids, group_ids = prompts.numpy(SAMPLE_ID), prompts.numpy(GROUP_ID)

@@ -15,6 +15,9 @@ from .damage import short
 from .origin import Origin
 from .tokenizer import Tokenizer
 
+MAX_CHARACTERS = 4_000_000
+"""Longest text that is tokenised: a million tokens of English. Tokenizers take minutes for longer ones."""
+
 
 def tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa.Array]:
     """The `*_ids` columns of rows, lists of int32, and for responses that may have gaps a `*_mask`, lists of uint8.
@@ -23,6 +26,13 @@ def tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa
         UserError: a prompt or response has no tokens; the message names the row.
     """
     special = not (texts.chat or texts.has_bos)
+    for name, column in {"prompt": texts.prompts, **texts.responses}.items():
+        for row, text in enumerate(column):
+            if len(text) > MAX_CHARACTERS:
+                raise UserError(
+                    f"{origin(row)}: the {name.removesuffix('_ids')} has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read, "
+                    "whatever max_prompt_tokens and too_long say. Shorten the row or take it out"
+                )
     values, offsets = _encode(tokenizer, texts.prompts, special)
     empty = np.flatnonzero(np.diff(offsets) == 0)
     if len(empty):

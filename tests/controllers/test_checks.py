@@ -12,7 +12,14 @@ from saved_runs import SavingActor
 from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 
 from weft.controllers.backends.local import Local
-from weft.controllers.checks import check_capacity, check_followed, check_kinds, check_resumes, check_transports
+from weft.controllers.checks import (
+    check_capacity,
+    check_followed,
+    check_kinds,
+    check_resumes,
+    check_rows,
+    check_transports,
+)
 from weft.controllers.driver import Driver
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.recovery.checkpoints import CheckpointConfig
@@ -206,3 +213,17 @@ def test_by_backends_of_vllms_weights_reach_engines_of_vllm(worker: Any, setting
         UserError, match=r"Local\(\): transport=\"vllm:ipc\" of 'actor' needs processes that work at the"
     ):
         Local().check(placement, {"actor": actor, "follower": follower})
+
+
+def test_more_rows_than_a_driver_can_hold_are_refused_with_the_settings_that_make_them():
+    graph, _ = toy_graph()
+    with pytest.raises(
+        UserError, match=r"Synchronous\(prompts_per_step=1000000\) of graph .*: 3,000,000 rows"
+    ) as caught:
+        check_rows(graph, 1_000_000, "Synchronous(prompts_per_step=1000000)", most=1_000_000)
+    assert "node 'rollout.generate' has n=2" in str(caught.value)
+    for wrong in ({"prompts_per_step": 10**9}, {"prompts_per_step": 10**6 + 1}):
+        with pytest.raises(UserError, match=r"Synchronous\.prompts_per_step"):
+            Synchronous(**wrong)
+    with pytest.raises(UserError, match=r"Asynchronous\.max_staleness"):
+        Asynchronous(max_staleness=10**9)

@@ -48,7 +48,7 @@ class VllmSettings(Config):
     tensor_parallel: int = Field(default=1, ge=1)
     """[devices] How many (on CPU: sets of cores) vLLM splits one model over. Raise it for a model that does not fit on one, or answers
     too slowly."""
-    max_num_seqs: int = Field(default=256, ge=1)
+    max_num_seqs: int = Field(default=256, ge=1, le=100_000)
     """[responses] How many are sampled at the same time; further ones wait for their turn. Lower it where keys and values do not fit,
     raise it where a GPU is not busy."""
     kv_cache_gib: float | None = Field(default=None, gt=0)

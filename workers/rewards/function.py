@@ -46,7 +46,7 @@ class Reward(Config):
     part: str = ""
     """Which part of a returned dictionary is the reward; empty: "reward" or "score", and where there is neither, the sum. Give its name
     where another part is."""
-    concurrency: int = pydantic.Field(default=64, ge=1)
+    concurrency: int = pydantic.Field(default=64, ge=1, le=100_000)
     """[calls] How many asynchronous ones may be in flight on a rank. Lower it where a service refuses, raise it where it is idle."""
     retries: int = pydantic.Field(default=0, ge=0)
     """[calls] How often an asynchronous one is repeated when it raises, after half a second and then twice as long each time. Raise it

@@ -59,7 +59,7 @@ class Judge(Config):
     key_variable: str = ""
     """Environment variable that holds the key, on the ranks too. The key itself is never stored. Empty: none is sent. Give it for a
     service that wants one."""
-    max_tokens: int = pydantic.Field(default=512, ge=1)
+    max_tokens: int = pydantic.Field(default=512, ge=1, le=100_000_000)
     """[tokens] Longest reply. Raise it for a judge that thinks at length."""
     deadline_s: float = pydantic.Field(default=60.0, gt=0)
     """[s] Time that a request may take. Raise it for a slow judge."""

@@ -81,7 +81,7 @@ class ModelConfig(Config):
     """Dtype in which gradients are reduced between ranks; each rank keeps its shard in float32. Choose
     "bfloat16" where the network between ranks is slow, or gathered gradients do not fit: it takes half of both, and rounds every sum of
     microbatches and ranks. Only with dtype="bfloat16"."""
-    microbatch_tokens: int | None = Field(default=None, ge=1)
+    microbatch_tokens: int | None = Field(default=None, ge=1, le=1_000_000_000)
     """[tokens] How many one forward pass has at most (with padding, for a model whose rows cannot be packed); None: 1,280 on a CPU,
     16,384 on a GPU. Lower it where a pass does not fit into memory (`weft plan` says what it takes), raise it where a GPU is not busy."""
     tensor_parallel: int = Field(default=1, ge=1)
