@@ -63,7 +63,7 @@ FILES = (CONFIG, MERMAID, GRAPH, *TABLES)
 """Files of a run that are meant for people. A run can be resumed without them."""
 FOLDERS = (BUFFER, f"{BUFFER}/{SEGMENTS}", CHECKPOINTS, LOGS, SAMPLES, SKIPPED)
 RESUMES = ("none", "latest", "weights")
-"""Values of `resume` that are no names of runs."""
+"""Values of `resume` that cannot name a run."""
 MAX_NAME_BYTES = 200
 """File systems allow 255, and something is appended to a name."""
 RECENT = 64
@@ -327,7 +327,7 @@ def check_run_name(name: object, what: str) -> None:
     check_name(name, what)
     if str(name).casefold() in RESUMES:
         raise UserError(
-            f"{what}={name!r} cannot name a run: resume={str(name).casefold()!r} has a meaning of its own; choose another name, such as "
+            f"{what}={name!r} cannot name a run: resume={str(name).casefold()!r} has another meaning; choose another name, such as "
             f"'{name}-run'"
         )
 

@@ -1,4 +1,4 @@
-"""Read files that anybody may have replaced: whatever lies there, a reader ends soon, with an error that names the file.
+"""Read files that may have been replaced or damaged. A reader never hangs; its error names the file.
 
 open_file   the file must be a regular one: a pipe or a device would be waited for
 read_file   it must also have a bounded size

@@ -41,13 +41,13 @@ STEPS = 30
 PROMPTS = 50
 PROMPTS_PER_STEP = 4
 SAMPLES = 2
-"""Of a prompt."""
+"""Responses to a prompt."""
 TURN_S = 0.0005
 """Seconds of a turn of generation."""
 SLOWEST = 40
 """Most turns that a response takes."""
 PARTIAL: tuple[Literal["continue", "finish", "requeue"], ...] = ("continue", "continue", "finish", "requeue")
-"""What becomes of responses that are unfinished when new weights come: one of these for each run."""
+"""Values of `partial_rollouts`: each run draws one."""
 MOST_STEPS = 3
 """Most steps that a process makes before its kill."""
 LATE_S = 0.2
@@ -178,7 +178,7 @@ def live(root: Path, name: str, schedule: weft.Asynchronous) -> None:
 
 
 def begin(root: Path, name: str, schedule: weft.Asynchronous) -> int:
-    """Start a life of a run in a process of its own; returns its id."""
+    """Fork a process that runs or resumes a run; returns its id."""
     sys.stdout.flush()
     if pid := os.fork():
         return pid
@@ -212,13 +212,13 @@ def wait(pid: int, seconds: float) -> int | None:
 
 
 def steps_of(run: Path) -> int:
-    """How often the log of a run, with what was cut off it, says that a step is over."""
+    """Number of steps that ended according to the log of a run and its cut tails."""
     logs = (run / BUFFER).glob(f"{LOG}*")
     return sum(log.read_bytes().count(b'"key":"step"') for log in logs)
 
 
 def wait_for_moment(pid: int, run: Path, rng: random.Random) -> int | None:
-    """Wait until a moment at which to kill a process; returns its exit code if it ends before."""
+    """Wait for a random moment to kill a process; returns its exit code if it ends before."""
     steps = steps_of(run) + rng.randint(0, MOST_STEPS)
     until = time.monotonic() + STUCK_S
     while steps_of(run) < steps and time.monotonic() < until:
@@ -247,7 +247,7 @@ def wrong_steps(run: Path) -> int:
 
 
 def faults(run: Path) -> list[str]:
-    """What is wrong with a run that has ended, besides its steps."""
+    """Faults of a finished run, besides its steps."""
     trained = json.loads((run / CHECKPOINTS / f"step_{STEPS:06d}" / "actor" / "groups.json").read_text())
     samples = recorded_samples(run)
     ids = [] if samples is None else samples["sample_id"].to_pylist()

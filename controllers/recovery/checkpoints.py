@@ -101,7 +101,7 @@ class CheckpointFolder:
         self._on_complete = on_complete
         self.path = run.path / CHECKPOINTS
         self.later = run.path / f"{CHECKPOINTS}.later"
-        """Where checkpoints lie that were set aside because the run went back to an earlier step."""
+        """Folder for later checkpoints after a resume from an earlier step."""
         self._run = run
         self._config = config
 
@@ -180,11 +180,11 @@ class CheckpointFolder:
         return found
 
     def forget_after(self, step: int) -> list[Path]:
-        """Set the checkpoints of later steps aside, and remove those that were never completed. The former stay until the run has
-        checkpoints of its own of those steps: nothing is lost if it went back by mistake.
+        """Move the checkpoints of later steps to `checkpoints.later`, and remove unfinished ones. The run deletes a moved checkpoint when
+        it has written the same step again, so a resume by mistake loses nothing.
 
         Returns:
-            Where those lie that were set aside, in the folder `checkpoints.later`.
+            The new paths of the moved checkpoints.
         """
         for path in [*self.path.glob(".step_*"), *self.path.glob(f"{REPLACED}*")]:
             _remove(path)

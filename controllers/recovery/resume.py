@@ -100,7 +100,7 @@ def find_checkpoint(run: Path, *, with_rows: bool = True) -> ResumePoint | None:
 
 
 def _damaged_files(path: Path) -> str:
-    """What is wrong with the files of a checkpoint; empty if nothing is."""
+    """Describe the damage to the files of a checkpoint; empty for an intact one."""
     if damage := verify_manifest(path):
         return ", ".join(str(one) for one in damage)
     try:

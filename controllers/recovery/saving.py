@@ -119,7 +119,7 @@ class Saving:
     # When
 
     def resume(self, step: int) -> list[Path]:
-        """The run goes on from its checkpoint of this step. Later ones are set aside; returns where they lie."""
+        """Resume after this step. Moves later checkpoints to `checkpoints.later`; returns their new paths."""
         self._saved_step = step
         return self.folder.forget_after(step)
 

@@ -78,7 +78,7 @@ def first_difference(a: Path, b: Path, notes: list[str]) -> SampleDifference | N
 
     Args:
         a, b: directories of the runs.
-        notes: gets a line for each file that cannot be read, and for each log of which records are lost.
+        notes: gets a line for each file that cannot be read, and for each log with lost records.
     """
     from ...dataflow.buffer.samples import SampleFile, recorded, tables
 

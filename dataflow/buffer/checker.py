@@ -61,7 +61,7 @@ class Checker:
         self._on_recorded = on_recorded
         self._ended: dict[tuple[str, int], str] = {}
         self._versions: dict[str, list[int]] = {}
-        """Worker group -> bytes of the log at which versions of it were noted in the step under way."""
+        """Worker group -> positions in the log of its new versions in the current step."""
         self._restarting = False
         self._epoch = 0
         self.at = 0
@@ -341,7 +341,7 @@ class Checker:
             id for id in node.held_back if waits and self._is_too_old(self.rows.groups[id], node, version, bound)
         }
         if fate == "mask":
-            return []  # those that are too old are among the rows, or were left
+            return []  # the claim takes or leaves groups that are too old, like others
         taken = {row.group.id for id in ids if (row := self.rows.in_flight.get(id))}
         full = named is None and limit is not None and len(taken) >= limit
         last = max(taken, default=-1) if full else self.rows.next_group
@@ -370,7 +370,7 @@ class Checker:
         return bool(rows) and graph.is_complete(group, node) and node.is_ready(rows, self.rows.in_flight)
 
     def _check_order(self, graph: CheckedGraph, node: CheckedNode, taken: Iterable[int], who: str) -> None:
-        """An update leaves no ready group whose oldest token is older than that of a group it takes."""
+        """An update takes the ready groups with the oldest tokens."""
         groups = {row.group for id in taken for row in [self.rows.in_flight[id]]}
         youngest = max(groups, key=lambda group: self._oldest(group, node), default=None)
         if youngest is None:

@@ -18,14 +18,14 @@ from .rows import MAX_CHILDREN, Group, GroupState, Ids, LevelRows, places_in
 
 
 class Taking(NamedTuple):
-    """What a claim takes, and what it sets aside."""
+    """The groups that a claim takes, and the groups that it sets aside."""
 
     taken: list[tuple[Group, int]]
     """Groups, each with the mask of its rows."""
     masked: frozenset[int] = frozenset()
     """Ids of the rows among these whose tokens are masked because they are too old."""
     too_old: list[int] | None = None
-    """Ids of the groups that were set aside because they are too old; None: the claim has no bound."""
+    """Ids of the groups that were set aside because they are too old. None without a staleness bound."""
     offered: bool = False
     """Groups that were set aside before are ready again."""
 
@@ -72,7 +72,7 @@ class Claims:
         """Take the groups that a record of the log names, for node i, which takes groups.
 
         Args:
-            ids: of the rows that it got.
+            ids: sample ids of the rows in the record.
             too_old: ids of the groups that it set aside; None in a log of format 5 or earlier, where groups were looked at in order of
                 their ids until there were enough.
 
@@ -142,7 +142,7 @@ class Claims:
         there are any.
 
         Args:
-            wait: whether those that are still too old wait whatever the fate, as in logs of format 5 and earlier.
+            wait: keep groups that are still too old waiting, whatever the fate, as in logs of format 5 and earlier.
         """
         readiness, waits = self._live.readiness, wait or staleness.fate == "wait"
         held = [self._live.groups[id] for id in sorted(readiness.too_old_groups[i])]

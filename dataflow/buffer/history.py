@@ -72,7 +72,7 @@ def history(folder: Path, notes: list[str] | None = None) -> pa.Table:
     """Every row that was ever issued or made, finished ones too, from the log in a buffer's folder; see `HISTORY`.
 
     Args:
-        folder: of the buffer.
+        folder: the folder of the buffer.
         notes: gets a line if records of the log are lost.
     """
     listing = _Listing()

@@ -129,8 +129,8 @@ class Ledger:
         staleness: Staleness | None = None,
         version: int | None = None,
     ) -> Lease | None:
-        """Lease ready rows to this node, in order of group and sample id; None when there are none. If `max_groups` does not allow all
-        ready groups, an update gets those with the oldest tokens.
+        """Lease ready rows to this node, in order of group and sample id; None when there are none. If `max_groups` excludes some
+        ready groups, an update gets the oldest ones.
 
         Args:
             max_rows: most rows, of a node that takes rows.
@@ -154,7 +154,7 @@ class Ledger:
         """Repeat a claim of the log.
 
         Raises:
-            ValueError: the rows that it got are not those that are ready.
+            ValueError: other rows are ready than the record names.
         """
         i = self._index[event.node]
         self.leases.next_token = event.lease + 1

@@ -409,7 +409,7 @@ def lost_records(path: Path, end: Position) -> str:
 
     Args:
         path: the log.
-        end: of its sound part.
+        end: end of its sound part.
     """
     behind = sum(1 for line in lines(raw(path, end.offset)) if line.endswith(b"\n"))
     if not behind:
@@ -420,7 +420,7 @@ def lost_records(path: Path, end: Position) -> str:
 
 
 def damage_note(reader: LogReader) -> list[str]:
-    """A line for whoever reads a log to its end and finds that records are lost; none if at most its last line is torn."""
+    """A line about lost records, for a reader that has reached the end of a log; none if only the last line is torn."""
     lost = lost_records(reader.path, reader.end) if reader.damage else ""
     return [f"{DAMAGED}{reader.damage}; {lost}"] if lost else []
 

@@ -120,7 +120,7 @@ def describe(path: Path, sync: Disk | None = None, advance: Callable[[], None] =
 
     Raises:
         OSError: it cannot be read.
-        UserError: it is no regular file.
+        UserError: the path is not a regular file.
     """
     digest, size = xxhash.xxh3_64(), 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))

@@ -200,13 +200,13 @@ class Readiness:
         return (self.oldest_version(group, i) if i in self._wiring.updates else 0), group.id
 
     def oldest_version(self, group: Group, i: int) -> int:
-        """Oldest policy version in the rows that node i, to which a group is offered, gets; YOUNGEST if no policy generated them."""
+        """Oldest policy version in the rows that a group offers to node i; YOUNGEST if no policy generated them."""
         versions = group.levels[self._wiring.level[i]].versions
         offered = places_in(self.offered_rows(group, i))
         return min((v for place in offered if (v := versions[place]) is not None and v >= 0), default=YOUNGEST)
 
     def first_group(self, i: int, known: Mapping[int, Group]) -> Group | None:
-        """The next of the groups in flight that are ready for node i; None: there is none."""
+        """The next ready group of node i, or None."""
         queue = self.group_queues[i]
         while queue:
             group = known.get(queue[0][1])

@@ -48,8 +48,8 @@ def note_checksum(path: Path, written: Path, rank: int) -> None:
     """Note the checksum of a file of samples, before it has its name.
 
     Args:
-        path: its place in the folder of samples.
-        written: where it lies now.
+        path: its final path in the folder of samples.
+        written: its current path.
         rank: that has written it.
     """
     line = f"\n{describe(written)['xxh3_64']} {path.name}\n"  # a line before may be torn
