@@ -2,9 +2,12 @@
 
 import atexit
 import gc
+import logging
 import os
 import sys
-from collections.abc import Iterator
+import threading
+import warnings
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,10 @@ ENGINES = "engines"
 FORKED = "forked"
 """Tests whose processes are forked share the server that has imported torch, the examples a warm-started model, and those of the
 dashboard a browser and the runs that it shows."""
+FAILED = pytest.StashKey[bool]()
+"""Whether a phase of a test has failed."""
+LIBRARIES = {"datasets", "ray", "torch", "transformers", "vllm"}
+"""They set variables of the environment when they are imported."""
 FORKING = {"run_processes", "run_ranks", "program"}
 """What a module imports whose tests fork processes."""
 
@@ -52,6 +59,48 @@ def pytest_collection_finish() -> None:
     if WORKER:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    """A test leaves the environment, the working directory and the root's log handlers as they were, and ends its threads."""
+    variables, folder, handlers = dict(os.environ), os.getcwd(), list(logging.root.handlers)
+    threads, libraries = set(threading.enumerate()), LIBRARIES & sys.modules.keys()
+    yield
+    changed = {
+        name for name, value in {**variables, **os.environ}.items() if os.environ.get(name) != variables.get(name)
+    }
+    changed -= {"PYTEST_CURRENT_TEST"} | (os.environ.keys() if libraries != LIBRARIES & sys.modules.keys() else set())
+    for name in changed:
+        os.environ.pop(name, None)
+    os.environ.update({name: variables[name] for name in changed & variables.keys()})
+    moved = os.getcwd() != folder
+    os.chdir(folder)
+    left = [one.name for one in threading.enumerate() if not one.daemon and one not in threads]
+    assert not changed, f"this test changed variables of the environment: {sorted(changed)}"
+    assert not moved, "this test changed the working directory"
+    assert not left, f"this test left threads: {left}"
+    assert logging.root.handlers == handlers, "this test left a log handler"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """Free what a failed test still holds, such as an open socket: else its warning would fail a later test."""
+    try:
+        return (yield)
+    finally:
+        if item.stash.get(FAILED, False):
+            sys.last_type = sys.last_value = sys.last_traceback = None
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)
+                gc.collect()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
 
 
 @pytest.fixture(scope="session")

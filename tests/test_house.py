@@ -294,7 +294,7 @@ BOUNDS_A_WAIT = re.compile(r"timeout|deadline|patience|silence|pause|grace|idle|
 """Matches the names of arguments that bound a wait."""
 
 OWN_CLOCK = {"test_elastic.py", "test_jobs.py", "test_ledger.py", "test_log.py", "test_simulated.py"}
-"""Tests whose seconds are those of a clock that they move themselves."""
+"""Tests that measure seconds by a fake clock."""
 
 
 def short_waits(source: str) -> list[int]:

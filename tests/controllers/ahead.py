@@ -1,48 +1,50 @@
 """Backends whose clock runs ahead while a worker hangs, so that tests wait for no deadline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+from weft.controllers.backends.backend import Event
 from weft.controllers.backends.local import Local
 from weft.controllers.backends.ray_backend import RayBackend
 
-if TYPE_CHECKING:
-    from weft.controllers.backends.backend import Backend, Event
-
-    Mixed = Backend
-else:
-    Mixed = object
-
-AHEAD_S = 1000.0
-"""How far the clock runs ahead: well past the default deadline of a call."""
+MAX_AHEAD_S = 1000.0
+"""How far a clock runs ahead: well past the default deadline of a call."""
 
 
-class _RunsAhead(Mixed):
-    """Each wait in which nobody answers takes 100 s, from when `hangs` is true until the clock is AHEAD_S ahead."""
+class Ahead:
+    """From the time that `hangs` is true, each wait without an answer takes 100 s, until the clock is MAX_AHEAD_S ahead."""
 
-    _hangs: Callable[[], bool]
-    _ahead_s = 0.0
+    def __init__(self, hangs: Callable[[], bool]) -> None:
+        self.seconds = 0.0
+        self._hangs = hangs
 
-    def clock(self) -> float:
-        return super().clock() + self._ahead_s
-
-    def wait(self, timeout_s: float) -> Sequence[Event]:
-        runs_ahead = self._ahead_s < AHEAD_S and self._hangs()
-        events = super().wait(min(timeout_s, 0.1) if runs_ahead else timeout_s)
-        if runs_ahead and not events:
-            self._ahead_s += 100.0
+    def waited(self, wait: Callable[[float], Sequence[Event]], timeout_s: float) -> Sequence[Event]:
+        """The events that `wait` returns."""
+        if self.seconds >= MAX_AHEAD_S or not self._hangs():
+            return wait(timeout_s)
+        if not (events := wait(min(timeout_s, 0.1))):
+            self.seconds += 100.0
         return events
 
 
-class RayAhead(_RunsAhead, RayBackend):
+class RayAhead(RayBackend):
     def __init__(self, hangs: Callable[[], bool]) -> None:
         super().__init__()
-        self._hangs = hangs
+        self._ahead = Ahead(hangs)
+
+    def clock(self) -> float:
+        return super().clock() + self._ahead.seconds
+
+    def wait(self, timeout_s: float) -> Sequence[Event]:
+        return self._ahead.waited(super().wait, timeout_s)
 
 
-class LocalAhead(_RunsAhead, Local):
+class LocalAhead(Local):
     def __init__(self, hangs: Callable[[], bool]) -> None:
         super().__init__()
-        self._hangs = hangs
+        self._ahead = Ahead(hangs)
+
+    def clock(self) -> float:
+        return super().clock() + self._ahead.seconds
+
+    def wait(self, timeout_s: float) -> Sequence[Event]:
+        return self._ahead.waited(super().wait, timeout_s)

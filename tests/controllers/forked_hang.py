@@ -12,7 +12,7 @@ from weft.controllers.backends.silence_watch import SilenceWatch
 
 
 class _Clock:
-    """Stands in for the module `time`, as the watch sees it, and stands still."""
+    """Replaces the module `time` in the watch. It does not move."""
 
     now_s = 0.0
 

@@ -165,7 +165,7 @@ def test_threads_that_map_at_once_have_one_mapping_each_and_let_go_what_is_gone(
     looked = mapped_memory._is_there
 
     def slowly(path: str, inode: int) -> bool:
-        time.sleep(0.002)  # waited out, so that the others come meanwhile
+        time.sleep(0.002)  # waited out, so that other threads come
         return looked(path, inode)
 
     monkeypatch.setattr(mapped_memory, "_is_there", slowly)

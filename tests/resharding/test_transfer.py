@@ -251,7 +251,7 @@ def test_who_comes_in_the_middle_waits_for_longer_than_its_patience_while_others
         next(steps)
         late = threads.submit(lambda: received(weights.to("late"), of))
         told = 0
-        for _ in steps:  # the late receiver's patience begins anew with each piece of news
+        for _ in steps:  # each message restarts the late receiver's deadline
             told += told < 5 and news.acquire(timeout=0.5)  # waited out, if need be: there are 118 buckets
         early.finish()
         assert told == 5 and equal(late.result(timeout=60)[0], of)
@@ -294,7 +294,7 @@ def test_too_many_open_files_keep_receivers_out_only_as_long_as_they_are_open(ne
         try:
             stray.connect((rank.host, rank.port))  # the kernel may have set a number aside for it
             early.connect((rank.host, rank.port))
-            early.settimeout(0.3)  # waited out: nobody answers
+            early.settimeout(0.3)  # waited out: the publisher cannot answer
             with pytest.raises(TimeoutError):
                 early.recv(1)
         finally:

@@ -42,7 +42,7 @@ def test_the_store_listens_on_the_address_that_it_was_given_alone():
 
 
 class Clock:
-    """Stands in for the module `time`, as ranks that meet see it."""
+    """Replaces the module `time` in the rendezvous."""
 
     now_s = 0.0
 
@@ -86,7 +86,7 @@ def test_a_rank_that_does_not_come_is_named_by_its_number(clock: Clock):
 
 
 def test_rank_0_that_does_not_serve_is_named_with_its_address():
-    first, other = meeting(timeout_s=1.0)  # waited out: nobody serves
+    first, other = meeting(timeout_s=1.0)  # waited out: rank 0 does not serve
     assert first.taken is not None
     with first.taken, pytest.raises(WorkerError, match=rf"rank 0 did not answer at {LOOPBACK}:{first.port} within 1 s"):
         other.join("actor", 1, 2)

@@ -18,7 +18,7 @@ from weft.dataflow.errors import WorkerDied, WorkerError
 
 
 class Mute(SegmentServers):
-    """Servers that start, and never say where they listen. Each look takes a second, at least."""
+    """Servers that start and never report their address. Each look takes at least a second."""
 
     now_s = 0.0
 

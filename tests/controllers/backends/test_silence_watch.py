@@ -30,12 +30,12 @@ LIMIT_S = 60.0
 
 
 class Clock:
-    """Stands in for the module `time`, as the watch sees it."""
+    """Replaces the module `time` in the watch."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.readings = 0
-        """Of the thread that looks: some for each look."""
+        """Readings by the watch's thread, a few per look."""
         self.until_s = 0.0
 
     def hang(self, limit_s: float) -> None:
@@ -47,7 +47,7 @@ class Clock:
             self.readings += 1
             if self.now_s < self.until_s:
                 self.now_s += 1.0
-                if self.now_s >= self.until_s:  # whoever hangs is interrupted at this look, and not soon again
+                if self.now_s >= self.until_s:  # this look interrupts the call; the next one comes late
                     silence_watch.LOOK_S = 30.0
         return self.now_s
 
@@ -61,7 +61,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(silence_watch, "time", made)
-    monkeypatch.setattr(silence_watch, "LOOK_S", 0.001)  # waited out: the clock says how much later it is
+    monkeypatch.setattr(silence_watch, "LOOK_S", 0.001)  # waited out: the fake clock decides
     Hanging.clock = HangingAtStart.clock = made
     return made
 

@@ -225,7 +225,7 @@ def test_the_end_says_what_it_waits_for(tmp_path: Path, bucket: Bucket):
             bucket.fails = lambda path: False
 
     copies.add(9)
-    copies.close(60.0, say=say, say_s=0.05)  # polled: it is over as soon as both were said
+    copies.close(60.0, say=say, say_s=0.05)  # polled: it ends after both messages
     assert any(
         re.match(r"waiting for the copy of the last checkpoint to fake://runs/run, \d+ s at most", s) for s in said
     )

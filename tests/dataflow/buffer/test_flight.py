@@ -255,7 +255,7 @@ def test_a_peer_that_comes_back_is_told_of_everything_in_one_message(tmp_path):
     while not told and time.monotonic() < deadline:
         time.sleep(0.001)
     for s in segments[1:]:
-        deletions("n0", s.file)  # nobody waits for the peer, which has not answered yet
+        deletions("n0", s.file)  # the peer has not answered, and this does not wait for it
     server.answers.set()
     deletions.close(60)
     server.close()

@@ -99,7 +99,7 @@ def recovered(folder: Path, disk: Disk | None = None, name: str = "second") -> D
 
 
 every_moment = pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])
-"""Every so many moments. One moment in 23 is before, in the middle of, or after each kind of operation many times."""
+"""Test one moment in this many. One in 23 falls before, in the middle of, or after each kind of operation many times."""
 
 
 @every_moment
