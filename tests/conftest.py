@@ -70,7 +70,8 @@ def nothing_is_left_behind() -> Iterator[None]:
     changed = {
         name for name, value in {**variables, **os.environ}.items() if os.environ.get(name) != variables.get(name)
     }
-    changed -= {"PYTEST_CURRENT_TEST"} | (os.environ.keys() if libraries != LIBRARIES & sys.modules.keys() else set())
+    changed -= {name for name in changed if name.startswith("RAY_")} | {"PYTEST_CURRENT_TEST"}
+    changed -= os.environ.keys() if libraries != LIBRARIES & sys.modules.keys() else set()
     for name in changed:
         os.environ.pop(name, None)
     os.environ.update({name: variables[name] for name in changed & variables.keys()})

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
+from weft.dashboard.reading import compare_page, sample_index
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "commands"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "controllers"))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,6 +22,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recorded_runs.run(root, "one")
     recorded_runs.run(root, "two", seed=1, every=2)
     return root
+
+
+@pytest.fixture(autouse=True)
+def pages_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page waits until all samples are read, also on a busy machine."""
+    for module in (sample_index, compare_page):
+        monkeypatch.setattr(module, "READ_S", 60.0)
 
 
 @pytest.fixture
