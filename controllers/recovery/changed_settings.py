@@ -43,8 +43,9 @@ def recorded_settings(
         found.append((f"numbers of {name}", fingerprint(graph.source), "reported"))
         for node in graph.nodes:
             found += _walk(f"{name}: {node.name}", node.arguments, "reported")
+    rules: dict[str, Rule] = {name: rule for name, _, rule in found}
     texts = {name: text for name, text, _ in found}
-    return json.loads(redacted(json.dumps(without_secrets(texts)))), {name: rule for name, _, rule in found}
+    return json.loads(redacted(json.dumps(without_secrets(texts)))), rules
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str], rules: Mapping[str, Rule], rule: Rule) -> list[str]:

@@ -14,6 +14,7 @@ import weft
 from weft.algorithms.ppo import ppo
 from weft.algorithms.preference import dpo, reference_of_pairs
 from weft.algorithms.supervised import supervised
+from weft.workers.reference import ReferenceConfig
 
 SHORT, LONG = 16, 64
 """Contexts of the two models."""
@@ -30,7 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
     for name, context in (("short", SHORT), ("long", LONG)):
         torch.manual_seed(0)
-        ends = {"bos_token_id": 1, "eos_token_id": 1}
+        ends: Any = {"bos_token_id": 1, "eos_token_id": 1}
         config = GPT2Config(vocab_size=40, n_positions=context, n_embd=16, n_layer=1, n_head=2, **ends)
         GPT2LMHeadModel(config).save_pretrained(folder / name)
         tokenizer.save(str(folder / name / "tokenizer.json"))
@@ -122,7 +123,7 @@ def test_a_table_of_tokens_is_checked_too(models: Path, tmp_path: Path):
 
 def test_an_engine_refuses_a_row_that_another_node_made_too_long(models: Path):
     rows = weft.Batch.of(sample_id=[5, 6], prompt_ids=[[1], [1] * 10], response_ids=[[2], [2] * 7])
-    worker = weft.ReferenceWorker(weft.ReferenceWorker.Config(model=str(models / "short")))
+    worker = weft.ReferenceWorker(ReferenceConfig(model=str(models / "short")))
     with pytest.raises(weft.UserError, match=r"row with sample_id 6 has 17 tokens, .* reads at most 16"):
         worker.logprobs(rows)
     worker.close()

@@ -310,13 +310,14 @@ def test_a_run_goes_on_with_the_rows_and_the_adapter_that_it_had(
 
     run(1)
     others = [{"prompt": row["prompt"].replace("3", "4")} for row in PROMPTS]
-    for changed, wanted in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"rows": others}, "data of train was "),
         ({"rows": PROMPTS[:-1]}, "rows of train was 16, is 15"),
         ({"rows": others, "resume": "weights"}, "data of train was "),
         ({"alpha": 64}, "actor.lora.alpha was 32, is 64"),
         ({"lora": None}, "actor.lora"),
-    ):
+    ]
+    for changed, wanted in refused:
         with pytest.raises(weft.UserError, match=wanted):
             run(2, **changed)
     capsys.readouterr()

@@ -238,7 +238,7 @@ class DrawingLlama(LlamaForCausalLM):
         for layer in self.model.layers:
             layer.scale = torch.nn.Parameter(torch.from_numpy(np.random.default_rng().random(3, np.float32)))
             layer.register_buffer("offset", torch.from_numpy(np.random.default_rng().random(3, np.float32)))
-            layer.register_buffer("powers", torch.from_numpy(np.float32([1, 2, 4])), persistent=False)
+            layer.register_buffer("powers", torch.from_numpy(np.array([1, 2, 4], np.float32)), persistent=False)
 
 
 def test_values_that_a_constructor_draws_on_the_host_come_from_the_file(tmp_path: Path):
@@ -247,7 +247,8 @@ def test_values_that_a_constructor_draws_on_the_host_come_from_the_file(tmp_path
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 97}
     made = DrawingLlama(DrawingConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
     model = load(save(made, tmp_path / "model")).model.causal_lm
-    for own, theirs in zip(model.model.layers, made.model.layers, strict=True):
+    layers: Any = made.model.layers
+    for own, theirs in zip(model.model.layers, layers, strict=True):
         assert torch.equal(own.scale, theirs.scale) and torch.equal(own.offset, theirs.offset)
         assert own.powers.tolist() == [1, 2, 4]
 
