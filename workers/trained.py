@@ -80,7 +80,11 @@ class TrainedWorker(EngineWorker):
         if config.moments == "8bit" and find_spec("torchao") is None:
             raise UserError(MISSING_TORCHAO)
         if config.lora is not None:
-            config.lora.check(config.model, config.tensor_parallel)
+            config.lora.check(config.tensor_parallel)
+            if config.lora.targets != "all-linear" or config.lora.dora:  # it takes seconds, since it imports torch
+                from .training.adapter import check_layers
+
+                check_layers(config.model, config.lora)
         if config.router_loss is not None and num_experts(complete_text_settings(config.model)) is None:
             raise UserError(
                 f"router_loss={config.router_loss:g}: {config.model} is no mixture of experts; leave it out"

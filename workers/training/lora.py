@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -56,20 +55,16 @@ class Lora(Config):
             raise ValueError('targets is empty; name linear layers, or "all-linear"')
         return self
 
-    def check(self, model: str | Path, tensor_parallel: int = 1) -> None:
-        """Find targets that the model has no layer for; to know its layers takes seconds, since it imports torch.
+    def check(self, tensor_parallel: int) -> None:
+        """Find an adapter that ranks cannot share; `adapter.check_layers` compares its targets with the model.
 
         Raises:
-            UserError: a target that the model has no layer for, or a kind of adapter that ranks cannot share.
+            UserError: they cannot share it.
         """
         if self.dora and tensor_parallel > 1:
             raise UserError(
                 f"Lora.dora: tensor_parallel={tensor_parallel} shares out the rows that DoRA measures; leave one of them out"
             )
-        if self.targets != "all-linear" or self.dora:
-            from .adapter import check_layers
-
-            check_layers(model, self)
 
 
 def check_targets(targets: tuple[str, ...], layers: list[str], owner: str) -> None:
