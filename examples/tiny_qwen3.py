@@ -61,7 +61,7 @@ SOLVED = 0.8
 a model that succeeds now and then."""
 TRIED = 48
 """Problems that are tried for that; they are neither trained on nor held out."""
-MAX_WARM_STEPS = 400
+MAX_WARM_STEPS = 300
 
 
 def word_problems(number: int, seed: int = 0) -> list[dict[str, str]]:
