@@ -29,6 +29,7 @@ class Admission:
         """
         self._parts = parts
         self._alert = alert
+        self._has_alerted = False
         self._stop_without_signal = stop_without_signal
 
     @property
@@ -118,7 +119,8 @@ class Admission:
                 schedule.short_steps == "stop"
             )
             raise StalledError(f"{found}. {FEW_PASS}{fewer}")
-        if schedule.size(train) < each:
+        if schedule.size(train) < each and not self._has_alerted:  # one warning is enough
+            self._has_alerted = True
             self._alert("short_step", f"{found}. It is trained on {train.short_size}. {FEW_PASS}")
 
     def _may_begin(self, evaluation: EvaluationRun, versions: Mapping[str, int]) -> bool:
