@@ -51,7 +51,7 @@ from .start import start
 from .symptoms import check_stop_on, mistakes
 from .telling.displays import Form, display_for
 from .telling.progress import Progress
-from .trackers.tracker import check_trackers
+from .trackers.tracker import MOST_SAMPLES, check_trackers
 from .trackers.tracker_processes import TrackerProcesses
 from .versions import versions
 
@@ -87,6 +87,7 @@ class Driver:
         stop_on: Sequence[str] = ("no_signal",),
         stop: Callable[[Mapping[str, float]], bool] | None = None,
         trackers: Sequence[str] = (),
+        tracker_samples: int = 0,
         dashboard: bool = False,
         settings: object = None,
     ) -> None:
@@ -124,6 +125,8 @@ class Driver:
             stop: called with each step's metrics; the run ends early when it returns true. Give one to stop at a goal.
             trackers: what metrics are sent to besides the run's own files: "tensorboard", "wandb", "mlflow", "trackio", "prometheus", or
                 "module:Class" of your own. A tracker that fails or hangs never disturbs the run. Give those that you look at.
+            tracker_samples: [samples] how many of the recorded ones of a step the trackers get, as a table. Set it where everybody who
+                sees the tracker may read the data: texts leave the machine.
             dashboard: start a web page over the runs of `root` beside the run, and print its address. The run never waits for it; it goes
                 on after the run, until nobody has looked for an hour. Give it to watch the run in a browser.
             settings: the script's own settings, kept with the run. Give them to compare runs by `weft diff`.
@@ -139,6 +142,8 @@ class Driver:
         check_numbers(
             seed=seed, record_every=record_every, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s
         )
+        if not isinstance(tracker_samples, int) or not 0 <= tracker_samples <= MOST_SAMPLES:
+            raise UserError(f"tracker_samples={tracker_samples!r}: it is a whole number from 0 to {MOST_SAMPLES}")
         check_trackers(trackers, has_endpoint=(backend or Local()).has_endpoint)
         self._spec, handles = _checked(
             graph,
@@ -169,7 +174,11 @@ class Driver:
             self.directory.notes.append(f"the run's directory is {self.directory.path}: this is a job of a cluster")
         shown = Progress(schedule.steps, self.directory.path, display)
         following = TrackerProcesses(
-            trackers, self.directory.path, self._spec.backend.report, partial(shown.alert, "tracker")
+            trackers,
+            self.directory.path,
+            self._spec.backend.report,
+            partial(shown.alert, "tracker"),
+            samples=tracker_samples,
         )
         self._history = RunHistory(shown, FullDisk(self.directory.path, shown), following)
         self._described = {

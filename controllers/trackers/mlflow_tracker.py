@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...dataflow.config import flattened
@@ -49,6 +49,10 @@ class MlflowTracker:
 
         now = int(time.time() * 1000)
         self._client.log_batch(self._id, metrics=[Metric(plain(n), v, now, step) for n, v in metrics.items()])
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        columns = {"step": [step] * len(rows), **{name: [row[name] for row in rows] for name in rows[0]}}
+        self._client.log_table(self._id, columns, "samples.json")
 
     def flush(self) -> None:
         """Every request is answered when it is stored."""

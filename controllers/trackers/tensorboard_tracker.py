@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ class TensorboardTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(plain(name), value, step)
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """As text in indented blocks, which no text of a sample can end."""
+        parts = (f"{name}: {value}" for row in rows for name, value in (*row.items(), ("", "")))
+        self._writer.add_text("samples", textwrap.indent("\n".join(parts), "    ", lambda line: True), step)
 
     def flush(self) -> None:
         self._writer.flush()

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Protocol
 
 from ...dataflow.errors import UserError, nearest
 
+MOST_SAMPLES = 100
+"""Samples of a step that trackers get at most."""
 PROMETHEUS = "prometheus"
 """The endpoint of the Ray cluster, which the driver itself reports to: it has no process of its own."""
 
@@ -34,7 +36,11 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Takes the metrics of one run, in a process of its own. Whatever a method raises ends that process alone."""
+    """Takes the metrics of one run, in a process of its own. Whatever a method raises ends that process alone.
+
+    A tracker may also have `log_samples(step, rows)`, which takes samples of a step: rows with the texts `prompt`, `response`, `answer` and
+    `verdict`, and the number `reward`. It counts as a call of `log`.
+    """
 
     overwrites: ClassVar[bool]
     """Whether steps after a checkpoint take the place of those that were sent before the run went back to it. Otherwise they are not sent

@@ -55,6 +55,7 @@ class TrackerProcesses:
         report: sets the gauges of the backend's endpoint, where `prometheus` is among the trackers.
         warn: shows a line.
         clock: seconds, which only grow.
+        samples: number of recorded samples of a step that each tracker gets.
     """
 
     def __init__(
@@ -64,12 +65,14 @@ class TrackerProcesses:
         report: Callable[[str, Row], None],
         warn: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        samples: int = 0,
     ) -> None:
         self._names = [name for name in names if name != PROMETHEUS]
         self._reports = PROMETHEUS in names
         self._report = report
         self._run = run
         self._warn = warn
+        self._samples = samples
         self._clock = clock
         self._processes: list[_Process] = []
 
@@ -90,7 +93,7 @@ class TrackerProcesses:
         step = [] if after is None else [str(after)]
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", tracker_process.__name__, str(self._run), name, *step],
+                [sys.executable, "-P", "-m", tracker_process.__name__, str(self._run), name, str(self._samples), *step],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .tracker import TrackedRun
@@ -34,6 +34,13 @@ class TrackioTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        import pandas as pd
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        table = trackio.Table(dataframe=pd.DataFrame([{"step": step, **row} for row in rows]))
+        self._run.log({"samples": table}, step=step)
 
     def flush(self) -> None:
         """trackio writes in a thread, every half second."""

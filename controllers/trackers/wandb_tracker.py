@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .tracker import TrackedRun
@@ -43,6 +43,13 @@ class WandbTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics}, step=self._logged)
+        self._logged += 1
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        table = wandb.Table(columns=["step", *rows[0]], data=[[step, *row.values()] for row in rows])
+        self._run.log({"step": step, "samples": table}, step=self._logged)
         self._logged += 1
 
     def flush(self) -> None:

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.controllers.trackers.tracker import TrackedRun
@@ -33,6 +33,11 @@ class Kept:
     def _write(self, line: Mapping[str, Any]) -> None:
         with self.file.open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+class Sampled(Kept):
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._write({"samples_of": step, "rows": [dict(row) for row in rows]})
 
 
 class Overwriting(Kept):

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from fake_trackers import Kept
 from test_new_values import add, stream
 
 from weft.controllers.trackers.sent_metrics import SentMetrics, path_of
 from weft.controllers.trackers.tracker_process import FINISHED, TrackerProcess
+from weft.dataflow.buffer.samples import sample_file_name
 
 
 def rows(*steps: int, value: float = 0.0) -> list[dict[str, float]]:
@@ -142,3 +144,46 @@ def test_a_tracker_of_ones_own_is_any_class_with_these_methods():
 
     tracker: Tracker = new_tracker("fake_trackers:Kept")
     assert isinstance(tracker, Kept)
+
+
+def record(run: Path, step: int, *responses: str) -> None:
+    """Samples of a step, as the recorder writes them."""
+    path = run / "samples" / sample_file_name("train", step, step, 0)
+    path.parent.mkdir(exist_ok=True)
+    rewards = pa.array([float(n) for n in range(len(responses))], pa.float32())
+    table = pa.table({"prompt": ["say"] * len(responses), "response": [*responses], "reward": rewards})
+    with pa.ipc.new_file(str(path), table.schema) as file:
+        file.write_table(table)
+
+
+def test_samples_of_the_latest_step_are_sent_once_cut_escaped_and_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MY_API_KEY", "s3cr3t-value")
+    writer = stream(tmp_path)
+
+    def two_steps() -> None:
+        record(tmp_path, 1, "first")
+        record(tmp_path, 2, "a\x1b[31m s3cr3t-value", "b" * 5000, "third")
+        add(writer, *rows(1, 2))
+
+    process = TrackerProcess(tmp_path, "fake_trackers:Sampled", None, samples=2)
+    process.follow(scripted(two_steps, lambda: None, lambda: add(writer, *rows(3))))
+    [sent] = [line for line in kept(tmp_path) if "rows" in line]
+    first, second = sent["rows"]
+    assert sent["samples_of"] == 2
+    assert "\x1b" not in first["response"] and "[value of MY_API_KEY]" in first["response"]
+    assert (first["prompt"], first["reward"], second["reward"]) == ("say", 0.0, 1.0)
+    assert len(second["response"]) < 1500
+    again = TrackerProcess(tmp_path, "fake_trackers:Sampled", 2, samples=2)
+    again.follow(scripted(lambda: add(writer, *rows(4))))
+    assert sum("rows" in line for line in kept(tmp_path)) == 1, "a run that goes on sends them once"
+
+
+@pytest.mark.parametrize(("tracker", "samples"), [("Sampled", 0), ("Kept", 2)])
+def test_no_samples_are_sent_where_none_are_wanted_or_taken(tracker: str, samples: int, tmp_path: Path):
+    writer = stream(tmp_path)
+    record(tmp_path, 1, "first")
+    add(writer, *rows(1))
+    TrackerProcess(tmp_path, f"fake_trackers:{tracker}", None, samples=samples).follow(scripted())
+    assert not any("rows" in line for line in kept(tmp_path))
