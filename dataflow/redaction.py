@@ -117,9 +117,9 @@ def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> A
     """Settings as JSON has them: fields whose names are those of secrets become `[hidden]`, all other texts are `redacted`.
 
     Args:
-        settings: the value of a field, or of all.
+        settings: one value, or all of them.
         name: of the field.
-        by_name: hide fields by their names, too. False: for data whose fields have names that users did not choose, such as `token`.
+        by_name: whether names hide fields. Turn it off for data with fixed names, such as `token` in pages of samples.
 
     >>> without_secrets({"judge": {"api_key": "sk-1"}, "max_tokens": 8, "token": None, "passwords": ["a"], "password": ["a"]})
     {'judge': {'api_key': '[hidden]'}, 'max_tokens': 8, 'token': None, 'passwords': ['[hidden]'], 'password': ['[hidden]']}

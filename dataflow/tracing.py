@@ -29,7 +29,7 @@ NODES_OF_PARTS = {
 
 
 def no_node(name: str, module: str) -> str:
-    """What is wrong with calling this function of this module on symbolic rows, and the node that it is part of."""
+    """Error message for a function that is called on symbolic rows: it names the node that takes the function."""
     known = next((said for part, said in NODES_OF_PARTS.items() if part in module.split(".")), "")
     return f"{name!r} is no node; {known or 'make it one with @weft.node, or pass it to the node that takes it'}"
 
@@ -90,7 +90,7 @@ class SymbolicRows:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse a function that is no node, such as an estimator, a loss or a grader: it asks for values that rows do not have yet."""
+        """Refuse functions that are not nodes, such as estimators: they ask for values that rows do not have yet."""
         if name.startswith("_"):
             raise AttributeError(name)
         raise NoSuchNodeError(f"{self._reader()} reads {name!r}, but {NO_VALUES}")
