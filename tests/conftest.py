@@ -70,7 +70,7 @@ def nothing_is_left_behind() -> Iterator[None]:
     changed = {
         name for name, value in {**variables, **os.environ}.items() if os.environ.get(name) != variables.get(name)
     }
-    changed -= {name for name in changed if name.startswith("RAY_")} | {"PYTEST_CURRENT_TEST"}
+    changed -= {name for name in changed if name.startswith(("RAY_", "VLLM_"))} | {"PYTEST_CURRENT_TEST"}
     changed -= os.environ.keys() if libraries != LIBRARIES & sys.modules.keys() else set()
     for name in changed:
         os.environ.pop(name, None)
