@@ -37,6 +37,16 @@ class Failing(CheckpointFolder):
         super().complete(step, values, advance)
 
 
+made: list[Saving] = []
+
+
+@pytest.fixture(autouse=True)
+def all_are_closed() -> Iterator[None]:
+    yield
+    while made:
+        made.pop().close()
+
+
 class Saved:
     """A run that saves itself: two groups that have a state, and the time."""
 
@@ -47,6 +57,7 @@ class Saved:
         config = CheckpointConfig(every=every, every_s=every_s, keep=2)
         self.folder = Failing(RunDirectory(root), config)
         self.saving = Saving(self.folder, config, self.groups, 60.0, lambda: self.now)
+        made.append(self.saving)
         self.asked: list[CallRequest] = []
 
     def begin(self, step: int) -> list[CallRequest]:
