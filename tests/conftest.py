@@ -28,7 +28,7 @@ FORKED = "forked"
 dashboard a browser and the runs that it shows."""
 FAILED = pytest.StashKey[bool]()
 """Whether a phase of a test has failed."""
-LIBRARIES = {"datasets", "ray", "torch", "transformers", "vllm"}
+LIBRARIES = {"datasets", "ray", "tensorboardX", "torch", "transformers", "vllm"}
 """They set variables of the environment when they are imported."""
 FORKING = {"run_processes", "run_ranks", "program"}
 """What a module imports whose tests fork processes."""
