@@ -36,6 +36,7 @@ from .run_directory import check_name
 from .run_spec import Evaluation, RunSpec
 from .schedule import Stepwise, Synchronous, Training
 from .symptoms import check_group_sizes
+from .trackers.tracker import MOST_SAMPLES
 
 _RESPONSES = (RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
 """Columns of a source that models read after its prompts."""
@@ -88,6 +89,7 @@ def check_numbers(**numbers: object) -> None:
     rules: dict[str, Any] = {
         "seed": (int, Field(ge=0, lt=2**63)),
         "record_every": (int, Field(ge=0)),
+        "tracker_samples": (int, Field(ge=0, le=MOST_SAMPLES)),
         "start_timeout_s": seconds,
         "call_timeout_s": seconds,
     }

@@ -51,7 +51,7 @@ from .start import start
 from .symptoms import check_stop_on, mistakes
 from .telling.displays import Form, display_for
 from .telling.progress import Progress
-from .trackers.tracker import MOST_SAMPLES, check_trackers
+from .trackers.tracker import check_trackers
 from .trackers.tracker_processes import TrackerProcesses
 from .versions import versions
 
@@ -140,10 +140,12 @@ class Driver:
             graph=graph, schedule=schedule, buffer=buffer, checkpoint=checkpoint, placement=placement, backend=backend
         )
         check_numbers(
-            seed=seed, record_every=record_every, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s
+            seed=seed,
+            record_every=record_every,
+            tracker_samples=tracker_samples,
+            start_timeout_s=start_timeout_s,
+            call_timeout_s=call_timeout_s,
         )
-        if not isinstance(tracker_samples, int) or not 0 <= tracker_samples <= MOST_SAMPLES:
-            raise UserError(f"tracker_samples={tracker_samples!r}: it is a whole number from 0 to {MOST_SAMPLES}")
         check_trackers(trackers, has_endpoint=(backend or Local()).has_endpoint)
         self._spec, handles = _checked(
             graph,

@@ -143,7 +143,8 @@ def failure_of(error: BaseException) -> Failure:
     ids, sample = tuple(getattr(error, "sample_ids", ())), getattr(error, "sample", "")
     if isinstance(error, ResultError):  # no sample is to blame
         ids, message, sample = (), f"{message} ({sample})" if sample else message, ""
-    return Failure(*(readable(redacted(part)) for part in (message, text)), kind, ids, readable(redacted(sample)))
+    message, text, sample = (readable(redacted(part)) for part in (message, text, sample))
+    return Failure(message, text, kind, ids, sample)
 
 
 def _below_executor(error: BaseException) -> Any:

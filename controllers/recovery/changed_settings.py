@@ -34,7 +34,7 @@ def recorded_settings(
         handles: its worker groups, by name.
         schedule: of its training.
     """
-    found = [*_walk("schedule", schedule, "reported")]
+    found: list[tuple[str, str, Rule]] = [*_walk("schedule", schedule, "reported")]
     for name, handle in handles.items():
         found += _walk(name, handle.config, "reported")
     for name, graph in graphs.items():
@@ -43,7 +43,7 @@ def recorded_settings(
         found.append((f"numbers of {name}", fingerprint(graph.source), "reported"))
         for node in graph.nodes:
             found += _walk(f"{name}: {node.name}", node.arguments, "reported")
-    rules: dict[str, Rule] = {name: rule for name, _, rule in found}
+    rules = {name: rule for name, _, rule in found}
     texts = {name: text for name, text, _ in found}
     return json.loads(redacted(json.dumps(without_secrets(texts)))), rules
 

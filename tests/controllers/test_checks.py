@@ -224,6 +224,6 @@ def test_more_rows_than_a_driver_can_hold_are_refused_with_the_settings_that_mak
     assert "node 'rollout.generate' has n=2" in str(caught.value)
     for wrong in ({"prompts_per_step": 10**9}, {"prompts_per_step": 10**6 + 1}):
         with pytest.raises(UserError, match=r"Synchronous\.prompts_per_step"):
-            Synchronous(**wrong)
+            Synchronous(**wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError, match=r"Asynchronous\.max_staleness"):
         Asynchronous(max_staleness=10**9)

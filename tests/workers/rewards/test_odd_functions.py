@@ -176,7 +176,7 @@ def test_deadlines_hold_after_a_function_has_used_the_alarm(model: Path) -> None
     before = signal.getsignal(signal.SIGALRM)
     started = time.monotonic()
     with pytest.raises(TimeoutError, match=r"hangs took longer than 0\.2 s") as caught:
-        rewards(hangs, model, deadline_s=0.2)
+        rewards(hangs, model, deadline_s=0.2)  # waited out: the other samples return at once
     assert time.monotonic() - started < 300 and caught.value.sample_ids == (8,)  # pyright: ignore[reportAttributeAccessIssue]
     assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
@@ -201,7 +201,7 @@ def test_a_function_that_catches_its_deadline_has_failed(model: Path) -> None:
         return 0.0
 
     with pytest.raises(TimeoutError, match="catches took longer"):
-        rewards(catches, model, deadline_s=0.05)
+        rewards(catches, model, deadline_s=0.05)  # waited out: it sleeps for ten minutes
 
 
 # Exceptions of any kind
