@@ -41,11 +41,11 @@ def refusing_rows(part: type) -> None:
         return
 
     @functools.wraps(call)
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, SymbolicRows) for arg in args):
-            kinds = " ".join(each.__module__ for each in type(self).__mro__)
-            raise UserError(no_node(type(self).__name__, kinds.replace(" ", ".")))
-        return call(self, *args, **kwargs)
+            kind = type(args[0])
+            raise UserError(no_node(kind.__name__, ".".join(each.__module__ for each in kind.__mro__)))
+        return call(*args, **kwargs)
 
     part.__call__ = called  # pyright: ignore[reportAttributeAccessIssue]
 
