@@ -4,6 +4,7 @@ import asyncio
 import functools
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -56,6 +57,11 @@ def on_the_main_thread(work: Callable[[], Any]) -> Any:
 
 
 THREADS = pytest.mark.parametrize("run", [on_the_main_thread, beside_the_main_thread])
+
+
+def shown(value: object) -> str:
+    """A value in the name of a test, without the address that differs from process to process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def rewards(function: Any, model: Path, **settings: Any) -> list[float]:
@@ -214,7 +220,7 @@ class Failed(BaseException):
 @THREADS
 @pytest.mark.parametrize("form", ["plain", "batch", "async", "async batch", "apart"])
 @pytest.mark.parametrize(
-    "error", [asyncio.CancelledError("x"), Failed("x"), SystemExit(3), GeneratorExit("x")], ids=repr
+    "error", [asyncio.CancelledError("x"), Failed("x"), SystemExit(3), GeneratorExit("x")], ids=shown
 )
 def test_any_exception_fails_its_own_sample(error: BaseException, form: str, run: Any, model: Path) -> None:
     def plain(response: str) -> float:
@@ -291,7 +297,7 @@ class Scalar:
         b"abc",
         {},
     ],
-    ids=repr,
+    ids=shown,
 )
 @pytest.mark.parametrize("form", ["ours", "TRL", "async"])
 def test_a_batch_function_returns_a_result_for_each_sample(result: Any, form: str, model: Path) -> None:
@@ -321,13 +327,13 @@ def test_a_batch_function_returns_a_result_for_each_sample(result: Any, form: st
         {"rewards": np.array([1.0, 2.0, 1.0]), "extra_logs": {"length": 3.0, "why": "text"}},
         {"right": [1.0, 1.0, 0.5], "form": [0.0, 1.0, 0.5]},
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_lists_arrays_and_dictionaries_of_lists_are_rewards_of_a_batch(result: Any, model: Path) -> None:
     assert rewards(lambda completions, **columns: result, model) == [1, 2, 1]
 
 
-@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, np.float32("nan"), 1e39, 10**400], ids=repr)
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, np.float32("nan"), 1e39, 10**400], ids=shown)
 @pytest.mark.parametrize("key", ["right", "reward"])
 def test_a_part_that_is_not_finite_fails_the_sample(odd: Any, key: str, model: Path) -> None:
     def parts(response: str) -> dict[str, Any]:
@@ -347,7 +353,7 @@ def test_a_sum_that_is_not_finite_fails_the_sample(model: Path) -> None:
 @pytest.mark.parametrize(
     "result",
     [[0.5], (0.5,), "0.5", {"right": [1.0]}, {"right": "1.0", "form": 0.1}, {"reward": "x"}, {1}, object, {}],
-    ids=repr,
+    ids=shown,
 )
 def test_what_is_no_reward_ends_the_run_at_the_first_sample(result: Any, model: Path) -> None:
     tried: list[str] = []
