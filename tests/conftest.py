@@ -48,7 +48,8 @@ def group_of(item: pytest.Item) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Say which tests stay together; in one of several processes, put the longest groups first."""
     addressed = [item.nodeid for item in items if " at 0x" in item.nodeid]
-    assert not addressed, f"the processes of pytest must agree on the names of tests; give these ids: {addressed[:3]}"
+    if addressed:
+        raise pytest.UsageError(f"all processes of pytest must give a test one name; give these ids: {addressed[:3]}")
     groups = {item: group_of(item) for item in items}
     for item, group in groups.items():
         item.add_marker(pytest.mark.xdist_group(group))

@@ -95,7 +95,7 @@ def rubric(completion: Any, answer: Any, info: Any) -> float:
         (slime_batch, "metadata"),
         (rubric, "info"),
     ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
+    ids=lambda value: getattr(getattr(value, "function", value), "__name__", str(value)),
 )
 def test_a_reward_function_gets_the_values_of_the_file(
     function: Any, extra: str, column: str, model: Path, tmp_path: Path
