@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ..dataflow.buffer.run_files import LOGS
+from ..dataflow.redaction import VIEW
 
 PROGRAM = "weft.dashboard.server.beside_run"
 TOKEN = "WEFT_DASHBOARD_TOKEN"
@@ -37,7 +38,7 @@ def start_dashboard(run: Path) -> str:
     Raises:
         OSError: there is no port, or no process can be started.
     """
-    token = secrets.token_urlsafe(24)
+    token = VIEW + secrets.token_urlsafe(24)
     with socket.socket() as listening, (run / LOGS / LOG).open("ab") as log:
         listening.bind(("127.0.0.1", 0))
         listening.listen(128)

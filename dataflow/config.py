@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, get_args, get_origin
 
 import numpy as np
@@ -115,6 +116,8 @@ def _of_kind(value: Any, field: Any) -> Any:
     kinds = () if field is None else (field.annotation, *get_args(field.annotation))
     if isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
         return tuple(value)
+    if isinstance(value, str) and Path in kinds and str not in kinds:
+        return Path(value)
     if isinstance(value, np.bool_ | np.integer | np.floating):
         return value.item()
     if isinstance(value, Mapping):

@@ -52,6 +52,8 @@ _ASSIGNED = (
     r"|account[_-]?key|signature|credentials?|(?:access|auth|api|refresh|bearer|hf|hub|github|gitlab|wandb|session|security|id)[_-]?tokens?))"
     r"(?P<sign>[\"']?\s*(?:=(?!=)\s*[\"']?|:\s*(?=[\"']|[^\s\"',]*\d)[\"']?))(?!\[hidden|\[value of )(?P<value>[^\s\"'&,;<>)}\]]{3,})"
 )
+VIEW = "weft-view-"
+"""Begins the token of a dashboard beside a run. It is shown, because the user opens the address that has it."""
 _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL),
@@ -109,7 +111,7 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
             text = text.replace(written, f"[value of {values[value]}]")
     if _SUSPICIOUS.search(text):
         for pattern, shown in _PATTERNS:
-            text = pattern.sub(shown, text)
+            text = pattern.sub(lambda found, shown=shown: found[0] if VIEW in found[0] else found.expand(shown), text)
     return text
 
 

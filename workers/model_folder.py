@@ -13,7 +13,6 @@ from typing import Any
 
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.model_location import find_cached, find_model_folder, folders_near
-from ..dataflow.prompts.tokenizer import Tokenizer
 
 CONFIG_FILE = "config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -131,6 +130,8 @@ def unnamed_stop_tokens(model: str | Path) -> dict[int, str]:
 
 def stop_token_notes(model: str | Path) -> tuple[str, ...]:
     """Notes about such ids for the start of a run."""
+    from ..dataflow.prompts.tokenizer import Tokenizer
+
     try:
         unnamed, named = unnamed_stop_tokens(model), _named_stop_tokens(model)
         backend = Tokenizer.load(model).backend if unnamed else None
@@ -147,10 +148,15 @@ def stop_token_notes(model: str | Path) -> tuple[str, ...]:
 
 
 def _end_tokens(model: str | Path) -> dict[int, str]:
-    """The end tokens of the model's tokenizer; empty if the folder has none."""
+    """The end tokens of the model's tokenizer; empty if the folder has none that can be read, which whatever reads texts reports."""
+    from ..dataflow.prompts.tokenizer import Tokenizer  # commands import this module, and print their help at once
+
     if not find_model_config(model).with_name("tokenizer.json").is_file():
         return {}
-    return Tokenizer.load(find_model_config(model).parent).end_tokens
+    try:
+        return Tokenizer.load(find_model_config(model).parent).end_tokens
+    except UserError:
+        return {}
 
 
 def _named_stop_tokens(model: str | Path) -> tuple[int, ...]:

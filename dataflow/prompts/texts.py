@@ -237,25 +237,13 @@ def _needs_template(
 
 
 def _have_bos(table: pa.Table, format: Format, origin: Origin, tokenizer: Tokenizer) -> bool:
-    """Whether every plain text begins with the beginning-of-sequence token, because a template was applied before.
-
-    Raises:
-        UserError: only some texts begin with it, and the tokenizer adds it to all.
-    """
+    """Whether every plain text begins with the beginning-of-sequence token, because a template was applied before."""
     bos = tokenizer.special_tokens.get("bos_token")
     paths = [path for path in (format.prompt or format.text,) if path] or list(format.responses.values())
     if not bos:
         return False
     columns = [as_text(find_column(table, path, origin, "column")) for path in paths]
     having = sum(count_matches(column, f"^{re.escape(bos)}") for column in columns)
-    first_ids, _ = tokenizer.encode(["a"])
-    if 0 < having < len(columns) * len(table) and tokenizer.token_id("bos_token") in first_ids[:1]:
-        texts = (text for column in columns for text in column.to_pylist())
-        row = next(row for row, text in enumerate(texts) if text is not None and text.startswith(bos)) % len(table)
-        raise UserError(
-            f"{origin(row)}: the text begins with {bos!r}, which the tokenizer adds to every text, and texts of other rows do not; "
-            "remove it from the rows, or add it to all"
-        )
     return having == len(columns) * len(table)
 
 

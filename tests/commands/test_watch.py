@@ -23,9 +23,9 @@ def test_a_run_that_is_over_is_shown_as_it_went(done: Path, capsys: pytest.Captu
     steps = [line for line in said if line.startswith(("step", "eval"))]
     assert [line.split("  ")[0] for line in steps] == [
         "step 1/3",
-        "eval of step 2: 1.000",
+        "eval of step 2: mean reward 1.000",
         "step 2/3",
-        "eval of step 3: 1.000",
+        "eval of step 3: mean reward 1.000",
         "step 3/3",
     ]
     assert any(line.split() == ["metrics:", "runs/one/metrics.parquet"] for line in said)

@@ -58,7 +58,7 @@ def test_each_held_out_set_has_its_own_schedule(tmp_path: Path, schedule: Traini
 def test_an_evaluation_that_never_happens_is_refused():
     with pytest.raises(UserError, match="never evaluates anything"):
         Evaluation(training(), every=0, at_start=False, at_end=False)
-    with pytest.raises(UserError, match="every must be at least 0"):
+    with pytest.raises(UserError, match="every must be an integer of at least 0"):
         Evaluation(training(), every=-1)
 
 

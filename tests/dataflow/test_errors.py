@@ -26,7 +26,7 @@ def test_the_drawing_is_the_tree():
                 drawn[name] = above[-1][1]
             above.append((depth, name))
     apart = {"SystemExit": "BaseException", "Ended": "SystemExit"}
-    apart |= dict.fromkeys(("Cancelled", "Planned", "Silent"), "BaseException")
+    apart |= dict.fromkeys(("Cancelled", "NeedsMainThread", "Planned", "Silent"), "BaseException")
     assert drawn == {**tree(), **apart}, "what ends a call or a process is no error of Weft's, and is drawn apart"
 
 

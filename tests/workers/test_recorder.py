@@ -27,7 +27,7 @@ def test_samples_are_written_with_their_text(tmp_path: Path):
     )
     rows = Batch.of(group_id=[0, 0], prompt_ids=[[0], [1]], response_ids=[[1, 0], []], reward=[1.0, 0.0])
     record(tmp_path / "samples", rows, {0: 3}, tokenizer=tmp_path)
-    (file,) = (tmp_path / "samples").iterdir()
+    (file,) = (tmp_path / "samples").glob("*.arrow")
     first, second = written(file)
     assert file.name == "train_000003.7.0.arrow"
     assert first | {"prompt_ids": [0], "response_ids": [1, 0], "reward": 1.0, "prompt": "a", "response": "b a"} == first
@@ -43,7 +43,7 @@ def test_without_a_tokenizer_there_are_only_tokens(tmp_path: Path):
 def test_each_row_is_filed_under_its_own_step_and_what_is_not_kept_under_none(tmp_path: Path):
     rows = Batch.of(group_id=[4, 4, 5, 6, 6], reward=[0.0, 1.0, 2.0, 3.0, 4.0])
     record(tmp_path, rows, {6: 2, 4: 3})
-    assert {path.name: [row["reward"] for row in written(path)] for path in tmp_path.iterdir()} == {
+    assert {path.name: [row["reward"] for row in written(path)] for path in tmp_path.glob("*.arrow")} == {
         "train_000002.7.0.arrow": [3.0, 4.0],
         "train_000003.7.0.arrow": [0.0, 1.0],
     }

@@ -40,7 +40,8 @@ def test_what_was_understood_of_the_data_is_printed_once_and_kept_with_the_run(
         first.count("data 'words': words: 5 rows, read as TRL prompt-only\n  reads     prompt (text) as prompt;") == 1
     )
     assert (
-        "  answers   from 'answer': what follows ####, in 4 of 5 rows; as written in 1, the first words, row 5" in first
+        "  answers   from 'answer': what follows ####, in 4 of 5 rows; none in 1 of 5 rows, the first words, row 5"
+        in first
     )
     assert "  left out  1 of 5: longer than max_prompt_tokens=1" in first
     kept = json.loads((tmp_path / "a" / "config.json").read_text())["data"]["train"]

@@ -107,7 +107,7 @@ def test_boundaries_roles_and_odd_rows_are_printed(qwen: Path) -> None:
 
 
 def test_what_is_printed_is_short_and_plain_whatever_the_rows_hold(qwen: Path) -> None:
-    turns = [{"role": ("user", "assistant")[k % 2], "content": "x\x1b[2J\u202e" * 50_000} for k in range(100)]
+    turns = [{"role": ("user", "assistant")[k % 2], "content": "x\x1b[2J\u202e" * 5_000} for k in range(100)]
     row = {
         "messages": turns,
         **{f"column {k}" * 20: k for k in range(500)},
