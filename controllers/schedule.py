@@ -69,25 +69,25 @@ class Stepwise(Config):
 
     def lacks(self, train: TrainingRun) -> int:
         """Groups that an update lacks to complete its batch of the step."""
-        size = self.size(train)
-        return max(0, size - min(self.reached(train), default=size))
+        return max(0, self.size(train) - self.passed(train)) if train.updates else 0
 
     def size(self, train: TrainingRun) -> int:
         """Groups in the batch of the step under way."""
         return self.prompts_per_step if train.short_size is None else train.short_size
 
-    def reached(self, train: TrainingRun) -> list[int]:
-        """Groups that each update has claimed for the step under way, or could claim now."""
+    def passed(self, train: TrainingRun) -> int:
+        """Groups of the step under way that have passed the filters of every update: claimed, or ready to be."""
+        return min(self._reached(train), default=0)
+
+    def _reached(self, train: TrainingRun) -> list[int]:
         return [train.taken[n.name] + train.ledger.readiness.ready_groups(n) for n in train.updates]
 
     def shorten(self, train: TrainingRun) -> int:
         """Let the step under way end with the groups that have passed the filters, or with the next one if updates have begun with all of
         them. Returns the groups of its batch, or 0 if none has passed."""
-        if not min(self.reached(train), default=0):
-            return 0
-        waiting = min(train.ledger.readiness.ready_groups(n) for n in train.updates)
-        train.short_size = max(train.taken.values(), default=0) + max(1, waiting)
-        return train.short_size
+        passed = self.passed(train)
+        train.short_size = max(passed, 1 + max(train.taken.values(), default=0)) if passed else None
+        return passed and self.size(train)
 
     def over(self, train: TrainingRun) -> bool:
         """Whether the step that was begun is done."""
@@ -176,6 +176,10 @@ class Asynchronous(InParts):
     @property
     def overlaps(self) -> bool:
         return self.max_staleness > 0
+
+    def passed(self, train: TrainingRun) -> int:
+        # An update that has claimed fewer groups than another gets the rest: no filter stands between updates, but other nodes may.
+        return max(self._reached(train), default=0) if self.overlaps else super().passed(train)
 
     def admit(self, train: TrainingRun) -> int:
         if not self.overlaps:

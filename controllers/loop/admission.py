@@ -71,7 +71,7 @@ class Admission:
         wanted = schedule.admit(train)
         number = min(wanted, self._capacity().groups) if wanted else 0
         ahead = 1 + (schedule.max_staleness or 0) + MAX_REFILLS
-        if number and train.issued > ahead * schedule.prompts_per_step:
+        if number and schedule.lacks(train) and train.issued > ahead * schedule.prompts_per_step:
             self._shorten(2 * ahead * schedule.prompts_per_step)
         if number:
             self._check_signal()
@@ -109,7 +109,7 @@ class Admission:
         exhausted = train.issued > most
         if train.short_size is not None and not exhausted:
             return
-        each, passed = schedule.prompts_per_step, min(schedule.reached(train), default=0)
+        each, passed = schedule.prompts_per_step, schedule.passed(train)
         found = (
             f"step {train.step + 1} lacks {each - passed} of its {each} groups: {passed} of the {train.issued} prompts issued for it "
             f"have passed the filters{rewards_of(train.measured)}; {self._dropped}"

@@ -1,5 +1,6 @@
 """Simulated runs that are killed after any number of replies and resumed, and what their logs say of steps and versions."""
 
+import inspect
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -117,7 +118,7 @@ def random_schedule(chance: random.Random) -> Training:
     )
 
 
-def random_costs(chance: random.Random, *, critic: bool) -> CostModel:
+def random_costs(chance: random.Random, *, critic: bool, keep: float = 1.0) -> CostModel:
     lengths = tuple(tuple(chance.choice([1, 2, 3, 5, 20, LONGEST]) for _ in range(2)) for _ in range(11))
     update = LinearCost(fixed_s=chance.choice([0.5, 2.0, 5.0]), per_token_s=0.01)
     nodes: dict[str, Any] = {
@@ -126,6 +127,7 @@ def random_costs(chance: random.Random, *, critic: bool) -> CostModel:
         "actor.update": update,
         "actor.publish_weights": LinearCost(fixed_s=0.5),
         "rollout.receive_weights": LinearCost(fixed_s=0.25),
+        "odd_prompts": LinearCost(keep=keep),
     }
     if critic:
         nodes |= {
@@ -156,25 +158,28 @@ def lives(
     on_stale: Any = "wait",
     evaluate: bool = False,
     ranks: tuple[int, int] = (1, 1),
+    keep: float = 1.0,
     between: Callable[[Path], None] = lambda run: None,
     first: int = 0,
 ) -> None:
     """A run that is killed after each of these numbers of replies, and then runs to its end.
 
     Args:
+        keep: share of the groups that the filter `odd_prompts` keeps.
         between: called with the run's folder before each resume.
         first: number of the first life; a run that is there already had those before.
     """
+    has_critic = "critic" in inspect.signature(graph).parameters
     for life, replies in enumerate([*kills, None], first):
         made = {"rollout": group(Rollout), "reward": group(ToyReward), "actor": group(SavedActor)}
         made["rollout"].follows(made["actor"])
         evaluation = Evaluation(
             toy_evaluation(prompts(3, "held_out"), rollout=made["rollout"], reward=made["reward"]), every=2
         )
-        if graph is toy_ppo:
+        if has_critic:
             made["critic"] = group(SavedCritic, name="critic")
-        placement = apart(*ranks) if graph is not toy_ppo else None
-        backend = Dying(random_costs(chance, critic=graph is toy_ppo), root, life, replies)
+        placement = None if has_critic else apart(*ranks)
+        backend = Dying(random_costs(chance, critic=has_critic, keep=keep), root, life, replies)
         try:
             with Driver(
                 graph(prompts(40), n=2, **made),

@@ -2,16 +2,21 @@
 
 import random
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from killed_simulations import STEPS, lives, random_run, updates
-from toy import toy_grpo, toy_ppo
+from toy import centred, odd_prompts, toy_dapo, toy_grpo, toy_ppo
 
+from weft.controllers.alerts import read_alerts
+from weft.controllers.loop import admission
 from weft.controllers.schedule import Asynchronous
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.rules import Rule
+from weft.dataflow.errors import StalledError
+from weft.dataflow.tracing import graph
 
 
 def one_update_a_step(run: Path, groups: tuple[str, ...] = ("actor",)) -> None:
@@ -35,9 +40,42 @@ def test_runs_killed_at_random_moments_end_with_one_update_in_each_step(seeds: r
         assert not report.violations, (seed, settings, report.violations[:3])
 
 
-def faulty_run(root: Path, graph: str) -> None:
+@graph
+def filtered_ppo(prompts: Any, *, rollout: Any, reward: Any, critic: Any, actor: Any, n: int = 2) -> Any:
+    samples = centred(critic.values(reward.score(odd_prompts(rollout.generate(prompts, n=n)))))
+    return critic.update(samples), actor.update(samples)
+
+
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 200), marks=pytest.mark.slow)], ids=["few", "many"])
+def test_short_steps_of_killed_runs_are_one_update(
+    seeds: Sequence[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(admission, "MAX_REFILLS", 2)
+    shortened = stalled = 0
+    for seed in seeds:
+        chance = random.Random(seed)
+        run = tmp_path / str(seed) / "run"
+        run.parent.mkdir()
+        settings: dict[str, Any] = random_run(chance) | {"graph": toy_dapo if seed % 4 else filtered_ppo}
+        size = {"prompts_per_step": chance.randint(3, 8)}
+        settings["schedule"] = settings["schedule"].model_copy(update=size)
+        kills = [chance.randint(3, 100) for _ in range(5)]
+        updated = ("actor",) if seed % 4 else ("actor", "critic")
+        try:
+            lives(run.parent, chance, kills, keep=chance.choice([0.25, 0.35]), **settings)
+            one_update_a_step(run, updated)
+        except StalledError:  # no group of a step has passed, or none to complete a batch that was begun
+            stalled += 1
+            assert all(dict(made) == dict.fromkeys(updated, 1) for _, made in updates(run))
+        report = check_log(run / "buffer")
+        assert not report.violations, (seed, settings, report.violations[:3])
+        shortened += any(alert.name == "short_step" for alert in read_alerts(run))
+    assert shortened > len(seeds) / 2 and stalled < len(seeds) / 3
+
+
+def faulty_run(root: Path, name: str) -> None:
     """A run of an earlier version of Weft, which made a second update of one step. Logs of that version have format 5."""
-    with tarfile.open(Path(__file__).parent / "second_update" / f"{graph}.tar.xz") as archive:
+    with tarfile.open(Path(__file__).parent / "second_update" / f"{name}.tar.xz") as archive:
         archive.extractall(root, filter="data")
 
 
