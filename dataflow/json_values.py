@@ -64,8 +64,8 @@ def exact_array(values: Sequence[Any]) -> pa.Array:
     """Values as an array that gives each of them back.
 
     Returns:
-        An array of a plain Arrow type, where that gives every value back; else one of `JsonType`. Tuples become lists. Values that
-        JSON cannot hold either (dates in objects with different keys, say) are as Arrow has them.
+        An array of a plain Arrow type, where that gives every value back; else one of `JsonType`. Tuples become lists. Objects
+        and lists that JSON cannot hold either (dates in objects with different keys, say) are as Arrow has them.
 
     Raises:
         ValueError or TypeError: neither Arrow nor JSON can hold the values.
@@ -79,7 +79,9 @@ def exact_array(values: Sequence[Any]) -> pa.Array:
     try:
         return json_array(values)
     except (TypeError, ValueError):
-        return array
+        if pa.types.is_nested(array.type):
+            return array
+        raise
 
 
 def json_array(values: Iterable[Any]) -> pa.Array:

@@ -119,14 +119,30 @@ def is_frame(value: object) -> bool:
 def _table_of_frame(frame: Any, name: str) -> pa.Table:
     """A pandas data frame as a table without its index; missing values are null."""
     columns: dict[str, pa.Array] = {}
-    for key in frame.columns:
-        series = frame[key]
+    for place, key in enumerate(frame.columns):
+        if not isinstance(key, str):
+            raise UserError(
+                f"{name}: the name of a column is text, not {key!r}; rename it with frame.rename(columns=...)"
+            )
+        if key in columns:
+            raise UserError(f"{name}: there are two columns {key!r}; rename one of them")
+        series = frame.iloc[:, place]
         if series.dtype == object:
-            values = [None if value is None or value != value else value for value in series.tolist()]
+            values = [None if _is_missing(value) else value for value in series.tolist()]
             columns[key] = _column(key, [(f"{name}, row {row}", {key: v}) for row, v in enumerate(values, start=1)])
-        else:
+            continue
+        try:
             columns[key] = pa.Array.from_pandas(series)
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            raise UserError(f"{name}: column {key!r} of type {series.dtype} cannot be read ({error})") from None
     return pa.table(columns)
+
+
+def _is_missing(value: object) -> bool:
+    """Whether pandas counts a value as missing: None, nan, `pandas.NA` or `pandas.NaT`."""
+    return (
+        value is None or (isinstance(value, float) and value != value) or type(value).__name__ in ("NAType", "NaTType")
+    )
 
 
 def described(value: object) -> str:

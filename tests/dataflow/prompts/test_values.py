@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from tiny_tokenizers import jsonl, parquet
 
 from weft.dataflow.batch import Batch
+from weft.dataflow.errors import UserError
 from weft.dataflow.prompts.prompts import Prompts
 from weft.dataflow.source import TableSource, fingerprint
 
@@ -126,6 +128,43 @@ def test_rows_of_other_libraries_are_read(base: Path) -> None:
         assert Prompts.from_rows(given, base, limit=1).table["answer"].to_pylist() == [5]
     missing = pandas.DataFrame({"prompt": ["1", "2"], "answer": [None, "b"]})
     assert Prompts.from_rows(missing, base).table["answer"].to_pylist() == [None, "b"]
+
+
+def test_cells_of_a_frame_may_be_arrays_and_missing_values_of_any_kind(base: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    cells: list[list[Any]] = [
+        [np.array([1, 2]), np.array([3])],
+        [pandas.NA, "x"],
+        [pandas.NaT, 1],
+        [float("nan"), {"a": 1}],
+    ]
+    frame = pandas.DataFrame({"prompt": ["1", "2"]})
+    for number, column in enumerate(cells):
+        frame[f"c{number}"] = pandas.Series(column, dtype=object)
+    table = Prompts.from_rows(frame, base).table
+    read = [table[f"c{number}"].to_pylist() for number in range(len(cells))]
+    assert read == [[[1, 2], [3]], [None, "x"], [None, 1], [None, {"a": 1}]]
+
+
+def test_a_frame_that_cannot_be_read_is_refused_by_column(base: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    refused = {
+        "the name of a column is text, not 0": pandas.DataFrame({0: ["1"], "prompt": ["1"]}),
+        "there are two columns 'prompt'": pandas.DataFrame([["1", "2"]], columns=["prompt", "prompt"]),
+        "column 'z' of type complex128 cannot be read": pandas.DataFrame({"prompt": ["1"], "z": [1j]}),
+    }
+    for message, frame in refused.items():
+        with pytest.raises(UserError, match=message):
+            Prompts.from_rows(frame, base)
+
+
+@pytest.mark.parametrize("other", [1, datetime.datetime(2020, 1, 1, 3), "x"])
+def test_dates_beside_values_of_other_types_are_refused_and_not_changed(other: Any, base: Path) -> None:
+    dates = [datetime.date(2020, 1, 1), None]
+    assert Prompts.from_rows([{"prompt": "1", "day": day} for day in dates], base).table["day"].to_pylist() == dates
+    for mixed in ([dates[0], other], [other, dates[0]]):
+        with pytest.raises(UserError, match="'day' is a date"):
+            Prompts.from_rows([{"prompt": "1", "day": day} for day in mixed], base)
 
 
 def test_numbers_of_both_kinds_are_floats_in_numpy(base: Path) -> None:
