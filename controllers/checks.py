@@ -29,7 +29,7 @@ from ..dataflow.handle import Handle
 from ..dataflow.operation import Shape
 from ..dataflow.prompts.prompts import Prompts
 from .placement import Place
-from .recovery.changed_settings import Rule, changes, refuse_fixed
+from .recovery.changed_settings import ORDER_OF_DATA, Rule, changes, refuse_fixed
 from .recovery.checkpoints import CheckpointConfig, has_state
 from .recovery.resume import WITHOUT_ROWS, ResumePoint
 from .run_directory import check_name
@@ -204,7 +204,18 @@ def check_resumes(spec: RunSpec, handles: Mapping[str, Handle], point: ResumePoi
 def changed_settings(spec: RunSpec, point: ResumePoint, rule: Rule) -> list[str]:
     """Settings under a rule that the run was given since the checkpoint was written."""
     settings, rules = spec.recorded
+    if not point.with_rows:
+        rules = {**rules, **dict.fromkeys(ORDER_OF_DATA, "reported")}
     return changes(point.state.settings, settings, rules, rule)
+
+
+def at_place_in_data(spec: RunSpec, point: ResumePoint | None) -> ResumePoint | None:
+    """The point to go on from: at the first row if it takes only the weights and the run was given other data, or another order."""
+    if point is None or point.with_rows:
+        return point
+    rules: dict[str, Rule] = dict.fromkeys(ORDER_OF_DATA, "fixed")
+    changed = changes(point.state.settings, spec.recorded[0], rules, "fixed")
+    return point.at_first_row() if changed else point
 
 
 def _check_kind(spec: RunSpec, point: ResumePoint) -> None:

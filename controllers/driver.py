@@ -22,6 +22,7 @@ from ..workers.adapters_alone import agree_on_adapters
 from .backends.backend import Backend
 from .backends.local import Local
 from .checks import (
+    at_place_in_data,
     changed_settings,
     check_best,
     check_graphs,
@@ -165,8 +166,9 @@ class Driver:
 
         end_if_planned(self._spec)
 
-        def accept(point: ResumePoint | None) -> None:
+        def accept(point: ResumePoint | None) -> ResumePoint | None:
             check_resumes(self._spec, handles, point)
+            return at_place_in_data(self._spec, point)
 
         at, resume = root_of(root), resume_of(resume) if checkpoint.writes else resume
         self.directory, self._point = open_run(resume, at, name, accept, checkpoint.copy_to)

@@ -23,6 +23,9 @@ from ...dataflow.source import Source, TableSource, fingerprint
 
 Rule = Literal["free", "fixed", "reported"]
 
+ORDER_OF_DATA = (f"rows of {TRAIN}", f"data of {TRAIN}", "schedule.shuffle")
+"""Settings that decide which row of the training data comes next."""
+
 
 def recorded_settings(
     graphs: Mapping[str, Graph], handles: Mapping[str, Handle], schedule: Config
@@ -71,7 +74,7 @@ def refuse_fixed(where: object, found: list[str]) -> None:
     if found:
         raise UserError(
             f"{where} depends on what was changed since: {'; '.join(found)}. Take the earlier values and data, or start a new run "
-            "(another name) from the model that this one saved"
+            "(another name) from the model that this one saved. If only the data or their order changed, resume='weights' goes on with them"
         )
 
 

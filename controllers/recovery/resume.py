@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ...dataflow.errors import UserError, nearest
 from ...dataflow.graph import Graph
 from ..backends.backend import Backend, this_node
 from ..collecting import collected_seldom
-from ..cursor import CURSOR
+from ..cursor import CURSOR, Cursor
 from ..run_directory import RunDirectory, check_rights, check_run_name, hold, is_used
 from ..run_lock import RunLock
 from .checkpoints import complete_checkpoints, has_checkpoints, restore_replaced, step_of
@@ -40,6 +40,8 @@ class ResumePoint:
     """Why later checkpoints could not be used, a line for each."""
     with_rows: bool = True
     """Whether the run goes on with the rows that were in flight, or only with the weights and the place in the data."""
+    from_first_row: bool = False
+    """Whether the training data or their order changed, so that there is no place in them to go on from."""
 
     @property
     def run(self) -> Path:
@@ -59,11 +61,20 @@ class ResumePoint:
     @property
     def given_up(self) -> str:
         """Description of what is lost when the run resumes without its rows in flight."""
+        if self.from_first_row:
+            return (
+                "the log is given up, and what was generated for prompts in flight; the training data or their order changed, so training "
+                "begins with their first row; rows that were finished before are proven no more"
+            )
         again = len(self.state.cursor.again)
         return (
             f"the log is given up, and what was generated for the {again} prompts in flight, which are issued again; "
             "rows that were finished before are proven no more"
         )
+
+    def at_first_row(self) -> ResumePoint:
+        """The same point with other training data: its place in the earlier data means nothing there."""
+        return replace(self, state=replace(self.state, cursor=Cursor()), from_first_row=True)
 
     @property
     def groups(self) -> list[str]:
@@ -138,7 +149,7 @@ def open_run(
     resume: str | Path,
     root: Path,
     name: str | None,
-    accept: Callable[[ResumePoint | None], None],
+    accept: Callable[[ResumePoint | None], ResumePoint | None],
     copy_to: str | None = None,
 ) -> tuple[RunDirectory, ResumePoint | None]:
     """Hold the run that a driver is to do, a new one (None) or one that goes on from a checkpoint. Its directory notes why.
@@ -148,7 +159,7 @@ def open_run(
             "weights" for the same without its rows in flight; or the folder of a run or of one of its checkpoints.
         root: the folder of all runs.
         name: of the run.
-        accept: raises UserError when the driver cannot go on from this checkpoint.
+        accept: raises UserError when the driver cannot go on from this checkpoint; returns the point that it goes on from.
         copy_to: where checkpoints are copied to. If the run `name` is to go on and has none here, it is fetched from there.
 
     Raises:
@@ -165,7 +176,7 @@ def open_run(
         try:
             at = Path(resume)
             point = _at(at, run) if is_checkpoint(at) else find_checkpoint(run, with_rows=resume != "weights")
-            accept(point)
+            point = accept(point)
             if point is not None:
                 directory = point.reopen(lock)
                 directory.notes += [fetched] if fetched else []

@@ -313,7 +313,6 @@ def test_a_run_goes_on_with_the_rows_and_the_adapter_that_it_had(
     refused: list[tuple[dict[str, Any], str]] = [
         ({"rows": others}, "data of train was "),
         ({"rows": PROMPTS[:-1]}, "rows of train was 16, is 15"),
-        ({"rows": others, "resume": "weights"}, "data of train was "),
         ({"alpha": 64}, "actor.lora.alpha was 32, is 64"),
         ({"lora": None}, "actor.lora"),
     ]
@@ -325,6 +324,42 @@ def test_a_run_goes_on_with_the_rows_and_the_adapter_that_it_had(
     said = capsys.readouterr().out
     assert "changed since the checkpoint: actor.learning_rate was 0.001, is 0.002" in " ".join(said.split())
     assert "microbatch_tokens" not in said and "schedule.steps" not in said, "the numbers do not depend on these"
+    with pytest.raises(weft.UserError, match=r"actor\.lora\.alpha"):
+        run(3, alpha=64, resume="weights")
+
+
+@pytest.mark.parametrize("number", [3, 16, 40])
+def test_weights_alone_go_on_with_other_rows_from_the_first_one(
+    even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
+):
+    seen: list[str] = []
+
+    def noted(prompt: str, response_ids: list[int]) -> float:
+        seen.append(prompt)
+        return even(response_ids)
+
+    def run(rows: Any, steps: int, **more: Any) -> float:
+        kept = weft.CheckpointConfig(every=2)
+        sizes: Any = {
+            "n": 2,
+            "max_tokens": 2,
+            "prompts_per_step": 1,
+            "root": tmp_path,
+            "name": "run",
+            "progress": "plain",
+        }
+        return weft.train("model", rows, noted, steps=steps, checkpoint=kept, **sizes, **more)[-1]["step"]
+
+    run(PROMPTS, 10)
+    others = [{"prompt": f"{row % 7} {row // 7} 9"} for row in range(number)]
+    capsys.readouterr()
+    seen.clear()
+    assert run(others, 13, resume="weights") == 13
+    said = " ".join(capsys.readouterr().out.split())
+    assert "training begins with their first row" in said and "data of train was " in said
+    assert len(seen) == 6 and len({*seen}) == 3 and {*seen} <= {row["prompt"] for row in others}
+    run(others, 14, resume="latest")
+    assert len({*seen}) == min(number, 4), "the order of the new data goes on"
 
 
 def test_a_program_refuses_an_object_that_has_no_text_and_says_how_to_give_it_one(
