@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from ..errors import UserError
@@ -38,6 +38,16 @@ class Texts:
     turns: int = 0
     """Assistant turns in the rows."""
     trained_turns: int = 0
+
+    def keeping(self, kept: Sequence[int]) -> Texts:
+        """Some of the rows, by number."""
+        return replace(
+            self,
+            prompts=[self.prompts[row] for row in kept],
+            responses={name: [texts[row] for row in kept] for name, texts in self.responses.items()},
+            gaps={name: [gaps[row] for row in kept] for name, gaps in self.gaps.items()},
+            rows=[row if self.rows is None else self.rows[row] for row in kept],
+        )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,10 +19,12 @@ class Origin:
     """(file, its first row), in order."""
     start: int = 0
     """The row that is number 0 here, where only a part of the rows is looked at."""
+    rows: Sequence[int] | None = None
+    """Row behind each number, counted from `start`. None: the number itself."""
 
     def __call__(self, row: int) -> str:
         """The place of a row: `train.jsonl, line 7`, or `train.parquet, row 7` (both count from 1)."""
-        row += self.start
+        row = self.start + (row if self.rows is None else self.rows[row])
         file, first = next(run for run in reversed(self.runs) if run[1] <= row)
         if file_kind(Path(file)) == ".jsonl":
             for index, (line, _) in enumerate(lines(Path(file))):
@@ -33,6 +35,10 @@ class Origin:
     def at(self, start: int) -> Origin:
         """For a part of the rows, which begins at row `start`."""
         return replace(self, start=self.start + start)
+
+    def of(self, rows: Sequence[int] | None) -> Origin:
+        """For rows that were made of these rows."""
+        return replace(self, rows=rows)
 
     @property
     def files(self) -> str:

@@ -33,7 +33,7 @@ from .rows import Rows, read_rows
 from .settings import ReadArguments, ReadSettings, TooLong
 from .texts import Rendering
 from .tokenizer import Tokenizer
-from .tokens import tokenise
+from .tokens import MAX_CHARACTERS, tokenise, too_many_characters
 from .understanding import Observer, Understanding
 
 _WRITTEN = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
@@ -87,7 +87,7 @@ class Prompts:
     format: str = ""
     """The format that was found."""
     dropped: int = 0
-    """Rows left out: by `filter`, or because their prompt was longer than `max_prompt_tokens` or than the model can read."""
+    """Rows left out: by `filter`, or because a text was longer than `max_prompt_tokens`, than the model can read, or than is tokenised."""
     too_long: TooLong = field(default="error", repr=False)
     """Whether a prompt that is longer than the model which answers it can read is refused or dropped."""
     file_columns: frozenset[str] = field(default=frozenset(), repr=False)
@@ -178,25 +178,36 @@ class Prompts:
         observer = Observer(rendering, how)
         parts: list[pa.Table] = []
         sources: list[np.ndarray] = []
+        dropped = 0
         for start in range(0, len(table), _PART):
             part, there = table.slice(start, _PART), origin.at(start)
             counts = None if images is None else images.counts[start : start + _PART].tolist()
             texts = rendering.texts(part, there, counts)
+            if how.too_long == "drop" and (long := too_many_characters(texts)):
+                dropped += len(long)
+                texts = texts.keeping([row for row in range(len(texts.prompts)) if row not in long])
+                if not texts.prompts:
+                    continue
             of_part = np.arange(len(part)) if texts.rows is None else np.asarray(texts.rows)
             ids = tokenise(texts, there, tokenizer)
             observer.see(texts, ids, None if answers is None else answers.values.slice(start, _PART).take(of_part))
             parts.append(pa.table({**ids, "prompt": pa.array(texts.prompts, pa.string())}))
             sources.append(start + of_part)
+        if not parts:
+            raise UserError(f"{origin.files}: all {dropped} rows have texts of more than {MAX_CHARACTERS:,} characters")
         made, source_rows = _with_useful_masks(pa.concat_tables(parts)), np.concatenate(sources)
         lengths = {name: _lengths(made, name) for name in made.column_names if name.endswith("_ids")}
         understood = observer.understanding(replace(rows, table=table), answers, lengths, images)
-        if len(source_rows) > len(exact):  # conversations were split
+        if dropped:
+            understood = understood.without(dropped, f"longer than {MAX_CHARACTERS:,} characters")
+        if dropped or len(source_rows) > len(exact):  # conversations were split
             exact = exact.take(source_rows)
             answers = answers and replace(answers, values=answers.values.take(source_rows))
+            images = images and replace(images, values=images.values.take(pa.array(source_rows)))
         result = _with_the_rest(made, exact, answers, images)
         own = {*made.column_names, *(["answer"] if answers else []), *([str(IMAGES)] if images else [])}
         kept = frozenset(result.column_names) - own
-        whole = cls(rows.name, result, format.name, 0, how.too_long, kept, understood)
+        whole = cls(rows.name, result, format.name, dropped, how.too_long, kept, understood)
         return whole._up_to_setting(lengths["prompt_ids"], how, origin, source_rows)
 
     def _up_to_setting(

@@ -25,14 +25,13 @@ def tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa
     Raises:
         UserError: a prompt or response has no tokens; the message names the row.
     """
-    special = not (texts.chat or texts.has_bos)
-    for name, column in {"prompt": texts.prompts, **texts.responses}.items():
-        for row, text in enumerate(column):
-            if len(text) > MAX_CHARACTERS:
-                raise UserError(
-                    f"{origin(row)}: the {name.removesuffix('_ids')} has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read, "
-                    "whatever max_prompt_tokens and too_long say. Shorten the row or take it out"
-                )
+    origin, special = origin.of(texts.rows), not (texts.chat or texts.has_bos)
+    for row, name in too_many_characters(texts).items():
+        text = {"prompt_ids": texts.prompts, **texts.responses}[name][row]
+        raise UserError(
+            f"{origin(row)}: the {name.removesuffix('_ids')} has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read. Shorten "
+            "the row, or leave it out with too_long='drop'"
+        )
     values, offsets = _encode(tokenizer, texts.prompts, special)
     empty = np.flatnonzero(np.diff(offsets) == 0)
     if len(empty):
@@ -63,6 +62,16 @@ def tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa
         ]
         columns[mask_of(name)] = _lists(longer, pa.uint8())
     return columns
+
+
+def too_many_characters(texts: Texts) -> dict[int, str]:
+    """Rows with a text that is too long to tokenise, in order, and the column of that text."""
+    found: dict[int, str] = {}
+    for name, column in {"prompt_ids": texts.prompts, **texts.responses}.items():
+        for row, text in enumerate(column):
+            if len(text) > MAX_CHARACTERS:
+                found.setdefault(row, name)
+    return dict(sorted(found.items()))
 
 
 def mask_of(ids: str) -> str:
