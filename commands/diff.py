@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
+from ..dataflow.redaction import beginning
 from .command import Answer, Command
 from .run_folder import find_run
 
@@ -81,4 +82,4 @@ def _value(value: Any) -> str:
     from ..dashboard.reading.comparison import MISSING
 
     text = value if value is MISSING else json.dumps(value, default=str)
-    return text if len(text) <= 100 else f"{text[:97]}..."
+    return beginning(text, 100)

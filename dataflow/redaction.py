@@ -26,6 +26,8 @@ PLACES = {"path", "file", "dir", "id", "ids", "env", "variable", "name", "url"}
 SHORTEST = 8
 """Characters of a value that may be a secret. Shorter ones ("true", "0") stand in many a text."""
 HIDDEN = "[hidden]"
+_LONGEST = 1000
+"""Characters of the longest secret that a cut may fall into."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -113,6 +115,31 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
         for pattern, shown in _PATTERNS:
             text = pattern.sub(lambda found, shown=shown: found[0] if VIEW in found[0] else found.expand(shown), text)
     return text
+
+
+def beginning(text: str, most: int) -> str:
+    """The beginning of a text, without secrets. They are hidden before the cut: half a secret looks like none.
+
+    >>> beginning("postgres://ann:s3cret@db:5432/runs is gone", 24)
+    'postgres://ann:[hidde...'
+
+    Args:
+        most: characters to return.
+    """
+    text = redacted(text[: most + _LONGEST])
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def both_ends(text: str, most: int) -> str:
+    """The same with the beginning and the end of the text.
+
+    >>> both_ends("a" * 20 + "b" * 20, 20)
+    'aaaaaaaa ... bbbbbbbb'
+    """
+    kept = most + _LONGEST
+    text = redacted(text if len(text) <= 2 * kept else text[:kept] + text[-kept:])
+    half = (most - 5) // 2
+    return text if len(text) <= most else f"{text[: half + 1]} ... {text[-half - 1 :]}"
 
 
 def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> Any:

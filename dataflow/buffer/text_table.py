@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow as pa
 
 from ..readable import one_line
+from ..redaction import beginning
 
 
 def render_table(table: pa.Table, *, limit: int = 20, width: int = 32) -> str:
@@ -41,4 +42,4 @@ def _plain(value: Any, width: int) -> str:
         text = f"{value:.6g}"
     else:
         text = one_line(str(value))
-    return text if len(text) <= width else f"{text[: width - 3]}..."
+    return beginning(text, width)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..redaction import beginning
 
 MAX_NESTING = 100
 """Levels of objects and lists in a row; the parsers, which call themselves for each, end the process at some tens of thousands."""
@@ -172,12 +173,12 @@ def refuse_mixed(name: str, values: Iterable[Any], origin: Callable[[int], str])
 def short(value: Any) -> str:
     """A value as JSON, in at most 60 characters."""
     text = _SURROGATE.sub(lambda half: ascii(half[0])[1:-1], json.dumps(value, ensure_ascii=False, default=str))
-    return text if len(text) <= 60 else text[:57] + "..."
+    return beginning(text, 60)
 
 
 def start_of(text: str) -> str:
     """The beginning of a text, in at most 80 characters."""
-    return text if len(text) <= 80 else text[:77] + "..."
+    return beginning(text, 80)
 
 
 def _json_type(value: Any) -> str:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ..readable import one_line
+from ..redaction import beginning, both_ends
 from .answers import Answers
 from .conversations import Texts
 from .formats import Format, type_name
@@ -399,7 +400,7 @@ def _rows(number: int) -> str:
 
 
 def _clipped(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return beginning(text, 60)
 
 
 def _shown(text: object, characters: int) -> str:
@@ -408,8 +409,4 @@ def _shown(text: object, characters: int) -> str:
     >>> _shown("a" * 20 + chr(10) + "b" * 20, 20)
     "'aaaaaaa ... bbbbbbb'"
     """
-    text = repr(text)
-    if len(text) <= characters:
-        return text
-    half = (characters - 5) // 2
-    return f"{text[: half + 1]} ... {text[-half - 1 :]}"
+    return both_ends(repr(text), characters)

@@ -2,8 +2,12 @@
 
 import json
 
+import pyarrow as pa
 import pytest
 
+from weft.dataflow.buffer.text_table import render_table
+from weft.dataflow.prompts.damage import short, start_of
+from weft.dataflow.prompts.understanding import _shown  # pyright: ignore[reportPrivateUsage]
 from weft.dataflow.redaction import redacted, without_secrets
 
 
@@ -73,3 +77,12 @@ def test_a_text_that_was_redacted_stays_as_it_is():
     ):
         once = redacted(text, environment)
         assert once == redacted(once, environment) and "[value of HF_TOKEN]" in once
+
+
+@pytest.mark.parametrize("before", range(0, 80, 5))
+def test_a_cut_does_not_leave_the_beginning_of_a_secret(before: int):
+    text = "x" * before + " postgres://ann:s3cretOfTheDatabase@db:5432/runs " + "y" * 300
+    table = pa.table({"prompt": [text], "of each": [[text]]})
+    for shown in (render_table(table), short(text), start_of(text), _shown(text, 100), _shown(text[::-1], 100)):
+        assert "s3cret" not in shown
+    assert _shown("a" * 5000 + text + "b" * 5000, 100).startswith("'aaa"), "the middle of a long text is not looked at"

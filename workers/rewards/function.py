@@ -17,6 +17,7 @@ from ...dataflow.column import IDENTITY, RESPONSE, RESPONSE_IDS
 from ...dataflow.config import Config
 from ...dataflow.errors import ResultError, SampleError, nearest
 from ...dataflow.operation import ALL_COLUMNS
+from ...dataflow.redaction import beginning
 from .samples import ANSWERS, Samples
 from .signature import Signature, find_signature
 
@@ -414,8 +415,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    return beginning(repr(value), 200)
 
 
 def name_of(function: Any) -> str:
