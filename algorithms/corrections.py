@@ -86,11 +86,10 @@ class TruncatedImportance(Config):
     """
 
     cap: float = Field(default=2.0, gt=0)
-    """[ratio] Largest weight of a token. Lower it where single tokens make the gradient jump (below 1, it also scales tokens down whose
+    """[ratio] Largest weight of a token. Lower it if single tokens make the gradient jump (a value below 1 also scales down tokens whose
     policies agree), raise it for less bias towards the generator."""
     floor: float = Field(default=0.0, ge=0)
-    """[ratio] Smallest weight of a token. Raise it where tokens that the trainer finds unlikely should still count; they are then
-    over-weighted."""
+    """[ratio] Smallest weight of a token. Raise it to keep tokens in the loss that the trainer finds unlikely; this over-weights them."""
     level: Level = "token"
     """"token", "sequence" (product over the response) or "geometric" (geometric mean over the response). Choose the level of the reward
     for an exact correction, tokens for one of less variance."""

@@ -32,13 +32,13 @@ class Sampling(Config):
     """[share] Smallest set of tokens whose probability reaches this; 1 keeps all. Lower it for evaluations alone: the trainer knows only
     the whole distribution."""
     top_k: int = Field(default=0, ge=0, le=100_000_000)
-    """[tokens] How many of the most likely are kept; 0 keeps all. Set it for evaluations alone, as `top_p`."""
+    """[tokens] Sample only from this many of the most likely tokens; 0 keeps all. Set it only for evaluations, like `top_p`."""
     min_tokens: int = Field(default=0, ge=0, le=100_000_000)
-    """[tokens] How many come before a stop token at least. Raise it where responses are to have a length; it cuts the distribution as
-    `top_p` does."""
+    """[tokens] Shortest response: stop tokens are masked before it. Raise it if responses must have a minimum length. Like `top_p`, it
+    changes the distribution that is sampled."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response, such as ("</answer>",), besides the model's stop tokens. The response keeps the tokens that complete the
-    text, with their log-probabilities, and rewards see the text of all its tokens. Set it where an answer has an end of its own."""
+    """Stop strings, such as ("</answer>",), in addition to the model's stop tokens. The response keeps the tokens that complete the
+    string, with their log-probabilities, and rewards read the text of all its tokens. Set it if answers end with a fixed text."""
     ignore_stop: bool = False
     """Go on to `max_tokens` whatever is sampled. Set it in benchmarks, to know the number of tokens."""
 

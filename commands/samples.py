@@ -58,7 +58,7 @@ class Samples(Command):
             raise UserError(
                 "\n".join(
                     [
-                        f"{run} has recorded no samples yet; Driver(record_every=...) says of which steps they are kept",
+                        f"{run} has recorded no samples yet; Driver(record_every=...) chooses the steps that it records",
                         *notes,
                     ]
                 )

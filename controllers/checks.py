@@ -274,7 +274,7 @@ def with_rows_that_fit(graph: Graph) -> Graph:
 
 
 def check_lengths(graph: Graph) -> None:
-    """Every model can read the rows that reach it: those of the source, and prompts with responses of up to `max_tokens`.
+    """Check that every model can read its rows: the source's rows, and prompts with responses of up to `max_tokens`.
 
     Raises:
         UserError: naming the group with the shortest context, the longest row, and how many rows are too long.
@@ -300,8 +300,8 @@ def check_lengths(graph: Graph) -> None:
 
 
 def _row_tokens(graph: Graph) -> np.ndarray | None:
-    """[rows of the source] tokens of the longest row that models are given of each: its prompt and a response, which the source has or a
-    node samples. None: the source has no prompts, or no node reads them with responses."""
+    """[rows of the source] Longest input of a model for each row: the tokens of its prompt and its longest response. The response comes
+    from the source or from a node that samples. None if the source has no prompts, or if no node reads prompts with responses."""
     if str(PROMPT_IDS) not in graph.source.columns:
         return None
     given = {c for n in graph.nodes for c in map(str, _RESPONSES) if n.writers.get(c) == ""}
@@ -314,13 +314,13 @@ def _row_tokens(graph: Graph) -> np.ndarray | None:
 
 
 def _generated_tokens(graph: Graph) -> int | None:
-    """Most tokens of a response that is sampled for a prompt of the source; None: no node samples any."""
+    """Longest response that a node samples for a prompt of the source, in tokens, or None if no node samples."""
     samplings = [n.arguments.get("sampling") for n in graph.nodes if n.writers.get(str(PROMPT_IDS)) == ""]
     return max((each.max_tokens for each in samplings if isinstance(each, Sampling)), default=None)
 
 
 def _shortest_context(graph: Graph) -> tuple[str, int] | None:
-    """The group whose model reads the shortest rows, and how many tokens they may have; None: no group has a limit."""
+    """The group with the smallest limit on the tokens of a row, and that limit, or None if no group has a limit."""
     found = {name: handle.worker_class.longest_row(handle.config) for name, handle in graph.handles.items()}
     limits = {name: tokens for name, tokens in found.items() if tokens is not None}
     return min(limits.items(), key=lambda item: item[1], default=None)

@@ -67,7 +67,7 @@ class Script:
         return any(name in part.binds for part in self.parts) or self._by_star(name) is not None
 
     def name_of(self, value: Any) -> str | None:
-        """The name by which the script refers to an object."""
+        """The name that the script uses for an object."""
         found = (name for name, each in vars(self.module).items() if each is value and not name.startswith("__"))
         return next((name for name in found if self.has(name)), None)
 
@@ -224,7 +224,7 @@ def _root(node: ast.expr) -> str:
 
 
 def _frame_of(module: ModuleType) -> FrameType | None:
-    """The frame in which the top level of a module is being carried out."""
+    """The frame that executes the top level of a module."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None and not (frame.f_code.co_name == "<module>" and frame.f_globals is vars(module)):
         frame = frame.f_back

@@ -126,8 +126,8 @@ class Driver:
             stop: called with each step's metrics; the run ends early when it returns true. Give one to stop at a goal.
             trackers: what metrics are sent to besides the run's own files: "tensorboard", "wandb", "mlflow", "trackio", "prometheus", or
                 "module:Class" of your own. A tracker that fails or hangs never disturbs the run. Give those that you look at.
-            tracker_samples: [samples] how many of the recorded ones of a step the trackers get, as a table. Set it where everybody who
-                sees the tracker may read the data: texts leave the machine.
+            tracker_samples: [samples] how many recorded samples of a step the trackers get, as a table. The texts leave the machine. Set
+                it if all users of the tracker may read the data.
             dashboard: start a web page over the runs of `root` beside the run, and print its address. The run never waits for it; it goes
                 on after the run, until nobody has looked for an hour. Give it to watch the run in a browser.
             settings: the script's own settings, kept with the run. Give them to compare runs by `weft diff`.

@@ -143,8 +143,8 @@ class InParts(Stepwise):
     """Settings of the schedules whose updates accumulate gradients as groups come."""
 
     groups_per_part: int = Field(default=1, ge=1, le=1_000_000)
-    """[groups] How many an update waits for before it accumulates their gradient; at least one for each data-parallel replica, as long as
-    the batch has so many. Raise it for large models, which want full microbatches."""
+    """[groups] Number of finished groups that an update waits for before it accumulates their gradient. It is at least one for each
+    data-parallel replica if the batch has enough groups. Raise it for large models, which need full microbatches."""
 
 
 class Pipelined(InParts):
@@ -167,11 +167,11 @@ class Asynchronous(InParts):
     """[updates] How far a row's oldest token may lag the weights that it trains; 0 is `Synchronous`. Raise it where generation still
     waits for training, lower it where training becomes unstable."""
     partial_rollouts: Literal["continue", "recompute", "finish", "requeue"] = "continue"
-    """What becomes of responses that are unfinished when new weights come. "continue": they go on under these at once, and every token
-    knows its version; but the tokens so far keep the keys and values of the old weights, so new tokens attend to what neither version
-    computes by itself. "recompute": the same, with keys and values computed again under the new weights. "finish": they end first,
-    while the weights wait. "requeue": their prompts begin anew. Choose "recompute" where `mean_logprob_gap` is large, "finish" where all
-    tokens of a response must be of one version."""
+    """How unfinished responses are handled when new weights arrive. "continue": they continue with the new weights, and each token
+    records its version; earlier tokens keep the keys and values of the old weights. "recompute": they continue, and the engine computes
+    the keys and values of earlier tokens again with the new weights. "finish": the new weights wait until the responses are finished.
+    "requeue": the responses are discarded and their prompts are sampled again. Choose "recompute" if `mean_logprob_gap` is large, and
+    "finish" if all tokens of a response must be of one version."""
 
     @property
     def overlaps(self) -> bool:

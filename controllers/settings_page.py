@@ -240,8 +240,8 @@ def page() -> str:
     run = sum(number[s.title] for s in SECTIONS if s.title not in ("Losses", "Graders", "Simulated runs"))
     parts = [
         INTRODUCTION,
-        f"There are {run} settings of a run, beside {number['Driver']} arguments of the driver, {number['Losses']} values that losses "
-        f"are made of, {number['Graders']} of graders, and {number['Simulated runs']} costs of simulated runs.\n",
+        f"There are {run} settings of a run, {number['Driver']} arguments of the driver, {number['Losses']} values of losses, "
+        f"{number['Graders']} of graders, and {number['Simulated runs']} costs of simulated runs.\n",
     ]
     for section in SECTIONS:
         parts.append(f"## {section.title}\n\n{section.text}\n")

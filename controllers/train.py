@@ -95,9 +95,11 @@ def train(
         prompts_per_step: rows of the data in each of them.
         n: responses to each prompt; None: what the method has.
         max_tokens: longest response.
-        learning_rate: of the actor (and of a critic); None: the method's, for models of 0.5B to 8B, and ten times that for adapters.
-        lora: train an adapter and freeze the model, which is then the reference, too.
-        kl: [loss/nat] penalty for leaving the first model; 0: none. PPO subtracts it from the reward, other methods add it to the loss.
+        learning_rate: learning rate of the actor and of a critic. None takes the method's default for models of 0.5B to 8B, and ten
+            times that for adapters.
+        lora: train an adapter. The model is frozen and also serves as the reference.
+        kl: [loss/nat] coefficient of the KL penalty against the initial model. PPO subtracts it from the reward, other methods add it
+            to the loss. 0 switches it off.
         evaluate_every: see `held_out`.
         name, root, seed, checkpoint, resume, progress, trackers, dashboard: as for `Driver`.
         explain: print the program that does the same, and run nothing.
@@ -276,7 +278,7 @@ def _nodes() -> Nodes:
 
 
 def shared_devices(program: Program, groups: Sequence[str], nodes: Nodes) -> SharedDevices:
-    """Settings with which all groups share the nodes.
+    """Settings that let all groups share the nodes.
 
     Groups with a model take turns on all GPUs, in bfloat16, and vLLM leaves memory for the others. On a cluster without GPUs they have a
     rank on each node. On this machine without GPUs everything runs in one process. Other groups run on any free CPU.

@@ -150,8 +150,8 @@ class Batch:
     # Reading columns
 
     def numpy(self, column: object) -> np.ndarray:
-        """A column as a numpy array `[rows]`: fixed-width columns without a copy and read-only, strings as objects. Of a `JsonType`,
-        numbers are float64, other values objects."""
+        """A column as a numpy array `[rows]`: fixed-width columns without a copy and read-only, strings as objects. A `JsonType` column
+        gives float64 if all values are numbers, else objects."""
         array = self[column]
         if is_json(array.type):
             values = array.to_pylist()

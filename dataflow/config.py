@@ -17,8 +17,8 @@ from .peer_names import peer_hint
 class Config(pydantic.BaseModel):
     """Parent of every configuration class: frozen, unknown fields refused with the nearest right name.
 
-    Values have the type of their field: a number is no text and no boolean, and it is finite, unless the field allows infinity
-    (`Field(allow_inf_nan=True)`). Lists are taken for tuples, mappings for nested settings, and numbers of numpy for Python's.
+    Types are strict: a text or number field refuses values of another type, and numbers must be finite unless the field allows infinity
+    (`Field(allow_inf_nan=True)`). Lists are accepted as tuples, mappings as nested settings, and numpy numbers as Python numbers.
 
     >>> class Toy(Config):
     ...     rate: float = pydantic.Field(1.0, gt=0)

@@ -35,8 +35,8 @@
          └─ Ended                              a signal ended the process, wherever it was
 
 `launch` and the command `weft` print the message and the advice, without a traceback. A script that a `UserError` ends does the same.
-In a traceback, and in a notebook, the advice stands below the message. This module imports nothing of Weft at its top level, so that
-every floor may import it.
+Tracebacks and notebooks show the advice below the message. This module imports nothing of Weft at its top level, so that every folder
+may import it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeAlias, cast
 from .errors import UserError
 
 Parts: TypeAlias = tuple[float, ...]
-"""An exact sum of floats: the float nearest to it, the float nearest to what remains, and so on, without zeros."""
+"""An exact sum of floats as nonzero parts: the float nearest to the sum, the float nearest to the remainder, and so on."""
 
 
 def exact_sum(numbers: Iterable[float]) -> Parts:
@@ -82,8 +82,8 @@ class Sum:
 
 @dataclass(frozen=True)
 class Std:
-    """The standard deviation of all values, kept as their number and the exact sums of them and of their squares, so that it does not
-    depend on the order in which parts are merged, nor on the parts.
+    """The standard deviation of all values. It keeps their number and the exact sums of the values and their squares, so the result is
+    the same for any split into parts and any order of merging.
 
     >>> (Std.of([0.0, 2.0]) + Std.of([4.0])) == Std.of([0.0, 2.0, 4.0])
     True

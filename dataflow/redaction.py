@@ -1,5 +1,5 @@
-"""Redaction: hide secrets in every message and file of a run. Hidden are values of the environment's secrets, settings whose names are
-those of secrets, and texts that look like a secret: passwords in URLs, bearer tokens, `password=...`, and keys of known services."""
+"""Redaction: hide secrets in every message and file of a run. It hides the values of secret environment variables, settings with the
+name of a secret, and texts that look like a secret: passwords in URLs, bearer tokens, `password=...`, and keys of known services."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
         re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL),
         "[hidden]",
     ),
-    (  # a port is no password
+    (  # must not take a port for a password
         re.compile(
             r"(?P<scheme>\b[a-z][a-z0-9+.-]*://[^\s/:@\"'<>]*:)(?!\d{1,5}(?:[/?#,]|\s|$))(?!\[hidden\]@|\[value of )(?:(?!://)[^\s\"'<>])+@(?=[\w\[%])",
             re.IGNORECASE,
@@ -95,7 +95,8 @@ _SUSPICIOUS = re.compile(
 
 
 def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """A text without secrets: those of the environment become the names of their variables, those that look like one `[hidden]`.
+    """Replace the secrets in a text: a value from the environment by the name of its variable, a text that looks like a secret by
+    `[hidden]`.
 
     >>> redacted("401 for hf_0123456789", {"HF_TOKEN": "hf_0123456789"})
     '401 for [value of HF_TOKEN]'
@@ -143,7 +144,7 @@ def both_ends(text: str, most: int) -> str:
 
 
 def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> Any:
-    """Settings as JSON has them: fields whose names are those of secrets become `[hidden]`, all other texts are `redacted`.
+    """Hide the secrets in JSON settings: fields named like a secret become `[hidden]`, and `redacted` cleans all other texts.
 
     Args:
         settings: one value, or all of them.

@@ -45,7 +45,7 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
     Raises:
         OSError: it cannot be read.
-        UserError: it is no file, or larger than `max_bytes`.
+        UserError: the path is not a regular file, or the file is larger than `max_bytes`.
     """
     with open_file(path) as file:
         data = file.read(max_bytes + 1)
@@ -62,14 +62,14 @@ def parse_json(text: bytes | str, of: object) -> Any:
         of: names the text in messages, such as the path of its file.
 
     Raises:
-        UserError: it is no JSON, or nested too deep.
+        UserError: the text is not JSON, or nested too deep.
     """
     try:
         value = json.loads(text)
     except RecursionError:
         raise UserError(f"{of} is damaged: its JSON is nested too deep") from None
     except ValueError as error:
-        raise UserError(f"{of} is damaged: it is no JSON ({error})") from None
+        raise UserError(f"{of} is damaged: it is not JSON ({error})") from None
     level, depth = [value], 0
     while level:
         if (depth := depth + 1) > MAX_DEPTH:
@@ -83,7 +83,7 @@ def parse_object(text: bytes | str, of: object) -> dict[str, Any]:
     """The object of a text of JSON; as `parse_json`.
 
     Raises:
-        UserError: it is no object.
+        UserError: the text is not a JSON object.
     """
     value = parse_json(text, of)
     if not isinstance(value, dict):
@@ -96,6 +96,6 @@ def read_json(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be read.
-        UserError: it is no file, too large, or holds no object of JSON.
+        UserError: the path is not a regular file, the file is too large, or it does not hold a JSON object.
     """
     return parse_object(read_file(path, max_bytes), path)

@@ -70,7 +70,7 @@ class SymbolicRows:
         return str(column) in self.writers and not (isinstance(column, Column) and self.is_of_file(str(column)))
 
     def is_of_file(self, column: str) -> bool:
-        """Whether a column is still that of the user's file, which no node has written."""
+        """Whether a column comes from the user's file and no node has written it."""
         return not self.writers[column] and column in self.trace.file_columns
 
     def __trace__(
@@ -79,7 +79,7 @@ class SymbolicRows:
         return self.trace.add(self, handle, function, declaration, args, kwargs)
 
     def __or__(self, other: SymbolicRows) -> SymbolicRows:
-        """Two branches over the same rows, joined: the columns of both. What a node wrote comes before a source's column."""
+        """Join two branches over the same rows: the columns of both. A column that a node wrote takes precedence over the source's."""
         if other.level != self.level:
             raise UserError("| joins two branches over the same rows; these were expanded from one another, or apart")
         return SymbolicRows(

@@ -32,9 +32,9 @@ the whole model at the end) takes longer with a large one."""
 
 _HEADER = struct.Struct("<cq")
 MOST_BYTES = 256 << 20
-"""Largest message. A description of a million boxes has half of that; weights are no messages."""
+"""Largest message. A description of a million boxes takes half of it. Weights are not sent as messages."""
 SMALL_BYTES = 64 << 10
-"""Largest message that only says who is there, or that something has come."""
+"""Largest greeting, challenge or acknowledgement."""
 _PIECE_BYTES = 1 << 20
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
@@ -183,7 +183,7 @@ class Connection:
 
     def _receive(self, num_bytes: int) -> bytes:
         content = bytearray()
-        while len(content) < num_bytes:  # memory is taken for what comes, not for what is announced
+        while len(content) < num_bytes:  # allocate for the bytes that arrive, not for the announced number
             piece = bytearray(min(num_bytes - len(content), _PIECE_BYTES))
             self.receive_into(memoryview(piece))
             content += piece

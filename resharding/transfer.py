@@ -53,7 +53,7 @@ WHOLE = (-1, -1)
 """What stands in their place before a box that is sent whole."""
 
 MOST_TIMES = 16
-"""How often a receiver may want the same elements: once for each tensor of its own that has them."""
+"""How often a receiver may request the same elements: once for each of its tensors that has them."""
 
 Want = tuple[int, Box]
 """Number of an entry, and the box that is wanted of it."""
@@ -360,10 +360,10 @@ class Transfer:
             self.sent.whole_bytes += elements.nbytes
 
     def _read_wants(self, content: bytes) -> tuple[int | None, dict[int, list[Want]] | None]:
-        """The version that a receiver holds, and what it wants; None: it maps the memory.
+        """The version that a receiver holds and the boxes that it wants, or None for both if it maps the memory.
 
         Raises:
-            ValueError: it wants what this rank does not have, or all of it more than MOST_TIMES.
+            ValueError: it wants a box that this rank does not have, or more than MOST_TIMES the bytes of this rank.
         """
         if not content:
             return None, None
@@ -376,12 +376,12 @@ class Transfer:
                 raise ValueError(f"it wants entry {number} of {len(self.entries)}")
             entry = self.entries[number]
             if not _lies_in(box, entry.box):
-                raise ValueError(f"it wants {box} of {entry.name!r}, of which {entry.box} is given here")
+                raise ValueError(f"it wants {box} of {entry.name!r}; this rank sends {entry.box}")
             num_bytes += box.numel * entry.num_bytes // max(entry.box.numel, 1)
             wants.setdefault(entry.bucket, []).append((number, box))
         if num_bytes > MOST_TIMES * held_bytes:
             raise ValueError(
-                f"it wants {num_bytes} bytes, more than {MOST_TIMES} times the {held_bytes} that are given here"
+                f"it wants {num_bytes} bytes, more than {MOST_TIMES} times the {held_bytes} that this rank sends"
             )
         return base, wants
 
@@ -424,7 +424,7 @@ def _bytes_of(content: bytes) -> torch.Tensor:
 
 
 def _lies_in(box: Box, outer: Box) -> bool:
-    """Whether a box that somebody else has sent is part of another one."""
+    """Whether a received box is inside `outer`. The box is untrusted input."""
     if not len(box.starts) == len(box.stops) == len(outer.starts):
         return False
     ends = zip(outer.starts, box.starts, box.stops, outer.stops, strict=True)

@@ -83,7 +83,7 @@ def nothing_is_left_behind() -> Iterator[None]:
     left = [one for one in threading.enumerate() if not one.daemon and one not in threads]
     if left:
         gc.collect()  # the owner of a pool may be part of a cycle
-    for one in left:  # those of a pool that nobody holds are about to end
+    for one in left:  # threads of a pool without references are about to end
         one.join(10)
     left = [one.name for one in left if one.is_alive()]
     assert not changed, f"this test changed variables of the environment: {sorted(changed)}"

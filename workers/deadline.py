@@ -60,11 +60,11 @@ def deadline(seconds: float | None, what: str) -> Iterator[None]:
     """Raise TimeoutError in the code of the `with` block after this many seconds, and again while it goes on; None: never.
 
     Code that catches the error still fails when it is done. The deadline uses another signal than `SIGALRM`, so the block may use
-    `signal.alarm`; a handler and a timer that it leaves behind are removed. Deadlines work on the main thread only (on other threads a
-    warning says so), and not inside a C function that does not return. A program stopped in a debugger is not interrupted.
+    `signal.alarm`; a handler and a timer that it leaves behind are removed. Deadlines work on the main thread only (other threads log a
+    warning), and not inside a C function that does not return. A program stopped in a debugger is not interrupted.
 
     Args:
-        what: named in the error.
+        what: name of the block, for the error.
     """
     if threading.current_thread() is not threading.main_thread():
         if seconds is not None:

@@ -53,7 +53,7 @@ def _check_types(model: str | Path, file: Path, config: Mapping[str, Any]) -> No
     """Check the settings that Weft reads by itself; `transformers` checks all of them when it makes the model.
 
     Raises:
-        UserError: naming the file, the setting, its value and what it should be.
+        UserError: names the file, the setting, its value and the expected type.
     """
     wanted: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "model_type": ("text", lambda value: isinstance(value, str)),

@@ -45,11 +45,11 @@ class RewardConfig(Config):
     """What scores samples, and what becomes of those that cannot be scored."""
 
     function: Callable[..., Any] | Reward | tuple[Callable[..., Any] | Reward, ...]
-    """What scores a sample: a function, or several, whose weighted sum is the reward. Give your own; there is no default. Weft's own form
-    takes the columns that its parameters name, e.g. `def score(response, answer) -> float`: `response` is the text of the response; every
-    column of the data and of earlier nodes can be asked for. A parameter with a default gets the column of its name where there is one,
-    and `**columns` gets all that are left. What `functools.partial` has set stays. Functions written for TRL, verl, OpenRLHF, slime and
-    verifiers (to 0.3) are recognised by their parameters and called as there. `Reward(function, name=..., weight=...)` says more."""
+    """One reward function, or several whose weighted sum is the reward. Give your function or a grader. The names of its parameters choose
+    columns of the data or of earlier nodes, as in `def score(response, answer) -> float`; `response` is the text of the response. A
+    parameter with a default gets the column of its name if there is one, and `**columns` gets all other columns. Arguments of a
+    `functools.partial` stay. Weft recognises functions written for TRL, verl, OpenRLHF, slime and verifiers 0.1 to 0.3 by their
+    parameters and calls them as their library does. Set a name or a weight with `Reward(function, name=..., weight=...)`."""
     tokenizer: str | Path
     """Model folder (or Hugging Face id) whose tokenizer turns response tokens into text. Choose that of the rollout; there is no
     default."""

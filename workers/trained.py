@@ -52,7 +52,7 @@ def loss_may_read(loss: Loss) -> tuple[str | Column, ...]:
 
 
 def _declared(names: Iterable[str]) -> Iterator[str | Column]:
-    """Columns that a loss names: those that Weft declares are meant as such, so a file's column of that name is not taken for one."""
+    """Columns that a loss names. A name that Weft declares means the declared column, never a file's column of the same name."""
     return (KNOWN.get(name, name) for name in names)
 
 

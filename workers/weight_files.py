@@ -153,8 +153,8 @@ def check_weights(model: str | Path, *, trained: bool) -> None:
 
 
 def _not_only_tensors(file: Path) -> str:
-    """Why a file of `torch.save` cannot be read as tensors alone; empty: it can, as far as the names in its pickle say. Nothing of it is
-    executed: `torch` itself reads such files with `weights_only=True`."""
+    """The reason why a file of `torch.save` does not hold only tensors, by the names in its pickle. Empty if it does. The check executes
+    no code from the file, and `torch` reads such files with `weights_only=True`."""
     try:
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive, archive.open(_pickle_in(archive)) as opened:
@@ -179,7 +179,7 @@ def _pickle_in(archive: zipfile.ZipFile) -> str:
 
 
 def _foreign_names(pickled: IO[bytes]) -> list[str]:
-    """Functions and classes that a pickle names, other than those of which `torch.save` makes tensors."""
+    """Functions and classes that a pickle names, except the ones that `torch.save` uses for tensors."""
     texts: list[str] = []
     named: list[str] = []
     for code, argument, _ in pickletools.genops(pickled):

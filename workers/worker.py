@@ -103,15 +103,15 @@ class Worker:
 
     @classmethod
     def longest_row(cls, config: Any) -> int | None:
-        """Tokens of the longest row, prompt and response together, that a group's model can read; None: there is no limit."""
+        """Longest row (prompt and response) that a group's model can read, in tokens, or None without a limit."""
         return None
 
     @classmethod
     def refuses_adapter(cls, config: Any, leader: Any) -> str:
-        """Why a group of this class cannot take its leader's adapter alone; empty: it can, and finds it in `config.adapter`.
+        """The reason why a group of this class cannot take only its leader's adapter. Empty if it can: it finds it in `config.adapter`.
 
         Args:
-            config: of the group, as it was given.
+            config: configuration of the group, as given by the user.
             leader: configuration of the group that it follows, which has `lora`.
         """
         return f"{cls.__name__} takes complete weights"

@@ -65,13 +65,13 @@ _LETTERS, _NUMBERS = _patterns("A-J"), _patterns("1-9")
 
 
 def letter_of(response: str, *, numbers: bool = False) -> str | None:
-    r"""The option that a response gives as its answer, in upper case; None: it gives none.
+    r"""The option that a response gives as its answer, in upper case, or None if it gives no option.
 
     A box or an `<answer>` counts most, then "the answer is C", then a letter that begins or ends the response. Options that the
     response denies ("it isn't C", "B is wrong") do not count.
 
     Args:
-        response: what the model wrote.
+        response: the text of the model.
         numbers: options are numbered 1 to 9 instead of A to J.
 
     >>> letter_of(r"It cannot be B, so \boxed{\text{(C)}}."), letter_of("The answer is (d) Paris."), letter_of("A good question")
@@ -134,7 +134,7 @@ class MultipleChoice(Grader):
     is_verdict: ClassVar[bool] = True
 
     def __call__(self, response: str, answer: str) -> float:
-        """Compare the option of a response with that of the answer: "C", "(c)", "(C) Paris" or "3".
+        """Compare the option of a response with the option of the answer: "C", "(c)", "(C) Paris" or "3".
 
         Raises:
             SampleError: the answer names no option.

@@ -35,7 +35,7 @@ _UNIT = re.compile(
     rf"|(?<=[\d}})iππ])\s*(?P<bare>(?:(?:square|cubic|sq|cu)\.?\s+)?(?:units?|m|{'|'.join(UNIT_NAMES)})(?![a-zA-Z])"
     r"\s*(?:\^\s*\{?\s*[23]\s*\}?|squared|cubed)?(?:\s*(?:/|per)\s*[a-z]+(?:\s*\^\s*\{?\s*[23]\s*\}?)?)?)\s*$"
 )
-"""A unit after a formula; `numbers.quantity_of` knows those of numbers."""
+"""A unit after a formula. `numbers.quantity_of` reads the units of numbers."""
 _MULTIPLE_OF_PI = re.compile(r"([-−]?[\d.,/√()]*\s*π[^.\n]{0,20})\.?\s*$")
 _CALL = re.compile(r"\\(sqrt|exp)\s*\(([^()]*)\)")
 
@@ -109,7 +109,7 @@ def _is_sentence(gold: str) -> bool:
 
 
 def _stated_by(answer: str) -> str | None:
-    r"""The number or formula that a sentence states; None: it is no sentence, or states several.
+    r"""The number or formula that a sentence states, or None if the text is not a sentence or states several.
 
     >>> _stated_by("The answer is 10000"), _stated_by("She has 15 apples left."), _stated_by("all real numbers above 3")
     ('10000', '15 apples left', None)
@@ -314,7 +314,7 @@ def _report_failed(gold: list[Any], given: list[Any], error: Exception) -> None:
 
 
 DIGITS = 1500
-"""Digits to which two constants are compared: `verify` compares them to 15 digits after the point."""
+"""Precision for comparing two constants, in digits. `verify` compares only 15 digits after the point."""
 
 
 def _differ(one: Any, other: Any) -> bool:

@@ -69,7 +69,7 @@ def final_part(response: str) -> str | None:
     r"""The part of a response that states its answer; None where it was cut off inside a box or a tag, or takes its answer back.
 
     Reasoning in `<think>` is left out, and so are candidates that the response denies ("not 6 but 5"). The last `<answer>` counts,
-    unless a box follows it. Text after "Wait, no" replaces the answer that stands before it.
+    unless a box follows it. Text after "Wait, no" replaces the answer before it.
 
     >>> final_part("<answer>2x + 3</answer>"), final_part("It is not 6 but 5."), final_part(r"\boxed{5}. No, wait: \boxed{6")
     ('2x + 3', 'It is 5.', None)
@@ -104,7 +104,7 @@ def without_tag(text: str) -> str:
 
 
 def _tags(text: str) -> list[tuple[int, int]]:
-    """Start and end of each `<answer>`; the end of one that is never closed lies beyond the text."""
+    """Start and end of each `<answer>`. If the last one is not closed, its end is one past the end of the text."""
     found: list[tuple[int, int]] = []
     opened = -1
     for tag in _TAG.finditer(text):
@@ -141,7 +141,7 @@ def _end_of_phrase(text: str) -> int:
 
 
 def _after_withdrawal(text: str, stated: int) -> str | None:
-    """What follows the words with which a response takes back an answer that it stated; None: it stands by it."""
+    """The text after the response withdraws an answer that it stated, or None if it does not withdraw one."""
     ends = [match.end() for match in _WITHDRAWN.finditer(text, stated)]
     if stated and (refuted := _REFUTED_AT_ONCE.match(text, stated)):
         ends.append(refuted.end())
@@ -155,7 +155,9 @@ def _after_withdrawal(text: str, stated: int) -> str | None:
 
 
 def without_reasoning(response: str) -> str:
-    """What follows the last `</think>`; all of it where there is none, or nothing follows; nothing where `<think>` is not closed.
+    """The response after its last `</think>`. Without a `</think>`, or if no text follows it, the whole response.
+
+    Empty if a `<think>` is not closed.
 
     >>> without_reasoning("<think>41? No.</think> It is 42."), without_reasoning("<think>41? Or 42")
     (' It is 42.', '')
@@ -248,7 +250,7 @@ def last_number(text: str) -> str | None:
 
 
 def stated_part(text: str) -> str:
-    """The part of a short text in which the answer stands: all of it, or that before or behind an equals sign.
+    """The part of a short text that has the answer: all of it, or the side of an equals sign that has the result.
 
     >>> stated_part("10 (x=3)"), stated_part("2 * 5 = 10 apples"), stated_part("10, since x = 3"), stated_part("10 = 2 * 5")
     ('10  ', ' 10 apples', '10', '10')

@@ -114,11 +114,11 @@ NUMBER_IN_TEXT = re.compile(
 """A number within a text, with its exponent, denominator, percent sign, and a unit that is known."""
 
 Unit = frozenset[tuple[str, int]]
-"""What a unit measures, and its power: square feet are {("length", 2)}, miles per hour {("length", 1), ("time", -1)}."""
+"""Dimensions of a unit with their powers: square feet are {("length", 2)}, miles per hour {("length", 1), ("time", -1)}."""
 
 
 def unit_of(text: str) -> tuple[Unit, Fraction, str]:
-    r"""The known unit with which a text begins, its size, and the rest of the text.
+    r"""Dimensions and size of the known unit at the start of a text, and the rest of the text.
 
     >>> unit_of("square feet of grass")[2], unit_of("m^2")[0] == unit_of("square feet")[0], unit_of("km/h")[0] == unit_of("mph")[0]
     (' of grass', True, True)
@@ -156,7 +156,7 @@ def unit_of(text: str) -> tuple[Unit, Fraction, str]:
 
 
 def same_unit(one: Unit, other: Unit) -> bool:
-    """Whether two units measure the same, as far as they are known: "units" may stand for any."""
+    """Whether two units may have the same dimensions. No unit matches every unit, and "units" matches any unit of the same power."""
     if not one or not other or one == other:
         return True
     generic = [{power for _, power in unit} for unit in (one, other) if {base for base, _ in unit} == {"unit"}]

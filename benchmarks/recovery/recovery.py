@@ -1,5 +1,5 @@
-"""What recovery costs: seconds from a kill until the run goes on, and how long training waits for a checkpoint; and whether each step of
-killed asynchronous runs is one update.
+"""Benchmark of recovery: seconds from a kill until the run continues, and how long training waits for a checkpoint. It also checks that
+each step of a killed asynchronous run is one update.
 
     python benchmarks/recovery/recovery.py                    # a quarter of an hour
     python benchmarks/recovery/recovery.py --parts pause      # some of times, pause, async_kills

@@ -319,10 +319,10 @@ class Backend(Protocol):
 
 
 def check_machine(handles: Mapping[str, Handle], placement: Mapping[str, Place]) -> None:
-    """Check that this machine has memory for the groups that run on it. GPUs have memory of their own, which the workers check.
+    """Check that this machine has enough memory for the groups that run on it. On GPUs, the workers check the memory.
 
     Args:
-        handles: of the groups.
+        handles: group name -> its handle.
         placement: group -> its place; a group that is not in it has one rank.
 
     Raises:

@@ -33,7 +33,7 @@ REST_S = 0.05
 class Local:
     """Every group in this process, with one rank each, on one thread: the groups work in turns while the driver waits. A placement that
     asks for more is reported and not used, so that one script runs under Ray and under a debugger. A call that is silent for too long is
-    interrupted where it stands, and ends the run."""
+    interrupted, and the run ends."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
@@ -57,8 +57,8 @@ class Local:
         """Check that one process can do the work. `start` reports what it does not use of a placement.
 
         Raises:
-            UserError: this machine has too little memory, or weights are to travel by a backend of vLLM's, for which leader and follower
-                work at the same time.
+            UserError: this machine has too little memory, or a transport of vLLM is chosen. Such a transport needs leader and follower
+                to work at the same time.
         """
         check_machine(handles, {})
         for handle in handles.values():

@@ -56,7 +56,7 @@ def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Re
         if held:
             last = replace(last, metrics={**last.metrics, "device_bytes": Max(float(held))})
         yield replace(last, done=last.failure is None, seconds=time.perf_counter() - started)
-    except OURS:  # somebody ends the process or the call
+    except OURS:  # Weft or the user ends the process or the call
         raise
     except (
         BaseException

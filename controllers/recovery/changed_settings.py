@@ -1,7 +1,7 @@
 """Changed settings: how a run that is resumed differs from the one that wrote the checkpoint.
 
-Each setting has one of three rules. Its class names those that are "free" (they do not change the numbers) and those that are "fixed"
-(the state in the checkpoint depends on them). A change of any other setting is reported where the run shows its first lines.
+Each setting has one of three rules. Its class lists the "free" settings, which do not change the numbers, and the "fixed" settings,
+which the state in the checkpoint depends on. The first lines of the run report a change of any other setting.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def recorded_settings(
     """Settings of a run as text, and the rule of each, by a name such as "actor.lora.alpha".
 
     Args:
-        graphs: of the run, by name.
-        handles: its worker groups, by name.
-        schedule: of its training.
+        graphs: name -> graph.
+        handles: name -> worker group.
+        schedule: the training schedule.
     """
     found: list[tuple[str, str, Rule]] = [*_walk("schedule", schedule, "reported")]
     for name, handle in handles.items():
@@ -104,7 +104,7 @@ def _text(value: Any) -> str:
 
 
 def _value(settings: Mapping[str, str], name: str) -> tuple[str | None, str]:
-    """The value of a setting, or of what stands in the place of all that it is part of, and the name of that."""
+    """The recorded value of a setting and its name. If it is not recorded, value and name of the closest setting that contains it."""
     while name not in settings and "." in name:
         name = name.rpartition(".")[0]
     return settings.get(name), name

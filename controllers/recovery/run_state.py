@@ -43,7 +43,7 @@ class RunState:
     next_group: int = 0
     """The first group id that is free."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Of the run, as `changed_settings.py` records them; empty: a checkpoint of an earlier version of Weft."""
+    """Settings of the run, as `changed_settings.py` records them. Empty in a checkpoint of an older version of Weft."""
 
     def write(self, folder: Path) -> None:
         """Write it into the folder of a checkpoint."""

@@ -36,7 +36,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Takes the metrics of one run, in a process of its own. Whatever a method raises ends that process alone.
+    """Takes the metrics of one run, in a separate process. An exception in a method ends only that process.
 
     A tracker may also have `log_samples(step, rows)`, which takes samples of a step: rows with the texts `prompt`, `response`, `answer` and
     `verdict`, and the number `reward`. It counts as a call of `log`.

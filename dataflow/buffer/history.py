@@ -119,8 +119,8 @@ class _Listing:
 
 
 def why(folder: Path, group_id: int, graph: str | None = None) -> str:
-    """What a group waits for, a line for each node that is not done with it; or when it was finished, and what became of its rows. A
-    last line tells of lost records of the log.
+    """Explain the state of a group: a line for each node that has not finished it, or the end of the group and the fate of its rows.
+    A last line reports lost records of the log.
 
     Args:
         graph: where the group must be; None looks in all graphs (group ids are those of the run).

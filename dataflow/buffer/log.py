@@ -48,9 +48,8 @@ Record = Mapping[str, Any]
 """An event: `do` names its kind, and the other fields depend on the kind. Values are those of JSON."""
 
 FORMAT = 6
-"""Format of the records of a log and of the graphs described in it. In format 1, all rows made of a parent came together. In format 2,
-rows were issued in a `round`, which is a `step` now. In format 3, all rows of a record lay in one segment. In format 4, every number of a
-record stood by itself (see `unpacked`). In format 5, a claim did not name the groups that it set aside because they were too old."""
+"""Format of the records of a log and of the graphs described in it. The reader also accepts older formats: format 3 has all rows of a
+record in one segment, format 4 writes every number of a record separately (see `unpacked`), and a claim of format 5 has no `too_old`."""
 OLDEST = 3
 """The oldest format that is read."""
 

@@ -237,7 +237,7 @@ class Prompts:
         """Without the rows that are too long for a model, where these are rows to `drop`; all of them are an error.
 
         Args:
-            kept: [rows] bool, False for those that are too long.
+            kept: [rows] bool, False for rows that are too long.
             reason: completes "rows were dropped: ...".
         """
         if self.too_long != "drop" or kept.all() or not kept.any():

@@ -45,9 +45,9 @@ class ReadSettings(Config):
     """[tokens] Longest prompt allowed, inclusive. None: what the context of the model leaves. Lower it where a few long prompts cost the
     memory of all."""
     too_long: TooLong = "error"
-    """What a longer prompt is: an "error", or a row to "drop". The same holds for rows that do not fit into the context of a model of
-    the run: prompts without room for a response, and prompts with a longer response. The driver finds them before it starts anything.
-    Choose "drop" where data are plenty."""
+    """Handling of longer prompts: "error" refuses them, "drop" leaves them out. The same holds for rows that do not fit into the context
+    of a model of the run: prompts without room for a response, and prompts with a response that is too long. The driver finds them
+    before it starts any worker. Choose "drop" if there is enough data without them."""
     limit: int | None = Field(default=None, ge=1)
     """[rows] How many are read at most. None: all. Set it for a trial."""
 

@@ -1,4 +1,4 @@
-"""Simulated runs that are killed after any number of replies and resumed, and what their logs say of steps and versions."""
+"""Simulated runs that are killed after any number of replies and resumed, and the steps and versions in their logs."""
 
 import inspect
 import random
@@ -62,7 +62,7 @@ class Dying(Simulated):
     Args:
         root: the folder of the runs.
         life: number of this life of the run.
-        replies: how many come before it is killed; None: it lives.
+        replies: number of replies before the run is killed, or None to let it finish.
     """
 
     def __init__(self, costs: CostModel, root: Path, life: int, replies: int | None) -> None:

@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def program_of(folder: Path, tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch, **files: str) -> str:
-    """What a script prints, in a folder with the model and the data."""
+    """The output of a script in a folder with the model and the data."""
     for each in folder.iterdir():
         if not (tmp_path / each.name).exists():
             (tmp_path / each.name).symlink_to(each)
@@ -57,7 +57,7 @@ def program_of(folder: Path, tmp_path: Path, script: str, monkeypatch: pytest.Mo
 
 
 def runs_as_printed(tmp_path: Path, printed: str) -> None:
-    """Check that the program trains, in a process of its own."""
+    """Check that the program trains, in a separate process."""
     (tmp_path / "script.py").unlink()
     (tmp_path / "printed.py").write_text(printed)
     try:

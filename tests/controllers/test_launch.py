@@ -52,7 +52,7 @@ LINE = "error: Synchronous.steps: input should be greater than or equal to 1, no
 
 
 def ended(last: str, *options: str, hook: str = "", **environment: str) -> tuple[int, list[str]]:
-    """Exit code of a script, and what it printed as errors."""
+    """Exit code of a script, and the lines of its stderr."""
     command = [sys.executable, *options, "-c", SCRIPT.format(last=last, hook=hook)]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env={**os.environ, **environment}

@@ -11,7 +11,7 @@ from ...algorithms.sampling import Sampling
 from ...dataflow.prompts.tokenizer import Tokenizer
 
 MARGIN = 16
-"""Tokens that are decoded before those that can hold the stop string, since the first decoded token may lose a space."""
+"""Extra tokens that are decoded before the ones that can hold the stop string: the first decoded token may lose a space."""
 
 
 class StopStrings:
@@ -44,7 +44,7 @@ class StopStrings:
 
 
 def stop_strings(sampling: Sampling, model: str) -> StopStrings | None:
-    """The stop strings of a sampling, by the tokenizer of a model's folder; None: it has none, or ignores them.
+    """The stop strings of a sampling, with the tokenizer of a model's folder, or None if it has none or ignores them.
 
     Raises:
         UserError: the folder has no tokenizer.
@@ -57,9 +57,9 @@ def stop_strings(sampling: Sampling, model: str) -> StopStrings | None:
 
 @cache
 def tokenizer_of(model: str) -> Tokenizer:
-    """The tokenizer of a model's folder, with which rewards read responses, too.
+    """The tokenizer of a model's folder. Reward functions get text from the same one.
 
     Raises:
-        UserError: the folder has none.
+        UserError: the folder has no tokenizer.
     """
     return Tokenizer.load(model)

@@ -396,7 +396,7 @@ class _Watched:
     strings: StopStrings
     min_tokens: int
     versions: list[int] = field(default_factory=list)
-    """Of the weights that sampled each token."""
+    """Version of the weights that sampled each token."""
 
 
 def _response(output: RequestOutput, request_id: int) -> Response:

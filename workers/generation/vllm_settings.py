@@ -168,9 +168,9 @@ memory free; lower it below 4
         """Check sizes that vLLM would refuse only after it has loaded the model.
 
         Args:
-            settings: of the model's `config.json`.
-            max_context: longest prompt and response together; None: not known.
-            dtype: of the weights; "auto" counts as half precision.
+            settings: the model's `config.json`.
+            max_context: longest prompt and response together, or None if not known.
+            dtype: type of the weights. "auto" counts as half precision.
 
         Raises:
             UserError: naming the setting, and the nearest value that fits.

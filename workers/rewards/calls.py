@@ -129,7 +129,7 @@ async def _awaited(call: Awaitable[Any]) -> Any:
         ) from None
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
-        if task is None or task.cancelling():  # by its deadline, or because nobody wants it any more
+        if task is None or task.cancelling():  # the deadline passed, or Weft gave the call up
             raise
         raise as_failure(error) from error
     except GeneratorExit:  # the loop closes what was never finished

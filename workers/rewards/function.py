@@ -33,8 +33,8 @@ class Reward(Config):
     """A reward function, and how it is called. In `RewardWorker(function=...)` a plain function will do where these are the defaults."""
 
     function: Callable[..., Any]
-    """The reward function. The names of its parameters tell whether it has Weft's own form or that of TRL, verl, OpenRLHF, slime or
-    verifiers to 0.3 (`signature.py`). Choose it; there is no default."""
+    """The reward function. The names of its parameters tell whether it has the form of Weft, TRL, verl, OpenRLHF, slime or verifiers
+    0.1 to 0.3 (`signature.py`). Give your function or a grader."""
     name: str = ""
     """Name of its metric and column; empty: the function's name. Give one where two functions are called alike."""
     weight: float = pydantic.Field(default=1.0, allow_inf_nan=False)
@@ -232,7 +232,7 @@ def results(reward: Reward, result: Any, number: int) -> list[Any]:
     """The result of a call with a batch, sample by sample.
 
     Raises:
-        ResultError: it is no list with a result for each sample, and no dictionary of such lists.
+        ResultError: the result is neither a list with one entry for each sample nor a dictionary of such lists.
     """
     if isinstance(result, Mapping):  # of lists, as OpenRLHF returns them
         return _of_lists(reward, result, number)
@@ -246,7 +246,7 @@ def results(reward: Reward, result: Any, number: int) -> list[Any]:
 
 
 def _of_lists(reward: Reward, result: Mapping[Any, Any], number: int) -> list[Any]:
-    """A dictionary of lists, sample by sample. A single number beside the rewards is one of the whole batch."""
+    """Split a dictionary of lists into one dictionary for each sample. A single number applies to the whole batch."""
     extra = result.get("extra_logs")
     entries = {**result, **(extra if isinstance(extra, Mapping) else {})}
     lists = {name: listed for name, values in entries.items() if (listed := _listed(values)) is not None}
@@ -257,7 +257,7 @@ def _of_lists(reward: Reward, result: Mapping[Any, Any], number: int) -> list[An
     if wrong is None and not total:  # the sum is the reward, so each entry is a part of it
         wrong = next((name for name in entries if name not in lists and entries[name] is not extra), None)
     if wrong is not None or not lists:
-        which = f"; its {wrong!r} is no list with a value for each" if wrong is not None else ""
+        which = f"; its {wrong!r} is not a list with a value for each" if wrong is not None else ""
         raise ResultError(
             f"reward function {name_of(reward.function)} returned {_shown(result)} for {number} samples; "
             f"it returns a list with a reward for each{which}"
@@ -270,8 +270,8 @@ def score(reward: Reward, result: Any) -> SampleScore:
     """The result of a call with one sample.
 
     Raises:
-        ResultError: it is no number, no None, and no dictionary of numbers.
-        SampleError: it is not finite, or has a part that is not.
+        ResultError: the result is not a number, None or a dictionary of numbers.
+        SampleError: the result or one of its parts is not finite.
     """
     if result is None:
         return SampleScore(None)
@@ -281,24 +281,24 @@ def score(reward: Reward, result: Any) -> SampleScore:
     numbers = {str(name): number for name, each in result.items() if (number := _as_number(each)) is not None}
     odd = next((name for name, number in numbers.items() if not _is_finite(number)), None)
     if odd is not None:
-        raise SampleError(f"{who}; its {odd!r} is no finite number")
+        raise SampleError(f"{who}; its {odd!r} is not a finite number")
     total = reward.part or next((name for name in _TOTALS if name in result), "")
     if total and total in result and result[total] is None:
         return SampleScore(None, numbers)
     if total and total not in numbers:
-        raise ResultError(f"{who}; its {total!r} is no finite number")
+        raise ResultError(f"{who}; its {total!r} is not a finite number")
     if total:
         return SampleScore(numbers[total], {name: value for name, value in numbers.items() if name != total})
     other = next((name for name, each in result.items() if each is not None and str(name) not in numbers), None)
     if other is not None:
         raise ResultError(
-            f"{who}; its {str(other)!r} is no number, and the reward is the sum of all parts: name the one that is the reward "
-            f"'reward', or with Reward(part=...)"
+            f"{who}; its {str(other)!r} is not a number, and the reward is the sum of all parts: call the part that is the reward "
+            f"'reward', or choose it with Reward(part=...)"
         )
     if not numbers:
         raise ResultError(f"{who}; it has no finite number")
     if not _is_finite(total := sum(numbers.values())):
-        raise SampleError(f"{who}; the sum of its parts is no finite number that float32 can hold")
+        raise SampleError(f"{who}; the sum of its parts is not a finite number that float32 can hold")
     return SampleScore(total, numbers)
 
 
@@ -306,8 +306,8 @@ def number_of(reward: Reward, result: Any) -> float:
     """The number that a function returned.
 
     Raises:
-        ResultError: it is none.
-        SampleError: it is not finite.
+        ResultError: the result is not a number.
+        SampleError: the number is not finite.
     """
     number = _as_number(result)
     if number is None or not _is_finite(number):
@@ -319,7 +319,7 @@ def number_of(reward: Reward, result: Any) -> float:
 
 
 def _as_number(value: object) -> float | None:
-    """A number, which may be infinite or nan; None: it is something else."""
+    """The value as a number, which may be infinite or nan, or None if it is not a number."""
     if isinstance(value, str | bytes | complex):
         return None
     try:
@@ -335,7 +335,7 @@ def _is_finite(number: float) -> bool:
 
 
 def _listed(values: Any) -> list[Any] | None:
-    """A list, tuple, array, series or tensor as a list; None: it is something else, or a single number."""
+    """A list, tuple, array, series or tensor as a list, or None for anything else, such as a single number."""
     values = values.tolist() if hasattr(values, "tolist") else values
     return list(values) if isinstance(values, list | tuple) else None
 
@@ -364,7 +364,7 @@ def _inside(error: BaseException) -> str:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """The parameters of a callable. A wrapper has its own; one that hands on whatever it gets has those of what it wraps.
+    """The parameters of a callable. A wrapper that takes only `*args` and `**kwargs` has the parameters of the function inside.
 
     >>> def inner(response: str, answer: str) -> float: ...
     >>> @functools.wraps(inner)
@@ -389,7 +389,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     if inspect.isroutine(function) or isinstance(function, type) or hasattr(function, "__signature__"):
         try:
             own = inspect.signature(function, follow_wrapped=False)
-        except ValueError:  # one in C, such as a cache, has no parameters of its own
+        except ValueError:  # a wrapper in C, such as a cache, has no signature
             if not hasattr(function, "__wrapped__"):
                 raise
             return signature_of(function.__wrapped__)  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
@@ -404,7 +404,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call returns something to await, as far as the callable itself says; what it wraps says nothing."""
+    """Whether calls return an awaitable. This depends on the callable itself, not on the function that it wraps."""
     if isinstance(function, functools.partial):
         return _is_async(function.func)
     if inspect.iscoroutinefunction(function):

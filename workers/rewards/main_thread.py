@@ -1,8 +1,9 @@
-"""Main thread: where reward functions run that set signal handlers.
+"""Main thread: run reward functions that set signal handlers.
 
-Python sets signal handlers on the main thread of a process alone, and graders with a timeout of their own need one (math-verify, which
-TRL's accuracy reward calls). Under Ray the main thread of a rank is Ray's. So a call that asks for a signal on another thread is abandoned,
-and the function is called from then on in a child process of the rank, on the main thread there. Other functions stay in the rank.
+Python sets signal handlers only on the main thread of a process. Graders with timeouts need them, such as math-verify, which TRL's
+accuracy reward calls. Under Ray, the main thread of a rank belongs to Ray. If a function sets a signal handler on another thread, Weft
+abandons the call. From then on it calls the function in a child process of the rank, on the main thread there. Other functions stay in
+the rank.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Child:
     """A child process with everything that this process has loaded. It calls a function on its main thread.
 
     Args:
-        function: called with what `call` is given. What it returns must survive a pickle.
+        function: called with the arguments of `call`. Its result must be picklable.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -196,9 +196,9 @@ class Scoring:
         """Record an exception raised inside as the failure of sample `k`, unless it ends the run."""
         try:
             yield
-        except BdbQuit:  # somebody has left the debugger
+        except BdbQuit:  # the user left the debugger
             raise
-        except ResultError as error:  # every other sample would have the same
+        except ResultError as error:  # every other sample would fail in the same way
             self.failed = {k: error}
             raise
         except Exception as error:
@@ -263,7 +263,7 @@ class Scoring:
 
 
 def _result(future: Future[Any]) -> Any:
-    """The result of an asynchronous call, or what it raised as an exception that fails its sample."""
+    """The result of an asynchronous call. A `GeneratorExit` becomes an exception that fails only its sample."""
     try:
         return future.result()
     except GeneratorExit as error:

@@ -153,7 +153,7 @@ def check_layers(model: str | Path, lora: Lora) -> None:
     """Check the targets of an adapter against the layers of a model, which is built without weights.
 
     Raises:
-        UserError: naming the target that the model has no layer for, and those that it has.
+        UserError: names the target that matches no layer, and the targets that do.
     """
     settings = training_settings(model, find_model_config(model).parent)
     with refusals_named(model, "cannot be trained"), torch.device("meta"):
@@ -162,10 +162,10 @@ def check_layers(model: str | Path, lora: Lora) -> None:
 
 
 def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
-    """Names of the linear layers that get an adapter: no head is among them, and of a model that sees only those of the text.
+    """Names of the linear layers that get an adapter: none of the heads, and in a model with vision only layers of its language model.
 
     Raises:
-        UserError: a target is no layer that can have an adapter, or no layer can.
+        UserError: a target matches no layer that can have an adapter, or the model has no such layer.
     """
     heads = (causal_lm.get_output_embeddings(), getattr(causal_lm, SCALAR_HEAD.removesuffix(".weight"), None))
     linear = [
@@ -199,10 +199,10 @@ def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
 
 
 def _refused_by_peft(causal_lm: Any, name: str) -> str:
-    """Why `peft` puts no adapter on a linear layer of this name, or puts it elsewhere; empty: it does what it is told.
+    """The reason why `peft` cannot put an adapter on a linear layer of this name. Empty if it can.
 
-    In mixtures of experts it takes the names of a dense MLP for the experts, whose weights `transformers` stacks: adapters of these are
-    no layers, and are not supported. In models with Mamba layers it refuses the projections that fused kernels read.
+    In mixtures of experts, `peft` maps the names of a dense MLP to the experts. `transformers` stores their weights stacked, and Weft does
+    not support adapters on stacked weights. In models with Mamba layers, `peft` refuses the projections that fused kernels read.
     """
     settings = LoraConfig(target_modules=[name])
     try:

@@ -151,10 +151,10 @@ def find_agreement(
 
 
 def _check_causal(model: ResponseModel) -> None:
-    """See that no position depends on the tokens after it: another last token changes nothing before it.
+    """Check that no position depends on the tokens after it: another last token must not change the results before it.
 
     Raises:
-        UserError: one does, or the model's own pass fails, which is that of many a model made for something else.
+        UserError: a position does, or the forward pass fails, as it does for many models with another purpose.
     """
     causal_lm, settings = model.causal_lm, model.causal_lm.config.get_text_config()
     who = f"model {causal_lm.name_or_path!r} ({type(causal_lm).__name__}) cannot be trained"

@@ -150,15 +150,15 @@ def _forget_values(causal_lm: Any) -> None:
         empty[number] = torch.nn.Parameter(made, tensor.requires_grad) if is_parameter else made
     for module in causal_lm.modules():
         held: dict[str, Any]
-        for held in (module._parameters, module._buffers):  # a tied tensor stands in several places
+        for held in (module._parameters, module._buffers):  # tied tensors have several names
             held |= {name: empty[id(tensor)] for name, tensor in held.items() if id(tensor) in empty}
 
 
 def _compute_buffers(model: str | Path, causal_lm: Any) -> None:
     """Give buffers that no file holds (frequencies of rope, masks) the values that `from_pretrained` gives them.
 
-    On the meta device a constructor computes nothing. The initialization of `transformers` computes these buffers anew, and passes over
-    tensors that are marked as loaded.
+    On the meta device a constructor computes nothing. The initialization of `transformers` computes these buffers and skips tensors that
+    are marked as loaded.
 
     Raises:
         UserError: the initialization leaves one out.
@@ -181,12 +181,12 @@ def _compute_buffers(model: str | Path, causal_lm: Any) -> None:
         buffer = module._buffers[last]
         if buffer is not None and bool(buffer.isnan().all()):
             raise UserError(
-                f"model {str(model)!r} cannot be trained: no file holds its buffer {name!r}, and transformers does not compute it anew"
+                f"model {str(model)!r} cannot be trained: no file holds its buffer {name!r}, and transformers does not compute it"
             )
 
 
 def _switch_off_dropout(settings: Any) -> None:
-    """Set dropout to zero wherever it stands among the settings.
+    """Set every dropout setting to zero.
 
     A policy with dropout is not the policy that sampled. Evaluation mode switches it off, but layers whose activations are computed a
     second time must be in training mode, and some apply dropout by themselves.

@@ -82,8 +82,8 @@ class ModelConfig(Config):
     "bfloat16" where the network between ranks is slow, or gathered gradients do not fit: it takes half of both, and rounds every sum of
     microbatches and ranks. Only with dtype="bfloat16"."""
     microbatch_tokens: int | None = Field(default=None, ge=1, le=1_000_000_000)
-    """[tokens] How many one forward pass has at most (with padding, for a model whose rows cannot be packed); None: 1,280 on a CPU,
-    16,384 on a GPU. Lower it where a pass does not fit into memory (`weft plan` says what it takes), raise it where a GPU is not busy."""
+    """[tokens] Limit for one forward pass. Padding counts if the model cannot pack rows. None takes 1,280 on a CPU and 16,384 on a GPU.
+    Lower it if a pass does not fit into memory (`weft plan` estimates it), raise it if a GPU is not busy."""
     tensor_parallel: int = Field(default=1, ge=1)
     """[ranks] How many share each layer; must divide the ranks of the group, and what
     the plan of `transformers` for the model shares: attention heads, and experts. Raise it where a layer's
@@ -228,8 +228,8 @@ class OptimizerConfig(Config):
     """[factor] How much of a matrix, times the rate, is taken off it in each step; norms and biases have none. Raise it in supervised
     training on little data."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """[rate] Decay of AdamW's moments. A second one of 0.999 remembers a thousand steps, in which gradients of most runs have changed. Set
-    them to reproduce a recipe that has others."""
+    """[rate] Decay of AdamW's moments. The second, 0.95, averages about 20 steps, because gradients change during a run; 0.999 averages
+    about 1,000. Set them to reproduce a recipe with other values."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """[norm] Gradients of a larger one are scaled down to it; None leaves them. Lower it where single batches do harm."""
     skip_above_grad_norm: float | None = Field(default=None, gt=0)

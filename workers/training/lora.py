@@ -23,7 +23,7 @@ class Lora(Config):
     """
 
     rank: int = Field(default=16, ge=1, le=65_536)
-    """[rank] Of the product B A. Raise it where an adapter learns less than the whole model would."""
+    """[rank] Rank of the product B A. Raise it if an adapter learns less than the whole model would."""
     alpha: int = Field(default=32, ge=1)
     """[factor] s = alpha / rank. Raise it with the rank to keep the scale of the update."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"

@@ -75,7 +75,7 @@ class Microbatches:
         Args:
             columns: those that a loss reads.
             vocabulary: number of token ids that the model has.
-            context: tokens of the longest row that the model can read; None: it has no limit.
+            context: longest row that the model can read, in tokens, or None without a limit.
             owner: name of the model, for messages.
             sharing: what rows cost that share the tokens of a prompt; they do where it pays. None: they cannot.
             routers: of the model, which are told to take the column `routes`; None: they choose, whatever columns there are.

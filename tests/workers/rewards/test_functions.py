@@ -91,7 +91,7 @@ def test_a_dictionary_of_parts_is_summed_unless_one_of_them_is_the_reward(model:
     assert scored(Reward(function=parts, part="form"), model)[0]["reward"].to_pylist() == [0.5, 0.5]
     _, metrics = scored((parts, right), model)
     assert metrics["parts"] == 1.0 and metrics["parts/form"] == 0.5
-    with pytest.raises(SampleError, match=r"returned \{'form': .*; its 'colour' is no finite number"):
+    with pytest.raises(SampleError, match=r"returned \{'form': .*; its 'colour' is not a finite number"):
         scored(Reward(function=parts, part="colour"), model)
 
 

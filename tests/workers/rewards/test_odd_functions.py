@@ -339,7 +339,7 @@ def test_a_part_that_is_not_finite_fails_the_sample(odd: Any, key: str, model: P
     def parts(response: str) -> dict[str, Any]:
         return {key: 1.0, "form": odd if response == "two" else 0.1}
 
-    with pytest.raises(SampleError, match="its 'form' is no finite number") as caught:
+    with pytest.raises(SampleError, match="its 'form' is not a finite number") as caught:
         rewards(parts, model)
     assert caught.value.sample_ids == (8,) and not isinstance(caught.value, ResultError)
 

@@ -231,7 +231,7 @@ OTHER_LAYERS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "DeepSeek V3": ("deepseek_v3", DEEPSEEK, {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
     "Mixtral": (*FAMILIES["Mixtral"], {"q_proj", "k_proj", "v_proj", "o_proj"}),
 }
-"""Models with layers of other kinds -> those that "all-linear" takes."""
+"""Models with layers of other kinds -> layers that "all-linear" takes."""
 
 
 @pytest.mark.parametrize("name", OTHER_LAYERS)
