@@ -51,9 +51,7 @@ TREE: Mapping[str, Any] = {
 MOST_SAID = 300
 """Characters of an error that no command expects."""
 PRINT_COMPLETION = "--tyro-print-completion"
-DESCRIPTION = (
-    "Run, watch and look into the runs of Weft, also while they go on, and try a machine. --version prints the version."
-)
+DESCRIPTION = "Start, watch and inspect runs of Weft, also while they are running, and check a machine. --version prints the version."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -294,7 +294,7 @@ def check_lengths(graph: Graph) -> None:
     lower = "" if generated is None else "lower max_tokens, "
     raise UserError(
         f"row {row} of {graph.source.name} has {has}, more than the context of {most} of {name!r} "
-        f"({graph.handles[name].config.model}); so have {int((tokens > most).sum())} of {len(tokens)} rows; {lower}drop these rows "
+        f"({graph.handles[name].config.model}); {int((tokens > most).sum())} of {len(tokens)} rows are too long; {lower}drop these rows "
         "(too_long='drop' where they are read), or take a model with a longer context"
     )
 

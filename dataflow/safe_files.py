@@ -50,7 +50,7 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     with open_file(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise UserError(f"{path} has more than {max_bytes} bytes, the most that is read of such a file")
+        raise UserError(f"{path} has more than {max_bytes} bytes, the limit for such a file")
     return data
 
 

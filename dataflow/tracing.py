@@ -31,7 +31,7 @@ NODES_OF_PARTS = {
 def no_node(name: str, module: str) -> str:
     """Error message for a function that is called on symbolic rows: it names the node that takes the function."""
     known = next((said for part, said in NODES_OF_PARTS.items() if part in module.split(".")), "")
-    return f"{name!r} is no node; {known or 'make it one with @weft.node, or pass it to the node that takes it'}"
+    return f"{name!r} is not a node; {known or 'make it one with @weft.node, or pass it to the node that takes it'}"
 
 
 def refusing_rows(part: type) -> None:

@@ -156,7 +156,7 @@ class Connection:
         kind, length = _HEADER.unpack(self._receive(_HEADER.size))
         if not 0 <= length <= most_bytes:
             raise ConnectionAbortedError(
-                f"the other side announced a message of {length} bytes; at most {most_bytes} are taken"
+                f"the other side announced a message of {length} bytes; at most {most_bytes} are accepted"
             )
         return kind, self._receive(length)
 

@@ -68,7 +68,7 @@ def deadline(seconds: float | None, what: str) -> Iterator[None]:
     """
     if threading.current_thread() is not threading.main_thread():
         if seconds is not None:
-            warnings.warn(f"{what} has no deadline: one is kept on the main thread alone", stacklevel=3)
+            warnings.warn(f"{what} runs without a deadline: deadlines work only on the main thread", stacklevel=3)
         yield
         return
     with _own_alarm():

@@ -234,7 +234,7 @@ def _check_prompts(
         )
         raise UserError(
             f"node {node!r}: row {row} of {source.name} has {longest} prompt tokens and max_tokens={sampling.max_tokens}, "
-            f"together more than the context of {max_context} (so have {too_many} of {len(lengths)} rows); "
+            f"together more than the context of {max_context} ({too_many} of {len(lengths)} rows are too long); "
             f"{fix}{_or_raise(max_context, of_model)}"
         )
 

@@ -66,15 +66,16 @@ def changes(before: Mapping[str, str], now: Mapping[str, str], rules: Mapping[st
 
 
 def refuse_fixed(where: object, found: list[str]) -> None:
-    """Refuse to resume from a checkpoint whose state depends on settings that were changed.
+    """Refuse to resume from a checkpoint whose state depends on changed settings.
 
     Raises:
-        UserError: there are any.
+        UserError: such a setting has changed.
     """
     if found:
         raise UserError(
-            f"{where} depends on what was changed since: {'; '.join(found)}. Take the earlier values and data, or start a new run "
-            "(another name) from the model that this one saved. If only the data or their order changed, resume='weights' goes on with them"
+            f"cannot resume from {where}: its state depends on settings that have changed: {'; '.join(found)}. Restore the earlier "
+            "values and data, or start a new run (another name) from the model that this run saved. If only the data or their order "
+            "changed, resume='weights' goes on with them"
         )
 
 

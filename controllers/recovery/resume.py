@@ -118,7 +118,7 @@ def _damaged_files(path: Path) -> str:
         step = RunState.read(path).step
     except (OSError, ValueError, LookupError, TypeError) as error:
         return f"{RUN} cannot be read: {error!r}"
-    return "" if step == step_of(path) else f"it is a copy of another one: {RUN} is of step {step}"
+    return "" if step == step_of(path) else f"it is a copy of another checkpoint: {RUN} has step {step}"
 
 
 def _lost_rows(path: Path) -> str:

@@ -399,12 +399,12 @@ class LogReader:
 
 
 DAMAGED = "damaged: "
-"""Begins each line that tells of lost records or files."""
+"""Prefix of the lines that report lost records or files."""
 
 
 def lost_records(path: Path, end: Position) -> str:
-    """Describe the complete lines behind the sound part of a log; empty if there are none. A kill leaves one incomplete line; complete
-    lines mean that the log was changed, or that the disk lost a part of it.
+    """Describe the complete lines behind the sound part of a log. Empty if there are none. A kill leaves one incomplete line. Complete
+    lines mean that the log was changed or that the disk lost a part of it.
 
     Args:
         path: the log.
@@ -414,12 +414,16 @@ def lost_records(path: Path, end: Position) -> str:
     if not behind:
         return ""
     fork = find_fork(path, end)
-    why = "" if fork is None else f"; it goes on from byte {fork}: two processes appended to this log at the same time"
-    return f"{behind} complete lines from there on prove nothing{why}"
+    why = (
+        ""
+        if fork is None
+        else f"; the log continues from byte {fork}: two processes appended to this log at the same time"
+    )
+    return f"{behind} complete lines from there on are not read{why}"
 
 
 def damage_note(reader: LogReader) -> list[str]:
-    """A line about lost records, for a reader that has reached the end of a log; none if only the last line is torn."""
+    """A line about lost records, for a reader at the end of a log. No line if only the last line of the log is torn."""
     lost = lost_records(reader.path, reader.end) if reader.damage else ""
     return [f"{DAMAGED}{reader.damage}; {lost}"] if lost else []
 

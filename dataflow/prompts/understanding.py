@@ -255,11 +255,11 @@ class Observer:
         if self._rendering.repeats:
             notes.append("every response begins with its prompt, which is taken once")
         if self._empty:
-            notes.append(
-                f"empty responses: {self._empty:,} of {odd_of:,}; a model that is trained on them says nothing"
-            )
+            notes.append(f"empty responses: {self._empty:,} of {odd_of:,}; they train the model to answer nothing")
         if self._equal:
-            notes.append(f"pairs of equal responses: {self._equal:,} of {_rows(len(rows.table))}; they prefer nothing")
+            notes.append(
+                f"pairs of equal responses: {self._equal:,} of {_rows(len(rows.table))}; they have no preference"
+            )
         for column in (format.dialogue, format.prompt, *format.responses.values()):
             fields = _fields_of(rows.table, column)
             if column and "tool_calls" in fields and _has_arguments(rows.table.schema.field(column).type):

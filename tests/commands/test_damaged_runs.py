@@ -41,7 +41,7 @@ def swapped(run: Path) -> None:
 
 
 def of_another_shape(run: Path) -> None:
-    """JSON that is sound, and says nothing that was expected."""
+    """Valid JSON without the expected content."""
     (run / "config.json").write_text(json.dumps({"schedule": [1], "graphs": 3, "versions": None, "groups": "many"}))
     (run / "alerts.jsonl").write_text('[1]\n{"step": 3}\n"text"\n')
 
@@ -151,7 +151,7 @@ def test_every_reader_of_a_damaged_log_says_that_records_are_lost(
     for name, words in READERS.items():
         assert main(words) == 1, name
         said = capsys.readouterr()
-        assert "complete lines from there on prove nothing" in said.out + said.err, (name, said)
+        assert "complete lines from there on are not read" in said.out + said.err, (name, said)
     assert main(["buffer", "why", "./run", "0"]) == 0
     assert "damaged: " in capsys.readouterr().out
     assert main(["buffer", "archive", "./run"]) == 2

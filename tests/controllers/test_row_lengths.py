@@ -64,7 +64,7 @@ def test_a_supervised_row_that_is_too_long_is_refused_with_the_number_of_them(mo
     with pytest.raises(weft.UserError) as refused:
         driver(supervised(answered(models, 3, 14, 13, 2), actor=actor), tmp_path)
     assert "row 1 of rows has 18 tokens, more than the context of 16 of 'actor'" in str(refused.value)
-    assert "so have 2 of 4 rows; drop these rows (too_long='drop'" in str(refused.value)
+    assert "2 of 4 rows are too long; drop these rows (too_long='drop'" in str(refused.value)
 
 
 def test_rows_to_drop_are_dropped_and_counted(models: Path, tmp_path: Path):
@@ -117,7 +117,7 @@ def test_a_table_of_tokens_is_checked_too(models: Path, tmp_path: Path):
     ids = pa.array([[1] * 10, [1] * 4], pa.list_(pa.int32()))
     rows = weft.TableSource("tokens", pa.table({"prompt_ids": ids, "response_ids": ids}))
     actor = weft.group(weft.ActorWorker, model=str(models / "short"))
-    with pytest.raises(weft.UserError, match=r"row 0 of tokens has 20 tokens, .* so have 1 of 2 rows"):
+    with pytest.raises(weft.UserError, match=r"row 0 of tokens has 20 tokens, .* 1 of 2 rows are too long"):
         driver(supervised(rows, actor=actor), tmp_path)
 
 

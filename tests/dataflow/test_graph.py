@@ -642,12 +642,12 @@ def test_graphs_are_made_without_torch_or_ray():
 @pytest.mark.parametrize(
     ("called", "message"),
     [
-        (leave_one_out, "'leave_one_out' is no node; an estimator is part of a node: group_advantages"),
-        (group_normalized, "'group_normalized' is no node; an estimator is part of a node: group_advantages"),
-        (PolicyLoss(), "'PolicyLoss' is no node; a loss is part of an update: actor.update"),
-        (PreferenceLoss(), "'PreferenceLoss' is no node; a loss is part of an update: actor.update"),
-        (Math(), "'Math' is no node; a grader is part of a reward worker: weft.group"),
-        (Gsm8k(), "'Gsm8k' is no node; a grader is part of a reward worker: weft.group"),
+        (leave_one_out, "'leave_one_out' is not a node; an estimator is part of a node: group_advantages"),
+        (group_normalized, "'group_normalized' is not a node; an estimator is part of a node: group_advantages"),
+        (PolicyLoss(), "'PolicyLoss' is not a node; a loss is part of an update: actor.update"),
+        (PreferenceLoss(), "'PreferenceLoss' is not a node; a loss is part of an update: actor.update"),
+        (Math(), "'Math' is not a node; a grader is part of a reward worker: weft.group"),
+        (Gsm8k(), "'Gsm8k' is not a node; a grader is part of a reward worker: weft.group"),
         (lambda rows: rows["reward"], "graph 'wrong' reads 'reward', but rows have no values while a graph is traced"),
         (lambda rows: rows.reward, "graph 'wrong' reads 'reward', but rows have no values"),
         (len, "graph 'wrong' asks for the number of rows, but rows have no values"),

@@ -49,4 +49,4 @@ def test_beside_the_main_thread_a_warning_says_that_there_is_no_deadline():
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert said == ["the judge has no deadline: one is kept on the main thread alone"]
+    assert said == ["the judge runs without a deadline: deadlines work only on the main thread"]

@@ -299,7 +299,7 @@ def test_a_config_that_fits_passes(tmp_path: Path) -> None:
             {},
             {"sampling": Sampling(max_tokens=50)},
             r"node 'generate': row 1 of train.parquet has 20 prompt tokens and max_tokens=50, together more than the "
-            r"context of 64 \(so have 1 of 3 rows\); lower max_tokens to 44$",
+            r"context of 64 \(1 of 3 rows are too long\); lower max_tokens to 44$",
         ),
         (
             {"max_context": 40},

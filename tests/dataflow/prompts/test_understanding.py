@@ -89,8 +89,8 @@ def test_boundaries_roles_and_odd_rows_are_printed(qwen: Path) -> None:
     assert "  reads     prompt (text) as prompt; chosen (text) as chosen; rejected (text) as rejected" in said
     assert "  keeps     score (double); not trained on, for rewards and nodes of your own" in said
     assert "  trains    the chosen and the rejected response, compared with each other" in said
-    assert "  note      empty responses: 1 of 6; a model that is trained on them says nothing" in said
-    assert "  note      pairs of equal responses: 1 of 3 rows; they prefer nothing" in said
+    assert "  note      empty responses: 1 of 6; they train the model to answer nothing" in said
+    assert "  note      pairs of equal responses: 1 of 3 rows; they have no preference" in said
     first = said.index("  row 1     prompt   '<|im_start|>user\\nColor?<|im_end|>\\n<|im_start|>assistant\\n'")
     assert said[first + 1 : first + 3] == [
         "            chosen   'Blue.<|im_end|>'",
