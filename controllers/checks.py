@@ -202,7 +202,7 @@ def check_resumes(spec: RunSpec, handles: Mapping[str, Handle], point: ResumePoi
 
 
 def changed_settings(spec: RunSpec, point: ResumePoint, rule: Rule) -> list[str]:
-    """Settings under a rule that the run was given since the checkpoint was written."""
+    """Settings under a rule that have changed since the checkpoint was written."""
     settings, rules = spec.recorded
     if not point.with_rows:
         rules = {**rules, **dict.fromkeys(ORDER_OF_DATA, "reported")}
@@ -255,8 +255,8 @@ def check_followed(graph: Graph, schedule: Training) -> None:
 
 
 def with_rows_that_fit(graph: Graph) -> Graph:
-    """The graph without the rows of its source that are too long for a model which reads them, where its source says to drop these.
-    Otherwise `check_workers` refuses them."""
+    """The graph without source rows that are too long for a model, if the source has `too_long="drop"`. Otherwise `check_workers`
+    refuses them."""
     if not isinstance(graph.source, Prompts):
         return graph
     longest = (

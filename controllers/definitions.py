@@ -38,13 +38,13 @@ class Part:
     reads: frozenset[str]
     """Names of the script that it, or a function in it, refers to."""
     calls: str = ""
-    """For a call whose result is not kept: the name at its root, such as `table` of `table.update(...)`."""
+    """The name at the root of a call without a kept result, such as `table` of `table.update(...)`."""
     star: str = ""
     """The module of a `from module import *`."""
 
 
 class Script:
-    """The running script: its top-level statements up to the one that is being carried out."""
+    """The running script: its top-level statements up to the current one."""
 
     def __init__(self) -> None:
         self.module: ModuleType = sys.modules[MAIN]
@@ -54,7 +54,7 @@ class Script:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """Its statements; none where Python has no text of it (a session, `python -c`)."""
+        """The statements of the script. Empty if Python has no text of it (an interactive session, `python -c`)."""
         text = "".join(linecache.getlines(self._file, vars(self.module)))
         try:
             tree = ast.parse(text)
@@ -63,7 +63,7 @@ class Script:
         return [self._part(node, text) for node in self._top_level(tree.body)]
 
     def has(self, name: str) -> bool:
-        """Whether the script defines a name that can be written again."""
+        """Whether a statement of the script defines this name."""
         return any(name in part.binds for part in self.parts) or self._by_star(name) is not None
 
     def name_of(self, value: Any) -> str | None:
@@ -72,7 +72,7 @@ class Script:
         return next((name for name in found if self.has(name)), None)
 
     def needed(self, names: set[str]) -> list[Part]:
-        """The statements that define names and all that these need, in the order of the script."""
+        """The statements that define these names, and their dependencies, in the order of the script."""
         known, open_names, chosen = set[str](), set(names), set[int]()
         while open_names:
             known |= open_names
@@ -91,7 +91,7 @@ class Script:
         return sorted(wanted, key=lambda part: part.place)
 
     def _changes(self, part: Part, names: set[str]) -> bool:
-        """Whether a call that stands alone changes one of these names: `table.update(...)`, `fill(table)`."""
+        """Whether a call without a kept result may change one of these names: `table.update(...)`, `fill(table)`."""
         if not part.calls or part.calls in _PRINTS or self._is_weft(part.calls):
             return False
         containers = {name for name in names if isinstance(vars(self.module).get(name), list | dict | set)}
@@ -103,14 +103,14 @@ class Script:
         return owner.split(".")[0] == __name__.split(".")[0]
 
     def _by_star(self, name: str) -> int | None:
-        """The `from module import *` that brings a name which nothing else defines."""
+        """The `from module import *` that provides this name, if no other statement defines it."""
         if any(name in part.binds for part in self.parts) or name not in vars(self.module):
             return None
         stars = [n for n, part in enumerate(self.parts) if part.star and hasattr(sys.modules.get(part.star), name)]
         return stars[-1] if stars else None
 
     def _top_level(self, body: list[ast.stmt]) -> Iterator[ast.stmt]:
-        """Statements before the one that is carried out; of a block that holds that one, the statements in it."""
+        """Statements before the current one. A block around the current statement is replaced by its own statements."""
         for node in body:
             if node.lineno > self._line:
                 return

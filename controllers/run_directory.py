@@ -319,7 +319,7 @@ def check_name(name: object, what: str) -> None:
 
 
 def check_run_name(name: object, what: str) -> None:
-    """Refuse a name that cannot name a run: see `check_name`. Values of `resume` would be taken for something else.
+    """Refuse an invalid name for a run: see `check_name`. Also refuses the values of `resume`, which would be ambiguous.
 
     Raises:
         UserError: the rule, and the nearest name that is right.

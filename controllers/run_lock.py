@@ -162,7 +162,7 @@ class RunLock:
         self._release()
 
     def give_back(self) -> None:
-        """Release a run into which nothing was written, as if it had never been held: the files of earlier holders are back."""
+        """Release a run without any writes, as if it had never been held: this restores the files of earlier holders."""
         if self._claim.is_held(sure=True):
             self._claim.give_back()
         self.release()
@@ -396,7 +396,7 @@ def _sound(holder: Holder) -> Holder:
 
 
 def _lines(path: Path) -> tuple[float, list[bytes]]:
-    """When a holder's file was touched, and its lines. To open it has NFS ask the server."""
+    """The time when a holder's file was touched, and its lines. Opening the file makes NFS ask the server."""
     with open_file(path) as file:
         return os.fstat(file.fileno()).st_mtime, file.read(MOST_BYTES).splitlines()
 

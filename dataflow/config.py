@@ -58,7 +58,7 @@ class Config(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _with_equal_types(cls, settings: Any) -> Any:
-        """The values with their type's name in strict mode, where they are the same in another: lists, mappings, numbers of numpy."""
+        """Convert equal values to the types that strict mode requires: lists, mappings and numpy numbers."""
         if not isinstance(settings, Mapping):
             return settings
         return {name: _of_kind(value, cls.model_fields.get(name)) for name, value in settings.items()}

@@ -148,8 +148,8 @@ class SampleError(UserError):
 
 
 class ResultError(SampleError):
-    """A function returned what it cannot mean, such as a list as the reward of one sample. Another try would not help, so the run ends at
-    the first of them."""
+    """A function returned something other than a reward, such as a list for one sample. A retry would not help, so the first such error
+    ends the run."""
 
 
 class SymptomError(UserError):

@@ -35,7 +35,7 @@ def no_node(name: str, module: str) -> str:
 
 
 def refusing_rows(part: type) -> None:
-    """Have the instances of a class refuse to be called with symbolic rows: they are part of a node, and none themselves."""
+    """Let the instances of a class refuse calls with symbolic rows: they are arguments of a node, not nodes."""
     call: Any = vars(part).get("__call__")
     if call is None:
         return

@@ -200,7 +200,7 @@ class CheckpointFolder:
         return path.rename(aside)
 
     def _remove_replaced(self, step: int) -> None:
-        """Remove what was set aside of this step, and of earlier ones."""
+        """Remove the later checkpoints of this step and of earlier steps from `checkpoints.later`."""
         for path in self.later.glob("step_*"):
             if (name := re.match(r"step_(\d+)", path.name)) and int(name[1]) <= step:
                 _remove(path)

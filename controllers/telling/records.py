@@ -199,7 +199,7 @@ def ending_of(
 
 
 def _rank(score: EvaluationScore) -> tuple[bool, float, float]:
-    """The best score is the one of most prompts with the largest value, and of those the one with the largest reward."""
+    """Sort key of scores: one without lost prompts is better, then a larger value, then a larger mean reward."""
     value = -math.inf if math.isnan(score.value) else score.value
     return not score.lost, value, score.value if score.mean_reward is None else score.mean_reward
 

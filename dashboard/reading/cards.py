@@ -18,7 +18,7 @@ class CardKind:
     id: str
     title: str
     metric: str
-    """Patterns of the metrics that it shows, without their evaluation and group; of several metrics each is a line."""
+    """Patterns of the shown metrics, without evaluation and group. Each matching metric is a line."""
     spread: str = ""
     """The metric of the same group that is its standard deviation."""
     beside: str = ""

@@ -72,10 +72,10 @@ def lone_surrogate(value: object) -> str | None:
 
 
 def refuse_foreign(key: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Name the first value of a column that is none that a file could hold.
+    """Refuse values of a column that no data file can hold.
 
     Raises:
-        UserError: there is one.
+        UserError: names the first such value.
     """
     for place, row in rows:
         value = row.get(key)

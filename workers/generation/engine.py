@@ -96,7 +96,7 @@ class GenerationEngine(Protocol):
         ...
 
     def recompute(self) -> None:
-        """Have keys and values of unfinished requests computed again under the present weights. Called after `update_weights`."""
+        """Compute keys and values of unfinished requests again with the current weights. Called after `update_weights`."""
         ...
 
     def sleep(self) -> None:

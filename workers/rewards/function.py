@@ -152,7 +152,7 @@ class Reward(Config):
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """Ground truths that it requires, by their names in other libraries."""
+        """Required ground truths, by their names in other libraries."""
         if self.signature is None:
             return ()
         named = tuple(p.name for p in self._columns if p.default is p.empty and p.name in ANSWERS)
@@ -160,7 +160,7 @@ class Reward(Config):
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """Ground truths that it requires and whose parameters say by their types that they are never None."""
+        """Required ground truths with parameter types that exclude None."""
         named = [
             p for p in self._takes.parameters.values() if p.name.removesuffix("s") in ANSWERS and p.default is p.empty
         ]

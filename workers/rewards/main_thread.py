@@ -96,7 +96,7 @@ class Child:
             os.waitpid(self._pid, 0)
 
     def _end_as_child_did(self) -> NoReturn:
-        """End this process as the function ended the child, which it would have done to this one."""
+        """End this process in the way that the function ended the child: without a child it would have ended this process."""
         _, status = os.waitpid(self._pid, 0)
         code = os.waitstatus_to_exitcode(status)
         print(f"a reward function ended its process ({code})", file=sys.stderr, flush=True)
@@ -106,7 +106,7 @@ class Child:
 
 
 def _serve(function: Callable[..., Any], requests: Any, other_end: Any, parent: int) -> NoReturn:
-    """The life of the child: it never returns into what the parent was doing."""
+    """Main loop of the child. It never returns to the parent's code."""
     code = 1
     try:
         gc.freeze()  # the parent's objects are not the child's to finalise
@@ -171,7 +171,7 @@ def portable_result(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Shown:
-    """A value of a type that another process need not know, which no reward is: its text, for the message."""
+    """A value of a type that the parent may not know, as text. It is not a valid reward, so only the error message needs it."""
 
     text: str
 

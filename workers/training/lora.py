@@ -68,7 +68,7 @@ class Lora(Config):
 
 
 def check_targets(targets: tuple[str, ...], layers: list[str], owner: str) -> None:
-    """See that each target ends the name of a layer.
+    """Check that each target is the end of a layer's name.
 
     Raises:
         UserError: naming the target and the nearest layer.
