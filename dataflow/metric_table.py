@@ -532,9 +532,9 @@ EVALUATION = Section(
         MetricEntry(
             "prompts_lost",
             "count",
-            "held-out prompts without a scored response, because the grader failed or a filter dropped them; means are over the others",
+            "held-out prompts without a scored response, because the grader failed or a filter dropped them; means cover the other prompts",
             "0",
-            "the scores of steps with different prompts cannot be compared",
+            "scores of steps that lost different prompts cannot be compared",
             "run",
         ),
         MetricEntry("prompts_asked", "count", "held-out prompts", place="run"),
