@@ -73,7 +73,12 @@ def nothing_is_left_behind() -> Iterator[None]:
     changed = {
         name for name, value in {**variables, **os.environ}.items() if os.environ.get(name) != variables.get(name)
     }
-    changed -= {name for name in changed if name.startswith(("RAY_", "VLLM_"))} | {"PYTEST_CURRENT_TEST"}
+    # Ray sets its debugger when it connects; extensions set the path of libraries when they are compiled or loaded.
+    changed -= {name for name in changed if name.startswith(("RAY_", "VLLM_"))} | {
+        "PYTEST_CURRENT_TEST",
+        "PYTHONBREAKPOINT",
+        "LD_LIBRARY_PATH",
+    }
     changed -= os.environ.keys() if libraries != LIBRARIES & sys.modules.keys() else set()
     for name in changed:
         os.environ.pop(name, None)
