@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..dataflow.handle import group
 from ..dataflow.prompts.files import is_rows
 from ..dataflow.prompts.prompts import Prompts
 from ..dataflow.prompts.settings import ReadArguments
-from ..dataflow.redaction import redacted
+from ..dataflow.readable import show
 from ..dataflow.source import Source
 from ..workers.actor import ActorWorker
 from ..workers.critic import CriticWorker
@@ -224,7 +225,7 @@ def _explain(program: Program, training: Graph, settings: Mapping[str, Any]) -> 
         )
 
     program.add(run)
-    print(redacted(program.text))
+    show(program.text, sys.stdout)
 
 
 def _run(training: Graph, actor: Any, settings: Mapping[str, Any]) -> list[dict[str, float]]:

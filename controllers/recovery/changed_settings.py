@@ -7,7 +7,6 @@ which the state in the checkpoint depends on. The first lines of the run report 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from ...dataflow.config import Config
 from ...dataflow.errors import UserError
 from ...dataflow.graph import TRAIN, Graph
 from ...dataflow.handle import Handle
-from ...dataflow.redaction import redacted, without_secrets
+from ...dataflow.redaction import without_secrets
 from ...dataflow.source import Source, TableSource, fingerprint
 
 Rule = Literal["free", "fixed", "reported"]
@@ -42,13 +41,14 @@ def recorded_settings(
         found += _walk(name, handle.config, "reported")
     for name, graph in graphs.items():
         rule: Rule = "fixed" if name == TRAIN else "reported"
-        found += [(f"rows of {name}", str(len(graph.source.table)), rule), (f"data of {name}", _identity(graph), rule)]
+        found.append((f"rows of {name}", str(len(graph.source.table)), rule))
+        found.append((f"data of {name}", _identity(graph), rule))
         found.append((f"numbers of {name}", fingerprint(graph.source), "reported"))
         for node in graph.nodes:
             found += _walk(f"{name}: {node.name}", node.arguments, "reported")
-    rules = {name: rule for name, _, rule in found}
+    rules: dict[str, Rule] = {name: rule for name, _, rule in found}
     texts = {name: text for name, text, _ in found}
-    return json.loads(redacted(json.dumps(without_secrets(texts)))), rules
+    return without_secrets(texts), rules
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str], rules: Mapping[str, Rule], rule: Rule) -> list[str]:
