@@ -15,6 +15,7 @@ from ..dataflow.buffer.disk import Disk
 from ..dataflow.column import REFERENCE_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_MASK, REWARD, TOKEN_REWARDS
 from ..dataflow.config import Config
 from ..dataflow.metrics import Mean, Metrics
+from ..dataflow.safe_files import read_json
 from ..dataflow.takes import TrainingBatch
 from .dispatch import Dispatch
 from .remote import remote
@@ -93,5 +94,5 @@ class AdaptiveKlWorker(Worker):
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str | Path) -> None:
         """Go on with the coefficient of a checkpoint; target and horizon are those of the configuration."""
-        stored = json.loads((Path(path) / _FILE).read_text())
+        stored = read_json(Path(path) / _FILE)
         self.coefficient = self.config.coefficient.model_copy(update={"value": float(stored["value"])})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.model_location import find_cached, find_model_folder, folders_near
+from ..dataflow.safe_files import read_json
 
 CONFIG_FILE = "config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -39,14 +39,16 @@ def read_model_config(model: str | Path) -> dict[str, Any]:
     weft.dataflow.errors.UserError: model '/no/such/folder': no such folder
     """
     file = find_model_config(model)
-    try:
-        config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"model {str(model)!r}: {file} cannot be read ({error})") from None
-    if not isinstance(config, dict):
-        raise UserError(f"model {str(model)!r}: {file} holds {type(config).__name__}, not the settings of a model")
+    config = _read_settings(model, file)
     _check_types(model, file, config)
     return config
+
+
+def _read_settings(model: str | Path, file: Path) -> dict[str, Any]:
+    try:
+        return read_json(file)
+    except (OSError, UserError) as error:
+        raise UserError(f"model {str(model)!r}: {file} cannot be read ({error})") from None
 
 
 def _check_types(model: str | Path, file: Path, config: Mapping[str, Any]) -> None:
@@ -105,7 +107,7 @@ def read_index(file: Path) -> dict[str, str]:
         UserError: the index is damaged; the message names it.
     """
     try:
-        files = json.loads(file.read_text())["weight_map"]
+        files = read_json(file)["weight_map"]
         if not (isinstance(files, dict) and files and all(isinstance(name, str) for name in files.values())):
             raise ValueError("its weight_map names no files")
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -167,11 +169,7 @@ def _named_stop_tokens(model: str | Path) -> tuple[int, ...]:
     file = find_model_config(model).with_name("generation_config.json")
     if not file.is_file() and not Path(model).expanduser().is_dir():
         file = find_cached(model, file.name) or file
-    try:
-        settings = json.loads(file.read_text()) if file.is_file() else {}
-        found = settings.get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"model {str(model)!r}: {file} cannot be read ({error})") from None
+    found = _read_settings(model, file).get("eos_token_id") if file.is_file() else None
     if found is not None and not _is_token(found):
         raise UserError(
             f"model {str(model)!r}: eos_token_id in {file} is {found!r}, not an integer, or a list of them; correct it"

@@ -6,13 +6,13 @@ Ids beyond it would end a worker in the middle of its work, with an error of the
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..dataflow.column import CHOSEN_IDS, PROMPT_IDS, REJECTED_IDS, RESPONSE_IDS
 from ..dataflow.errors import UserError
+from ..dataflow.safe_files import read_json
 from .model_folder import CONFIG_FILE, find_model_config, read_model_config, text_settings
 
 if TYPE_CHECKING:
@@ -102,7 +102,6 @@ def _of_rows(source: Source) -> Iterator[tuple[str, int]]:
 def _read(file: Path) -> dict[str, Any]:
     """The content of a JSON file; empty if the file is missing or not JSON, which is reported where the content is needed."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(file)
+    except (OSError, UserError):
         return {}
-    return content if isinstance(content, dict) else {}

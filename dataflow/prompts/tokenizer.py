@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..errors import UserError
 from ..model_location import find_model_folder, folders_near
+from ..safe_files import read_json
 from .chat_template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -224,12 +224,4 @@ def _text(token: Any) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: must hold a JSON object, not {type(value).__name__}")
-    return value
+    return read_json(path) if path.is_file() else {}

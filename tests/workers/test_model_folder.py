@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.generation.engine import Sampling
-from weft.workers.model_folder import causal_lm_types
+from weft.workers.model_folder import causal_lm_types, read_stop_tokens
 from weft.workers.rollout import RolloutWorker
 from weft.workers.rollout_config import RolloutConfig
 
@@ -126,3 +126,12 @@ def test_a_setting_of_the_wrong_type_is_named_with_its_file(tmp_path: Path, name
         with pytest.raises(UserError) as refused:
             refuse()
         assert f"{name} in {folder / 'config.json'} is {value!r}, {kind}; correct it" in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["nested", "a list"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_settings_that_are_no_object_of_bounded_depth_are_refused_by_name(tmp_path: Path, name: str, kind: str):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_text('{"a":' * 100_000 if kind == "nested" else "[]")
+    with pytest.raises(UserError, match=f"model '{tmp_path}': .*{name}"):
+        read_stop_tokens(tmp_path)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from ...dataflow.buffer.disk import Disk
 from ...dataflow.errors import UserError
+from ...dataflow.safe_files import read_json
 from ..model_folder import ADAPTER_CONFIG_FILE
 from .model_files import copy_companions
 
@@ -26,7 +26,7 @@ def write_merged(adapter: Path, folder: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    settings = json.loads((adapter / ADAPTER_CONFIG_FILE).read_text())
+    settings = read_json(adapter / ADAPTER_CONFIG_FILE)
     base, is_scored = settings["base_model_name_or_path"], settings.get("task_type") == "SEQ_CLS"
     if Path(base).is_absolute() and not Path(base).is_dir():
         raise UserError(f"the adapter in {adapter} belongs to the model in {base}, which is not there any more")

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ...dataflow.buffer.disk import Disk
+from ...dataflow.safe_files import read_json
 from ..model_folder import CONFIG_FILE, read_stop_tokens, text_settings, unnamed_stop_tokens
 from .safetensors_files import write_file, write_tensors
 
@@ -31,7 +32,7 @@ def write_model(
     folder.mkdir(parents=True, exist_ok=True)
     copy_companions(folder, source, disk)
     _name_stop_tokens(folder, source, disk)
-    settings = json.loads((source / CONFIG_FILE).read_text())
+    settings = read_json(source / CONFIG_FILE)
     settings.pop("torch_dtype", None)  # its name in older versions
     _write_json(folder / CONFIG_FILE, {**settings, **changed}, disk)
     # Not `save_pretrained`: safetensors holds the interpreter while it writes, and training would stop.
@@ -59,9 +60,9 @@ def _name_stop_tokens(folder: Path, source: Path, disk: Disk) -> None:
         return
     file = source / "generation_config.json"
     if file.is_file():
-        settings = json.loads(file.read_text())
+        settings = read_json(file)
     else:  # what `transformers` would make of the model's settings
-        of_model = text_settings(json.loads((source / CONFIG_FILE).read_text()))
+        of_model = text_settings(read_json(source / CONFIG_FILE))
         settings = {name: of_model[name] for name in ("bos_token_id", "pad_token_id") if of_model.get(name) is not None}
     (folder / file.name).unlink(missing_ok=True)  # the copy
     _write_json(folder / file.name, {**settings, "eos_token_id": list(read_stop_tokens(source))}, disk)

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from ...dataflow.buffer.disk import Disk
 from ...dataflow.errors import UserError
+from ...dataflow.safe_files import read_json
 from ..worker import Context
 from .safetensors_files import SHARDING, map_tensors, write_file, write_tensors
 from .sharding import local_part, offset_of, writes
@@ -191,7 +192,7 @@ class Snapshot:
     def notes_of(self, rank: int) -> dict[str, Any]:
         """The JSON values of a rank."""
         try:
-            notes = json.loads((self.folder / _rank_file(rank)).read_text())
+            notes = read_json(self.folder / _rank_file(rank))
         except FileNotFoundError:
             raise UserError(f"{self.folder} is not a snapshot of training: it has no {_rank_file(rank)}") from None
         if notes["format"] != _FORMAT:
