@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import os
 import pickle
@@ -42,17 +43,25 @@ def signals_noticed() -> Iterator[None]:
         _here.noticed -= 1
 
 
+@functools.wraps(signal.signal)
 def _signal(number: Any, handler: Any) -> Any:
     if getattr(_here, "noticed", 0):
         raise NeedsMainThread
     return _set_handler(number, handler)
 
 
+# Python's own ValueError would not do: graders catch it and return 0. The hook stays for the life of the process: it changes nothing for
+# threads that call no reward, several threads may call rewards at once, and libraries that are imported later and keep the function
+# (`from signal import signal`) keep the hook.
 signal.signal = _signal
 
 
 class Child:
     """A child process with everything that this process has loaded. It calls a function on its main thread.
+
+    It is a fork, not a new interpreter: reward functions are closures, objects with loaded models, and functions of the user's script,
+    which no pickle carries. A function that needs a lock which another thread of this process holds at the fork waits forever, until the
+    deadline of the rank. No child outlives the thread that made it, and so no rank: make and call it on one thread.
 
     Args:
         function: called with the arguments of `call`. Its result must be picklable.
