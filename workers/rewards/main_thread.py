@@ -71,7 +71,7 @@ class Child:
         self._parent = os.getpid()
         self._connection, theirs = Pipe()
         with warnings.catch_warnings():
-            # The child uses nothing that another thread may hold: it calls the function and ends.
+            # Python warns of locks that other threads hold; see the docstring.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
