@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from ..dataflow.column import OLD_LOGPROBS, RESPONSE_LOGPROBS
 from ..dataflow.config import Config
+from ..dataflow.prompts.damage import lone_surrogate
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM draws at this temperature whatever is asked for between 0 and it."""
@@ -48,6 +49,10 @@ class Sampling(Config):
         texts = (stop,) if isinstance(stop, str) else stop
         if isinstance(texts, list | tuple) and "" in texts:
             raise ValueError(f"stop has an empty text, which would end every response at once: {stop!r}")
+        if (half := lone_surrogate(texts)) is not None:
+            raise ValueError(
+                f"stop has the lone surrogate {half!a}, which is half of a character and in no response: {stop!r}"
+            )
         return texts
 
     @field_validator("temperature")

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import UserError, nearest
+from .damage import start_of
 from .origin import Origin
 
 
@@ -157,6 +158,23 @@ def _conversations(table: pa.Table) -> str | None:
     """Find a column of whole conversations."""
     found = [name for name in ("messages", "conversations") if name in table.column_names]
     return next((name for name in found if pa.types.is_nested(table.schema.field(name).type)), None)
+
+
+def refuse_quoted_messages(table: pa.Table, format: Format, origin: Origin) -> None:
+    """Refuse a column of prompts or responses whose texts are all lists of messages, written as JSON or as Python writes them.
+
+    Raises:
+        UserError: naming the column.
+    """
+    for name in filter(None, (format.prompt, *format.responses.values())):
+        column = table.column(name) if name in table.column_names else None
+        if column is None or not is_text(column.type) or not len(column):
+            continue
+        if count_matches(as_text(column), r"""^\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""") == len(column):
+            raise UserError(
+                f"{origin.files}: the texts of column {name!r} are lists of messages, such as {start_of(column[0].as_py())}; read them "
+                f"into objects (json.loads) and give these as rows. To take the text as it is, set prompt={format.prompt!r}"
+            )
 
 
 def _has_turns(column: pa.ChunkedArray) -> bool:

@@ -25,7 +25,7 @@ from ..json_values import is_json, readable_by_arrow
 from .answers import Answers, find_answers
 from .damage import refuse_mixed
 from .files import HasArrow, table_of
-from .formats import find_format, is_text
+from .formats import find_format, is_text, refuse_quoted_messages
 from .images import COLUMNS as IMAGE_COLUMNS
 from .images import Images, find_images
 from .origin import Origin
@@ -168,6 +168,8 @@ class Prompts:
         if format.prompt != "prompt" and "prompt" in names:
             names = ["file_prompt" if name == "prompt" else name for name in names]
             exact, table = exact.rename_columns(names), table.rename_columns(names)
+        if how.prompt is None and how.response is None:
+            refuse_quoted_messages(table, format, origin)
         for column in format.texts:
             name = column.partition(".")[0]
             if is_json(table.schema.field(name).type):

@@ -454,3 +454,27 @@ def test_tools_and_variables_of_another_shape_are_refused(row: dict[str, Any], s
     with pytest.raises(UserError, match=re.escape(said)):
         Prompts.from_rows([{"prompt": [user("Hi")], **row}], qwen)
     assert read({"prompt": [user("Hi")], "tools": ""}, qwen)["prompt_ids"] == turn("user", "Hi") + HEADER
+
+
+@pytest.mark.parametrize("write", [json.dumps, repr])
+@pytest.mark.parametrize("keys", [("role", "content"), ("from", "value")])
+def test_messages_that_are_text_are_refused_and_not_trained_as_text(
+    qwen: Path, write: Any, keys: tuple[str, str]
+) -> None:
+    def turn(who: str, text: str) -> str:
+        return write([dict(zip(keys, (who, text), strict=True))])
+
+    human, model = ("human", "gpt") if keys[0] == "from" else ("user", "assistant")
+    prompt, answer = turn(human, "2 + 2?"), turn(model, "4")
+    refused = {
+        "prompt": [{"prompt": prompt, "answer": "4"}, {"prompt": prompt, "chosen": "4", "rejected": "5"}],
+        "chosen": [{"prompt": "2 + 2?", "chosen": answer, "rejected": answer}],
+        "completion": [{"prompt": "2 + 2?", "completion": answer}],
+    }
+    for column, rows in refused.items():
+        for row in rows:
+            with pytest.raises(UserError, match=f"the texts of column '{column}' are lists of messages"):
+                Prompts.from_rows([row], qwen)
+    told = Prompts.from_rows([{"prompt": prompt}], qwen, prompt="prompt")
+    assert prompt in told.table["prompt"][0].as_py()
+    assert len(Prompts.from_rows([{"prompt": prompt}, {"prompt": "[1, 2]"}], qwen)) == 2

@@ -108,6 +108,8 @@ def test_one_text_is_a_value_and_an_empty_one_is_refused():
     assert Sampling(stop="</answer>").stop == ("</answer>",)  # pyright: ignore[reportArgumentType]
     assert Sampling(stop=["a", "b"]).stop == ("a", "b")  # pyright: ignore[reportArgumentType]
     assert Sampling(stop=("a",)).writes == Sampling().writes, "the distribution is whole"
+    with pytest.raises(UserError, match=r"stop has the lone surrogate '\\ud800'"):
+        Sampling(stop=("a", "\ud800"))
     with pytest.raises(UserError, match="stop has an empty text"):
         Sampling(stop=("a", ""))
 
