@@ -204,9 +204,8 @@ def check_resumes(spec: RunSpec, handles: Mapping[str, Handle], point: ResumePoi
 def changed_settings(spec: RunSpec, point: ResumePoint, rule: Rule) -> list[str]:
     """Settings under a rule that have changed since the checkpoint was written."""
     settings, rules = spec.recorded
-    if not point.with_rows:
-        rules = {**rules, **dict.fromkeys(ORDER_OF_DATA, "reported")}
-    return changes(point.state.settings, settings, rules, rule)
+    alone: dict[str, Rule] = {} if point.with_rows else dict.fromkeys(ORDER_OF_DATA, "reported")
+    return changes(point.state.settings, settings, {**rules, **alone}, rule)
 
 
 def at_place_in_data(spec: RunSpec, point: ResumePoint | None) -> ResumePoint | None:
