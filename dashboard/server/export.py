@@ -121,7 +121,9 @@ def _curves_of(cards: list[dict[str, Any]]) -> list[str]:
     found: dict[str, None] = {}
     for card in cards:
         bands = [name for pair in card["bands"].values() for name in pair]
-        found |= dict.fromkeys(name for name in (*card["names"], card["spread"], card["beside"], *bands) if name)
+        found |= dict.fromkeys(
+            name for name in (*card["names"], card["spread"], card["beside"], *card["lost"], *bands) if name
+        )
     return list(found)
 
 

@@ -117,7 +117,9 @@ def test_a_log_that_two_drivers_appended_to_is_refuted_with_the_place_where_they
     log = tmp_path / "run" / "ledger.log"
     log.write_bytes(log.read_bytes() + (tmp_path / "other").read_bytes()[place.offset :])
     (violation,) = map(str, check_log(tmp_path / "run").violations)
-    assert f"it goes on from byte {place.offset}: two processes appended to this log at the same time" in violation
+    assert (
+        f"the log continues from byte {place.offset}: two processes appended to this log at the same time" in violation
+    )
 
 
 def test_a_folder_without_a_log_is_the_users_mistake(tmp_path: Path):

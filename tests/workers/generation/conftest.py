@@ -21,6 +21,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_worker(folder: Path, inspects_models_here: None) -> Iterator[RolloutWorker]:
+    """The engine of the session. Another engine of this process that closes ends vLLM's process groups for both, so the modules that
+    use this one sort before those that start their own."""
     worker = RolloutWorker(RolloutConfig(model=folder, engine="vllm", max_num_seqs=64, kv_cache_gib=0.05))
     yield worker
     worker.close()

@@ -78,6 +78,7 @@ def test_min_tokens_and_ignore_stop_hold_for_stop_strings(engine: GenerationEngi
     assert {len(response.token_ids) for response in on} == {12}
 
 
+@pytest.mark.vllm
 def test_responses_that_stop_leave_the_engine_idle(vllm_worker: RolloutWorker, with_tokenizer: Path):
     engine: Any = vllm_worker.engine
     responses_of(engine, Sampling(max_tokens=24, stop=STOPS))
