@@ -53,7 +53,13 @@ def beside_the_main_thread(work: Callable[[], Any]) -> Any:
 
 
 def on_the_main_thread(work: Callable[[], Any]) -> Any:
-    return work()
+    """As under Local. A browser that tests of this process drive leaves its event loop running on this thread."""
+    loop = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        return work()
+    finally:
+        asyncio._set_running_loop(loop)
 
 
 THREADS = pytest.mark.parametrize("run", [on_the_main_thread, beside_the_main_thread])
