@@ -187,8 +187,8 @@ def test_deadlines_hold_after_a_function_has_used_the_alarm(model: Path) -> None
 
     before = signal.getsignal(signal.SIGALRM)
     started = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"hangs took longer than 0\.2 s") as caught:
-        rewards(hangs, model, deadline_s=0.2)  # waited out: the other samples return at once
+    with pytest.raises(TimeoutError, match=r"hangs took longer than 3 s") as caught:
+        rewards(hangs, model, deadline_s=3)  # waited out: the other samples return at once
     assert time.monotonic() - started < 300 and caught.value.sample_ids == (8,)  # pyright: ignore[reportAttributeAccessIssue]
     assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
