@@ -88,10 +88,57 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(rf"(?<![\w-]){_ASSIGNED}", re.IGNORECASE), r"\g<name>\g<sign>[hidden]"),
 )
 """What looks like a secret -> how it is shown."""
-_SUSPICIOUS = re.compile(
-    rf"@|BEGIN|bearer|authorization|[?&]|passw|pwd|passphrase|secret|key|signature|credential|token|{_KEY_FORMATS}",
-    re.IGNORECASE,
+_SUSPICIOUS = (
+    *(
+        "@",
+        "?",
+        "&",
+        "begin",
+        "bearer",
+        "authorization",
+        "pass",
+        "pwd",
+        "secret",
+        "key",
+        "signature",
+        "credential",
+        "token",
+    ),
+    *(
+        "sk-",
+        "hf_",
+        "ghp_",
+        "gho_",
+        "ghu_",
+        "ghs_",
+        "ghr_",
+        "github_pat_",
+        "glpat-",
+        "xox",
+        "akia",
+        "asia",
+        "aiza",
+        "ya29.",
+    ),
+    *(
+        "eyj",
+        "k_live_",
+        "k_test_",
+        "r8_",
+        "r8-",
+        "npm_",
+        "npm-",
+        "gsk_",
+        "gsk-",
+        "nvapi",
+        "tgp_",
+        "tgp-",
+        "lsv2",
+        "pypi-",
+    ),
+    *("sg.", "dapi"),
 )
+"""Lower-case texts, one of which is in every secret that the patterns find. Searching for them is a hundred times as fast."""
 
 
 def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
@@ -112,7 +159,8 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
     for value in sorted(values, key=len, reverse=True):  # one may be part of another
         for written in (value, quote(value, safe="")):
             text = text.replace(written, f"[value of {values[value]}]")
-    if _SUSPICIOUS.search(text):
+    lowered = text.lower()
+    if any(sign in lowered for sign in _SUSPICIOUS):
         for pattern, shown in _PATTERNS:
             text = pattern.sub(lambda found, shown=shown: found[0] if VIEW in found[0] else found.expand(shown), text)
     return text

@@ -38,7 +38,14 @@ DATA_PARSERS = {
 COMMANDS_OF_OTHERS = {"cd", "export", "git", "ray", "source"}
 """There is nothing of ours to check in them."""
 
-every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+LONG = {"algorithms.md", "buffer.md", "pipelines.md", "preferences.md", "watching.md"}
+"""Pages whose code takes seconds."""
+
+every_document = pytest.mark.parametrize(
+    "document",
+    [pytest.param(path, marks=pytest.mark.thorough) if path.name in LONG else path for path in DOCUMENTS],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 
 
 class Block(NamedTuple):

@@ -361,6 +361,7 @@ def test_slow():
     assert short_waits(source) == [3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.thorough
 def test_no_quick_test_depends_on_less_than_ten_seconds_of_wall_clock_time():
     files = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if file.name not in OWN_CLOCK]
     wrong = [f"{file.relative_to(ROOT)}:{line}" for file in files for line in short_waits(file.read_text())]

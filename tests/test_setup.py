@@ -68,6 +68,7 @@ def setup(tmp_path: Path) -> Setup:
     return Setup(tmp_path)
 
 
+@pytest.mark.thorough
 def test_setup_asks_the_index_of_pytorch_where_pip_has_no_cpu_build(setup: Setup, tmp_path: Path):
     done = setup.make(make_index(tmp_path / "pytorch", TORCH))
     assert done.returncode == 0, done.stdout
@@ -75,6 +76,7 @@ def test_setup_asks_the_index_of_pytorch_where_pip_has_no_cpu_build(setup: Setup
     assert f"does not find {TORCH}" in done.stdout and "ERROR" not in done.stdout
 
 
+@pytest.mark.thorough
 def test_setup_leaves_the_index_of_pytorch_alone_where_pip_has_the_build(setup: Setup, tmp_path: Path):
     make_wheel(tmp_path / "wheels", TORCH)
     done = setup.make("file:///nowhere", PIP_FIND_LINKS=str(tmp_path / "wheels"))
@@ -83,6 +85,7 @@ def test_setup_leaves_the_index_of_pytorch_alone_where_pip_has_the_build(setup: 
     assert "nowhere" not in done.stdout
 
 
+@pytest.mark.thorough
 def test_setup_says_what_to_do_where_neither_has_the_build_and_installs_nothing_else(setup: Setup, tmp_path: Path):
     empty = make_index(tmp_path / "empty")
     done = setup.make(empty)
@@ -94,6 +97,7 @@ def test_setup_says_what_to_do_where_neither_has_the_build_and_installs_nothing_
     assert not (setup.environment / ".requirements-installed").exists()
 
 
+@pytest.mark.thorough
 def test_setup_does_not_try_again_where_pip_fails_for_another_reason(setup: Setup, tmp_path: Path):
     make_wheel(tmp_path / "wheels", TORCH).write_bytes(b"this is no wheel")
     done = setup.make(make_index(tmp_path / "pytorch", TORCH), PIP_FIND_LINKS=str(tmp_path / "wheels"))

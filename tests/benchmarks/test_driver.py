@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 
+@pytest.mark.thorough
 def test_a_row_costs_the_driver_some_time_beside_that_of_the_simulator(load: Any, monkeypatch: pytest.MonkeyPatch):
     row_cost, workload = load("driver/row_cost"), load("driver/workload")
     monkeypatch.setattr(row_cost, "ANSWERED", 1)

@@ -93,6 +93,7 @@ def test_a_plan_is_written_for_a_person(folder: Path):
     assert any(line.startswith("  together ") and "host memory" in line for line in lines)
 
 
+@pytest.mark.thorough
 def test_a_machine_with_gpus_is_planned_for_without_one(folder: Path):
     script = folder / "train.py"
     placed = "placement={n: weft.Place(weft.ResourcePool('gpus', gpus=8), ranks=8) for n in ('rollout', 'actor')}"
@@ -135,6 +136,7 @@ def test_a_script_that_writes_before_its_driver_is_told_where(folder: Path):
     assert not (folder / "made").exists()
 
 
+@pytest.mark.thorough
 def test_what_a_run_would_refuse_a_plan_refuses(folder: Path):
     done = plan(folder, "train.py", "--steps", "0")
     assert done.returncode == 2 and "Synchronous.steps: input should be greater than or equal to 1" in done.stderr

@@ -1,4 +1,4 @@
-"""What the user got wrong ends with exit code 2 and its place, in under two seconds, before torch or Ray is loaded."""
+"""What the user got wrong ends with exit code 2 and its place, before torch or Ray is loaded."""
 
 import json
 import re
@@ -26,8 +26,6 @@ class Told(NamedTuple):
     said: str
     imported: list[str]
     """Heavy modules that were imported by then."""
-    seconds: float
-    """Of the processor."""
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +56,11 @@ def test_there_are_forty_of_them_at_least():
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_ends_with_exit_code_2_and_its_place(told: dict[str, Told], mistake: str):
-    code, said, imported, seconds = told[mistake]
+    code, said, imported = told[mistake]
     words = " ".join(said.replace("│", " ").split())  # what tyro says stands in a frame
     assert code == 2, said
     assert all(part in words for part in MISTAKES[mistake].says), said
     assert "Traceback" not in said and imported == [], "known without them, so told at once"
-    assert seconds < 2
 
 
 @pytest.mark.parametrize("mistake", [*IN_THE_SCRIPT, *OF_SAMPLES])

@@ -35,6 +35,7 @@ def test_a_check_that_fails_or_crashes_stops_no_other(capsys: pytest.CaptureFixt
     assert "skipped skips" in table and "supports: a claim (docs/gpu.md)" in table
 
 
+@pytest.mark.thorough
 def test_a_check_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DOCTORED", str(tmp_path / "child"))
     for deadline_s in (3, 12, 60):  # the first that is long enough for the check to have begun

@@ -1,7 +1,6 @@
 """What the doctor sees without starting anything: each mistake of a machine is found, with what to do about it."""
 
 import resource
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,8 @@ def bad(findings: Iterable[Finding]) -> dict[str, tuple[str, str]]:
     return {finding.name: (finding.outcome, finding.found) for finding in wrong}
 
 
-def test_this_machine_is_looked_at_in_well_under_two_seconds(tmp_path: Path):
-    begun = time.process_time()
+def test_this_machine_is_looked_at(tmp_path: Path):
     found = look(tmp_path / "runs")
-    assert time.process_time() - begun < 2
     assert {f.about for f in found} == {"packages", "room", "limits", "network", "GPUs", "environment"}
     assert not [f for f in found if f.about == "packages" and f.outcome == "fail"], "the tests' own environment fits"
     assert {f.name for f in found} >= {"weft", "torch", "ray", "memory", "/dev/shm", "loopback", "OMP_NUM_THREADS"}

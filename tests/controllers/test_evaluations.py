@@ -192,6 +192,7 @@ def test_each_evaluated_step_has_a_checkpoint_of_which_the_best_is_kept(tmp_path
     assert steps == [4, 9], "the best, though nothing but its evaluation asked for it, and the last"
 
 
+@pytest.mark.thorough
 def test_a_run_that_fails_beside_an_evaluation_goes_on_as_if_it_had_not(tmp_path: Path):
     expected = judged(tmp_path / "whole", checkpoint=CheckpointConfig(every=1))
     Learner.fails_at = 5  # beside the evaluation of step 4

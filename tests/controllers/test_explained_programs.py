@@ -281,6 +281,7 @@ def made(scale):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", SCRIPTS)
 def test_a_program_has_what_its_rewards_need(case: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "lib").mkdir()

@@ -122,6 +122,7 @@ def test_signal_in_the_second_step_is_enough(tmp_path: Path):
     assert len(run(tmp_path, Synchronous(steps=4, prompts_per_step=3), equal_for=1)) == 5
 
 
+@pytest.mark.thorough
 def test_a_run_that_went_on_without_being_mended_is_ended_again(tmp_path: Path):
     schedule, saving = Synchronous(steps=20, prompts_per_step=3), CheckpointConfig(every=10)
     for steps in ("2", "3"):

@@ -61,6 +61,7 @@ def test_each_row_gets_its_columns(tmp_path: Path, rows_per_step: int):
     assert [p.name for p in tmp_path.iterdir()] == ["made"], "the files in between are gone"
 
 
+@pytest.mark.thorough
 @pytest.mark.ray
 def test_ranks_share_the_rows_and_each_gets_its_columns(tmp_path: Path, cluster: None):
     two = {"functions": Place(ResourcePool("functions", cpus=2), ranks=2)}

@@ -89,6 +89,7 @@ def test_parts_of_an_update_can_have_a_least_size(tmp_path: Path):
     assert all(size >= 3 for size, (_, last) in zip(sizes, parts, strict=True) if not last) and sum(sizes) == 18
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("partial_rollouts", ["continue", "finish", "requeue"])
 @settings(max_examples=6, deadline=None)
 @given(staleness=st.integers(1, 3), size=st.integers(1, 5), slowest=st.integers(1, 60), seed=st.integers(0, 99))

@@ -113,7 +113,10 @@ def test_the_program_of_each_method_has_its_graph_with_its_settings(
     assert {name: settings[name] for name in chosen.settings} == dict(chosen.settings)
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "grpo", "remax", "ppo"])
+@pytest.mark.parametrize(
+    "method",
+    ["grpo", "dpo", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("sft", "kto", "remax", "ppo"))],
+)
 def test_columns_of_a_file_do_not_change_training_whatever_their_names(method: str, even: Any, tmp_path: Path):
     """A file may have a column for every name that Weft has for something: its values train nothing."""
     own = {str(c) for c in (IMAGES, *IDENTITY)} | {
@@ -289,6 +292,7 @@ def test_a_run_that_makes_checkpoints_goes_on(even: Any, tmp_path: Path, capsys:
     assert [row["step"] for row in weft.train("model", "prompts.jsonl", even, steps=2, **kept)] == [0, 1, 2]
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_with_the_rows_and_the_adapter_that_it_had(
     even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -328,7 +332,9 @@ def test_a_run_goes_on_with_the_rows_and_the_adapter_that_it_had(
         run(3, alpha=64, resume="weights")
 
 
-@pytest.mark.parametrize("number", [3, 16, 40])
+@pytest.mark.parametrize(
+    "number", [pytest.param(3, marks=pytest.mark.thorough), 16, pytest.param(40, marks=pytest.mark.thorough)]
+)
 def test_weights_alone_go_on_with_other_rows_from_the_first_one(
     even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
 ):
@@ -411,6 +417,7 @@ def test_groups_with_a_model_share_the_nodes_of_a_cluster():
     assert {name: place.ranks for name, place in without_gpus.run["placement"].items()} == {"actor": 2}
 
 
+@pytest.mark.thorough
 @pytest.mark.ray
 def test_a_run_in_a_job_uses_the_cluster_of_the_job(
     even: Any, folder: Path, tmp_path: Path, ray_address: str, monkeypatch: pytest.MonkeyPatch

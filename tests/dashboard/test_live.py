@@ -25,6 +25,7 @@ def until(condition, what: str, seconds: float = 20.0):
     return found
 
 
+@pytest.mark.thorough
 def test_a_live_run_is_followed_stopped_and_asked_where_it_stands(tmp_path: Path):
     run = recorded_runs.Live(tmp_path / "runs", "live", every=1000)
     client = client_of(tmp_path / "runs")

@@ -1,6 +1,5 @@
 """The timeline: idle time and shares by hand, windows of steps, and pictures of few and of many calls."""
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -153,20 +152,20 @@ def test_a_picture_of_few_calls_has_a_bar_for_each(tmp_path: Path):
     assert pixels(path, COLOURS[3]) == 0
 
 
-def test_a_picture_of_many_calls_is_quick_and_shows_the_pause(tmp_path: Path):
+def test_a_picture_of_many_calls_shows_the_pause(tmp_path: Path):
     timeline = window(many(10_000))
     assert timeline.lanes[0].longest_gap is not None and timeline.lanes[0].longest_gap.seconds > 19
-    started = time.process_time()
     path = draw_timeline(timeline, tmp_path / "many.png", "run")
-    assert time.process_time() - started < 20, "1 s on an idle machine"
     assert all(pixels(path, colour) > 0.005 for colour in COLOURS[:3])
 
 
+@pytest.mark.thorough
 def test_a_picture_has_room_for_many_groups_and_nodes(tmp_path: Path):
     path = draw_timeline(window(many(300, groups=20, nodes=15)), tmp_path / "wide.png", "run")
     assert all(pixels(path, colour) > 0 for colour in COLOURS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "calls",
     [[call(0, "a", "n", 1, 1)], [call(0, "a", "n", 0, 0)], [call(3, "a", "n", 0, 1e-9)], many(2000, groups=1, nodes=1)],

@@ -24,6 +24,7 @@ def check(said: str, run: Path) -> None:
     assert (run / "curve.png").exists() and (run / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.thorough
 def test_the_example_runs_with_a_reference_that_is_computed_beforehand(root: Path):
     said = run("dpo_preferences.py", "rpo", "--method", "rpo", root=root)
     check(said, root / "rpo")

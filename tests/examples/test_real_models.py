@@ -34,6 +34,7 @@ def test_grpo_learns_from_problems_of_a_file(tmp_path: Path):
     assert (tmp_path / "tiny" / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("example", ["ppo_gsm8k.py", "dpo_pairs.py"])
 def test_ppo_and_dpo_take_a_model_and_data_in_the_same_way(made: Path, example: str):
     name = Path(example).stem

@@ -28,6 +28,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [untimed(row) for row in pq.read_table(run / "metrics.parquet").to_pylist()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("engine", "steps"),
     [

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 from small import run, summary
 
 
+@pytest.mark.thorough
 def test_the_example_runs_in_one_process(tmp_path: Path):
     said = run("sft_then_dpo.py", "first", root=tmp_path)
     found, task = summary(said), tmp_path / "sft_then_dpo-0-small"

@@ -151,6 +151,7 @@ def test_memory_in_the_place_of_another_is_told_from_it_and_the_other_is_let_go(
     assert len(mapped_memory._maps) <= before + 1
 
 
+@pytest.mark.thorough
 def test_threads_that_map_at_once_have_one_mapping_each_and_let_go_what_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -229,6 +230,7 @@ def test_places_are_found_while_another_thread_makes_memory(
     assert len(shared_memory._starts) == 2
 
 
+@pytest.mark.thorough
 def test_memory_without_room_says_so_and_is_freed_with_its_tensors() -> None:
     memory = SharedMemory(64)
     tensor = memory.empty((16,), torch.float32)

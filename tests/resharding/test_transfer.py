@@ -232,6 +232,7 @@ def receiving_plan(incoming: receiving.IncomingWeights, like: Tensors):
     return ReshardPlan(incoming.layout, Layout.of_ranks([RankLayout(Where(), held)]))
 
 
+@pytest.mark.thorough
 def test_who_comes_in_the_middle_waits_for_longer_than_its_patience_while_others_get_on(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def generate(engine: VllmEngine, prompt: list[int], tokens: int = 12) -> Any:
     return engine.generate([request], Sampling(max_tokens=tokens, ignore_stop=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.vllm
 def test_vllm_serves_each_version_of_an_adapter_and_never_two_at_once(folder: Path, publisher: WeightPublisher):
     settings = VllmSettings(max_num_seqs=8, kv_cache_gib=0.05, prefix_caching=True)

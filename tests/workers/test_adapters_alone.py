@@ -174,6 +174,7 @@ def even_tokens(samples: Batch) -> Batch:
     return samples.with_columns(reward=[np.mean(np.array(ids) % 2 == 0) for ids in samples["response_ids"].to_pylist()])
 
 
+@pytest.mark.thorough
 def test_a_run_in_bfloat16_sends_adapters_and_goes_on_from_its_checkpoint(tiny_model: Path, tmp_path: Path):
     prompts = weft.TableSource("prompts", pa.table({"prompt_ids": [[5, 6, 7], [8, 9], [10, 11], [12, 13, 14]]}))
     gaps: list[float] = []

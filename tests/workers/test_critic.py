@@ -109,6 +109,7 @@ SPLITS = {
 IN_EVERY_TEST_RUN = ("two ranks, one without rows", "tensor parallel")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "split", [pytest.param(name, marks=() if name in IN_EVERY_TEST_RUN else pytest.mark.slow) for name in SPLITS]
 )

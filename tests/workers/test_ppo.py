@@ -115,6 +115,7 @@ def test_it_runs_under_other_schedules_with_the_divergence_in_the_loss(model: Pa
     assert metrics[-1]["actor/kl"] > 0 and metrics[-1]["critic/loss"] >= 0
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_from_a_checkpoint_of_actor_critic_and_coefficient(model: Path, tmp_path: Path):
     def graph() -> Graph:
         steered = AdaptiveCoefficient(value=0.1, target=0.05, horizon=100)
@@ -131,6 +132,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_actor_critic_and_coefficient(model: 
         assert resumed[-1][name] == pytest.approx(whole[-1][name], rel=1e-5, abs=1e-7), name
 
 
+@pytest.mark.thorough
 def test_a_trained_reward_model_is_the_reward_of_ppo(model: Path, tmp_path: Path):
     rng = np.random.default_rng(1)
     columns = {

@@ -204,6 +204,7 @@ def test_a_run_trains_on_rows_with_images(seeing: Path, tmp_path: Path):
     assert len(saved.read(np.array([IMAGE], np.int32), [picture(0, 16, 16)]).ids) == 4
 
 
+@pytest.mark.thorough
 def test_ranks_with_and_without_images_take_one_step_together(seeing: Path, tmp_path: Path):
     """The vision tower has no gradient on a rank whose rows have no images, and FSDP would wait for it."""
     expected, _ = one_step(actor(seeing), ROWS)

@@ -57,6 +57,7 @@ def test_somebody_who_listens_but_is_no_cluster_is_not_waited_for():
         assert time.monotonic() - started < 30, "6 s after Ray is imported"
 
 
+@pytest.mark.thorough
 @pytest.mark.ray
 def test_a_cluster_names_the_token_that_it_misses_and_what_no_node_of_it_has(
     ray_address: str, monkeypatch: pytest.MonkeyPatch

@@ -234,6 +234,7 @@ def rows(file: Path) -> list[dict[str, Any]]:
     return sorted(kept, key=lambda row: (row["group_id"], row["response_ids"]))
 
 
+@pytest.mark.thorough
 def test_the_drivers_bytes_do_not_grow_with_the_batch(under_ray: Done, tmp_path: Path):
     short = under_ray
     with whole_run(tmp_path, "long", Weighing(), length=100_000) as long:
@@ -352,6 +353,7 @@ def test_a_rank_without_rows_takes_part_all_the_same(tmp_path: Path):
     assert sorted(map(len, (ranks[0] for ranks in seen))) == [0, 1, 1] and [len(ranks) for ranks in seen] == [2, 2, 2]
 
 
+@pytest.mark.thorough
 def test_a_placement_as_large_as_the_cluster_runs(tmp_path: Path):
     import ray
 
@@ -416,6 +418,7 @@ class Stuck(ToyReward):
         return super().score(samples)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_hangs_is_named_with_its_node_its_rows_and_where_it_stands(tmp_path: Path):
     made = {**handles(), "reward": group(Stuck, name="reward")}
     backend = RayAhead((tmp_path / "stuck" / "hangs").exists)
@@ -476,6 +479,7 @@ class Asking(RayBackend):
         return answer
 
 
+@pytest.mark.thorough
 def test_a_worker_that_fetches_a_model_may_take_longer_than_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ray_backend, "ADVANCED_TIMEOUT_S", 60.0)
     made = {"rollout": group(ToyRollout), "reward": group(Fetching), "actor": group(ToyActor)}

@@ -165,6 +165,7 @@ def test_in_another_thread_python_code_is_interrupted(clock: Clock):
     assert ended == ["silent"]
 
 
+@pytest.mark.thorough
 def test_a_process_that_hangs_outside_of_python_ends_and_says_where():
     code, said = forked_hang.hang_holding_the_interpreter()
     assert code == 1 and "Timeout (" in said and "hang_holding_the_interpreter" in said

@@ -117,6 +117,7 @@ def test_a_run_in_one_process_listens_nowhere(tmp_path: Path):
             assert own() == before
 
 
+@pytest.mark.thorough
 @pytest.mark.ray
 @pytest.mark.parametrize(
     ("ending", "code"),

@@ -320,6 +320,7 @@ def test_a_run_outside_of_launch_heeds_signals_as_well(
     assert [alert.name for alert in read_alerts(tmp_path / "run")] == ["ended_early"]
 
 
+@pytest.mark.thorough
 def test_sigterm_has_a_run_save_itself_and_leave_with_0(tmp_path: Path):
     process = begun(tmp_path)
     wait_for_steps(process, tmp_path)
@@ -333,6 +334,7 @@ def test_sigterm_has_a_run_save_itself_and_leave_with_0(tmp_path: Path):
     assert f"goes on after step {step}" in again and f"step {step + 2}/{step + 2}" in again, again
 
 
+@pytest.mark.thorough
 @pytest.mark.ray
 def test_a_driver_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path):
     process = begun(tmp_path, "--backend", "ray")

@@ -178,6 +178,7 @@ def test_a_rank_that_leaves_costs_its_leased_rows_and_may_join_again(
     assert "replaced_workers" not in driver.directory.metrics[-1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", [Synchronous, Asynchronous])
 def test_ranks_may_come_and_go_at_any_moment_of_a_step_and_of_a_weight_sync(tmp_path: Path, schedule: Any):
     """A step takes some ten seconds, a sync 0.75 of them: rank 1 goes and comes, and rank 2 does so as soon as it is up."""

@@ -26,7 +26,13 @@ def one_update_a_step(run: Path, groups: tuple[str, ...] = ("actor",)) -> None:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(30), pytest.param(range(30, 400), marks=pytest.mark.slow)], ids=["few", "many"]
+    "seeds",
+    [
+        range(2),
+        pytest.param(range(2, 30), marks=pytest.mark.thorough),
+        pytest.param(range(30, 400), marks=pytest.mark.slow),
+    ],
+    ids=["two", "few", "many"],
 )
 def test_runs_killed_at_random_moments_end_with_one_update_in_each_step(seeds: range, tmp_path: Path):
     for seed in seeds:
@@ -46,7 +52,14 @@ def filtered_ppo(prompts: Any, *, rollout: Any, reward: Any, critic: Any, actor:
     return critic.update(samples), actor.update(samples)
 
 
-@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 200), marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(6), marks=pytest.mark.thorough),
+        pytest.param(range(6, 200), marks=pytest.mark.slow),
+    ],
+    ids=["few", "many"],
+)
 def test_short_steps_of_killed_runs_are_one_update(
     seeds: Sequence[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

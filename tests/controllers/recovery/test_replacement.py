@@ -151,6 +151,7 @@ def test_a_reward_that_dies(tmp_path: Path):
     run(tmp_path, ASYNCHRONOUS, {}, {"dies_at": 3})
 
 
+@pytest.mark.thorough
 def test_deaths_at_the_same_sample_end_the_run_and_name_it(tmp_path: Path):
     with pytest.raises(
         WorkerError,
@@ -213,6 +214,7 @@ class FrailActor(MortalActor):
         return SavingActor.publish_weights(self, version, receivers)
 
 
+@pytest.mark.thorough
 def test_a_run_with_checkpoints_goes_on_when_its_actor_dies_and_when_it_hangs(tmp_path: Path):
     every = CheckpointConfig(every=1)
     with mortal(tmp_path, ASYNCHRONOUS, FrailActor, checkpoint=every) as driver:
@@ -300,6 +302,7 @@ def scored(
     return metrics
 
 
+@pytest.mark.thorough
 def test_a_reward_that_hangs_is_ended_and_its_sample_is_asked_again(tmp_path: Path, words: Path):
     backend = RayAhead((tmp_path / "failures" / "0").exists)
     metrics = scored(tmp_path, words, "hangs", 1, backend, deadline_s=600)

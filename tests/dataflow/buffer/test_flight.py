@@ -421,6 +421,7 @@ server.wait()
 # Two hosts, as far as one machine can be two
 
 
+@pytest.mark.thorough
 def test_a_consumer_in_another_network_reads_over_the_wire(tmp_path):
     if os.geteuid() or shutil.which("ip") is None:
         pytest.skip("network namespaces take root and `ip`")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tiny_tokenizers import BLUE, USER, jsonl, text_of
 
 from weft.dataflow.prompts.prompts import Prompts
@@ -106,6 +107,7 @@ def test_boundaries_roles_and_odd_rows_are_printed(qwen: Path) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_what_is_printed_is_short_and_plain_whatever_the_rows_hold(qwen: Path) -> None:
     turns = [{"role": ("user", "assistant")[k % 2], "content": "x\x1b[2J\u202e" * 5_000} for k in range(100)]
     row = {

@@ -124,6 +124,7 @@ def largest_gap(engine: VllmEngine, folder: Path, tensors: dict[str, np.ndarray]
     return gap
 
 
+@pytest.mark.thorough
 @pytest.mark.vllm
 @pytest.mark.parametrize("backend", ["nccl", "memfd"])
 def test_version_after_version_arrives_by_a_backend_of_vllms(

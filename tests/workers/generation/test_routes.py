@@ -79,6 +79,7 @@ def chosen_alone(model: Any, prompt: list[int], response: Response) -> torch.Ten
     return torch.stack(seen, 1).sort(-1).values
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_routes_are_those_of_each_row_alone_under_the_weights_that_it_was_sampled_with(
     kind: str, experts: None, model: Any, folder: Path

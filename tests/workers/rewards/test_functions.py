@@ -183,8 +183,8 @@ def test_an_asynchronous_call_past_its_deadline_is_cancelled_and_blamed(model: P
                 raise
         return 1.0
 
-    made = worker(slow, model, deadline_s=0.2)  # waited out: the others return at once
-    with pytest.raises(TimeoutError, match=r"slow took longer than 0\.2 s") as caught:
+    made = worker(slow, model, deadline_s=3)  # waited out: the others return at once
+    with pytest.raises(TimeoutError, match=r"slow took longer than 3 s") as caught:
         list(made.score(many(3)))
     assert cancelled == [1] and caught.value.sample_ids == (1,)  # pyright: ignore[reportAttributeAccessIssue]
     made.close()

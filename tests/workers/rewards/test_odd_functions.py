@@ -178,6 +178,7 @@ def test_an_asynchronous_function_that_sets_handlers_is_told_to_be_a_plain_one(m
         rewards(later, model)
 
 
+@pytest.mark.thorough
 def test_deadlines_hold_after_a_function_has_used_the_alarm(model: Path) -> None:
     def hangs(response: str) -> float:
         swallows(response)

@@ -248,6 +248,7 @@ every_layout = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.thorough
 @every_layout
 def test_all_ranks_skip_together_and_each_replica_keeps_its_rows(
     tiny_model: Path, rows: Batch, tmp_path: Path, layout: str
@@ -297,6 +298,7 @@ def mistaken(prompts, *, rollout, actor):
     return actor.update(group_advantages(samples, estimator=group_centred))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", [weft.Synchronous, weft.Pipelined])
 def test_a_run_whose_steps_are_bad_ends_and_says_where_the_rows_are(tiny_model: Path, tmp_path: Path, schedule: Any):
     bases = [1.0, 2.0, 1.0, 1.0, 1.0, 0.0, 0.0, 3.0, 1.0, 0.0, 1.0, 1.0]  # two prompts a step: 3, 4 and 5 are bad

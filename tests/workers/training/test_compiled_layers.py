@@ -58,6 +58,7 @@ def check(model: Path, **settings: Any) -> None:
     assert 0 < counters["stats"]["unique_graphs"] <= 4
 
 
+@pytest.mark.thorough
 def test_gradients_are_the_same_and_nothing_is_compiled_anew(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiled_layers, "_BACKEND", "eager")  # the same graphs, without the time to compile them
     check(tiny_model)

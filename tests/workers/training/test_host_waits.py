@@ -170,6 +170,7 @@ class Together(Stretches):
         self.group, self.ranks, self.rank = None, 2, 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["Qwen3", "Mixtral"])
 def test_ranks_that_share_tokens_do_not_wait(name: str, monkeypatch: pytest.MonkeyPatch):
     def all_gather(come: list[torch.Tensor], sent: torch.Tensor, group: Any) -> None:

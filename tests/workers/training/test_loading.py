@@ -72,6 +72,7 @@ def run_ranks(folder: Path, ranks: int, tensor_parallel: int) -> None:
     run_processes(loading_ranks.main, folder, ranks)
 
 
+@pytest.mark.thorough
 def test_each_of_two_ranks_reads_what_it_holds_and_no_more(tmp_path: Path):
     run_ranks(tmp_path, 2, 1)
 

@@ -374,6 +374,7 @@ def run_ranks(folder: Path, model: Path, rows: Batch, ranks: int, config: dict[s
     return torch.load(folder / "results.pt")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "split", [pytest.param(name, marks=() if name in IN_EVERY_TEST_RUN else pytest.mark.slow) for name in SPLITS]
 )

@@ -222,6 +222,7 @@ def test_the_gradient_of_a_balance_is_that_of_its_formula():
     torch.testing.assert_close(balance_gradient(logits.detach(), counts, Balance(2.5, frequencies)), logits.grad)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "settings", [{}, {"tensor_parallel": 2}, {"sequence_parallel": 2}], ids=["data", "tensor", "sequence"]
 )

@@ -192,6 +192,7 @@ IN_BFLOAT16 = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "split", [pytest.param(name, marks=() if "layer" in name else pytest.mark.slow) for name in IN_BFLOAT16]
 )
@@ -323,6 +324,7 @@ def test_a_token_that_the_model_does_not_have_is_named(tiny_model: Path):
         actor(tiny_model).logprobs(Batch.of(prompt_ids=[[1]], response_ids=[[97]]))
 
 
+@pytest.mark.thorough
 def test_gradients_of_several_ranks_in_bfloat16_are_near_those_in_float32(
     tiny_model: Path, rows: Batch, tmp_path: Path
 ):
