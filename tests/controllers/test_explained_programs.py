@@ -67,11 +67,16 @@ def runs_as_printed(tmp_path: Path, printed: str) -> None:
     assert (tmp_path / "runs" / "run" / "model" / "model.safetensors").exists(), printed
 
 
-QUICK = {"grpo", "ppo", "online_dpo", "dpo", "kto", "sft"}
-"""A method of each graph; the others differ in their settings."""
+QUICK = {"dpo", "sft"}
+THOROUGH = {"grpo", "ppo", "online_dpo", "kto"}
+"""Together a method of each graph; the others differ in their settings."""
 
 
-@pytest.mark.parametrize("method", [pytest.param(m, marks=[] if m in QUICK else pytest.mark.slow) for m in METHODS])
+def marks_of(method: str) -> list[pytest.MarkDecorator]:
+    return [] if method in QUICK else [pytest.mark.thorough if method in THOROUGH else pytest.mark.slow]
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, marks=marks_of(m)) for m in METHODS])
 def test_the_program_of_each_method_runs_as_printed(
     method: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

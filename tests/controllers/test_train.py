@@ -332,9 +332,8 @@ def test_a_run_goes_on_with_the_rows_and_the_adapter_that_it_had(
         run(3, alpha=64, resume="weights")
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(3, marks=pytest.mark.thorough), 16, pytest.param(40, marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [3, 16, 40])
 def test_weights_alone_go_on_with_other_rows_from_the_first_one(
     even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
 ):

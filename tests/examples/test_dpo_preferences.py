@@ -40,6 +40,7 @@ def simpo(root: Path) -> str:
     return run("dpo_preferences.py", "simpo", "--method", "simpo", root=root)
 
 
+@pytest.mark.thorough
 def test_the_example_runs_without_a_reference(simpo: str, root: Path):
     check(simpo, root / "simpo")
     assert "reference_of_pairs" not in simpo

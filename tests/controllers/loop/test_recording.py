@@ -68,7 +68,7 @@ def test_each_row_is_filed_under_the_step_that_trained_it(tmp_path: Path, schedu
     assert {step for _, step in filed(tmp_path / "run", "eval")} == {0, 2, 4, 6, 8, 9}
 
 
-@pytest.mark.parametrize("kill_at", [3, 6, 8])
+@pytest.mark.parametrize("kill_at", [3, *(pytest.param(step, marks=pytest.mark.thorough) for step in (6, 8))])
 @pytest.mark.parametrize("schedule", SCHEDULES[::2], ids=["synchronous", "asynchronous"])
 def test_after_a_kill_and_a_resume_the_samples_hold_each_trained_row_once(
     tmp_path: Path, schedule: Training, kill_at: int

@@ -152,7 +152,10 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-@pytest.mark.parametrize("file", ["run.json", "actor/rank_0.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "file",
+    ["run.json", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("actor/rank_0.json", "manifest.json"))],
+)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     tmp_path: Path, how: str, file: str, capsys: pytest.CaptureFixture[str]
 ):
@@ -418,7 +421,9 @@ def issued(log: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("schedule", [SCHEDULES[0], SCHEDULES[2]], ids=lambda s: type(s).__name__)
-@pytest.mark.parametrize("loss", ["gone", "emptied", "folder"])
+@pytest.mark.parametrize(
+    "loss", ["gone", *(pytest.param(loss, marks=pytest.mark.thorough) for loss in ("emptied", "folder"))]
+)
 def test_a_run_whose_log_is_lost_goes_on_from_weights_and_its_place_in_the_data(
     tmp_path: Path, schedule: Training, loss: str, capsys: pytest.CaptureFixture[str]
 ):

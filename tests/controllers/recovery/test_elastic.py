@@ -191,6 +191,7 @@ def test_ranks_may_come_and_go_at_any_moment_of_a_step_and_of_a_weight_sync(tmp_
         run(tmp_path, Spot(room, startup_s=0.25), schedule=schedule(steps=5, prompts_per_step=6))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("partial_rollouts", ["finish", "requeue"])
 def test_ranks_may_come_and_go_whatever_becomes_of_partial_rollouts(tmp_path: Path, partial_rollouts: Any):
     for number in range(8):

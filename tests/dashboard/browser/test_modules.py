@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from looking import Look
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from wicked import NAME, RAW
 
 from weft.dashboard.server.export import export_run
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.thorough]
 LARGE_RUN = Path(__file__).resolve().parents[3] / "benchmarks" / "dashboard" / "large_run.py"
 RUNS = ("first", "killed", "nothing", "live")
 
@@ -35,7 +35,6 @@ def test_every_page_of_a_run_is_there_and_fits(look, run: str):
         assert window.too_wide() <= 0, f"{page} of {run}"
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("run", ["first", "live"], indirect=True)
 def test_every_page_fits_a_phone_in_the_dark(look, run: str):
     window = look(width=390, dark=True)
@@ -47,7 +46,6 @@ def test_every_page_fits_a_phone_in_the_dark(look, run: str):
         assert window.too_wide() <= 0, f"{page} of {run}"
 
 
-@pytest.mark.thorough
 def test_two_runs_are_laid_over_one_another_and_compared(look):
     window = look()
     main = window.show("curves", run="first", runs="killed", band="1", log="1", x="2~8")
@@ -66,7 +64,6 @@ def altered(folder: Path, name: str, **files: Callable[[Any], Any]) -> str:
     return name
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_graph_of_many_layers_stays_in_its_frame(look, folder: Path, width: int):
     def lengthen(graphs: Any) -> Any:
@@ -85,7 +82,6 @@ def test_a_graph_of_many_layers_stays_in_its_frame(look, folder: Path, width: in
     rmtree(folder / name)
 
 
-@pytest.mark.thorough
 def test_two_runs_with_other_graphs_are_compared_node_by_node(look, folder: Path):
     def change(config: Any) -> Any:
         config["graphs"]["train"] = [line for line in config["graphs"]["train"] if "old_logprobs" not in line]
@@ -99,7 +95,6 @@ def test_two_runs_with_other_graphs_are_compared_node_by_node(look, folder: Path
     rmtree(folder / name)
 
 
-@pytest.mark.thorough
 def test_the_last_alert_of_a_run_is_read_whole_in_the_list(look, folder: Path):
     name = altered(folder, "alerted")
     said = "entropy fell to 0.01 of its first value; raise the temperature or add an entropy term " * 2
@@ -114,7 +109,6 @@ def test_the_last_alert_of_a_run_is_read_whole_in_the_list(look, folder: Path):
     rmtree(folder / name)
 
 
-@pytest.mark.thorough
 def test_a_link_shows_the_same_to_somebody_else(look):
     window = look()
     window.show("samples", run="first")
@@ -148,7 +142,6 @@ def test_text_of_a_model_is_text_on_every_page(look):
     assert window.page.evaluate("window.harmed") is None
 
 
-@pytest.mark.thorough
 def test_an_exported_run_is_looked_at_without_a_server(look, folder: Path, tmp_path: Path):
     export_run(folder / "first", tmp_path / "first.html")
     window = look()
@@ -160,7 +153,6 @@ def test_an_exported_run_is_looked_at_without_a_server(look, folder: Path, tmp_p
         assert main.get_attribute("data-shows") != "problem", main.inner_text()
 
 
-@pytest.mark.thorough
 def test_a_run_that_is_removed_while_it_is_looked_at_is_said_to_be_gone(look, folder: Path):
     copytree(folder / "first", folder / "leaving")
     window = look()

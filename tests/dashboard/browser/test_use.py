@@ -9,7 +9,7 @@ from serving import Serving
 
 from weft.controllers.run_directory import RunDirectory
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.thorough]
 
 WAITS = re.compile(
     r".+: \d+ of \d+ rows to do; (\d+ leased|waits for .+|ready, not claimed|too old, .+; waits for a larger bound)"
@@ -19,7 +19,6 @@ ENDS = re.compile(r"group 288 was never issued; groups 0 to \d+ were|group 288 o
 """A group that waits for nothing."""
 
 
-@pytest.mark.thorough
 def test_everything_is_reached_by_keys_alone(look):
     window = look()
     press = window.page.keyboard.press
@@ -56,7 +55,6 @@ def test_everything_is_reached_by_keys_alone(look):
     window.shown("runs")
 
 
-@pytest.mark.thorough
 def test_what_has_the_focus_is_seen_and_the_tab_key_goes_through_all(look):
     window = look()
     window.show("runs")
@@ -71,7 +69,6 @@ def test_what_has_the_focus_is_seen_and_the_tab_key_goes_through_all(look):
     assert {"A|solid", "BUTTON|solid", "INPUT|solid"} <= {kind.replace("auto", "solid") for kind in seen}
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("dark", [False, True])
 def test_axe_finds_nothing(look, dark: bool):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
@@ -84,7 +81,6 @@ def test_axe_finds_nothing(look, dark: bool):
     assert not found
 
 
-@pytest.mark.thorough
 def test_a_new_step_of_a_live_run_is_on_the_page_at_once_and_nothing_jumps(look, live: str):
     window = look()
     window.show("curves", run=live)
@@ -98,7 +94,6 @@ def test_a_new_step_of_a_live_run_is_on_the_page_at_once_and_nothing_jumps(look,
     assert place > 0 and window.page.evaluate("window.kept.isConnected && scrollY") == place
 
 
-@pytest.mark.thorough
 def test_a_dashboard_that_dies_and_comes_back_is_found_again(look, folder):
     first = Serving(folder)
     with first as address:
@@ -112,7 +107,6 @@ def test_a_dashboard_that_dies_and_comes_back_is_found_again(look, folder):
         window.show("buffer", run="first")
 
 
-@pytest.mark.thorough
 def test_only_a_second_yes_stops_a_run(look, folder, live: str):
     window = look()
     window.show("curves", run=live)
@@ -123,7 +117,6 @@ def test_only_a_second_yes_stops_a_run(look, folder, live: str):
     assert not list((folder / live).glob("*stop*"))
 
 
-@pytest.mark.thorough
 def test_a_mistake_in_a_filter_is_answered_beside_it(look):
     window = look()
     window.forgiven.append("/api/groups")
@@ -135,7 +128,6 @@ def test_a_mistake_in_a_filter_is_answered_beside_it(look):
     window.page.wait_for_selector(".entry")
 
 
-@pytest.mark.thorough
 def test_the_timeline_goes_to_a_step(look):
     window = look()
     window.show("timeline", run="first", t="0~0.1")
@@ -144,7 +136,6 @@ def test_the_timeline_goes_to_a_step(look):
     window.page.get_by_text("Steps 12 to 13").wait_for()
 
 
-@pytest.mark.thorough
 def test_a_zoom_goes_along_from_page_to_page(look):
     window = look()
     window.show("curves", run="first", x="10~14")
@@ -162,7 +153,6 @@ def test_a_zoom_goes_along_from_page_to_page(look):
     window.page.wait_for_function("!location.hash.includes('x=')")
 
 
-@pytest.mark.thorough
 def test_a_conversation_is_shown_as_its_turns_and_what_was_unfolded_stays_so(look, folder):
     run = folder / "talk"
     RunDirectory.create(folder, "talk").close()
@@ -187,7 +177,6 @@ def test_a_conversation_is_shown_as_its_turns_and_what_was_unfolded_stays_so(loo
     assert window.page.get_by_text('"name": "calculator"').is_visible()
 
 
-@pytest.mark.thorough
 def test_a_group_that_was_not_recorded_says_what_it_waits_for(look):
     window = look()
     window.show("samples", run="killed", group="288")  # in flight when it was killed, or not issued yet

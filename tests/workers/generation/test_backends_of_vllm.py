@@ -140,6 +140,7 @@ def test_version_after_version_arrives_by_a_backend_of_vllms(
         assert largest_gap(engine, folder, tensors) < 5e-4
 
 
+@pytest.mark.thorough
 @pytest.mark.vllm
 def test_a_tensor_that_came_otherwise_is_named_and_nothing_is_sampled_before_a_whole_version(
     engine: VllmEngine, trainer: Trainer, folder: Path

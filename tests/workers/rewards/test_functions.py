@@ -171,6 +171,7 @@ def test_calls_begin_no_faster_than_allowed(model: Path):
     assert began == sorted(began) and began[-1] - began[0] >= 3 / 200 * 0.99
 
 
+@pytest.mark.thorough
 def test_an_asynchronous_call_past_its_deadline_is_cancelled_and_blamed(model: Path):
     cancelled: list[int] = []
 

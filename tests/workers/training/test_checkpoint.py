@@ -299,11 +299,13 @@ def two_ranks(
     return folder, results
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("to", ["two", "tensor parallel"])
 def test_one_rank_becomes_several(alone: tuple[Path, Any], two_ranks: tuple[Path, dict[str, Any]], to: str):
     assert difference(two_ranks[1][f"one to {to}"], alone[1]) < 1e-6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("source", "to"), [("float32", "two to tensor parallel"), ("tensor parallel", "tensor parallel to two")]
 )
@@ -311,6 +313,7 @@ def test_ranks_take_other_places(two_ranks: tuple[Path, dict[str, Any]], source:
     assert difference(two_ranks[1][to], two_ranks[1][f"{source}, never stopped"]) < 1e-6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("source", ["float32", "tensor parallel"])
 def test_several_ranks_become_one(
     tiny_model: Path, steps: list[Batch], two_ranks: tuple[Path, dict[str, Any]], source: str
@@ -326,11 +329,13 @@ def test_several_ranks_become_one(
     assert difference(full(worker), two_ranks[1][f"{source}, never stopped"]) < 1e-6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("source", ["float32", "bfloat16", "tensor parallel"])
 def test_the_model_of_several_ranks_is_whole(two_ranks: tuple[Path, dict[str, Any]], source: str):
     assert_is_model(two_ranks[0] / source / "model", two_ranks[1][f"{source}, model"])
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_state_is_one_of_torch_distributed_checkpoint(two_ranks: tuple[Path, dict[str, Any]]):
     expected = two_ranks[1]["float32, model"]

@@ -148,6 +148,7 @@ def ranks(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: py
     return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(request.param)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_loss_depends_on_ranks(ranks: list[Any], whole: Callable[[str], Found], name: str):
     check_same((ranks[0][name][0], merge(found[name][1] for found in ranks)), whole(name), LOSSES[name].tolerance)

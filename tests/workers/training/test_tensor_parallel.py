@@ -42,6 +42,7 @@ def two(models: Path, asked: list[str], tmp_path_factory: pytest.TempPathFactory
     return folder, run_ranks(models, folder, 2, asked, tensor_parallel=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES]
 )
