@@ -20,13 +20,13 @@ _MODULES: dict[str, str] = {
     "Dispatch": "workers.dispatch",
     "Driver": "controllers.driver",
     "Evaluation": "controllers.run_spec",
-    "GROUPS": "dataflow.takes",
+    "GROUPS": "dataflow.operation",
     "Local": "controllers.backends.local",
     "Lora": "workers.training.lora",
     "Pipelined": "controllers.schedule",
     "Place": "controllers.placement",
     "Prompts": "dataflow.prompts.prompts",
-    "Quorum": "dataflow.takes",
+    "Quorum": "dataflow.operation",
     "RayBackend": "controllers.backends.ray_backend",
     "ReferenceWorker": "workers.reference",
     "ResourcePool": "controllers.placement",
@@ -35,20 +35,20 @@ _MODULES: dict[str, str] = {
     "RolloutWorker": "workers.rollout",
     "Sampling": "algorithms.sampling",
     "Shape": "dataflow.operation",
-    "Simulated": "controllers.simulation.simulated",
+    "Simulated": "controllers.prechecks.simulated",
     "Synchronous": "controllers.schedule",
     "TableSource": "dataflow.source",
-    "TrainingBatch": "dataflow.takes",
+    "TrainingBatch": "dataflow.operation",
     "UserError": "dataflow.errors",
     "Worker": "workers.worker",
     "adapter_off": "workers.training.lora",
     "graph": "dataflow.tracing",
-    "group": "dataflow.handle",
+    "group": "dataflow.graph",
     "launch": "controllers.launch",
     "node": "dataflow.operation",
     "precompute": "controllers.precompute",
-    "prepared": "controllers.dry_run",
-    "remote": "workers.remote",
+    "prepared": "controllers.prechecks.dry_run",
+    "remote": "workers.worker",
     "train": "controllers.train",
 }
 """Public name -> the module that defines it."""
@@ -67,43 +67,43 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from .controllers.backends.local import Local as Local
     from .controllers.backends.ray_backend import RayBackend as RayBackend
     from .controllers.driver import Driver as Driver
-    from .controllers.dry_run import prepared as prepared
     from .controllers.launch import launch as launch
     from .controllers.placement import Place as Place
     from .controllers.placement import ResourcePool as ResourcePool
+    from .controllers.prechecks.dry_run import prepared as prepared
+    from .controllers.prechecks.simulated import Simulated as Simulated
     from .controllers.precompute import precompute as precompute
     from .controllers.recovery.checkpoints import CheckpointConfig as CheckpointConfig
     from .controllers.run_spec import Evaluation as Evaluation
     from .controllers.schedule import Asynchronous as Asynchronous
     from .controllers.schedule import Pipelined as Pipelined
     from .controllers.schedule import Synchronous as Synchronous
-    from .controllers.simulation.simulated import Simulated as Simulated
     from .controllers.train import train as train
     from .dataflow.batch import Batch as Batch
     from .dataflow.buffer.sample_buffer import BufferConfig as BufferConfig
     from .dataflow.config import Config as Config
     from .dataflow.errors import UserError as UserError
-    from .dataflow.handle import group as group
+    from .dataflow.graph import group as group
+    from .dataflow.operation import GROUPS as GROUPS
+    from .dataflow.operation import Quorum as Quorum
     from .dataflow.operation import Shape as Shape
+    from .dataflow.operation import TrainingBatch as TrainingBatch
     from .dataflow.operation import node as node
     from .dataflow.prompts.prompts import Prompts as Prompts
     from .dataflow.source import TableSource as TableSource
-    from .dataflow.takes import GROUPS as GROUPS
-    from .dataflow.takes import Quorum as Quorum
-    from .dataflow.takes import TrainingBatch as TrainingBatch
     from .dataflow.tracing import graph as graph
     from .workers.actor import ActorWorker as ActorWorker
     from .workers.adaptive_kl import AdaptiveKlWorker as AdaptiveKlWorker
     from .workers.critic import CriticWorker as CriticWorker
     from .workers.dispatch import Dispatch as Dispatch
     from .workers.reference import ReferenceWorker as ReferenceWorker
-    from .workers.remote import remote as remote
     from .workers.reward import RewardWorker as RewardWorker
     from .workers.reward_model import RewardModelWorker as RewardModelWorker
     from .workers.rollout import RolloutWorker as RolloutWorker
     from .workers.training.lora import Lora as Lora
     from .workers.training.lora import adapter_off as adapter_off
     from .workers.worker import Worker as Worker
+    from .workers.worker import remote as remote
 
     __version__: str
 

@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from ..dataflow.config import Config
 from ..dataflow.lazy import torch
 from .loss import PackedRows
-from .ratios import sequence_product, sequence_ratio, token_ratio
+from .surrogates import sequence_product, sequence_ratio, token_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor

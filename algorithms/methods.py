@@ -25,9 +25,8 @@ from .policy_loss import PolicyLoss
 from .ppo import ppo
 from .preference import dpo, kto, online_dpo
 from .preference_loss import LogLikelihood, LogOdds, LogRatio, PreferenceLoss, Squared
-from .ratios import sequence_product, sequence_ratio
 from .supervised import supervised
-from .surrogates import Cispo, Clipped, PlainPolicyGradient
+from .surrogates import Cispo, Clipped, PlainPolicyGradient, sequence_product, sequence_ratio
 
 
 @dataclass(frozen=True)

@@ -17,19 +17,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from ..dataflow.column import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_MASK
 from ..dataflow.lazy import torch
-from ..dataflow.metrics import Metrics
+from ..dataflow.metrics import Mean, Metric, Metrics
 from .aggregation import AggregatedLoss
 from .corrections import MAX_LOG_RATIO, Correction, combined
 from .kl import KlPenalty, k3
-from .loss import PackedRows, observed
-from .ratios import token_ratio
-from .surrogates import Clipped, Surrogate
+from .loss import Loss, PackedRows, observed
+from .protocols import Policy
+from .surrogates import Clipped, Surrogate, token_ratio
 
 if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
     from torch import Tensor
 
 
@@ -197,3 +199,86 @@ class NegativeLogLikelihood(AggregatedLoss):
         watched = {"entropy": rows["entropy"]} if "entropy" in rows else {}
         metrics = observed(rows.trained > 0, watched) if watched else {}
         return (self.aggregation.weights(rows) * rows.only_trained(-logprobs)).sum(), metrics
+
+
+# Diagnostics
+#
+# Diagnostics: numbers about what a step was trained on, beside those of its loss.
+
+
+def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict[str, Metric]:
+    """Whether what was trained on is shorter or longer than what was sampled: the ratio of their mean lengths.
+
+    Short responses finish first. A run that trains on the first that are ready, cancels the slowest, or drops what has become too
+    old trains on short ones more often than they are sampled, and the policy learns to be short for no reason of the task.
+
+    `length_ratio` is tokens trained on over tokens expected, had as many responses been drawn evenly from the finished ones.
+    Kept as these two sums, it merges over windows and ranks without mixing one window's long prompts with another's short
+    ones (an observed-to-expected ratio, as in indirect standardisation).
+
+    Args:
+        trained_lengths: [B] tokens of each response that was trained on in a window (a step, say).
+        finished_lengths: [N] tokens of each response that was finished in it (or issued, where that is the question),
+            the trained ones among them.
+
+    Returns:
+        `length_ratio` (1: no bias; below 1: short ones were favoured), `mean_trained_length` and `mean_finished_length`
+        (tokens). Each has weight 0, and the value NaN, where its window is empty; it then changes nothing when merged.
+
+    Raises:
+        ValueError: for a negative length.
+
+    >>> {name: metric.value for name, metric in length_bias([2, 4], [2, 4, 6, 12]).items()}
+    {'length_ratio': 0.5, 'mean_trained_length': 3.0, 'mean_finished_length': 6.0}
+    """
+    trained, finished = (
+        np.asarray(lengths, dtype=np.float64).ravel() for lengths in (trained_lengths, finished_lengths)
+    )
+    if min(trained.min(initial=0), finished.min(initial=0)) < 0:
+        raise ValueError("a response has a negative length")
+    total, number = float(trained.sum()), len(trained)
+    expected = number * float(finished.mean()) if len(finished) else 0.0
+    return {
+        "length_ratio": Mean(total if expected else 0.0, expected),
+        "mean_trained_length": Mean(total, number),
+        "mean_finished_length": Mean(float(finished.sum()), len(finished)),
+    }
+
+
+# Old policy
+#
+# The old policy: the actor before its update, which the ratios of a loss compare with.
+
+
+def old_logprobs(samples: Any, *, actor: Policy, entropies: bool = False) -> Any:
+    """Adds `old_logprobs`: what the actor itself, and not the generator, says of the samples' tokens before their update. To be
+    called inside a `@graph` function, where it is a node.
+
+    It costs a forward pass. `PolicyLoss` takes them for a ratio of whole responses and beside a correction that weighs, and
+    otherwise with `PolicyLoss(old="old_logprobs")`, as in decoupled PPO (arXiv:2110.00641). `grpo` and `ppo` have this node
+    where their loss needs it.
+
+    Args:
+        samples: rows with `prompt_ids` and `response_ids`.
+        actor: the policy.
+        entropies: add `entropies`, too, the entropy of each token's distribution, as a dashboard colours tokens by it.
+    """
+    if entropies:
+        return actor.logprobs(samples, into=str(OLD_LOGPROBS), entropies=True)
+    return actor.logprobs(samples, into=str(OLD_LOGPROBS))
+
+
+def needs_old_logprobs(loss: Loss, *, epochs: int = 1, minibatches: int = 1) -> bool:
+    """Whether an update with this loss must be given `old_logprobs`.
+
+    It must where the loss reads them; and where it may, and would otherwise compare with the policy as it stands, if the
+    update takes several optimizer steps: after the first of them the policy is no longer the old one.
+
+    >>> from .policy_loss import PolicyLoss
+    >>> from .surrogates import sequence_ratio
+    >>> gspo = PolicyLoss(ratio=sequence_ratio)
+    >>> needs_old_logprobs(gspo), needs_old_logprobs(gspo, minibatches=4), needs_old_logprobs(PolicyLoss(), minibatches=4)
+    (False, True, False)
+    """
+    column = str(OLD_LOGPROBS)
+    return column in loss.reads or (column in loss.may_read and (epochs, minibatches) != (1, 1))

@@ -7,8 +7,7 @@ from typing import Any
 from ..dataflow.column import OLD_LOGPROBS, REFERENCE_LOGPROBS, RESPONSE_LOGPROBS
 from ..dataflow.tracing import graph
 from .loss import Loss
-from .old_policy import needs_old_logprobs, old_logprobs
-from .policy_loss import PolicyLoss
+from .policy_loss import PolicyLoss, needs_old_logprobs, old_logprobs
 from .protocols import Critic, Penalty, Policy, Rewarder, Rollout, Scorer
 from .rewards import outcome_rewards, token_rewards
 from .sampling import Sampling

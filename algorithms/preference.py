@@ -39,8 +39,7 @@ from ..dataflow.column import (
     Column,
 )
 from ..dataflow.metrics import Estimate, Mean, Metrics, Sum
-from ..dataflow.operation import Shape, node
-from ..dataflow.takes import GROUPS
+from ..dataflow.operation import GROUPS, Shape, node
 from ..dataflow.tracing import graph
 from .loss import Loss
 from .preference_loss import DesirabilityLoss, PreferenceLoss

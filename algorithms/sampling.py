@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from ..dataflow.column import OLD_LOGPROBS, RESPONSE_LOGPROBS
 from ..dataflow.config import Config
-from ..dataflow.prompts.damage import lone_surrogate
+from ..dataflow.prompts.files import lone_surrogate
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM draws at this temperature whatever is asked for between 0 and it."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.dashboard.timeline import Lane, TimelineCall
-from weft.dataflow.buffer.log import LogReader
+from weft.dataflow.runs.log import LogReader
 
 Rows = Sequence[Mapping[str, Any]]
 """Calls as a run's timeline has them; or steps, each with its calls."""

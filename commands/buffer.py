@@ -55,7 +55,7 @@ def _counts(graph: Any) -> dict[str, Any]:
 def _summary(report: Report) -> str:
     import pyarrow as pa
 
-    from ..dataflow.buffer.text_table import render_table
+    from ..dataflow.runs.tables import render_table
 
     rows = [
         {
@@ -119,7 +119,7 @@ class Table(Command):
         import pyarrow.compute as pc
 
         from ..dataflow.buffer.history import buffer_folder, history
-        from ..dataflow.buffer.text_table import render_table
+        from ..dataflow.runs.tables import render_table
 
         notes: list[str] = []
         table = history(buffer_folder(run_path(self.run)), notes)
@@ -143,7 +143,7 @@ class Sql(Command):
 
     def answer(self) -> Answer:
         from ..dataflow.buffer.sql import query
-        from ..dataflow.buffer.text_table import render_table
+        from ..dataflow.runs.tables import render_table
 
         notes: list[str] = []
         table = query(run_path(self.run), self.query, notes, timeout_s=self.timeout)
@@ -158,7 +158,7 @@ class Archive(Command):
     run: RunName
 
     def answer(self) -> Answer:
-        from ..dataflow.buffer.samples import archive
+        from ..dataflow.runs.samples import archive
 
         run = find_run(self.run)
         try:

@@ -34,7 +34,7 @@ class Answer:
     @classmethod
     def partial(cls, found: Mapping[str, Any], text: str, notes: Sequence[str]) -> Answer:
         """An answer that may be incomplete; the notes name the missing parts. If the log of the run is damaged, the exit code is 1."""
-        from ..dataflow.buffer.log import DAMAGED
+        from ..dataflow.runs.log import DAMAGED
 
         damage = [note for note in notes if note.startswith(DAMAGED)]
         others = [f"note: {note}" for note in notes if note not in damage]

@@ -7,21 +7,23 @@ Everything else that is said goes to standard error.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import math
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, Literal, Union
 
 import tyro
-from tyro.conf import FlagCreatePairsOff, subcommand
+from tyro.conf import FlagCreatePairsOff, Positional, arg, subcommand
 
 from ..dataflow.errors import UserError, WeftError, nearest
-from ..dataflow.readable import show, show_json
-from ..dataflow.redaction import redacted
+from ..dataflow.untrusted_text import redacted, show, show_json
 from .command import Answer, Command
 
 TREE: Mapping[str, Any] = {
@@ -203,3 +205,23 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
     return value
+
+
+# Completion
+#
+# `weft completion`: what a shell needs to complete commands and options.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion(Command):
+    """Print what a shell needs to complete commands and options, to be sourced by it."""
+
+    shell: Annotated[Positional[Literal["bash", "zsh", "fish"]], arg(metavar="{bash,zsh,fish}")]
+    """The shell that completes."""
+
+    def answer(self) -> Answer:
+
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            parse([PRINT_COMPLETION, self.shell])
+        return Answer({"shell": self.shell, "script": printed.getvalue()}, printed.getvalue().rstrip("\n"))

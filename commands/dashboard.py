@@ -10,7 +10,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from ..dataflow.errors import UserError, nearest
-from ..dataflow.readable import show
+from ..dataflow.untrusted_text import show
 from .command import Answer, Command
 from .run_folder import RUNS, run_names
 

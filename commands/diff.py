@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from ..dataflow.redaction import beginning
+from ..dataflow.untrusted_text import beginning
 from .command import Answer, Command
 from .run_folder import find_run
 
 if TYPE_CHECKING:
-    from ..dashboard.reading.sample_difference import SampleDifference
+    from ..dashboard.reading.comparison import SampleDifference
 
 MOST = 12
 """Metrics that are listed."""
@@ -28,9 +28,8 @@ class Diff(Command):
     run_b: Annotated[Positional[str], arg(metavar="RUN_B", help="The run that it is compared with.")]
 
     def answer(self) -> Answer:
-        from ..controllers.run_facts import facts_of
-        from ..dashboard.reading.comparison import compare_configs, compare_metrics, metrics_of
-        from ..dashboard.reading.sample_difference import first_difference
+        from ..dashboard.reading.comparison import compare_configs, compare_metrics, first_difference, metrics_of
+        from ..dataflow.runs.facts import facts_of
 
         a, b = find_run(self.run_a), find_run(self.run_b)
         notes = list[str]()

@@ -26,8 +26,8 @@ class Doctor(Command):
     """The folder of runs, whose disk is looked at."""
 
     def answer(self) -> Answer:
-        from ..controllers.doctor.inspection.finding import text_of
-        from ..controllers.doctor.inspection.look import look
+        from ..controllers.prechecks.finding import text_of
+        from ..controllers.prechecks.machine import look
 
         findings = look(self.root)
         text = text_of(findings)
@@ -35,8 +35,7 @@ class Doctor(Command):
         failed = any(finding.outcome == "fail" for finding in findings)
         if not (self.tried or self.gpu):
             return Answer(found, text, exit_code=int(failed))
-        from ..controllers.doctor.trials.check import table_of
-        from ..controllers.doctor.trials.checks import examine
+        from .trials import examine, table_of
 
         records = examine(self.gpu)
         failed |= any(record.outcome == "failed" for record in records)

@@ -12,7 +12,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from ..dataflow.errors import RunError, UserError, nearest
-from ..workers.model_folder import ADAPTER_CONFIG_FILE
+from ..workers.models.model_folder import ADAPTER_CONFIG_FILE
 from .command import Answer, Command, RunName, Switch
 from .run_folder import find_run
 
@@ -35,7 +35,7 @@ class Export(Command):
     """Add an adapter's weights to those of the model that it belongs to."""
 
     def answer(self) -> Answer:
-        from ..dataflow.buffer.manifest import verify_manifest
+        from ..dataflow.runs.manifest import verify_manifest
 
         if self.out.exists():
             raise UserError(f"{self.out} is there already; name a new folder")
@@ -46,7 +46,7 @@ class Export(Command):
         is_adapter = (model / ADAPTER_CONFIG_FILE).is_file()
         with _written(self.out) as partial:
             if self.merged and is_adapter:
-                from ..workers.training.merged_folder import write_merged
+                from ..workers.training.model_files import write_merged
 
                 write_merged(model, self.out)
             else:
@@ -60,7 +60,7 @@ class Export(Command):
 @contextmanager
 def _written(out: Path) -> Iterator[Path]:
     """The folder that gets the name `out` once it is complete. It is removed where it cannot be written."""
-    from ..dataflow.buffer.disk import remove
+    from ..dataflow.runs.files import remove
 
     partial = out.with_name(f".{out.name}.partial")
     try:
@@ -76,7 +76,7 @@ def _written(out: Path) -> Iterator[Path]:
 
 def _checkpoint(run: Path, step: int | None) -> Path:
     from ..controllers.recovery.checkpoints import complete_checkpoints, step_of
-    from ..dataflow.buffer.run_files import CHECKPOINTS
+    from ..dataflow.runs.files import CHECKPOINTS
 
     there = {step_of(path): path for path in complete_checkpoints(run / CHECKPOINTS)}
     if not there:

@@ -2,13 +2,133 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from .command import Answer, Command
-from .submit import ended, followed
+from ..dataflow.errors import UserError
+from ..dataflow.untrusted_text import show
+from .command import Answer, Command, Switch
+
+if TYPE_CHECKING:
+    from ..controllers.backends.jobs import Job, Jobs
+
+
+# Submit
+#
+# `weft submit`: send a script and its folder to a Ray cluster, and follow it there.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submit(Command):
+    """Send a script and its folder to a Ray cluster as a job, and follow it there. Options of this command stand before the script; what
+    comes after it belongs to the script."""
+
+    script: Annotated[Positional[Path], arg(metavar="SCRIPT.py")]
+    """A Python program in the folder that is sent."""
+    arguments: Annotated[Positional[tuple[str, ...]], arg(metavar="ARGUMENTS")] = ()
+    """Arguments of the script."""
+    address: Annotated[str | None, arg(metavar="URL", help_behavior_hint="")] = None
+    """The cluster's job server, such as http://ray-head:8265; default: RAY_API_SERVER_ADDRESS of the environment."""
+    name: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
+    """Folder of the job's runs below --root; default: the name of the script."""
+    resume: Switch = False
+    """Go on from the last checkpoint of the runs of this name, where the script itself says nothing else."""
+    root: str = "~/weft"
+    """Folder below which runs of jobs lie, on the head node or shared; a relative root in the script is taken below ROOT/NAME."""
+    working_dir: Path = Path()
+    """The folder that is sent, without what its .gitignore and .rayignore name."""
+    exclude: Annotated[tuple[str, ...], arg(metavar="PATTERNS", help_behavior_hint="")] = ()
+    """Patterns, as in a .gitignore, of what is not sent."""
+    env: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE ...", help_behavior_hint="")] = ()
+    """Variables of the job, as NAME=VALUE; no secrets."""
+    queue: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
+    """Wait on the cluster until all earlier jobs of this queue are over."""
+    python: str = "python"
+    """The interpreter on the cluster, which has Weft."""
+    stop_wait_s: int = 600
+    """Seconds that the job has to save itself when it is stopped."""
+    detach: Switch = False
+    """Do not follow the job."""
+
+    @classmethod
+    def split(cls, words: Sequence[str]) -> list[str]:
+        return cls.split_at_script(words)
+
+    def answer(self) -> Answer:
+        from ..controllers.backends.jobs import JobRequest, Jobs
+
+        request = JobRequest(
+            script=self.script,
+            arguments=self.arguments,
+            name=self.name,
+            working_dir=self.working_dir,
+            excludes=self.exclude,
+            root=self.root,
+            environment=_variables(self.env),
+            resume=self.resume,
+            queue=self.queue,
+            python=self.python,
+            stop_wait_s=self.stop_wait_s,
+        )
+        jobs = Jobs(self.address)
+        job = jobs.submit(request, _say)
+        _say(f"submitted {job}; its runs lie in {request.folder} on the head node")
+        if self.detach:
+            return Answer({"job": job, "folder": request.folder}, job, [_hint(job)])
+        return followed(jobs, job, as_json=self.json)
+
+
+def followed(jobs: Jobs, job: str, *, as_json: bool) -> Answer:
+    """Follow a job to its end.
+
+    Args:
+        jobs: of the cluster.
+        job: its id.
+        as_json: standard output belongs to the answer; the log of the job goes to standard error.
+
+    Returns:
+        What became of it; exit code 1 if it failed.
+    """
+    stream = sys.stderr if as_json else sys.stdout
+
+    def write(text: str) -> None:
+        show(text.replace("\r\n", "\n").replace("\r", "\n"), stream, end="")
+
+    try:
+        found = jobs.follow(job, write)
+    except KeyboardInterrupt:
+        _say(f"\nthe job goes on. {_hint(job)}")
+        raise
+    return ended(found)
+
+
+def ended(job: Job) -> Answer:
+    """The answer about a job that is over."""
+    said = f"job {job.id} {job.status.lower()}"
+    found: dict[str, Any] = {"job": job.id, "status": job.status, "folder": job.folder, "message": job.message}
+    said += f"; its runs lie in {job.folder} on the head node" if job.folder else ""
+    notes = [job.message] if job.status == "FAILED" and job.message else []
+    return Answer(found, said, notes, exit_code=int(job.status == "FAILED"))
+
+
+def _variables(given: Sequence[str]) -> dict[str, str]:
+    for one in given:
+        if "=" not in one:
+            raise UserError(f"--env {one}: it is NAME=VALUE")
+    return {name: value for name, _, value in (one.partition("=") for one in given)}
+
+
+def _hint(job: str) -> str:
+    return f"weft jobs follow {job} | weft jobs stop {job}"
+
+
+def _say(line: str) -> None:
+    show(line)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,72 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
+import traceback
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 
+from ..dataflow.errors import UserError, WeftError, nearest
+from ..dataflow.untrusted_text import show
 from .command import Answer, ScriptCommand
-from .script import run_script, script_file
+
+# Script
+#
+# Runs a script in this process, as `python SCRIPT ...` does.
+
+
+def script_file(name: str) -> Path:
+    """The file of a script.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    path = Path(name)
+    if path.suffix != ".py":
+        raise UserError(f"SCRIPT is a Python file, such as train.py, not {name!r}")
+    if not path.is_file():
+        others = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise UserError(f"there is no script {path}{nearest(path.name, others)}")
+    return path
+
+
+def run_script(path: Path, arguments: Sequence[str]) -> int:
+    """Run a script; returns its exit code. What it imports and what its workers import is found as if Python had been started with it.
+
+    Args:
+        path: of the script.
+        arguments: that it finds in `sys.argv`.
+
+    Raises:
+        WeftError: the script did not catch it.
+    """
+    sys.argv = [str(path), *arguments]
+    sys.path[0] = str(path.parent.resolve())
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as left:
+        if left.code is None or isinstance(left.code, int):
+            return left.code or 0
+        show(str(left.code))
+        return 1
+    except (WeftError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        shown = error.with_traceback(_of_script(error.__traceback__, str(path)))
+        show("".join(traceback.format_exception(shown)), end="")
+        return 1
+    return 0
+
+
+def _of_script(trace: TracebackType | None, file: str) -> TracebackType | None:
+    """A traceback from the script on, without what ran it; None: no line of it was reached."""
+    while trace is not None and trace.tb_frame.f_code.co_filename != file:
+        trace = trace.tb_next
+    return trace
 
 
 @dataclass(frozen=True, kw_only=True)

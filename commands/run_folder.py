@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..dataflow.buffer.run_files import LEFT, is_run
 from ..dataflow.errors import UserError, nearest
+from ..dataflow.runs.files import LEFT, is_run
 
 RUNS = Path("runs")
 """Where the name of a run is looked for."""

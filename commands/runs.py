@@ -8,8 +8,8 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from ..dataflow.buffer.run_files import is_run
 from ..dataflow.errors import UserError
+from ..dataflow.runs.files import is_run
 from .command import Answer, Command
 from .run_folder import RUNS, run_names
 
@@ -22,7 +22,7 @@ class Runs(Command):
     """The folder of all runs, or of one."""
 
     def answer(self) -> Answer:
-        from ..controllers.run_facts import facts_of
+        from ..dataflow.runs.facts import facts_of
 
         if not self.folder.is_dir():
             raise UserError(
@@ -35,8 +35,8 @@ class Runs(Command):
             return Answer({"runs": []}, f"no runs in {self.folder}", notes)
         import pyarrow as pa
 
-        from ..controllers.telling.records import clock
-        from ..dataflow.buffer.text_table import render_table
+        from ..controllers.reports.records import clock
+        from ..dataflow.runs.tables import render_table
 
         rows = [
             {

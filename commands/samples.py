@@ -39,7 +39,7 @@ class Samples(Command):
 
     def _asked(self, sql: str) -> Answer:
         from ..dataflow.buffer.sql import query
-        from ..dataflow.buffer.text_table import render_table
+        from ..dataflow.runs.tables import render_table
 
         notes: list[str] = []
         table = query(find_run(self.run), sql, notes)
@@ -48,8 +48,8 @@ class Samples(Command):
         return Answer.partial(found, render_table(table, limit=limit), notes)
 
     def _shown(self) -> Answer:
-        from ..controllers.telling.sample import sample_of
-        from ..dataflow.buffer.samples import recorded, tables
+        from ..controllers.reports.sample import sample_of
+        from ..dataflow.runs.samples import recorded, tables
 
         run, notes = find_run(self.run), list[str]()
         files = recorded(run, notes)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..dataflow.buffer.run_files import CHECKPOINTS
 from ..dataflow.errors import RunError
-from ..dataflow.readable import show
+from ..dataflow.runs.files import CHECKPOINTS
+from ..dataflow.untrusted_text import show
 from .command import Answer, Command, RunName
 from .run_folder import find_run
 
 if TYPE_CHECKING:
-    from ..controllers.run_facts import RunFacts
+    from ..dataflow.runs.facts import RunFacts
 
 LOOK_S = 0.5
 """Seconds between two looks at a run that was asked to end."""
@@ -30,9 +30,9 @@ class Stop(Command):
     """Seconds to wait for the end; 0: do not wait."""
 
     def answer(self) -> Answer:
-        from ..controllers.run_facts import facts_of
-        from ..controllers.run_lock import Life
-        from ..controllers.run_requests import request_stop
+        from ..dataflow.runs.facts import facts_of
+        from ..dataflow.runs.lock import Life
+        from ..dataflow.runs.requests import request_stop
 
         run = find_run(self.run)
         facts = facts_of(run)
@@ -50,8 +50,8 @@ class Stop(Command):
         return self._ended(run, facts)
 
     def _ended(self, run: Path, asked: RunFacts) -> Answer:
-        from ..controllers.run_facts import facts_of
-        from ..controllers.run_lock import Life, life_of
+        from ..dataflow.runs.facts import facts_of
+        from ..dataflow.runs.lock import Life, life_of
 
         deadline = time.monotonic() + self.timeout
         while life_of(run) == (Life.ALIVE, asked.holder):

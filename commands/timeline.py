@@ -23,8 +23,8 @@ class Timeline(Command):
     """Write the picture to this file. Default: RUN/timeline.png."""
 
     def answer(self) -> Answer:
+        from ..dashboard.pictures import draw_timeline
         from ..dashboard.timeline import load_timeline, node_times, parse_steps, summary
-        from ..dashboard.timeline_picture import draw_timeline
 
         run = run_path(self.run)
         timeline = load_timeline(run, parse_steps(self.steps))

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..dataflow.buffer.run_files import CHECKPOINTS, METRICS, PARQUET, SAMPLES, STREAM
+from ..dataflow.runs.files import CHECKPOINTS, METRICS, PARQUET, SAMPLES, STREAM
 from .command import Answer, Command, RunName, Switch
 from .run_folder import find_run
 
 if TYPE_CHECKING:
-    from ..controllers.telling.displays import Display
+    from ..controllers.reports.displays import Display
 
 LOOK_S = 1.0
 """Seconds between two looks at a run that goes on."""
@@ -32,8 +32,8 @@ class Watch(Command):
     """Show what there is, and do not wait for more."""
 
     def answer(self) -> Answer:
-        from ..controllers.run_facts import facts_of
-        from ..controllers.telling.displays import display_for
+        from ..controllers.reports.displays import display_for
+        from ..dataflow.runs.facts import facts_of
 
         run = find_run(self.run)
         if not self.json:
@@ -69,8 +69,8 @@ class View:
     """Alerts that were shown or passed over."""
 
     def __post_init__(self) -> None:
-        from ..controllers.run_facts import facts_of
-        from ..dataflow.buffer.stream_tail import StreamTail
+        from ..dataflow.runs.facts import facts_of
+        from ..dataflow.runs.tables import StreamTail
 
         self._facts = facts_of(self.run)
         self._stream = StreamTail(self.run / f"{METRICS}{STREAM}")
@@ -82,7 +82,7 @@ class View:
     @property
     def goes_on(self) -> bool:
         """Whether more may come."""
-        from ..controllers.run_lock import Life, life_of
+        from ..dataflow.runs.lock import Life, life_of
 
         return life_of(self.run)[0] is Life.ALIVE
 
@@ -99,7 +99,7 @@ class View:
 
     def end(self) -> None:
         """Show how the run ended; nothing while it goes on."""
-        from ..controllers.telling.records import ending_of
+        from ..controllers.reports.records import ending_of
 
         if self.goes_on:
             return
@@ -112,7 +112,7 @@ class View:
         self.display.ended(ending_of(self.run.name, rows, self._evaluations, seconds, there))
 
     def _show_step(self, step: float) -> None:
-        from ..controllers.telling.records import Step, score_of
+        from ..controllers.reports.records import Step, score_of
 
         row = self._rows[step]
         for name in self._evaluations:
@@ -129,7 +129,7 @@ class View:
         return statistics.median(took) * (of - step) if took else None
 
     def _show_alerts(self) -> None:
-        from ..controllers.alerts import read_alerts
+        from ..dataflow.runs.alerts import read_alerts
 
         alerts = read_alerts(self.run)
         for alert in alerts[max(0, len(alerts) - self.last) :] if not self._alerts else alerts[self._alerts :]:
@@ -147,7 +147,7 @@ class View:
 
     def _take_metrics(self) -> None:
         """Read what is new of the stream; once the run is over, the file that it became."""
-        from ..dataflow.buffer.run_tables import VALUES
+        from ..dataflow.runs.tables import VALUES
 
         for batch in self._stream.read():
             for step, name, value in zip(*(batch[c].to_pylist() for c in VALUES.names), strict=True):
@@ -160,7 +160,7 @@ def _whole(run: Path) -> list[dict[str, float]]:
     """The metrics of every step; none where they cannot be read."""
     import pyarrow as pa
 
-    from ..dataflow.buffer.run_tables import present, read_metrics
+    from ..dataflow.runs.tables import present, read_metrics
 
     try:
         table = read_metrics(run)

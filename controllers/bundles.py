@@ -18,8 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..dataflow.errors import UserError
-from ..dataflow.handle import Handle
-from ..dataflow.node import ParameterEdge
+from ..dataflow.graph import Handle, ParameterEdge
 from .placement import Place, ResourcePool, is_own, ranks_of_a_replica
 
 THIS_MACHINE = "this machine"

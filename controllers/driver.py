@@ -10,18 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from ..dataflow.arguments import names_arguments
-from ..dataflow.buffer.disk import is_full
-from ..dataflow.buffer.run_files import CHECKPOINTS
 from ..dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from ..dataflow.errors import RunError, SymptomError, TakenOverError, UserError, WeftError, WorkerDied
-from ..dataflow.graph import TRAIN, Graph
-from ..dataflow.handle import Handle
+from ..dataflow.graph import TRAIN, Graph, Handle
 from ..dataflow.prompts.prompts import Prompts
+from ..dataflow.runs.files import CHECKPOINTS, is_full
 from ..dataflow.source import fingerprint
 from ..workers.adapters_alone import agree_on_adapters
 from .backends.backend import Backend
 from .backends.local import Local
-from .checks import (
+from .group import WorkerGroup
+from .job_environment import resume_of, root_of
+from .loop.run import Run
+from .loop.start import start
+from .own_groups import RESERVED, own_groups
+from .placement import Placement, check_elastic, resolve
+from .prechecks.checks import (
     at_place_in_data,
     changed_settings,
     check_best,
@@ -32,28 +36,22 @@ from .checks import (
     check_resumes,
     check_schedule,
     check_workers,
+    set_deadlines,
     with_rows_that_fit,
 )
-from .dashboard_process import start_dashboard
-from .deadlines import set_deadlines
-from .dry_run import end_if_planned
-from .group import WorkerGroup
-from .job_environment import resume_of, root_of
-from .own_groups import RESERVED, own_groups
-from .placement import Placement, check_elastic, resolve
+from .prechecks.dry_run import end_if_planned
 from .recovery.checkpoints import CheckpointConfig, complete_checkpoints
 from .recovery.full_disk import FullDisk
 from .recovery.resume import ResumePoint, find_checkpoint, open_run
-from .run import Run
+from .reports.dashboard_process import start_dashboard
+from .reports.displays import Form, display_for
+from .reports.progress import Progress
+from .reports.symptoms import check_stop_on, mistakes
+from .reports.tracker_processes import TrackerProcesses
+from .reports.trackers import check_trackers
 from .run_spec import Evaluation, RunHistory, RunSpec
 from .schedule import Training
 from .signals import asked_to_end, can_be_ended, hold_streams, signals_end_runs
-from .start import start
-from .symptoms import check_stop_on, mistakes
-from .telling.displays import Form, display_for
-from .telling.progress import Progress
-from .trackers.tracker import check_trackers
-from .trackers.tracker_processes import TrackerProcesses
 from .versions import versions
 
 MAX_RESTARTS = 3

@@ -11,15 +11,14 @@ from functools import cached_property
 
 import numpy as np
 
-from ..algorithms.diagnostics import length_bias
 from ..algorithms.evaluation import interval
+from ..algorithms.policy_loss import length_bias
 from ..dataflow.buffer.leases import Lease, Published
 from ..dataflow.buffer.ledger import Ledger
-from ..dataflow.graph import TRAIN, Graph
+from ..dataflow.graph import TRAIN, Graph, Node
 from ..dataflow.metrics import Estimate, Metric, merge
-from ..dataflow.node import Node
 from ..dataflow.operation import Shape
-from .cursor import Cursor
+from ..dataflow.source import Cursor
 
 
 def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:

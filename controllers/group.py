@@ -12,22 +12,40 @@ from typing import Any
 
 import numpy as np
 
-from ..dataflow.buffer.leases import Lease
+from ..dataflow.buffer.leases import Lease, Pieces
 from ..dataflow.buffer.ledger import Ledger
-from ..dataflow.buffer.pieces import Pieces
 from ..dataflow.column import DRAW_PATH
 from ..dataflow.errors import UserError, WorkerDied, WorkerError, nearest
-from ..dataflow.handle import Handle
+from ..dataflow.graph import Handle, Node
 from ..dataflow.metrics import Metric, Metrics, merge
-from ..dataflow.node import Node
 from ..dataflow.operation import Shape
-from ..workers.dispatch import Coordinates, Dispatch, RowSizes
-from ..workers.remote import dispatch_of
-from ..workers.row_cost import RowCost
-from ..workers.worker import Worker
-from .gather_time import gather_s
+from ..workers.dispatch import Coordinates, Dispatch, RowCost, RowSizes
+from ..workers.worker import Worker, dispatch_of
 from .placement import Place
 from .ranks.tasks import Failure, FailureKind, Reply, RowTask, Task
+
+# Gather time
+#
+# Gather time: seconds for which rows wait for others, so that a reply or a call has more than one.
+
+
+MANY_RANKS = 64
+"""Number of ranks at work from which on rows wait for others: on their ranks (`ranks/gathered.py`), on the driver (`loop/gathering.py`),
+and for the driver, which rests between two turns (`loop/calls.py`). So many ranks bring more rows at once."""
+RANK_S = 4e-3
+"""Seconds for each rank at work for which rows may wait."""
+MAX_S = 2.0
+"""Most seconds for which they may."""
+
+
+def gather_s(ranks: int) -> float:
+    """Seconds for which rows may wait for others where so many ranks are at work: none where they are few.
+
+    >>> gather_s(8), gather_s(100), gather_s(5000)
+    (0.0, 0.4, 2.0)
+    """
+    return min(MAX_S, ranks * RANK_S) if ranks >= MANY_RANKS else 0.0
+
 
 REGISTER = "register"
 """Method of every worker: it answers where its rank stands in the mesh, when its process is up."""

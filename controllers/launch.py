@@ -11,8 +11,8 @@ from typing import Any
 
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError, WeftError
-from ..dataflow.readable import show
-from .dry_run import note_settings
+from ..dataflow.untrusted_text import show
+from .prechecks.dry_run import note_settings
 from .settings import compose
 from .signals import end_run, terminals
 

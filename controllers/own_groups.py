@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..dataflow.errors import UserError
-from ..dataflow.graph import Graph
-from ..dataflow.handle import Handle
+from ..dataflow.graph import Graph, Handle, Node
 from ..dataflow.metric_names import FUNCTIONS
-from ..dataflow.node import Node
-from ..workers.function import FunctionConfig, FunctionWorker
-from ..workers.recorder import RecorderConfig, RecorderWorker
+from ..workers.function import FunctionConfig, FunctionWorker, RecorderConfig, RecorderWorker
 
 RECORDER = "recorder"
 """The worker group that writes samples."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..dataflow.arguments import names_arguments
 from ..dataflow.errors import UserError, nearest
-from ..dataflow.handle import Handle
+from ..dataflow.graph import Handle
 
 
 def ranks_of_a_replica(config: object) -> int:

@@ -14,17 +14,16 @@ import pyarrow as pa
 
 from ..dataflow.batch import Batch
 from ..dataflow.errors import UserError
-from ..dataflow.graph import Graph
-from ..dataflow.node import SOURCE, Node
+from ..dataflow.graph import SOURCE, Graph, Node
 from ..dataflow.operation import declaration_of, node
+from ..dataflow.runs.directory import require_folder
 from ..dataflow.source import TableSource, file_columns
 from .backends.backend import Backend
-from .checks import with_rows_that_fit
 from .driver import Driver
-from .dry_run import is_planning, note_pass
 from .job_environment import root_of
 from .placement import Placement
-from .run_directory import require_folder
+from .prechecks.checks import with_rows_that_fit
+from .prechecks.dry_run import is_planning, note_pass
 from .schedule import Synchronous
 
 ROW_NUMBER = "row_number"

@@ -9,21 +9,18 @@ from functools import cached_property
 from ..dataflow.arguments import names_arguments
 from ..dataflow.buffer.sample_buffer import BufferConfig
 from ..dataflow.errors import UserError
-from ..dataflow.graph import Graph
-from ..dataflow.handle import Handle
-from ..dataflow.node import ParameterEdge
+from ..dataflow.graph import Graph, Handle, ParameterEdge
 from .backends.backend import Backend
-from .evaluation_rules import AMONG, BESIDE, BETWEEN, EvaluationRules
 from .placement import Place
 from .recovery.changed_settings import Rule, recorded_settings
 from .recovery.checkpoints import CheckpointConfig
 from .recovery.failures import FailureCounts
 from .recovery.full_disk import FullDisk
-from .schedule import Training
+from .reports.progress import Progress
+from .reports.symptoms import Watch
+from .reports.tracker_processes import TrackerProcesses
+from .schedule import AMONG, BESIDE, BETWEEN, EvaluationRules, Training
 from .signals import StopOnSignal
-from .symptoms import Watch
-from .telling.progress import Progress
-from .trackers.tracker_processes import TrackerProcesses
 
 
 @names_arguments

@@ -16,13 +16,12 @@ from ..algorithms.sampling import Sampling
 from ..dataflow.arguments import names_parameters
 from ..dataflow.column import CHOSEN_IDS, RESPONSE_IDS
 from ..dataflow.errors import Ended, UserError
-from ..dataflow.graph import Graph
-from ..dataflow.handle import group
+from ..dataflow.graph import Graph, group
 from ..dataflow.prompts.files import is_rows
 from ..dataflow.prompts.prompts import Prompts
 from ..dataflow.prompts.settings import ReadArguments
-from ..dataflow.readable import show
 from ..dataflow.source import Source
+from ..dataflow.untrusted_text import show
 from ..workers.actor import ActorWorker
 from ..workers.critic import CriticWorker
 from ..workers.reference import ReferenceWorker
@@ -39,10 +38,10 @@ from .driver import Driver
 from .placement import OTHER, Place, ResourcePool, machine_cpus, machine_gpus
 from .program import Program
 from .recovery.checkpoints import CheckpointConfig
+from .reports.displays import Form
 from .run_spec import Evaluation
 from .schedule import Synchronous
 from .signals import StopOnSignal, endings_noted, write_line
-from .telling.displays import Form
 
 Rewards = Callable[..., Any] | Reward | Judge | Sequence[Callable[..., Any] | Reward | Judge]
 """A function, or several, whose weighted sum is the reward; `RewardConfig.function` says what they take."""

@@ -17,7 +17,7 @@ from operator import add
 from typing import Any, Literal
 
 from ..dataflow.errors import WeightSyncError
-from ..dataflow.node import ParameterEdge
+from ..dataflow.graph import ParameterEdge
 from .group import REGISTER, Call, WorkerGroup
 from .request import CallRequest
 

@@ -87,7 +87,7 @@ BASELINE_REWARD = Column(
     "baseline_reward",
     float32,
     "reward of the greedy response to the same prompt",
-    "sample the greedy response first: prompts = greedy_baselines(prompts, rollout=rollout, reward=reward) (weft.algorithms.remax)",
+    "sample the greedy response first: prompts = greedy_baselines(prompts, rollout=rollout, reward=reward) (weft.algorithms.grpo)",
 )
 TOKEN_REWARDS = Column("token_rewards", ragged(float32), "[L] reward of each token; they add up to the response's")
 VALUES = Column(
@@ -102,14 +102,14 @@ OLD_LOGPROBS = Column(
     "old_logprobs",
     ragged(float32),
     "[L] nats, under the actor before the update",
-    "the actor makes it: samples = old_logprobs(samples, actor=actor) (weft.algorithms.old_policy)",
+    "the actor makes it: samples = old_logprobs(samples, actor=actor) (weft.algorithms.policy_loss)",
 )
 ENTROPIES = Column(
     "entropies",
     ragged(float32),
     "[L] nats, of the actor's distribution of each token before the update",
     "the actor makes it beside its log-probabilities: grpo(..., entropies=True), or in a graph of your own "
-    "old_logprobs(samples, actor=actor, entropies=True) (weft.algorithms.old_policy)",
+    "old_logprobs(samples, actor=actor, entropies=True) (weft.algorithms.policy_loss)",
 )
 REFERENCE_LOGPROBS = Column(
     "reference_logprobs",

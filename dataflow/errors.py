@@ -110,7 +110,7 @@ def _end_script(kind: type[BaseException], error: BaseException, traceback: Trac
     if not isinstance(error, UserError) or sys.flags.dev_mode or sys.flags.interactive or hasattr(sys, "ps1"):
         sys.__excepthook__(kind, error, traceback)
         return
-    from .readable import show
+    from .untrusted_text import show
 
     show(f"error: {error}")
     sys.exit(2)

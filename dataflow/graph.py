@@ -7,20 +7,404 @@ expansion that made them; nothing else. Where nodes run is a placement, when the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import pyarrow as pa
 
-from .drawing import as_mermaid, graph_text
-from .errors import UserError, nearest
-from .handle import Handle
-from .node import SOURCE, Node, ParameterEdge
-from .operation import Operation, Shape
-from .source import Source, TableSource
-from .takes import takes_as_json, takes_from_json
-from .validation import following_problems, refuse, rows_problems
+from .column import IDENTITY, KNOWN, not_inherited
+from .config import Config
+from .errors import GraphError, NoSuchNodeError, UserError, nearest
+from .operation import Declaration, Operation, Shape, declaration_of, takes_as_json, takes_from_json
+from .source import Source, TableSource, file_columns
+
+# Node
+#
+# Node: one operation of a graph, with what it waits for. Plain data.
+
+
+SOURCE = 0
+"""Level of the rows that come from the source; each EXPAND makes a further level."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation of a graph: reads columns, writes columns."""
+
+    name: str
+    group: str | None
+    """Name of the worker group that runs it; None for a pure function."""
+    operation: Operation
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    reads: tuple[str, ...]
+    """Columns that it is given: all that it requires, and those it may use that exist."""
+    missing: tuple[str, ...]
+    """Columns that it requires and that do not reach it (an error)."""
+    writes: tuple[str, ...]
+    level: int
+    """Level of the rows that it takes."""
+    makes_level: int | None
+    """Level of the rows that it makes (EXPAND only)."""
+    writers: Mapping[str, str]
+    """For each of `reads`, the node that wrote it ("" for the source)."""
+    after: tuple[str, ...]
+    """Nodes that must be done with a row (or its ancestor) before this node sees it."""
+    path: tuple[str, ...] = ()
+    """Names of the nested graphs that contain it."""
+
+
+@dataclass(frozen=True)
+class ParameterEdge:
+    """`follower` loads the weights of `leader` after every `every`-th update of it."""
+
+    follower: str
+    leader: str
+    every: int
+
+
+# Handle
+#
+# Handle: a worker group in a script, before its processes are started.
+
+
+W = TypeVar("W")
+
+
+def _from_here(config: Any) -> Any:
+    """A configuration whose relative folders of models and tokenizers are absolute paths."""
+    found: dict[str, Any] = {}
+    for name, value in dict(config).items() if isinstance(config, Config) else ():
+        if isinstance(value, str | Path) and ("model" in name or "tokenizer" in name):
+            folder = Path(value).expanduser()
+            if not Path(value).is_absolute() and folder.is_dir():
+                found[name] = type(value)(folder.absolute()) if isinstance(value, str) else folder.absolute()
+    return config.model_copy(update=found) if found else config
+
+
+class Handle:
+    """Stands for a worker group: its class, its configuration, its name.
+
+    Inside a `@graph` function, calling one of its methods with rows records a node. Made by `group`, which types it
+    as the worker class, so that an editor jumps from `rollout.generate` to the code.
+    """
+
+    def __init__(self, worker_class: type, config: Any, name: str | None) -> None:
+        self.worker_class = worker_class
+        self.given = config
+        """Its configuration, as it was asked for."""
+        self.config = _from_here(config)
+        """The configuration that a run uses: with absolute paths, since a reward function may change the working directory, and with the
+        adapter of its leader."""
+        self.name = name
+        self.leader: Handle | None = None
+        """The group whose weights it loads."""
+        self.follows_every = 1
+        """Number of updates of the leader between two loads of its weights."""
+
+    @property
+    def called(self) -> str:
+        """Its name; until a graph gives it one, that of its class: "actor" for `ActorWorker`."""
+        return self.name or self.worker_class.__name__.removesuffix("Worker").lower()
+
+    @property
+    def transport(self) -> str:
+        """How the weights that it publishes reach its followers; "auto" where its worker offers no choice."""
+        return getattr(self.given, "transport", "auto")
+
+    @property
+    def vllm_backend(self) -> str:
+        """vLLM's own backend by which it sends them, while it and its followers work at the same time; empty: none."""
+        return getattr(self.given, "vllm_backend", "")
+
+    def __repr__(self) -> str:
+        return f"<handle {self.name or '(unnamed)'}: {self.worker_class.__name__}>"
+
+    def follows(self, leader: object, *, every: int = 1) -> None:
+        """Load the weights of `leader` after every `every`-th update of it.
+
+        Args:
+            leader: the handle of the group that publishes weights.
+            every: number of updates between two loads.
+
+        Raises:
+            UserError: `leader` is not a handle or has no weights to publish, or this group cannot receive any.
+        """
+        if not isinstance(leader, Handle):
+            raise UserError(f"{self.name or self.worker_class.__name__}.follows() takes a handle, not {leader!r}")
+        if not isinstance(every, int) or every < 1:
+            raise UserError(f"{self!r}.follows(every={every!r}): every must be an integer of at least 1")
+        wanted = ((leader, "publish_weights"), (leader, "finish_publishing"), (self, "receive_weights"))
+        for handle, method in wanted:
+            if not hasattr(handle.worker_class, method):
+                raise UserError(f"{self!r} cannot follow {leader!r}: {handle.worker_class.__name__} has no {method}()")
+        if self.leader is not None and self.leader is not leader:
+            raise UserError(f"{self!r} follows {self.leader!r} already; a group has one leader")
+        self.leader, self.follows_every = leader, every
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("__"):
+            raise AttributeError(method)
+        function = inspect.getattr_static(self.worker_class, method, None)
+        declaration = declared(self.worker_class, method)
+        if declaration is None or not declaration.is_node:
+            declarations = ((n, declared(self.worker_class, n)) for n in dir(self.worker_class))
+            known = [name for name, each in declarations if each is not None and each.is_node]
+            hint = nearest(method, known) or f"; it has {', '.join(known) or 'none'}"
+            raise NoSuchNodeError(f"{self.worker_class.__name__} has no node {method!r}{hint}")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            add_node = getattr(args[0], "__trace__", None) if args else None
+            if add_node is None:
+                raise UserError(
+                    f"{self!r}.{method}() takes the rows of a graph that is being traced first; call it inside a @weft.graph function"
+                )
+            return add_node(self, function, declaration, args[1:], kwargs)
+
+        return call
+
+
+def declared(worker_class: type, method: str) -> Declaration | None:
+    """The declaration of a worker's method, or of the method that it overrides; None: it is not remote."""
+    for each in worker_class.__mro__:
+        declaration = declaration_of(vars(each).get(method))
+        if declaration is not None:
+            return declaration
+    return None
+
+
+def group(worker_class: type[W], *, name: str | None = None, **settings: Any) -> W:
+    """A handle on a worker group of this class, configured by keyword (checked here, against `worker_class.Config`).
+
+    Args:
+        worker_class: the class of the workers.
+        name: name of the group; None: the name of the parameter under which it is first passed to a graph.
+        settings: fields of `worker_class.Config`.
+
+    Raises:
+        UserError: a setting is wrong, or the class has no `Config`.
+    """
+    made_of = getattr(worker_class, "Config", None)
+    if not isinstance(made_of, type):
+        raise UserError(
+            f"weft.group({getattr(worker_class, '__name__', repr(worker_class))}): a worker class names the class of its settings; "
+            "derive it from weft.Worker, with `Config = MyConfig` in it, where MyConfig is a weft.Config"
+        )
+    config = cast(Any, made_of)(**settings)
+    return cast(W, Handle(worker_class, config, name))
+
+
+# Drawing
+#
+# Drawing: a graph as text, and as a Mermaid flowchart.
+
+
+def graph_text(
+    name: str, source: Source, nodes: Sequence[Node], edges: Sequence[ParameterEdge], levels: Mapping[int, str]
+) -> str:
+    """A line for the source and each edge, two or three for each node."""
+    lines = [f"graph {name}", f"  source {source.name}: {', '.join(source.columns) or 'no columns declared'}"]
+    for number, node in enumerate(nodes, 1):
+        rows = levels[node.level]
+        if node.makes_level is not None:
+            rows += f" -> {levels[node.makes_level]}"
+        kind = f"{node.operation.shape.value}; {rows}; takes {_taken(node.operation)}"
+        lines.append(f"  {number}. {'/'.join((*node.path, node.name))}  [{kind}]")
+        lines.append(f"       reads {', '.join(node.reads) or '-'}")
+        if node.writes:
+            lines.append(f"       writes {', '.join(node.writes)}")
+    lines += [f"  {edge.follower} follows {edge.leader}, {_every(edge.every)}" for edge in edges]
+    return "\n".join(lines)
+
+
+def as_mermaid(source: Source, nodes: Sequence[Node], edges: Sequence[ParameterEdge]) -> str:
+    """A flowchart: solid edges carry columns, dotted ones carry parameters."""
+    ids = {"": "source"} | {n.name: f"n{i}" for i, n in enumerate(nodes)}
+    lines = ["flowchart LR", f"  source[({_quoted(source.name)})]"]
+    for path in dict.fromkeys(n.path for n in nodes):
+        drawn = [f"  {ids[n.name]}{_box(n)}" for n in nodes if n.path == path]
+        lines += [f"  subgraph {_quoted('/'.join(path))}", *("  " + d for d in drawn), "  end"] if path else drawn
+    for node in nodes:
+        carried: dict[str, list[str]] = {w: [] for w in node.after}
+        for column in node.reads:
+            carried.setdefault(node.writers[column], []).append(column)
+        for writer, columns in carried.items():
+            label = f"-- {_quoted(', '.join(columns))} " if columns else ""
+            lines.append(f"  {ids[writer]} {label}--> {ids[node.name]}")
+    return "\n".join([*lines, *_parameter_edges(ids, nodes, edges)]) + "\n"
+
+
+def _parameter_edges(ids: Mapping[str, str], nodes: Sequence[Node], edges: Sequence[ParameterEdge]) -> list[str]:
+    """Lines of the dotted edges. Each leaves the node that updates, and reaches every node that uses the weights. A group that has
+    no such node here (it may have one in another graph of the run) has a box of its own."""
+    groups = dict.fromkeys(g for e in edges for g in (e.leader, e.follower))
+    alone = {g: f"g{i}" for i, g in enumerate(groups)}
+    drawn_alone: dict[str, None] = {}
+    lines: list[str] = []
+    for edge in edges:
+        updates = [ids[n.name] for n in nodes if n.group == edge.leader and n.operation.updates]
+        start = updates[-1] if updates else alone[edge.leader]
+        ends = [ids[n.name] for n in nodes if n.group == edge.follower] or [alone[edge.follower]]
+        drawn_alone |= dict.fromkeys(g for g in (edge.leader, edge.follower) if alone[g] in (start, *ends))
+        label = _quoted(f"weights, {_every(edge.every)}")
+        lines += [f"  {start} -. {label} .-> {end}" for end in ends]
+    return [f"  {alone[g]}[{_quoted(g)}]" for g in drawn_alone] + lines
+
+
+_BOXES = {Shape.MAP: "[{}]", Shape.GROUP: "[[{}]]", Shape.FILTER: "{{{}}}", Shape.EXPAND: "[/{}/]"}
+
+
+def _box(node: Node) -> str:
+    return ("([{}])" if node.operation.updates else _BOXES[node.operation.shape]).format(_quoted(node.name))
+
+
+def _taken(operation: Operation) -> str:
+    return "a batch" if operation.updates else "groups" if operation.whole_groups else "rows"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace('"', "#quot;") + '"'
+
+
+def _every(every: int) -> str:
+    return "every update" if every == 1 else f"every {every} updates"
+
+
+# Validation
+#
+# Validation: the rules of a graph, each broken one as a line that names the node, the column and
+# the nearest right name.
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise a `GraphError` with a line for each problem, if there are any."""
+    if problems:
+        raise GraphError("\n".join(problems))
+
+
+def rows_problems(source: Source, nodes: Sequence[Node], edges: Sequence[ParameterEdge]) -> list[str]:
+    """Problems of a graph by itself: columns, groups and cycles."""
+    return [*_column_problems(source, nodes), *_group_problems(source, nodes), *_cycle_problems(nodes, edges)]
+
+
+def following_problems(edges: Sequence[ParameterEdge], updated: Sequence[str | None]) -> Iterable[str]:
+    """Problems of followers whose leader no node updates.
+
+    Args:
+        edges: the parameter edges of a graph.
+        updated: names of the groups that any graph of the run updates.
+    """
+    followers = {e.follower for e in edges}
+    for edge in edges:
+        if edge.leader not in updated and edge.leader not in followers:
+            some = ", ".join(dict.fromkeys(g for g in updated if g)) or "none"
+            yield f"{edge.follower!r} follows {edge.leader!r}, which no node updates; updated groups: {some}"
+
+
+def _column_problems(source: Source, nodes: Sequence[Node]) -> Iterable[str]:
+    made = [column for column in source.columns if column not in file_columns(source)]
+    written: dict[str, str] = dict.fromkeys(made, f"source {source.name!r}")
+    for position, node in enumerate(nodes):
+        for column in node.missing:
+            yield f"node {node.name!r} reads column {column!r}, {_why_missing(column, position, source, nodes)}"
+        for column in node.writes:
+            if column in {str(c) for c in IDENTITY}:
+                yield f"node {node.name!r} writes column {column!r}, which identifies rows and belongs to the buffer"
+            # The rows of an EXPAND are new: the prompt of a dialogue's next turn may be called what the first was called.
+            elif column in written and node.makes_level is None:
+                already = written[column]
+                yield f"node {node.name!r} writes column {column!r}, which {already} writes already; rename it (into=...)"
+            written.setdefault(column, f"node {node.name!r}")
+
+
+def _why_missing(column: str, position: int, source: Source, nodes: Sequence[Node]) -> str:
+    """Why a column does not reach the node at this position."""
+    reader = nodes[position]
+    at, writer = next(((i, n.name) for i, n in reversed([*enumerate(nodes)]) if column in n.writes), (position, ""))
+    if writer == reader.name:
+        return "which it writes itself"
+    if at > position:
+        return f"which only {writer!r} writes, later"
+    if writer:
+        for node in nodes[at + 1 : position]:
+            if column in not_inherited(node.writes) and _descends(reader.level, node, nodes):
+                return (
+                    f"which {writer!r} writes of other tokens: {node.name!r} makes rows with tokens of their own; let it write "
+                    f"{column!r}, too, or read it before"
+                )
+        return f"which {writer!r} writes on another branch; pass its result, or join the two with |"
+    for node in nodes:
+        for value in node.arguments.values():
+            reasons = getattr(value, "leaves_out", None)
+            if isinstance(reasons, Mapping) and column in reasons:
+                return f"which node {node.name!r} leaves out: {reasons[column]}"
+    if column in file_columns(source):
+        return (
+            f"which no node writes. The column {column!r} of {source.name!r} belongs to your file, and Weft never takes it for its own"
+            f"{_how_to_have(column, reader, source, nodes)}"
+        )
+    return f"which no node writes{_how_to_have(column, reader, source, nodes)}"
+
+
+def _descends(level: int, node: Node, nodes: Sequence[Node]) -> bool:
+    """Whether the rows of a level are made, in one step or several, of those that a node makes."""
+    while level != SOURCE:
+        if level == node.makes_level:
+            return True
+        level = next(n.level for n in nodes if n.makes_level == level)
+    return False
+
+
+def _how_to_have(column: str, reader: Node, source: Source, nodes: Sequence[Node]) -> str:
+    """How to get a column that no node writes; if that is not known, the column with the nearest name."""
+    if column in KNOWN and KNOWN[column].made:
+        return f"; {KNOWN[column].made}"
+    known = [*(c for c in source.columns if c != column), *(c for n in nodes for c in n.writes)]
+    near = nearest(column, [c for c in known if c not in reader.writes])
+    return near or f"; there are {', '.join(dict.fromkeys(known)) or 'none'}"
+
+
+def _group_problems(source: Source, nodes: Sequence[Node]) -> Iterable[str]:
+    for node in nodes:
+        if node.operation.whole_groups and node.level == SOURCE:
+            yield (
+                f"node {node.name!r} sees complete groups, but each row of the source {source.name!r} is a group of its own; "
+                "put it after a node that expands rows (such as generate)"
+            )
+        n = node.operation.quorum.n if node.operation.quorum else 1
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  a user's argument
+            yield f"node {node.name!r} takes the first n={n!r} rows of a group; n must be an integer of at least 1"
+
+
+def _cycle_problems(nodes: Sequence[Node], edges: Sequence[ParameterEdge]) -> Iterable[str]:
+    cycle = _cycle({n.name: n.after for n in nodes})
+    if cycle:
+        yield f"nodes wait for each other: {' -> '.join(cycle)}"
+    cycle = _cycle({e.follower: (e.leader,) for e in edges})
+    if cycle:
+        yield f"worker groups follow each other's weights: {' -> '.join(cycle)}"
+
+
+def _cycle(after: Mapping[str, Iterable[str]]) -> list[str]:
+    """Names along one cycle of a dependency relation, or an empty list."""
+    state: dict[str, int] = {}  # 1: on the path being walked, 2: known to be free of cycles
+
+    def walk(name: str, path: list[str]) -> list[str]:
+        if state.get(name) == 2:
+            return []
+        if name in path:
+            return [*path[path.index(name) :], name]
+        for other in after.get(name, ()):
+            found = walk(other, [*path, name])
+            if found:
+                return found
+        state[name] = 2
+        return []
+
+    return next((found for name in after if (found := walk(name, []))), [])
+
 
 TRAIN = "train"
 """Name of the graph of a run that trains."""

@@ -12,12 +12,9 @@ from typing import Any
 from .arguments import bind, bind_signature
 from .column import DRAW_PATH, IDENTITY, Column, not_inherited
 from .errors import GraphError, NoSuchNodeError, UserError
-from .graph import Graph
-from .handle import Handle
-from .node import SOURCE, Node
+from .graph import SOURCE, Graph, Handle, Node, refuse, rows_problems
 from .operation import ALL_COLUMNS, CONFIG, Declaration, Shape
 from .source import Source, file_columns
-from .validation import refuse, rows_problems
 
 NO_VALUES = "rows have no values while a graph is traced"
 NODES_OF_PARTS = {

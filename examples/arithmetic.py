@@ -20,7 +20,7 @@ from pydantic import Field
 import weft
 from weft.algorithms.evaluation import evaluate
 from weft.algorithms.supervised import supervised
-from weft.controllers.run_directory import require_folder
+from weft.dataflow.runs.directory import require_folder
 
 HELD_OUT = 512
 SYMBOLS = ["<pad>", "B", "E", *"0123456789+="]

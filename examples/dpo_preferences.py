@@ -19,7 +19,7 @@ import weft
 from weft.algorithms.evaluation import evaluate
 from weft.algorithms.preference import dpo, preference_accuracy, reference_of_pairs
 from weft.algorithms.preference_loss import LogLikelihood, LogOdds, LogRatio, PreferenceLoss, Squared
-from weft.dashboard.curve import draw_curve
+from weft.dashboard.pictures import draw_curve
 
 ACCURACY = "pairs/preference_accuracy"
 METHODS = {

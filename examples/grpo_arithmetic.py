@@ -16,7 +16,7 @@ import weft
 from weft.algorithms.evaluation import evaluate
 from weft.algorithms.grpo import grpo
 from weft.algorithms.policy_loss import PolicyLoss
-from weft.dashboard.curve import draw_curve
+from weft.dashboard.pictures import draw_curve
 
 
 class Settings(arithmetic.SamplingSettings):

@@ -14,8 +14,8 @@ from real_task import GPU_SHARE, RealSettings, read_problems, summary
 import weft
 from weft.algorithms.advantages import group_advantages
 from weft.algorithms.evaluation import evaluate
-from weft.algorithms.filters import drop_zero_variance
 from weft.algorithms.graders.math import Math
+from weft.algorithms.grpo import drop_zero_variance
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.surrogates import Clipped
 from weft.workers.rewards.function import Reward

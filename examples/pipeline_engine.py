@@ -30,12 +30,12 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.column import GROUP_ID
 from weft.dataflow.errors import UserError
 from weft.dataflow.metrics import Mean, Metrics, Sum, merge
-from weft.resharding.box import Box
+from weft.resharding.formulas import PipelineStages
 from weft.resharding.incoming import IncomingWeights
-from weft.resharding.pipeline_stages import PipelineStages
+from weft.resharding.layout import Box
 from weft.resharding.weights import Part
 from weft.workers.dispatch import Coordinates
-from weft.workers.model_folder import find_model_config
+from weft.workers.models.model_folder import find_model_config
 from weft.workers.training.engine import Head, ModelConfig, OptimizerStep, TrainingConfig
 from weft.workers.training.microbatches import Microbatches
 from weft.workers.training.pipeline_schedule import one_forward_one_backward

@@ -29,7 +29,7 @@ from weft.algorithms.ppo import ppo
 from weft.algorithms.reward_model import reward_accuracy, reward_model
 from weft.algorithms.surrogates import Clipped
 from weft.algorithms.values import ValueLoss
-from weft.dashboard.curve import draw_curve
+from weft.dashboard.pictures import draw_curve
 
 ACCURACY = "eval/reward/mean"
 PAIRS = "pairs/preference_accuracy"

@@ -20,8 +20,8 @@ from weft.algorithms.evaluation import evaluate
 from weft.algorithms.grpo import grpo
 from weft.algorithms.kl import KlPenalty
 from weft.algorithms.policy_loss import PolicyLoss
-from weft.algorithms.ratios import sequence_product
-from weft.dashboard.curve import draw_curve
+from weft.algorithms.surrogates import sequence_product
+from weft.dashboard.pictures import draw_curve
 
 
 class Settings(arithmetic.SamplingSettings):

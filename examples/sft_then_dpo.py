@@ -22,7 +22,7 @@ from weft.algorithms.evaluation import evaluate
 from weft.algorithms.preference import best_and_worst, dpo, reference_of_pairs
 from weft.algorithms.preference_loss import PreferenceLoss
 from weft.algorithms.supervised import supervised
-from weft.dashboard.curve import draw_curve
+from weft.dashboard.pictures import draw_curve
 
 ACCURACY = "eval/reward/mean"
 GREEDY = weft.Sampling(max_tokens=4, temperature=0)

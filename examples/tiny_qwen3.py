@@ -20,7 +20,7 @@ import weft
 from weft.algorithms.evaluation import evaluate
 from weft.algorithms.graders.math import Math
 from weft.algorithms.supervised import supervised
-from weft.controllers.run_directory import require_folder
+from weft.dataflow.runs.directory import require_folder
 
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..dataflow.errors import WeightSyncError
-from .box import Box
+from .layout import Box
 
 MOST_CHANGED = 0.1
 """Share of changed elements above which a box is given whole: coding more takes longer than sending them."""

@@ -13,28 +13,181 @@ with open_weights(weights) as incoming:
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import mmap
+import os
 import selectors
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
 import torch
 
-from ..dataflow.errors import WeightSyncError
-from .bucket_memory import device_of, opened
-from .buckets import Description, Entry, checksum_of, fingerprint, layout_of, read_description
-from .channel import Channel, Stream
-from .connection import SILENCE_S, Connection, this_machine
+from ..dataflow.errors import WeightSyncError, nearest
+from .buckets import SLOTS, Description, Entry, checksum_of, device_of, fingerprint, layout_of, opened, read_description
+from .connection import SILENCE_S, Channel, Connection, GroupChannel, Stream, this_machine
 from .delta import Delta, apply_delta
-from .group_channel import GroupChannel
-from .held_boxes import HeldBoxes, held_boxes
-from .layout import Layout
-from .mapped_memory import Views, map_files
-from .plan import Copy
+from .layout import Box, Held, Layout, Piece, RankLayout, Where
+from .memory import copy_elements
+from .plan import Copy, ReshardPlan
 from .transfer import FORM, GRACE_S, NUMBER, WHOLE
-from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, Weights
+from .weights import CHECKSUM_MODULUS, LOOPBACK, Part, RankWeights, Weights, box_sum
+
+# Held boxes
+#
+# HeldBoxes: what a receiver took of a publisher last, in host memory, so that the next version can
+# come as deltas.
+
+
+class HeldBoxes:
+    """The bits of the boxes that a receiver took, and their version.
+
+    Args:
+        publisher: who gives them; the numbers of entries are its own.
+    """
+
+    def __init__(self, publisher: str) -> None:
+        self.publisher = publisher
+        self.version: int | None = None
+        """Of all boxes; None: they are of several versions, or there are none."""
+        self._bits: dict[tuple[int, Box], np.ndarray] = {}
+
+    def begin(self, wanted: Iterable[tuple[int, Box]]) -> int | None:
+        """A version comes. Until `version` is set again, it says None.
+
+        Args:
+            wanted: number of the entry, and box, of all that will be taken.
+
+        Returns:
+            The version that is held of all of these; None: deltas are of no use.
+        """
+        keys = set(wanted)
+        base, self.version = self.version, None
+        if not keys <= self._bits.keys():
+            base = None
+        self._bits = {key: bits for key, bits in self._bits.items() if key in keys}
+        return base
+
+    def box(self, number: int, box: Box, dtype: np.dtype) -> np.ndarray:
+        """The bits of a box, [elements]: those held, or memory for them.
+
+        Args:
+            number: of its entry.
+            dtype: unsigned integers of the elements' size.
+        """
+        key = (number, box)
+        if key not in self._bits:
+            self._bits[key] = np.empty(box.numel, dtype)
+        return self._bits[key]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of host memory."""
+        return sum(bits.nbytes for bits in self._bits.values())
+
+
+_held: dict[tuple[str, int, int], HeldBoxes] = {}
+"""By name of the receiver, number of its part, and rank of the publisher."""
+
+
+def held_boxes(receiver: str, part: int, rank: int, publisher: str) -> HeldBoxes:
+    """What this process holds of a rank of the trainer.
+
+    Args:
+        receiver: its name; of one without a name nothing is held for the next version.
+        part: number of this process of the receiver.
+        rank: of the publisher.
+        publisher: what tells apart publishers, and their descriptions of entries. What another one gave is dropped.
+    """
+    found = _held.get((receiver, part, rank))
+    if found is None or found.publisher != publisher:
+        found = HeldBoxes(publisher)
+        if receiver:
+            _held[receiver, part, rank] = found
+    return found
+
+
+# Mapped memory
+#
+# MappedMemory: what a publisher on this machine lets be read, as this process maps it.
+
+
+class MappedMemory:
+    """The memory of a publisher's buckets, and those in which its parameters lie, as this process maps them."""
+
+    def __init__(self, memories: Sequence[torch.Tensor]) -> None:
+        self.memories = memories
+        """[bytes] uint8, each."""
+        self._views: Views | None = None
+
+    def views(self, parts: Description) -> Views:
+        """Of the entries that lie there now: the same object for as long as they are the same."""
+        views = self._views
+        if views is None or views.parts is not parts:
+            self._views = views = Views(self.memories, parts)
+        return views
+
+
+class Views:
+    """The elements of entries in memories of a publisher."""
+
+    def __init__(self, memories: Sequence[torch.Tensor], parts: Description) -> None:
+        self.parts = parts
+        self._memories = memories
+        self._elements: dict[int, torch.Tensor] = {}
+
+    def elements(self, number: int) -> torch.Tensor:
+        """Of the entry of this number, while its bucket is the one that came last."""
+        if (known := self._elements.get(number)) is not None:
+            return known
+        entry = self.parts.entries[number]
+        memory = self._memories[entry.memory]
+        start = 0 if entry.memory else entry.bucket % SLOTS * (len(memory) // SLOTS)
+        self._elements[number] = found = entry.view(memory, start)
+        return found
+
+
+_mapping_lock = threading.Lock()
+"""Several threads of a process may take weights at once."""
+
+_maps: dict[tuple[tuple[str, int, int], ...], MappedMemory] = {}
+"""By path, bytes and inode of their files: another publisher, or new memory of the same one, may come to have the same paths."""
+
+
+def map_files(files: Sequence[tuple[str, int]]) -> MappedMemory:
+    """The memories of a publisher, which stay mapped from version to version for as long as it has them.
+
+    Raises:
+        OSError: one of them is not there any more.
+    """
+    key = tuple((path, num_bytes, os.stat(path).st_ino) for path, num_bytes in files)
+    with _mapping_lock:
+        if (found := _maps.get(key)) is None:
+            for known in list(_maps):
+                if not all(_is_there(path, inode) for path, _, inode in known):
+                    del _maps[known]
+            _maps[key] = found = MappedMemory([_map_file(path, num_bytes) for path, num_bytes in files])
+    return found
+
+
+def _is_there(path: str, inode: int) -> bool:
+    try:
+        return os.stat(path).st_ino == inode
+    except OSError:
+        return False
+
+
+def _map_file(path: str, num_bytes: int) -> torch.Tensor:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # Private rather than read-only: torch wants writable memory, and no receiver may change what others read.
+        mapping: Any = mmap.mmap(file, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return torch.frombuffer(mapping, dtype=torch.uint8)
+    finally:
+        os.close(file)
+
 
 PATIENCE_S = 2 * SILENCE_S + GRACE_S
 """Longest time that a receiver hears of no bucket, its own or another's, where little is to be sent: the publisher may be waiting for a
@@ -383,3 +536,78 @@ def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
         _descriptions[publisher] = description
         while len(_descriptions) > 64:
             del _descriptions[next(iter(_descriptions))]
+
+
+# Tensor receiver
+#
+# The receiving side for modules whose parameters lie as they do in the checkpoint: whole, or cut
+# over ranks by FSDP.
+#
+# vLLM fuses, pads and repacks its parameters; `vllm_receiver.py` is its side.
+
+
+SumOverRanks = Callable[[np.ndarray], np.ndarray]
+"""Adds up an int64 array over the ranks of the receiving group, modulo 2^64."""
+
+
+@torch.no_grad()
+def receive_parts(
+    incoming: IncomingWeights,
+    parts: Sequence[Part],
+    counted: Sequence[bool] | None = None,
+    sum_over_ranks: SumOverRanks | None = None,
+) -> str:
+    """Copy what this rank needs of a version into its own tensors as it comes, and check what has arrived.
+
+    Args:
+        incoming: the version; it is finished when this returns.
+        parts: the rank's own tensors, which are overwritten; one box of each tensor that was published.
+            Where they have another dtype, what was published is cast.
+        counted: for each part, whether this rank counts it: of ranks that hold equal parts, one does. None: all.
+        sum_over_ranks: where the group's ranks hold parts of tensors. None: each part is a whole tensor.
+
+    Returns:
+        The checksum of the version.
+
+    Raises:
+        WeightSyncError: the tensors are not those published, by name or shape, and nothing is overwritten; or one did not arrive as it was
+            published, or not at all, and they are partly overwritten. The message names tensor, box and rank.
+    """
+    own = {part.name: part for part in parts}
+    for name in incoming.layout.tensors:
+        if name not in own:
+            raise WeightSyncError(
+                f"weights version {incoming.version}: tensor {name!r} was published, the model has none of that name{nearest(name, own)}"
+            )
+    plan = _plan(
+        incoming.layout, tuple((p.name, p.shape, p.box, str(p.tensor.dtype).removeprefix("torch.")) for p in parts)
+    )
+    sums = dict.fromkeys(own, 0)
+    for name, copy, source in incoming.slices(plan.received_by(0)):
+        part = own[name]
+        target = part.tensor[copy.box.within(part.box)]
+        copy_elements(target, source)
+        # Where the dtype changes, so do the bits: what came is compared.
+        found = box_sum(target if target.dtype == source.dtype else source, copy.box, part.shape)
+        incoming.check(name, copy, found)
+        sums[name] += found
+    found = [
+        sums[p.name] % CHECKSUM_MODULUS if c else 0 for p, c in zip(parts, counted or [True] * len(parts), strict=True)
+    ]
+    totals = np.array(found, np.uint64)
+    if sum_over_ranks is not None:
+        totals = sum_over_ranks(totals.view(np.int64)).view(np.uint64)
+    for part, total in zip(parts, totals.tolist(), strict=True):
+        if total != incoming.published_sum(part.name):
+            sources = sorted({copy.source for name, copy in plan.received_by(0) if name == part.name})
+            raise WeightSyncError(
+                f"weights version {incoming.version}: tensor {part.name!r} did not arrive as it was published: {part.box} at "
+                f"{incoming.receiver}, from the ranks {sources} of the trainer, or what other ranks of the receiver have of it"
+            )
+    return incoming.finish()
+
+
+@functools.lru_cache(maxsize=8)
+def _plan(source: Layout, parts: tuple[tuple[object, ...], ...]) -> ReshardPlan:
+    held = {name: Held(shape, dtype, (Piece(box),)) for name, shape, box, dtype in parts}  # pyright: ignore[reportArgumentType]
+    return ReshardPlan(source, Layout.of_ranks([RankLayout(Where(), held)], "the receiver"))  # pyright: ignore[reportArgumentType]

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..dataflow.errors import WeightSyncError, nearest
-from .box import Box
-from .layout import IN_PLACE, Layout, TensorLayout, Where
+from .layout import IN_PLACE, Box, Layout, TensorLayout, Where
 
 if TYPE_CHECKING:
     from .formulas import Transition

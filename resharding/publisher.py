@@ -21,12 +21,9 @@ from typing import Any
 import torch
 
 from ..dataflow.errors import WeightSyncError
-from .bucket_memory import BucketMemory, DeviceBuckets, HostBuckets, device_of
-from .buckets import BUCKET_BYTES, SLOTS, Cutter, fingerprint
-from .channel import Channel, Stream, Transport
-from .connection import SMALL_BYTES, Connection, listen, this_machine
+from .buckets import BUCKET_BYTES, SLOTS, BucketMemory, Cutter, DeviceBuckets, HostBuckets, device_of, fingerprint
+from .connection import SMALL_BYTES, Channel, Connection, GroupChannel, Stream, Transport, listen, this_machine
 from .delta import Shadow
-from .group_channel import GroupChannel
 from .transfer import Sent, Transfer
 from .weights import Part, RankWeights, Weights
 

@@ -30,13 +30,12 @@ import numpy as np
 import torch
 
 from ..dataflow.errors import WeightSyncError
-from .box import Box
 from .buckets import SLOTS, Entry, checksum_of
-from .channel import Channel, Stream
-from .checksum import box_sum
-from .connection import SMALL_BYTES, Connection
+from .connection import SMALL_BYTES, Channel, Connection, Stream
 from .delta import Shadow, bits_of, delta_of, within
-from .host_memory import copy_elements
+from .layout import Box
+from .memory import copy_elements
+from .weights import box_sum
 
 GRACE_S = 1.0
 """Longest time that the first receivers wait for the others, before they get a pass without them."""

@@ -28,13 +28,12 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from ..dataflow.errors import WeightSyncError
-from .box import Box
 from .buckets import BUCKET_BYTES
-from .checksum import box_sum
 from .connection import listen
+from .layout import Box
 from .transfer import Sent
 from .vllm_control import Receivers, TensorSum, checksum_of_tensors
-from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, Part, Weights
+from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, Part, Weights, box_sum
 
 
 @dataclass(frozen=True)

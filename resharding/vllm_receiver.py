@@ -6,29 +6,32 @@ Importing this module registers the transfer engine.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
 
-from ..dataflow.errors import WeightSyncError
-from .box import Box
-from .checksum import box_sum
-from .host_memory import threads_beside
-from .incoming import PATIENCE_S, IncomingWeights, open_weights
-from .layout import Layout
+from ..dataflow.errors import WeightSyncError, nearest
+from .incoming import PATIENCE_S, IncomingWeights, open_weights, receive_parts
+from .layout import Box, Layout
+from .memory import threads_beside
 from .plan import ReshardPlan
-from .vllm_layout import record_layout
-from .vllm_writer import WeightWriter
-from .weights import CHECKSUM_MODULUS, RankWeights, Weights
+from .vllm_control import TensorSum
+from .vllm_layout import record_layout, restore
+from .vllm_writer import WeightWriter, process_tied
+from .weights import CHECKSUM_MODULUS, RankWeights, Weights, box_sum, whole
 
 BACKEND = "weft"
 """Name of the transfer engine in vLLM's factory."""
@@ -256,3 +259,152 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)
+
+
+# Vllm backends
+#
+# Versions that come to a rank of vLLM by one of vLLM's own backends: whole tensors, which its
+# model's loaders cut by themselves.
+
+
+class VllmBackends:
+    """The transfer engines of vLLM's own backends in a rank. While a version comes by one of them, it stands where Weft's receiver does.
+
+    Args:
+        receiver: Weft's.
+        settings: vLLM's, of the rank.
+        device: of the rank.
+        model: of the rank.
+    """
+
+    def __init__(
+        self, receiver: WeightTransferEngine[Any, Any], settings: Any, device: torch.device, model: Any
+    ) -> None:
+        self.receiver = receiver
+        self._settings, self._device, self._model = settings, device, model
+        self._engines: dict[str, WeightTransferEngine[Any, Any]] = {}
+        self._loaded: _LoadedTensors | None = None
+
+    def begin(self, backend: str) -> WeightTransferEngine[Any, Any]:
+        """A version comes by a backend: note what the model's loaders are given; returns the engine, which vLLM's factory makes."""
+        if backend not in self._engines:
+            config = WeightTransferConfig(backend=backend)
+            made = WeightTransferEngineFactory.create_engine(config, self._settings, self._device, self._model)
+            assert made is not None
+            self._engines[backend] = made
+        self._loaded = _LoadedTensors(self._model)
+        return self._engines[backend]
+
+    def end(self, whole: bool) -> dict[str, TensorSum]:
+        """It has come, or nothing more comes of it; returns what the loaders were given.
+
+        Args:
+            whole: it has come. Otherwise layers whose weights have not all come keep those that they had.
+        """
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:  # this rank could not begin
+            assert not whole
+            return {}
+        loaded.end()
+        if whole:
+            process_tied(self._model)  # which vLLM's own engines do not
+        else:
+            restore(self._model)
+        return loaded.sums
+
+
+class _LoadedTensors:
+    """Sums of what a model's loaders are given, tensor by tensor, from here on until `end`.
+
+    Args:
+        model: of vLLM.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.sums: dict[str, TensorSum] = {}
+        self._model = model
+        load = model.load_weights
+
+        def load_and_sum(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+            return load(self._summed(weights))
+
+        model.load_weights = load_and_sum
+
+    def end(self) -> None:
+        """Give the model its own loaders back."""
+        del self._model.load_weights
+
+    def _summed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            shape = tuple(tensor.shape)
+            if name in self.sums:
+                raise WeightSyncError(f"tensor {name!r} came twice")
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self.sums[name] = TensorSum(dtype, shape, box_sum(tensor, Box.full(shape), shape))
+            yield name, tensor
+
+
+# Vllm adapter
+#
+# Adapters (LoRA) inside vLLM: a published version of an adapter, served from tensors, without
+# files.
+#
+# An engine has one slot, and requests name the one adapter in it. A version takes the place of the
+# one before between two steps, as complete weights do: unfinished requests go on under it.
+
+
+_SLOT = 1
+"""vLLM's number of the adapter."""
+
+
+def adapter_request() -> LoRARequest:
+    """What a request says so that the adapter is added to its weights."""
+    return LoRARequest("weft", _SLOT, "received, not read")
+
+
+def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[str, Any]) -> str:
+    """Take a version of an adapter, check it, and put it into vLLM's slot; returns its checksum. vLLM cuts it for this rank by itself.
+
+    Args:
+        manager: vLLM's `WorkerLoRAManager`.
+        incoming: the version, in the names of `peft`.
+        settings: "r", "lora_alpha" and "use_rslora", as `peft` has them.
+
+    Raises:
+        WeightSyncError: something did not arrive as it was published, or vLLM has no layer for it. The slot keeps what it had.
+    """
+    tensors = {
+        name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+        for name, tensor in incoming.layout.tensors.items()
+    }
+    checksum = receive_parts(incoming, list(whole(tensors)))
+    slots = manager._adapter_manager
+    mapper = getattr(slots.model, "hf_to_vllm_mapper", None)
+    adapter = LoRAModel.from_lora_tensors(
+        _SLOT,
+        tensors,
+        PEFTHelper(target_modules=[], **settings),
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
+    )
+    served = {part for name in slots.modules for part in slots.packed_modules.get(name, [name])}
+    if unserved := [name for name in adapter.loras if name not in served]:
+        raise WeightSyncError(
+            f"weights version {incoming.version}: vLLM's {type(slots.model).__name__} serves no adapter of layer {unserved[0]!r}"
+            f"{nearest(unserved[0], served)}; Lora(targets=...) without it, or Lora(published='merged'), needs none"
+        )
+    before = slots.get_adapter(_SLOT)
+    try:
+        _exchange(slots, adapter)
+    except Exception:
+        if before is not None:
+            _exchange(slots, before)
+        raise
+    return checksum
+
+
+def _exchange(slots: Any, adapter: LoRAModel) -> None:
+    slots.remove_adapter(_SLOT)
+    slots.add_adapter(adapter)
+    slots.activate_adapter(_SLOT)

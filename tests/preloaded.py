@@ -17,7 +17,7 @@ MODULES = (
     "weft.workers.reward",
     "weft.workers.rollout",
     "weft.workers.training.fsdp",
-    "weft.workers.training.replicated",
+    "weft.workers.training.sharding",
 )
 
 gc.disable()

@@ -23,10 +23,12 @@ EXCUSED = {
     "controllers/ranks/tasks.py": {
         "pickle"
     },  # a part of a call or a reply, which Ray carries as a pickle, under its token
-    "controllers/backends/rank.py": {"cloudpickle"},  # what Ray makes an actor of, read when its environment is set
-    "controllers/backends/rank_process.py": {"pickle"},  # the other side of it
+    "controllers/backends/rank.py": {
+        "cloudpickle",
+        "pickle",
+    },  # what Ray makes an actor of, read when its environment is set
     "workers/rewards/main_thread.py": {"pickle"},  # over a pipe, between a rank and a child that it forked
-    "commands/script.py": {"runpy.run_path"},  # `weft run SCRIPT` runs the file that its user names, as Python does
+    "commands/run.py": {"runpy.run_path"},  # `weft run SCRIPT` runs the file that its user names, as Python does
 }
 """File -> what it may do. None of it comes from a file of a run, a model or a data set, or over a socket of ours."""
 

@@ -27,20 +27,18 @@ from ..dataflow.column import (
 )
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Max, Mean, Metrics
-from ..dataflow.readable import show
+from ..dataflow.untrusted_text import show
 from ..resharding.weights import BY_VLLM
 from .canary import Canary, canary_rows, check_canary
 from .dispatch import Dispatch
-from .engine_worker import logprobs_may_read
-from .model_folder import stop_token_notes
-from .remote import remote
-from .trained import TrainedConfig, TrainedWorker, loss_may_read, loss_reads, training_batch
-from .worker import Context
+from .engine_worker import TrainedConfig, TrainedWorker, logprobs_may_read, loss_may_read, loss_reads, training_batch
+from .models.model_folder import stop_token_notes
+from .worker import Context, remote
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..dataflow.node import Node
+    from ..dataflow.graph import Node
     from ..dataflow.source import Source
     from ..resharding.weights import Given, Weights
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..dataflow.errors import UserError
-from ..dataflow.handle import Handle
+from ..dataflow.graph import Handle
 
 
 def agree_on_adapters(handles: Iterable[Handle]) -> None:

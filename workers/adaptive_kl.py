@@ -11,15 +11,14 @@ from ..algorithms.kl import AdaptiveCoefficient, k1
 from ..algorithms.loss import response_rows
 from ..algorithms.rewards import token_rewards
 from ..dataflow.batch import Batch
-from ..dataflow.buffer.disk import Disk
 from ..dataflow.column import REFERENCE_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_MASK, REWARD, TOKEN_REWARDS
 from ..dataflow.config import Config
 from ..dataflow.metrics import Mean, Metrics
+from ..dataflow.operation import TrainingBatch
+from ..dataflow.runs.files import Disk
 from ..dataflow.safe_files import read_json
-from ..dataflow.takes import TrainingBatch
 from .dispatch import Dispatch
-from .remote import remote
-from .worker import Context, Worker
+from .worker import Context, Worker, remote
 
 _FILE = "coefficient.json"
 

@@ -14,13 +14,12 @@ from ..dataflow.column import PROMPT_IDS, RESPONSE_IDS, REWARD, VALUES
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Metrics
 from .dispatch import Dispatch
-from .model_folder import check_scalar_head, read_model_config
-from .remote import remote
-from .trained import TrainedConfig, TrainedWorker, loss_may_read, loss_reads, training_batch
-from .worker import Context
+from .engine_worker import TrainedConfig, TrainedWorker, loss_may_read, loss_reads, training_batch
+from .models.model_folder import check_scalar_head, read_model_config
+from .worker import Context, remote
 
 if TYPE_CHECKING:
-    from ..dataflow.node import Node
+    from ..dataflow.graph import Node
     from ..dataflow.source import Source
 
 

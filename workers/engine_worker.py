@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..dataflow.column import IMAGES, RESPONSE_IDS, ROUTES, TEMPERATURE, Column
+from pydantic import model_validator
+
+from ..algorithms.loss import Loss
+from ..algorithms.policy_loss import needs_old_logprobs
+from ..dataflow.column import (
+    IMAGES,
+    KNOWN,
+    OLD_LOGPROBS,
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    RESPONSE_MASK,
+    ROUTES,
+    TEMPERATURE,
+    Column,
+)
 from ..dataflow.errors import UserError
-from .dispatch import Coordinates
-from .images import check_images
-from .model_folder import context_of, read_model_config
-from .row_cost import RowCost, row_cost_of
+from ..dataflow.operation import TrainingBatch
+from .dispatch import Coordinates, Dispatch, RowCost, row_cost_of
+from .models.images import check_images
+from .models.model_folder import check_vocabulary, complete_text_settings, context_of, num_experts, read_model_config
 from .training.engine import Head, ModelConfig, TrainingConfig, TrainingEngine
-from .vocabulary import check_vocabulary
-from .worker import Context, Worker
+from .training.memory import MISSING_TORCHAO
+from .training.updates import Updates
+from .worker import Context, Worker, remote
 
 if TYPE_CHECKING:
-    from ..dataflow.node import Node
+    from ..dataflow.graph import Node
     from ..dataflow.source import Source
 
 
@@ -87,3 +104,137 @@ class EngineWorker(Worker):
 
     def close(self) -> None:
         self.engine.close()
+
+
+# Trained
+#
+# TrainedWorker: parent of the workers that are updated, actor and critic.
+
+
+class TrainedConfig(ModelConfig, TrainingConfig):
+    """A model, how it is sharded, and how it is trained."""
+
+    @model_validator(mode="after")
+    def _check_moments(self) -> TrainedConfig:
+        if self.moments == "8bit" and self.offload != "nothing":
+            raise ValueError(
+                f'moments="8bit" cannot be combined with offload="{self.offload}": updates in 8 bits are slow on the host; leave one of '
+                "them out"
+            )
+        return self
+
+
+def loss_reads(loss: Loss) -> tuple[str | Column, ...]:
+    """Columns that an update with this loss requires."""
+    return (PROMPT_IDS, RESPONSE_IDS, *_declared(loss.reads))
+
+
+def loss_may_read(loss: Loss) -> tuple[str | Column, ...]:
+    """Columns that such an update uses where there are any."""
+    return (*_declared(loss.may_read), RESPONSE_MASK, IMAGES)
+
+
+def _declared(names: Iterable[str]) -> Iterator[str | Column]:
+    """Columns that a loss names. A name that Weft declares means the declared column, never a file's column of the same name."""
+    return (KNOWN.get(name, name) for name in names)
+
+
+def training_batch(loss: Loss, epochs: int, minibatches: int, config: TrainedConfig) -> TrainingBatch:
+    """The batch of an update. In one pass of one step its gradients may be accumulated over several calls, unless its loss is more than a
+    sum over rows."""
+    in_parts = epochs == minibatches == 1 and config.router_loss is None
+    return TrainingBatch(whole_groups=loss.whole_groups, accumulates=in_parts)
+
+
+class TrainedWorker(EngineWorker):
+    """Parent of the workers that are updated: their updates, and their share of a run's checkpoints.
+
+    Args:
+        head: what the model computes for each response token.
+    """
+
+    def __init__(self, config: TrainedConfig, context: Context = Context(), *, head: Head = "logprobs") -> None:
+        super().__init__(config, context, config, head=head)
+        self._updates = Updates(config, context, self.engine)
+
+    @classmethod
+    def check(cls, config: Any, nodes: Sequence[Node], source: Source) -> None:
+        super().check(config, nodes, source)
+        if config.moments == "8bit" and find_spec("torchao") is None:
+            raise UserError(MISSING_TORCHAO)
+        if config.lora is not None:
+            config.lora.check(config.tensor_parallel)
+            if config.lora.targets != "all-linear" or config.lora.dora:  # it takes seconds, since it imports torch
+                from .training.adapter import check_layers
+
+                check_layers(config.model, config.lora)
+        if config.router_loss is not None and num_experts(complete_text_settings(config.model)) is None:
+            raise UserError(
+                f"router_loss={config.router_loss:g}: {config.model} is no mixture of experts; leave it out"
+            )
+        check_updates(nodes)
+
+    @property
+    def version(self) -> int:
+        """Policy version: the number of updates so far."""
+        return self._updates.version
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def save(self, path: str | Path, merged: bool = False) -> None:
+        """Write the model as a Hugging Face folder, its head and tokenizer included.
+
+        Args:
+            path: the folder; if there is one already, it is replaced.
+            merged: of a model with an adapter, write the model with the adapter merged into it; otherwise the adapter alone is
+                written, as `peft` writes it.
+        """
+        self.engine.save(Path(path), merged=merged)
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str | Path) -> float:
+        """Copy the state of training, which is written to a new folder while training goes on; returns the seconds that training waited."""
+        return self._updates.save(Path(path))
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def checkpoint_written(self, wait: bool = False) -> bool:
+        """Whether the last checkpoint is on the disk.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        return self.engine.written(wait=wait)
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Go on from a checkpoint, of any number of ranks: weights, optimizer, version, random states."""
+        self._updates.load(Path(path))
+
+
+def check_updates(nodes: Iterable[Node]) -> None:
+    """Check the arguments of the updates of a graph.
+
+    Raises:
+        UserError: naming the node and its argument.
+    """
+    for node in nodes:
+        loss = node.arguments.get("loss")
+        if isinstance(loss, type) or (loss is not None and not isinstance(loss, Loss)):
+            hint = f"; make a value of it: {loss.__name__}()" if isinstance(loss, type) else ""
+            raise UserError(f"node {node.name!r}: loss must be a Loss such as PolicyLoss(), not {loss!r}{hint}")
+        for name in ("epochs", "minibatches"):
+            value = node.arguments.get(name, 1)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"node {node.name!r}: {name} must be an integer of at least 1, not {value!r}")
+        _check_old_policy(node, loss)
+
+
+def _check_old_policy(node: Node, loss: Loss | None) -> None:
+    """A loss with a ratio needs the policy from before the update, which after the first of several steps is no longer the engine's."""
+    steps = {name: node.arguments.get(name, 1) for name in ("epochs", "minibatches")}
+    if loss is not None and needs_old_logprobs(loss, **steps) and str(OLD_LOGPROBS) not in node.reads:
+        given = ", ".join(f"{name}={value}" for name, value in steps.items())
+        raise UserError(
+            f"node {node.name!r} takes several optimizer steps ({given}), and after the first its loss has no old policy to "
+            f"compare with unless the rows have {str(OLD_LOGPROBS)!r}; take one step, or write them before the update: "
+            "samples = old_logprobs(samples, actor=actor) (weft.algorithms.policy_loss)"
+        )

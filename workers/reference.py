@@ -9,9 +9,8 @@ from ..dataflow.column import PROMPT_IDS, REFERENCE_LOGPROBS, RESPONSE_IDS, ROUT
 from ..dataflow.errors import WeightSyncError
 from .dispatch import Dispatch
 from .engine_worker import EngineWorker, logprobs_may_read
-from .remote import remote
 from .training.engine import ModelConfig
-from .worker import Context
+from .worker import Context, remote
 
 if TYPE_CHECKING:
     from ..resharding.weights import Weights

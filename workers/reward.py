@@ -22,17 +22,15 @@ from ..dataflow.errors import ResultError, UserError
 from ..dataflow.metrics import Max, Mean, Metric, Metrics, Std, Sum, merge
 from ..dataflow.prompts.tokenizer import Tokenizer
 from .dispatch import Dispatch
-from .remote import remote
-from .rewards.caller import Caller
-from .rewards.calls import AsyncCalls
+from .rewards.calls import AsyncCalls, Caller
 from .rewards.function import Reward
 from .rewards.judge import Judge
-from .rewards.samples import ANSWERS, Samples
 from .rewards.scoring import PART_S, Outcome, Scoring
-from .worker import MAX_FAILED, Context, Worker
+from .rewards.signature import ANSWERS, Samples
+from .worker import MAX_FAILED, Context, Worker, remote
 
 if TYPE_CHECKING:
-    from ..dataflow.node import Node
+    from ..dataflow.graph import Node
     from ..dataflow.source import Source
 
 

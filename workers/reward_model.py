@@ -14,15 +14,14 @@ from ..dataflow.metrics import Metrics
 from .critic import last_of_rows
 from .dispatch import Coordinates, Dispatch
 from .engine_worker import EngineWorker
-from .model_folder import SCALAR_HEAD, check_scalar_head, read_model_config
-from .remote import remote
+from .models.model_folder import SCALAR_HEAD, check_scalar_head, read_model_config
+from .models.weight_files import find_tensor
 from .reward import of_column, reward_metrics
 from .training.engine import ModelConfig
-from .weight_files import find_tensor
-from .worker import Context
+from .worker import Context, remote
 
 if TYPE_CHECKING:
-    from ..dataflow.node import Node
+    from ..dataflow.graph import Node
     from ..dataflow.source import Source
 
 

@@ -33,23 +33,20 @@ from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import Shape
 from .canary import PROMPT_TOKENS, RESPONSE_TOKENS, Canary, canary_prompts
-from .children import Children
 from .device import rank_device
 from .dispatch import Dispatch
 from .generation.engine import GenerationEngine, GenerationRequest, Response
 from .generation.transformers_engine import TransformersEngine
 from .generation.vllm_engine import VllmEngine
-from .images import ImageReader
-from .model_folder import read_model_config, sees_images
-from .node_folder import node_folder
+from .models.images import ImageReader
+from .models.model_folder import read_model_config, read_vocabulary, sees_images
+from .models.node_folder import node_folder
 from .node_memory import node_memory
-from .remote import remote
 from .rollout_config import RolloutConfig, context_at_start
-from .vocabulary import read_vocabulary
-from .worker import Context, Worker
+from .worker import Children, Context, Worker, remote
 
 if TYPE_CHECKING:
-    from ..dataflow.node import Node
+    from ..dataflow.graph import Node
     from ..dataflow.source import Source
     from ..resharding.weights import Weights
 

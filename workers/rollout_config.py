@@ -15,11 +15,12 @@ from ..algorithms.sampling import Sampling
 from ..dataflow.batch import Batch
 from ..dataflow.column import PROMPT_IDS
 from ..dataflow.errors import UserError
-from .generation.stop_strings import tokenizer_of
+from .generation.engine import tokenizer_of
 from .generation.vllm_settings import LORA_RANKS, VllmSettings
-from .images import check_images
-from .model_folder import (
+from .models.images import check_images
+from .models.model_folder import (
     check_causal_lm,
+    check_vocabulary,
     complete_text_settings,
     context_of,
     head_dim,
@@ -29,12 +30,11 @@ from .model_folder import (
     sees_images,
     stop_token_notes,
 )
+from .models.weight_files import check_weights
 from .training.lora import Lora
-from .vocabulary import check_vocabulary
-from .weight_files import check_weights
 
 if TYPE_CHECKING:
-    from ..dataflow.node import Node
+    from ..dataflow.graph import Node
     from ..dataflow.source import Source
 
 SMALLEST_HEAD_ON_CPU = 32

@@ -5,17 +5,76 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import numpy as np
+
+from ..dataflow.batch import Batch
 from ..dataflow.config import Config
-from .dispatch import Coordinates, Dispatch
-from .remote import remote
-from .row_cost import RowCost
+from ..dataflow.operation import Columns, Declaration, Shape, Takes
+from .dispatch import Coordinates, Dispatch, RowCost
 
 if TYPE_CHECKING:
-    from ..dataflow.node import Node
+    from ..dataflow.graph import Node
     from ..dataflow.source import Source
     from .rendezvous import Rendezvous
+
+
+# Remote
+#
+# `@remote`: how a worker's method is called on a group, and which columns it reads and writes.
+
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def remote(
+    *,
+    dispatch: Dispatch,
+    shape: Shape = Shape.MAP,
+    reads: Columns = (),
+    may_read: Columns = (),
+    writes: Columns = (),
+    takes: Takes | Callable[..., Takes] | None = None,
+    interruptible: bool = False,
+) -> Callable[[F], F]:
+    """Attach a `Declaration` and a `Dispatch` to a method, which stays what it is.
+
+    A method with columns takes a `Batch` first and returns a `Batch`, metrics, `(Batch, metrics)`, or an iterator of
+    these. Each part of an iterator is published as soon as it is yielded; None has no rows and lets another call have its turn.
+    A map returns a row for each row, in the same order. A method without rows returns its result, or a generator that yields None
+    and returns its result with metrics.
+
+    Args:
+        dispatch: how rows are distributed over the ranks, and whose results are kept.
+        shape: what comes out of the method.
+        reads: columns that it requires, or a function of the call's arguments and of the group's `config` that returns
+            them: `lambda loss: (RESPONSE_IDS, *loss.reads)`.
+        may_read: columns that it uses where there are any.
+        writes: columns that it adds.
+        takes: what it is given at once; None: groups for a GROUP, rows for all others.
+        interruptible: whether other calls on the worker may have a turn each time it yields.
+
+    Raises:
+        UserError: when the method is declared and `reads`, say, depends on an argument that it does not have.
+    """
+
+    def attach(method: F) -> F:
+        declaration = Declaration(method.__name__, shape, reads, may_read, writes, takes, interruptible)
+        method.__declaration__ = declaration.check(method, 2)  # pyright: ignore[reportFunctionMemberAccess]
+        method.__dispatch__ = dispatch  # pyright: ignore[reportFunctionMemberAccess]
+        return method
+
+    return attach
+
+
+def dispatch_of(worker_class: type, method: str) -> Dispatch | None:
+    """The dispatch protocol of a worker's method, or of the method that it overrides; None: it is not remote."""
+    for each in worker_class.__mro__:
+        dispatch = getattr(vars(each).get(method), "__dispatch__", None)
+        if dispatch is not None:
+            return dispatch
+    return None
 
 
 MAX_FAILED = 0.05
@@ -155,3 +214,24 @@ class Worker:
 
     def close(self) -> None:
         """Release processes, memory and files."""
+
+
+# Children
+#
+# Children: what an expansion yields of its rows where they come one by one.
+
+
+@dataclass(frozen=True)
+class Children:
+    """New rows of some parents. An expansion that returns or yields a plain `Batch` gives all rows of the parents in it.
+
+    A row is the same row, with the same `sample_id`, by its parent and its number, whoever makes it and when. So a parent whose worker
+    died keeps the rows that were yielded, and the next worker makes the others: it finds their numbers in the column `made_before`.
+    """
+
+    rows: Batch
+    """[rows] with a column `parent_id`."""
+    numbers: np.ndarray
+    """[rows] int64 number of each row among those of its parent, from 0."""
+    finished: np.ndarray
+    """int64 sample ids of the parents that get no more rows."""

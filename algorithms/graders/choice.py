@@ -8,7 +8,7 @@ from typing import ClassVar
 from ...dataflow.errors import SampleError
 from . import extraction
 from .grader import Grader
-from .latex import plain
+from .numbers import plain
 
 _CORRECT = r"(?:correct|right|best|true|accurate|valid|appropriate)"
 _WRONG = (

@@ -11,10 +11,20 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from ...dataflow.prompts.answer_marks import after_hashes
+from ...dataflow.prompts.formats import after_hashes
 from . import choice, extraction
-from .latex import is_words, key, plain, without_unit
-from .numbers import UNIT_NAMES, Unit, quantity_of, same_unit, unit_of, with_decimal_comma
+from .numbers import (
+    UNIT_NAMES,
+    Unit,
+    is_words,
+    key,
+    plain,
+    quantity_of,
+    same_unit,
+    unit_of,
+    with_decimal_comma,
+    without_unit,
+)
 
 LOG = logging.getLogger(__name__)
 

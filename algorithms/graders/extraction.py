@@ -1,7 +1,7 @@
 """Find the final answer in a response: after the reasoning, in a tag or a box, after "the answer is", or last.
 
 All are functions of text alone. They scan once, so a response of 100,000 characters costs no more than its length. Boxes and `####`,
-which worked solutions have too, are found by `dataflow/prompts/answer_marks.py`.
+which worked solutions have too, are found by `dataflow/prompts/formats.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from ...dataflow.prompts.answer_marks import boxes
+from ...dataflow.prompts.formats import boxes
 from .numbers import NUMBER_IN_TEXT
 
 _PHRASE = re.compile(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ...dataflow.errors import SampleError
-from ...dataflow.prompts.answer_marks import after_hashes
+from ...dataflow.prompts.formats import after_hashes
 from . import extraction
 from .grader import Grader
 from .numbers import Quantity, quantity_of

@@ -2,12 +2,145 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import atexit
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from typing import Any, ClassVar
 
 import pydantic
 
-from . import math_process
+from ...dataflow.errors import SampleError
 from .grader import Grader
+
+# Math process
+#
+# The process that compares formulas: one for each process that grades, started at the first use,
+# and replaced after it was killed.
+#
+#     none ──compare──> starting ──ready──> waiting ──request──> working ──reply──> waiting
+#                                                                    │
+#      └──────────────── killed <── deadline, end of the process ────┘
+#
+# It is a plain `subprocess` that reads a line of JSON and writes one; it ends when its standard
+# input does, so it outlives nobody. No signal is used here, so that any thread may ask.
+
+
+START_S = 120.0
+"""Longest time that the process may take to import what it needs."""
+MAX_CHARACTERS = 200_000
+"""Length of the end of a response that is read, in characters."""
+
+
+class MathProcess:
+    """A process that runs `math_program.py`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._received = b""
+
+    def compare(self, response: str, answer: str, deadline_s: float) -> bool:
+        """Ask it.
+
+        Raises:
+            SampleError: it took longer, ended, or cannot say.
+        """
+        request = {"response": response[-MAX_CHARACTERS:], "answer": answer, "deadline_s": deadline_s}
+        with self._lock:
+            process = self._process or self._start()
+            try:
+                reply = self._exchange(process, request, deadline_s)
+            except TimeoutError:
+                self.kill()
+                raise SampleError(f"the comparison with {_short(answer)} took longer than {deadline_s:g} s") from None
+            except (EOFError, OSError, ValueError):
+                status = self.kill()
+                raise SampleError(f"the process that compares formulas ended ({status}) at {_short(answer)}") from None
+            except BaseException:  # an interrupt: the next request must not read the reply to this one
+                self.kill()
+                raise
+        if "error" in reply:
+            raise SampleError(reply["error"])
+        return bool(reply["right"])
+
+    def kill(self) -> str:
+        """End the process, if there is one; returns how it ended."""
+        process, self._process, self._received = self._process, None, b""
+        if process is None:
+            return "not started"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.05)
+        process.kill()
+        status = process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+        return f"signal {-status}" if status < 0 else f"exit status {status}"
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id; None: it does not run."""
+        return self._process.pid if self._process else None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        name = f"{__package__}.math_program"
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-m", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
+        )
+        try:
+            self._read_line(process, START_S)
+        except (TimeoutError, EOFError, OSError):
+            raise SampleError(
+                f"`{sys.executable} -m {name}` did not start: {self.kill()}; is math-verify installed?"
+            ) from None
+        return process
+
+    def _exchange(self, process: subprocess.Popen[bytes], request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(request).encode() + b"\n")
+        return json.loads(self._read_line(process, deadline_s))
+
+    def _read_line(self, process: subprocess.Popen[bytes], deadline_s: float) -> bytes:
+        assert process.stdout is not None
+        descriptor, until = process.stdout.fileno(), time.monotonic() + deadline_s
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN | select.POLLHUP)
+        while b"\n" not in self._received:
+            if not poll.poll(max(until - time.monotonic(), 0) * 1000):
+                raise TimeoutError
+            part = os.read(descriptor, 65536)
+            if not part:
+                raise EOFError
+            self._received += part
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+
+PROCESS = MathProcess()
+"""The one of this process."""
+atexit.register(PROCESS.kill)
+os.register_at_fork(after_in_child=lambda: PROCESS.__init__())  # a fork must not talk to its parent's process
+
+
+def compare(response: str, answer: str, deadline_s: float) -> bool:
+    """Whether the final answer of a response equals the answer, as `equality.is_right` says.
+
+    Raises:
+        SampleError: it took longer than `deadline_s`, the process ended, or cannot say.
+    """
+    return PROCESS.compare(response, answer, deadline_s)
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:80]}...")
 
 
 class Math(Grader):
@@ -27,7 +160,7 @@ class Math(Grader):
 
     def prepare(self) -> None:
         """Start the process, so that the first response does not wait for it."""
-        math_process.compare("1", "1", math_process.START_S)
+        compare("1", "1", START_S)
 
     def __call__(self, response: str, answer: str) -> float:
         r"""Grade a response.
@@ -36,4 +169,4 @@ class Math(Grader):
             SampleError: the comparison took too long, its process ended, or the answer is empty. It is no verdict: a reward worker
                 counts a failed sample.
         """
-        return float(math_process.compare(response, answer, self.deadline_s))
+        return float(compare(response, answer, self.deadline_s))

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pydantic
 
 from ...dataflow.errors import SampleError
-from ...dataflow.prompts.answer_marks import after_hashes
+from ...dataflow.prompts.formats import after_hashes
 from . import extraction
 from .grader import Grader
 

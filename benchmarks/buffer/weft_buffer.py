@@ -42,12 +42,10 @@ from weft_nodes import NODE, PROCESSES, Reply, block, get, queue, serve, streami
 
 from weft.controllers.backends.backend import FILE_BYTES
 from weft.controllers.ranks.tasks import RowTask
-from weft.dataflow.buffer.leases import Lease, Published
-from weft.dataflow.buffer.pieces import Pieces
+from weft.dataflow.buffer.leases import Lease, Pieces, Published
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from weft.dataflow.buffer.segments import Segment
-from weft.dataflow.graph import Graph
-from weft.dataflow.node import Node
+from weft.dataflow.graph import Graph, Node
 from weft.dataflow.operation import declaration_of
 from weft.dataflow.source import TableSource
 

@@ -24,11 +24,11 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 import pyarrow as pa
 
 import weft
-from weft.controllers.run_directory import RunDirectory
-from weft.controllers.simulation.costs import CostModel, Generation, LinearCost, LogNormal
+from weft.controllers.prechecks.simulated_costs import CostModel, Generation, LinearCost, LogNormal
 from weft.dataflow.batch import Batch
 from weft.dataflow.graph import Graph
-from weft.workers.recorder import RecorderConfig, RecorderWorker
+from weft.dataflow.runs.directory import RunDirectory
+from weft.workers.function import RecorderConfig, RecorderWorker
 from weft.workers.worker import Context
 
 GROUP = 5

@@ -14,11 +14,11 @@ import pyarrow as pa
 import weft
 from weft.controllers.backends.backend import Event
 from weft.controllers.group import Call
+from weft.controllers.prechecks.simulated_costs import CostModel, Generation, LinearCost, LogNormal
 from weft.controllers.ranks.tasks import Task
-from weft.controllers.simulation.costs import CostModel, Generation, LinearCost, LogNormal
 from weft.dataflow.metrics import Metrics
-from weft.dataflow.takes import TrainingBatch
-from weft.workers.remote import remote
+from weft.dataflow.operation import TrainingBatch
+from weft.workers.worker import remote
 
 SAMPLES = 16
 """Responses to a prompt."""

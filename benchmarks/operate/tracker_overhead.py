@@ -14,14 +14,13 @@ from typing import Any
 import pyarrow as pa
 
 import weft
-from weft.controllers.trackers.tracker_processes import TrackerProcesses
+from weft.controllers.reports.tracker_processes import TrackerProcesses
 from weft.dataflow.batch import Batch
 from weft.dataflow.config import Config
 from weft.dataflow.metrics import Mean, Metrics
-from weft.dataflow.takes import TrainingBatch
+from weft.dataflow.operation import TrainingBatch
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
-from weft.workers.worker import Worker
+from weft.workers.worker import Worker, remote
 
 TRACKERS = ("tensorboard",)
 """What is installed for development; what the driver does for any other is the same."""

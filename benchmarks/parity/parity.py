@@ -37,9 +37,8 @@ from weft.algorithms.corrections import Correction, Level, Rejection, TruncatedI
 from weft.algorithms.kl import AdaptiveCoefficient, KlPenalty, StraightThrough, absolute, full_kl, k1, k2, k3
 from weft.algorithms.loss import Loss, PackedRows
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
-from weft.algorithms.ratios import sequence_product, sequence_ratio
 from weft.algorithms.rewards import overlong_penalty, penalized_token_rewards
-from weft.algorithms.surrogates import Cispo, Clipped, PlainPolicyGradient, Sapo
+from weft.algorithms.surrogates import Cispo, Clipped, PlainPolicyGradient, Sapo, sequence_product, sequence_ratio
 from weft.algorithms.values import ValueLoss, discounted_returns, generalized_advantages, whitened
 
 ON_PURPOSE = {

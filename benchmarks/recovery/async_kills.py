@@ -24,16 +24,14 @@ import pyarrow as pa
 
 import weft
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.run_files import BUFFER, CHECKPOINTS, LOG
-from weft.dataflow.buffer.samples import samples as recorded_samples
 from weft.dataflow.errors import StalledError
 from weft.dataflow.metrics import Metrics, Sum
-from weft.dataflow.operation import Shape
-from weft.dataflow.takes import TrainingBatch
+from weft.dataflow.operation import Shape, TrainingBatch
+from weft.dataflow.runs.files import BUFFER, CHECKPOINTS, LOG
+from weft.dataflow.runs.log import LogReader
+from weft.dataflow.runs.samples import samples as recorded_samples
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
-from weft.workers.worker import Worker
+from weft.workers.worker import Worker, remote
 
 KILLS = 200
 KILLS_PER_RUN = 12

@@ -24,16 +24,15 @@ import pyarrow as pa
 
 import weft
 from weft.controllers.backends.local import Local
-from weft.controllers.recovery.checkpoints import CheckpointConfig, CheckpointFolder
+from weft.controllers.recovery.checkpoints import CheckpointConfig, CheckpointFolder, RunState
 from weft.controllers.recovery.resume import find_checkpoint, open_buffer
-from weft.controllers.recovery.run_state import RunState
-from weft.controllers.run_directory import RunDirectory, hold
-from weft.dataflow.buffer.folder import ledger_checkpoints
 from weft.dataflow.buffer.leases import Published
-from weft.dataflow.buffer.log_history import HISTORY, start_of
-from weft.dataflow.buffer.run_files import BUFFER, LOG
+from weft.dataflow.buffer.recovery import ledger_checkpoints
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from weft.dataflow.graph import Graph
+from weft.dataflow.runs.directory import RunDirectory, hold
+from weft.dataflow.runs.files import BUFFER, LOG
+from weft.dataflow.runs.log_archive import HISTORY, start_of
 
 STEPS = 600
 PROMPTS = 64

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from weft.dataflow.buffer.run_files import LOG
+from weft.dataflow.runs.files import LOG
 
 PROGRAM = Path(__file__).with_name("killed_run.py")
 POLL_S = 0.02

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 import torch
 
 from weft.resharding import incoming
-from weft.resharding.incoming import open_weights
+from weft.resharding.incoming import open_weights, receive_parts
 from weft.resharding.publisher import WeightPublisher
-from weft.resharding.tensor_receiver import receive_parts
 from weft.resharding.weights import LOOPBACK, whole
 
 Tensors = dict[str, torch.Tensor]

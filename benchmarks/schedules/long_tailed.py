@@ -23,10 +23,9 @@ from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.dispatch import Dispatch
 from weft.workers.generation.engine import GenerationRequest
 from weft.workers.generation.vllm_engine import VllmEngine
-from weft.workers.remote import remote
 from weft.workers.rollout import RolloutWorker
 from weft.workers.rollout_config import RolloutConfig
-from weft.workers.worker import Context
+from weft.workers.worker import Context, remote
 
 
 class LongTailedConfig(RolloutConfig):

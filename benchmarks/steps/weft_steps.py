@@ -27,10 +27,10 @@ from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.ppo import ppo
 from weft.algorithms.preference import dpo, reference_of_pairs
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.run_files import LOG
 from weft.dataflow.column import RESPONSE_IDS, RESPONSE_LOGPROBS
 from weft.dataflow.operation import Shape, node
+from weft.dataflow.runs.files import LOG
+from weft.dataflow.runs.log import LogReader
 
 Placement = dict[str, weft.Place]
 

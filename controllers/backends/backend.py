@@ -12,17 +12,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-from ...dataflow.buffer.run_files import BUFFER, LOGS
 from ...dataflow.buffer.scratch import Scratch
-from ...dataflow.buffer.segment_writer import SegmentWriter
-from ...dataflow.buffer.segments import Segment, SegmentReader
-from ...dataflow.handle import Handle
-from ...dataflow.node import ParameterEdge
+from ...dataflow.buffer.segments import Segment, SegmentReader, SegmentWriter
+from ...dataflow.graph import Handle, ParameterEdge
+from ...dataflow.runs.files import BUFFER, LOGS
 from ..group import Call, WorkerGroup
 from ..placement import Place, machine_gpus
 from ..ranks.row_io import DataAccess
 from ..ranks.tasks import Reply
-from .witness.memory import Memory
+from .process_memory import Memory
 
 START_TIMEOUT_S = 300.0
 """Longest wait for workers to be up: vLLM's imports and a large model's loading are in it."""

@@ -1,9 +1,9 @@
-"""Model folders: those that settings of worker groups name, and that lie on the driver's node only, reach the other nodes.
+"""Copy model folders from the driver's node to the nodes whose ranks need them.
 
-A setting names a folder, or a Hugging Face id, which stands for the snapshot in the cache of the driver's node. A rank on another node asks
-the `FolderSource` on the driver's node what the folder holds. If its own node has the same at the same path, or in its cache, that is used.
-Else one process of the rank's node fetches it, piece by piece, into the node's cache (`workers/folder_copy.py`), and the rank gets settings
-with the path of the copy. Nothing of this happens on the driver's node.
+A setting names a folder, or a Hugging Face id whose snapshot is in the cache of the driver's node. A rank on another node asks the
+`FolderSource` of the driver's node for the listing of the folder. If its own node has the same files at the same path or in its cache,
+the rank uses these. Otherwise one process of the node fetches the folder into the node's cache (`workers/models/node_folder.py`), and
+the rank gets the path of the copy.
 """
 
 from __future__ import annotations
@@ -15,9 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from ...dataflow.errors import UserError, WorkerError
-from ...dataflow.handle import Handle
-from ...workers.folder_copy import FolderListing, copy_of, is_model_folder, list_folder, pieces_of, read_piece
-from ...workers.node_folder import cached_folder
+from ...dataflow.graph import Handle
+from ...workers.models.node_folder import (
+    FolderListing,
+    cached_folder,
+    copy_of,
+    is_model_folder,
+    list_folder,
+    pieces_of,
+    read_piece,
+)
 
 AHEAD = 4
 """Pieces of a file that a rank has asked for at a time."""

@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from ...dataflow.errors import RunError
-from ...dataflow.readable import show
-from .job_request import NUMBER
-from .jobs import Job, Jobs
+from ...dataflow.untrusted_text import show
+from .jobs import NUMBER, Job, Jobs
 
 LOOK_S = 3.0
 """Seconds between two looks at the jobs before this one."""

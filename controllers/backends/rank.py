@@ -2,36 +2,195 @@
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
 import os
 import socket
+import struct
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from inspect import isfunction, isgeneratorfunction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...dataflow.buffer.disk import make_folder
 from ...dataflow.errors import UserError
-from ...dataflow.handle import Handle
+from ...dataflow.graph import Handle
+from ...dataflow.runs.files import make_folder
 from ...workers.dispatch import Coordinates
 from ...workers.rendezvous import Rendezvous, take_port
 from ...workers.worker import Context, Worker
 from ..bundles import devices, position
 from ..placement import Place
-from ..ranks.executor_thread import Activity, ExecutorThread
+from ..ranks.executor import Activity, ExecutorThread
 from ..ranks.tasks import Failure, Reply, Task
 from .backend import Files
-from .forwarded import forwarded
 from .model_folders import ModelFolders
-from .network_interface import network_environment
 from .pools import ReservedPool
-from .rank_process import rank_process
 from .sample_note import SampleNote
-from .witness.stacks import write_on_request
+from .witness import write_on_request
 
 if TYPE_CHECKING:
-    from ...dataflow.buffer.peers import Peers
+    from ...dataflow.buffer.flight import Peers
+
+
+# Rank process
+#
+# Process of a rank: its class travels to it by value, so that it has its environment before it
+# imports anything of Weft or of the user.
+#
+# Ray can give a process an environment, too. But then it starts each by way of another one, which
+# imports Ray as well (0.7 s of a CPU), and writes the variables to its logs.
+
+
+def rank_process(rank_class: type) -> type:
+    """A class for a Ray actor: it takes an environment over, and then has the methods of a rank.
+
+    It is made in a function, so that it is pickled by value, and its methods refer to nothing outside.
+
+    Args:
+        rank_class: class of the rank. The process imports it by name.
+
+    Returns:
+        A class whose objects are made of an environment, in which `PYTHONPATH` and `OMP_NUM_THREADS` are; of a pickled tuple: the
+        class of the rank and its arguments; and of its GPUs, its last argument, where they had to be found (else None).
+    """
+
+    def __init__(self: Any, environment: dict[str, str], rank: bytes, gpus: list[str] | None = None) -> None:
+        import os
+        import pickle
+        import sys
+
+        sent = os.environ.get("PYTHONPATH")  # what Ray has brought to this node, if it has
+        os.environ.update(environment)
+        if sent:
+            os.environ["PYTHONPATH"] += os.pathsep + sent
+        if gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        first = environment["PYTHONPATH"].split(os.pathsep)
+        sys.path[:] = [*first, *(path for path in sys.path if path not in first)]
+        torch = sys.modules.get("torch")
+        if torch is not None:  # Ray gave us a process in which a task of the script has run
+            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+        made_of, *arguments = pickle.loads(rank)
+        self.rank = made_of(*arguments, *(() if gpus is None else (gpus,)))
+
+    methods = {
+        name: value for name, value in vars(rank_class).items() if isfunction(value) and not name.startswith("_")
+    }
+    handed_on = {name: _handed_on(name, streams=isgeneratorfunction(value)) for name, value in methods.items()}
+    return type("RankProcess", (), {"__init__": __init__, **handed_on})
+
+
+def _handed_on(name: str, *, streams: bool) -> Callable[..., Any]:
+    def method(self: Any, *arguments: Any, **named: Any) -> Any:
+        return getattr(self.rank, name)(*arguments, **named)
+
+    def stream(self: Any, *arguments: Any, **named: Any) -> Iterator[Any]:  # Ray tells one from the other
+        yield from getattr(self.rank, name)(*arguments, **named)
+
+    found = stream if streams else method
+    found.__name__ = name
+    return found
+
+
+# Forwarded
+#
+# Forwarded: which variables of the driver's environment the ranks get, wherever they stand.
+#
+# On an existing cluster a process has the environment in which its node joined. What a user sets
+# for NCCL, vLLM, the Hugging Face hub or a tracker where the script is started must reach the
+# ranks as well.
+
+
+PREFIXES = (
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "PYTORCH_",
+    "VLLM_",
+    "HF_",
+    "HUGGINGFACE_",
+    "TRANSFORMERS_",
+    "WANDB_",
+    "MLFLOW_",
+    "WEFT_",
+)
+"""Variables whose names begin so are forwarded. `PYTHONPATH` and the number of threads are, too (`rank.py`)."""
+OF_A_NODE = (
+    "VLLM_HOST_IP",
+    "HF_HOME",
+    "TORCH_HOME",
+    *(f"HF_{what}_CACHE" for what in ("HUB", "XET", "ASSETS", "MODULES", "DATASETS")),
+    "HUGGINGFACE_HUB_CACHE",
+    "HUGGINGFACE_ASSETS_CACHE",
+    "TRANSFORMERS_CACHE",
+    "TORCH_EXTENSIONS_DIR",
+    "VLLM_CACHE_ROOT",
+    "VLLM_CONFIG_ROOT",
+    "VLLM_ASSETS_CACHE",
+    "WANDB_DIR",
+    "WANDB_CACHE_DIR",
+    "WANDB_CONFIG_DIR",
+    "WANDB_DATA_DIR",
+    "WEFT_CACHE",
+)
+"""Not these: an address or a folder of the driver's node may be none of another."""
+
+
+def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the ranks get before anything in their processes reads them. They travel with the arguments of a rank, and nobody
+    writes them to disk: tokens and keys are among them.
+
+    >>> forwarded({"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_x", "VLLM_CACHE_ROOT": "/home/me/.cache", "HOME": "/home/me"})
+    {'NCCL_DEBUG': 'INFO', 'HF_TOKEN': 'hf_x'}
+    """
+    return {name: value for name, value in environment.items() if name.startswith(PREFIXES) and name not in OF_A_NODE}
+
+
+# Network interface
+#
+# The network interface of a node's address, to which gloo, NCCL and vLLM are held: each would take
+# the first that it finds.
+
+
+SIOCGIFADDR = 0x8915
+"""Linux: the IPv4 address of an interface."""
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has an address; None: this machine has no such interface.
+
+    >>> interface_of("127.0.0.1")
+    'lo'
+    >>> interface_of("192.0.2.1")
+    """
+    wanted = ipaddress.ip_address(address)
+    if wanted.version == 6:
+        table = Path("/proc/net/if_inet6")
+        lines = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
+        return next((name for digits, *_, name in lines if int(digits, 16) == int(wanted)), None)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has none
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return None
+
+
+def network_environment(address: str) -> dict[str, str]:
+    """Variables that hold the libraries of a process to the address of its node.
+
+    >>> network_environment("127.0.0.1")
+    {'VLLM_HOST_IP': '127.0.0.1', 'GLOO_SOCKET_IFNAME': 'lo', 'NCCL_SOCKET_IFNAME': '=lo'}
+    """
+    name = interface_of(address)
+    found = {"VLLM_HOST_IP": address}
+    return found | ({"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {})
 
 
 MAX_CALLS = 64

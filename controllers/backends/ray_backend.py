@@ -16,12 +16,12 @@ from types import MappingProxyType
 from typing import Any
 
 from ...dataflow.arguments import names_arguments
-from ...dataflow.buffer.log import SYNC_INTERVAL_S
-from ...dataflow.buffer.run_files import LOGS
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.errors import UserError, WorkerError
-from ...dataflow.handle import Handle
-from ...dataflow.redaction import redacted
+from ...dataflow.graph import Handle
+from ...dataflow.runs.files import LOGS
+from ...dataflow.runs.log import SYNC_INTERVAL_S
+from ...dataflow.untrusted_text import redacted
 from ...workers.dispatch import Coordinates
 from ...workers.rendezvous import LOOPBACK
 from ...workers.worker import Context
@@ -31,17 +31,16 @@ from ..placement import Place
 from ..ranks.tasks import Failure, FailureKind, Reply, Task
 from .backend import START_TIMEOUT_S, Event, Setup, check_machine, this_node
 from .model_folders import SentFolders
-from .node_links import POLL_S, NodeLinks, Process
+from .nodes import POLL_S, NodeLinks, Process, node_names
 from .pools import WAIT_S, Reservations
+from .process_memory import Memory
 from .rank import CONTROL, RankFiles, Standing, start_rank
 from .ray_cluster import RayCluster
 from .ray_gauges import RayGauges
 from .sample_note import SampleNote
-from .segment_servers import node_names
 from .user_code import UserCode, cannot_import
-from .witness.memory import Memory
-from .witness.witness import log_name
-from .witness.witnesses import Witnesses
+from .witness import log_name
+from .witnesses import Witnesses
 
 LOOK_S = 1.0
 """Longest wait, while workers start, before their memory is read."""

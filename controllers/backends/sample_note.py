@@ -6,7 +6,7 @@ import mmap
 import struct
 from pathlib import Path
 
-from ...dataflow.buffer.disk import make_file
+from ...dataflow.runs.files import make_file
 
 _EIGHT = struct.Struct("<q")
 

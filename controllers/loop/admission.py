@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ...dataflow.buffer.capacity import Capacity
+from ...dataflow.buffer.ledger import Capacity
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.errors import NoSignalError, StalledError
 from ..graph_run import EvaluationRun
+from ..reports.symptoms import FIRST_WITHOUT_SIGNAL, all_filtered, rewards_of
 from ..schedule import MAX_REFILLS
-from ..symptoms import FIRST_WITHOUT_SIGNAL, all_filtered, rewards_of
 from .run_parts import RunParts
 
 FEW_PASS = (

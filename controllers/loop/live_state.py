@@ -22,16 +22,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from ...dataflow.buffer.disk import PARTIAL, make_file
 from ...dataflow.buffer.history import waits_for
 from ...dataflow.buffer.ledger import Ledger
-from ...dataflow.buffer.run_files import LIVE, PROCESSES, STREAM
-from ...dataflow.buffer.run_tables import READINGS, TableStream, batches, begin_again
+from ...dataflow.runs.files import LIVE, PARTIAL, PROCESSES, STREAM, make_file
+from ...dataflow.runs.requests import StacksRequests
+from ...dataflow.runs.tables import READINGS, TableStream, batches, begin_again
 from ..backends.backend import Backend
-from ..backends.witness.memory import Memory
+from ..backends.process_memory import Memory
 from ..graph_run import GraphRun
 from ..group import WorkerGroup
-from ..run_requests import StacksRequests
 from .run_parts import RunParts
 
 EVERY_S = 1.0

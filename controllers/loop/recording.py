@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 from ...dataflow.buffer.leases import Lease
-from ...dataflow.buffer.samples import sample_file_name
 from ...dataflow.column import (
     ADVANTAGES,
     ANSWER,
@@ -35,11 +34,11 @@ from ...dataflow.column import (
     VALUES,
     is_of_reward,
 )
-from ...dataflow.graph import Graph
-from ...dataflow.node import Node
+from ...dataflow.graph import Graph, Node
 from ...dataflow.operation import declaration_of
+from ...dataflow.runs.samples import sample_file_name
 from ...dataflow.source import file_columns
-from ...workers.recorder import RecorderWorker
+from ...workers.function import RecorderWorker
 from ..graph_run import EvaluationRun, GraphRun
 from ..group import Call, WorkerGroup
 from ..own_groups import RECORDER

@@ -12,10 +12,9 @@ from ..backends.backend import Backend, Event
 from ..graph_run import GraphRuns
 from ..group import Call, UnderWay
 from ..ranks.tasks import FailureKind, Reply
-from ..recovery.elastic import Elastic
+from ..recovery.elastic import Elastic, LostNodes
 from ..recovery.failures import Failures
 from ..recovery.full_disk import FullDisk
-from ..recovery.lost_nodes import LostNodes
 from ..recovery.saving import Saving
 from ..request import CallRequest
 from .calls import Calls

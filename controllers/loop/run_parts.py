@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...dataflow.buffer.sample_buffer import SampleBuffer
-from ..evaluation_rules import EvaluationRules
 from ..graph_run import GraphRuns, TrainingRun
 from ..group import WorkerGroup
-from ..schedule import Training
+from ..schedule import EvaluationRules, Training
 from ..weight_sync import WeightSync
 from .calls import Calls
 from .recording import Recording

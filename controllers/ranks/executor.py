@@ -2,28 +2,178 @@
 
 from __future__ import annotations
 
+import math
+import os
+import queue
 import sys
 import threading
 import time
 import traceback
 from bdb import BdbQuit
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from ...dataflow.buffer.disk import is_full
+import numpy as np
+
+from ...dataflow.batch import Batch
 from ...dataflow.errors import Cancelled, Ended, Planned, ResultError, Silent, UserError
-from ...dataflow.handle import declared
-from ...dataflow.metrics import Max, Metrics
-from ...dataflow.readable import readable
-from ...dataflow.redaction import redacted
+from ...dataflow.graph import declared
+from ...dataflow.metrics import Max, Metrics, merge
+from ...dataflow.runs.files import is_full
+from ...dataflow.untrusted_text import readable, redacted
 from ...workers.device import peak_device_bytes
-from ...workers.worker import Worker
+from ...workers.worker import Children, Worker
 from . import row_io
-from .call_order import CallOrder
-from .gathered import Gathered
 from .row_io import DataAccess, Publisher, gather
 from .tasks import Failure, FailureKind, Reply, RowTask, Task
+
+# Call order
+#
+# CallOrder: the order in which one rank carries out its calls, as a state machine without a
+# worker, a thread or a clock.
+#
+# A generating call is interruptible (`@remote(interruptible=True)`): it makes a step and gives
+# way. So weights go in between two steps of generation, and new prompts join those that are being
+# answered. Every other call is exclusive.
+#
+#     expected ──add──> waiting ──next──> at work ──finish──> over
+#         │                ^                 │
+#       cancel             └────give_way─────┘                 waiting, at work ──cancel──> over
+#         v
+#     cancelled ──add──> over
+#
+# - The call at work is the first exclusive call; if there is none, the first interruptible one.
+# - Exclusive calls run in the order in which they came, each to its end.
+# - An interruptible call that gives way goes behind the other interruptible ones.
+# - An exclusive call waits for no more than the step that is being made.
+
+
+class TakesTurns(Protocol):
+    """A call, as far as its turns depend on it."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def interruptible(self) -> bool: ...
+
+
+C = TypeVar("C", bound=TakesTurns)
+
+
+class CallOrder(Generic[C]):
+    """The calls on one rank that are not over."""
+
+    def __init__(self) -> None:
+        self._exclusive: deque[C] = deque()
+        self._interruptible: deque[C] = deque()
+        self._cancelled: set[int] = set()
+        """Numbers of calls that were cancelled before they came."""
+
+    def __len__(self) -> int:
+        return len(self._exclusive) + len(self._interruptible)
+
+    @property
+    def next(self) -> C | None:
+        """The call whose turn it is; None: there is none."""
+        return next(iter(self._exclusive or self._interruptible), None)
+
+    def add(self, call: C) -> bool:
+        """Take a call in. False: it was cancelled before it came, and is over."""
+        if call.number in self._cancelled:
+            self._cancelled.discard(call.number)
+            return False
+        self._queue(call).append(call)
+        return True
+
+    def give_way(self, call: C) -> None:
+        """Note that a call made a step and is not over; an exclusive one keeps its place."""
+        if call.interruptible:
+            self._interruptible.remove(call)
+            self._interruptible.append(call)
+
+    def finish(self, call: C) -> None:
+        """Note that a call is over."""
+        self._queue(call).remove(call)
+
+    def cancel(self, number: int) -> C | None:
+        """End a call.
+
+        Returns:
+            The call, which is over; None: it has not come, and is over as soon as it does.
+        """
+        call = self.find(number)
+        if call is None:
+            self._cancelled.add(number)
+        else:
+            self.finish(call)
+        return call
+
+    def find(self, number: int) -> C | None:
+        """The call of this number; None: it has not come, or is over."""
+        return next((c for queue in (self._exclusive, self._interruptible) for c in queue if c.number == number), None)
+
+    def _queue(self, call: C) -> deque[C]:
+        return self._interruptible if call.interruptible else self._exclusive
+
+
+# Gathered
+#
+# Gathered: rows that an expansion yields one by one, kept on their rank for a moment so that one
+# reply brings several of them.
+#
+# A driver of many ranks is told of each of them once in a while and not of each row. Rows that are
+# kept are published when the first of them has waited for `gather_s`, and when the call ends in
+# whatever way: only the death of the process loses them, and they are made again.
+
+
+class Gathered:
+    """What a call has yielded and not published.
+
+    Args:
+        gather_s: seconds for which rows may wait; 0: none waits.
+        clock: in seconds.
+    """
+
+    def __init__(self, gather_s: float, clock: Callable[[], float]) -> None:
+        self._gather_s = gather_s
+        self._clock = clock
+        self._children: list[Children] = []
+        self._metrics: list[Metrics] = []
+        self._until = math.inf
+
+    def add(self, part: Any) -> list[Any]:
+        """Take in what a method yielded; returns the parts that are to be published now. Only `Children` wait."""
+        children, metrics = part if isinstance(part, tuple) and len(part) == 2 else (part, {})
+        if not self._gather_s or not isinstance(children, Children):
+            return [*self.take(), part]
+        if not self._children:
+            self._until = self._clock() + self._gather_s
+        self._children.append(children)
+        self._metrics.append(metrics)
+        return self.take_due()
+
+    def take_due(self) -> list[Any]:
+        """The rows that have waited long enough, as one part; empty when there are none."""
+        return self.take() if self._clock() >= self._until else []
+
+    def take(self) -> list[Any]:
+        """All rows that wait, as one part; empty when there are none."""
+        children, metrics = self._children, self._metrics
+        self._children, self._metrics, self._until = [], [], math.inf
+        return [(_joined(children), merge(metrics))] if children else []
+
+
+def _joined(parts: list[Children]) -> Children:
+    if len(parts) == 1:
+        return parts[0]
+    columns = [name for name in parts[0].rows.columns if all(name in part.rows for part in parts)]
+    rows = Batch.concat([part.rows.select(columns) for part in parts])
+    numbers, finished = ([getattr(part, name) for part in parts] for name in ("numbers", "finished"))
+    return Children(rows, np.concatenate(numbers), np.concatenate(finished))
+
 
 KEEPALIVE_S = 5.0
 """Longest time for which a worker that makes steps says nothing."""
@@ -258,3 +408,127 @@ class Executor:
                 running.on_reply(reply)
         running.replies.close()
         running.on_reply(Reply(done=True))
+
+
+# Executor thread
+#
+# ExecutorThread: a worker and its executor on a thread of their own, for a process that takes
+# calls on other threads.
+
+
+POLL_S = 1.0
+"""Longest wait for a reply before the worker's activity is looked at."""
+
+
+class Activity:
+    """Counts what a worker does, as it says itself (`Context.advance`), so that work can be told from silence. A thread that merely
+    said that the process lives could not tell them apart."""
+
+    def __init__(self) -> None:
+        self._count = self._seen = 0
+
+    def __call__(self) -> None:
+        self._count += 1
+
+    def is_new(self) -> bool:
+        """Whether the worker has done anything since this was asked last."""
+        before, self._seen = self._seen, self._count
+        return self._seen != before
+
+
+def replies_of(coming: queue.SimpleQueue[Reply], activity: Activity, poll_s: float = POLL_S) -> Iterator[Reply]:
+    """Yield the replies of a call to the last, and an empty one whenever none came for a while but the worker did something."""
+    while True:
+        try:
+            reply = coming.get(timeout=poll_s)
+        except queue.Empty:
+            if activity.is_new():
+                yield Reply()
+            continue
+        yield reply
+        if reply.is_last:
+            return
+
+
+class ExecutorThread:
+    """The thread makes the worker, carries out its calls, and closes it.
+
+        starting ──the worker is made──> up ──────close──> closed
+            └────────an exception──────> failed ──close──> closed
+
+    Args:
+        make_worker: called on the thread.
+        activity: what the worker counts.
+    """
+
+    def __init__(self, make_worker: Callable[[], Worker], data: DataAccess, activity: Activity) -> None:
+        self._data = data
+        self._activity = activity
+        self._requests: queue.SimpleQueue[Callable[[Executor], None] | None] = queue.SimpleQueue()
+        """What other threads want done between two turns; None: the end."""
+        self._up = threading.Event()
+        self._worker: Worker | None = None
+        self._failure: Failure | None = None
+        self._thread = threading.Thread(target=self._work, args=(make_worker,), daemon=True)
+        self._thread.start()
+
+    def worker(self) -> Worker | Failure:
+        """The worker, or why it could not be made; waits for it."""
+        self._up.wait()
+        if self._failure is not None:
+            return self._failure
+        assert self._worker is not None
+        return self._worker
+
+    def call(self, task: Task) -> Iterator[Reply]:
+        """Yield the replies to a task; the last has `done` or `failure`. While the worker is being made, and does something (it fetches a
+        model, say), empty ones say so."""
+        while not self._up.wait(POLL_S):
+            if self._activity.is_new():
+                yield Reply()
+        worker = self.worker()
+        if isinstance(worker, Failure):
+            yield Reply(failure=worker)
+            return
+        replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        self._requests.put(lambda executor: executor.add(task, replies.put))
+        yield from replies_of(replies, self._activity)
+
+    def cancel(self, number: int) -> None:
+        """End a call, also one that has not come yet; returns at once."""
+        self._requests.put(lambda executor: executor.cancel(number))
+
+    def give_up(self, number: int, sample_ids: Sequence[int]) -> None:
+        """Tell a call that these of its rows are no longer wanted; returns at once."""
+        self._requests.put(lambda executor: executor.give_up(number, sample_ids))
+
+    def close(self) -> None:
+        """Close the worker after the turn that it has, and end the thread."""
+        self._requests.put(None)
+        self._thread.join()
+
+    def _work(self, make_worker: Callable[[], Worker]) -> None:
+        executor = None
+        try:
+            self._worker = make_worker()
+            executor = Executor(self._worker, self._data)
+        except BaseException as error:  # told as text: not every exception survives a pickle
+            self._failure = failure_of(error)
+        self._up.set()
+        try:
+            self._serve(executor)
+        except BaseException:  # a worker that ends its thread ends its process: nobody waits for it in vain
+            traceback.print_exc()
+            os._exit(1)
+        if self._worker is not None:
+            self._worker.close()
+
+    def _serve(self, executor: Executor | None) -> None:
+        while True:
+            while executor is not None and executor.busy and self._requests.empty():
+                executor.take_turn()
+            request = self._requests.get()
+            if request is None:
+                return
+            if executor is not None:
+                request(executor)

@@ -13,11 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from ...dataflow.batch import Batch
-from ...dataflow.buffer.disk import MAX_PAUSE_S, PAUSE_S, is_full
 from ...dataflow.buffer.leases import Published
 from ...dataflow.buffer.rows import MAX_CHILDREN
-from ...dataflow.buffer.segment_writer import SegmentWriter
-from ...dataflow.buffer.segments import SegmentReader
+from ...dataflow.buffer.segments import SegmentReader, SegmentWriter
 from ...dataflow.column import (
     CHOSEN_IDS,
     DRAW_PATH,
@@ -34,7 +32,8 @@ from ...dataflow.column import (
 from ...dataflow.errors import UserError
 from ...dataflow.metrics import Metric, Metrics
 from ...dataflow.operation import Shape
-from ...workers.children import Children
+from ...dataflow.runs.files import MAX_PAUSE_S, PAUSE_S, is_full
+from ...workers.worker import Children
 from .tasks import Reply, RowTask, Task
 
 TOKEN_COLUMNS = (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)

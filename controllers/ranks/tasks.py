@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...dataflow.buffer.leases import Published
-from ...dataflow.buffer.pieces import Piece
+from ...dataflow.buffer.leases import Piece, Published
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.metrics import Metrics
 from ...dataflow.operation import Operation

@@ -15,10 +15,9 @@ import pyarrow as pa
 
 from ...dataflow.config import Config
 from ...dataflow.errors import UserError
-from ...dataflow.graph import TRAIN, Graph
-from ...dataflow.handle import Handle
-from ...dataflow.redaction import without_secrets
+from ...dataflow.graph import TRAIN, Graph, Handle
 from ...dataflow.source import Source, TableSource, fingerprint
+from ...dataflow.untrusted_text import without_secrets
 
 Rule = Literal["free", "fixed", "reported"]
 

@@ -9,14 +9,326 @@ Training never waits for a copy. At its end, a run waits for the copy of its las
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from ...dataflow.buffer.run_files import CHECKPOINTS
-from .checkpoints import CheckpointConfig, complete_checkpoints, step_of
-from .remote_run import RemoteRun
+import pyarrow as pa
+import pyarrow.fs as pf
+
+from ...dataflow.buffer.recovery import checkpoint_path
+from ...dataflow.errors import UserError
+from ...dataflow.runs.directory import CONFIG, hold, make_aside, require_folder, set_run_aside
+from ...dataflow.runs.files import BUFFER, CHECKPOINTS, LOCK, LOG, METRICS, SAMPLES, STREAM, TIMELINE, make_folder
+from ...dataflow.runs.log_archive import HISTORY, header, part_before
+from ...dataflow.runs.manifest import MANIFEST, describe, verify_manifest
+from .checkpoints import CheckpointConfig, RunState, complete_checkpoints, has_checkpoints, step_of
+
+# Remote run
+#
+# RemoteRun: what is needed of a run to go on with it elsewhere, at any address that pyarrow knows
+# (s3://, gs://, another disk).
+#
+#     ADDRESS/NAME/checkpoints/step_000012/...      as in the run's directory; complete when its manifest is there, which comes last
+#     ADDRESS/NAME/buffer/ledger-*.checkpoint       the state of the ledgers at that step
+#     ADDRESS/NAME/buffer/history/*.log.zst         the log up to there, in parts
+#     ADDRESS/NAME/samples/*, metrics.arrows, ...   what was recorded
+#     ADDRESS/NAME/copied.json                      checksums of the samples and of the parts of the log there
+#
+# A file there is written again unless it has the checksum of the one here, and what is not here
+# any more is removed there: a run may have gone back, or another one may have had its name. Before
+# that, checkpoints there that are none of the run any more lose their manifests.
+#
+# Columns of rows are not copied: a run that goes on from here issues the groups again that were in
+# flight.
+
+
+CHUNK_BYTES = 8 << 20
+TABLES = (CONFIG, f"{METRICS}{STREAM}", f"{TIMELINE}{STREAM}")
+COPIED = "copied.json"
+FAILURES = (OSError, pa.ArrowException)
+"""What a file system raises."""
+
+
+class RemoteRun:
+    """The copy of one run.
+
+    Args:
+        files: the file system.
+        base: the folder of the run there.
+        address: names it in messages.
+    """
+
+    def __init__(self, files: pf.FileSystem, base: str, address: str) -> None:
+        self._files, self._base, self._address = files, PurePosixPath(base), address
+        self._described: dict[Path, tuple[tuple[int, int], Mapping[str, Any]]] = {}
+        """File here -> size and time of change when it was read, and its description."""
+
+    @classmethod
+    def at(cls, address: str, name: str) -> RemoteRun:
+        """The copy of a run below an address.
+
+        Args:
+            address: `s3://bucket/folder`, `gs://bucket/folder`, `file:///folder`, or a path.
+            name: of the run.
+
+        Raises:
+            UserError: the address is none (see `check_address`), or no file system of it can be had.
+        """
+        check_address(address)
+        try:
+            given = address if "://" in address else Path(address).expanduser().absolute().as_uri()
+            files, base = pf.FileSystem.from_uri(given)
+        except (*FAILURES, RuntimeError) as error:  # the latter of a home folder that there is not
+            raise UserError(f"CheckpointConfig.copy_to={address!r} cannot be used: {error}") from None
+        return cls(files, f"{base}/{name}", f"{address.rstrip('/')}/{name}")
+
+    def __str__(self) -> str:
+        return self._address
+
+    # What is there
+
+    def steps(self) -> list[int]:
+        """Steps whose checkpoints are complete there, latest first."""
+        folders = (name for name in self._names(CHECKPOINTS) if re.fullmatch(r"step_\d+", name))
+        return sorted(
+            (step_of(Path(n)) for n in folders if MANIFEST in self._names(f"{CHECKPOINTS}/{n}")), reverse=True
+        )
+
+    def has(self, run: Path, step: int) -> bool:
+        """Whether the checkpoint of a step there is complete and is the one in the directory of the run, not another one of that step."""
+        name = f"{CHECKPOINTS}/step_{step:06d}/{MANIFEST}"
+        return step in self.steps() and self._read_whole(name) == (run / name).read_bytes()
+
+    def _read_whole(self, name: str) -> bytes:
+        with self._files.open_input_stream(str(self._base / name), compression=None) as stream:
+            return stream.read()
+
+    def _names(self, folder: str) -> dict[str, int]:
+        """Name -> size in bytes, of what lies in a folder; none if it is not there."""
+        selector = pf.FileSelector(str(self._base / folder), allow_not_found=True)
+        return {info.base_name: info.size for info in self._files.get_file_info(selector)}
+
+    # There
+
+    def copy(self, run: Path, step: int, *, went_back_to: int | None = None) -> int:
+        """Copy the checkpoint of a step, and what belongs to it. What is there already, with the same content, stays.
+
+        Args:
+            run: the directory of the run.
+            step: of a complete checkpoint.
+            went_back_to: the step from which the run goes on, if none was copied since: copies of later ones are of what it gave up.
+
+        Returns:
+            Bytes that were written.
+
+        Raises:
+            OSError, pyarrow.ArrowException: a write failed, or the checkpoint was removed meanwhile.
+        """
+        folder = f"{CHECKPOINTS}/step_{step:06d}"
+        self._withdraw(run, step, went_back_to)
+        state, buffer = RunState.read(run / folder), run / BUFFER
+        samples = sorted((run / SAMPLES).glob("*.arrow"))
+        written = self._update(run, samples)
+        self._remove_others(SAMPLES, {path.name for path in samples})
+        written += sum(self._write_file(run / name, name) for name in TABLES if (run / name).is_file())
+        written += self._copy_log(buffer, state)
+        ledgers = checkpoint_path(buffer, state.position)
+        if ledgers.exists():
+            written += self._write_file(ledgers, f"{BUFFER}/{ledgers.name}")
+        inside = sorted(p for p in (run / folder).rglob("*") if p.is_file() and p.name != MANIFEST)
+        self._remove_others(folder, {path.relative_to(run / folder).as_posix() for path in inside})
+        for path in [*inside, run / folder / MANIFEST]:
+            written += self._write_file(path, path.relative_to(run).as_posix())
+        return written
+
+    def _withdraw(self, run: Path, step: int, went_back_to: int | None) -> None:
+        """Remove the manifests of checkpoints that are none of the run any more, and of the one that is copied."""
+        for there in self.steps():
+            given_up = went_back_to is not None and there > went_back_to
+            differs = (run / CHECKPOINTS / f"step_{there:06d}" / MANIFEST).exists() and not self.has(run, there)
+            if there == step or given_up or differs:
+                self._files.delete_file(str(self._base / CHECKPOINTS / f"step_{there:06d}" / MANIFEST))
+
+    def prune(self, run: Path) -> None:
+        """Remove the checkpoints there that the run does not keep any more."""
+        kept = {step_of(path): RunState.read(path).position for path in complete_checkpoints(run / CHECKPOINTS)}
+        complete = self.steps()
+        for name in self._names(CHECKPOINTS):
+            if re.fullmatch(r"step_\d+", name) and (step := step_of(Path(name))) not in kept:
+                folder = self._base / CHECKPOINTS / name
+                if step in complete:
+                    self._files.delete_file(str(folder / MANIFEST))
+                self._files.delete_dir(str(folder))
+        ledgers = {checkpoint_path(run, position).name for position in kept.values()}
+        for name in self._names(BUFFER):
+            if name.endswith(".checkpoint") and name not in ledgers:
+                self._files.delete_file(str(self._base / BUFFER / name))
+
+    def _copy_log(self, buffer: Path, state: RunState) -> int:
+        """The log up to a checkpoint: the parts of its history, and what follows them as one more."""
+        folder = f"{BUFFER}/{HISTORY}"
+        # Before the parts: a log that is cut from here on is noticed when the rest of it is read.
+        tail = part_before(buffer / LOG, state.position.offset, state.position.checksum)
+        parts = sorted((buffer / HISTORY).glob("*.log.zst"))
+        written = self._update(buffer.parent, parts)
+        keep = {path.name for path in parts}
+        if tail is not None:
+            name, chunks = tail
+            keep.add(name)
+            written += self._write(f"{folder}/{name}", chunks)
+        self._remove_others(folder, keep)  # those of earlier checkpoints; their records are in the later part, too
+        return written
+
+    def _update(self, run: Path, paths: Iterable[Path]) -> int:
+        """Write the files that are not there with the content that they have here; returns the bytes that were written."""
+        described = {path.relative_to(run).as_posix(): self._describe(path) for path in paths}
+        sizes = {
+            f"{folder}/{name}": size
+            for folder in {str(PurePosixPath(n).parent) for n in described}
+            for name, size in self._names(folder).items()
+        }
+        copied = self._copied()
+        new = [n for n, one in described.items() if copied.get(n) != one or sizes.get(n) != one["bytes"]]
+        if copied.keys() & {*new}:  # else a copy that breaks off would leave other content than is noted
+            copied = {name: one for name, one in copied.items() if name not in new}
+            self._note_copied(copied)
+        written = sum(self._write_file(run / name, name) for name in new)
+        if new:
+            self._note_copied(copied | {name: described[name] for name in new})
+        return written
+
+    def _describe(self, path: Path) -> Mapping[str, Any]:
+        """Size and checksum of a file here, which is read only if it has changed since."""
+        found = path.stat()
+        at = found.st_size, found.st_mtime_ns
+        if self._described.get(path, (None,))[0] != at:
+            self._described[path] = at, describe(path)
+        return self._described[path][1]
+
+    def _copied(self) -> dict[str, Mapping[str, Any]]:
+        """What was noted of the files there; nothing if the note is damaged, so that all are written again."""
+        try:
+            noted = json.loads(self._read_whole(COPIED)) if COPIED in self._names("") else {}
+        except ValueError:
+            return {}
+        return noted if isinstance(noted, dict) else {}
+
+    def _note_copied(self, copied: Mapping[str, Mapping[str, Any]]) -> None:
+        self._write(COPIED, [json.dumps(copied).encode()])
+
+    def _remove_others(self, folder: str, keep: Collection[str]) -> None:
+        """Remove the files of a folder there, and of those below it, that are not to be kept.
+
+        Args:
+            folder: below the run.
+            keep: paths below the folder.
+        """
+        for path in self._below(folder):
+            if path.relative_to(self._base / folder).as_posix() not in keep and path.name != MANIFEST:
+                self._files.delete_file(str(path))
+
+    def _write_file(self, path: Path, name: str) -> int:
+        with path.open("rb") as file:
+            return self._write(name, iter(lambda: file.read(CHUNK_BYTES), b""))
+
+    def _write(self, name: str, chunks: Iterable[bytes]) -> int:
+        path, written = self._base / name, 0
+        self._files.create_dir(str(path.parent), recursive=True)
+        with self._files.open_output_stream(str(path), compression=None) as stream:
+            for data in chunks:
+                stream.write(data)
+                written += len(data)
+        found = self._files.get_file_info(str(path)).size
+        if found != written:
+            raise OSError(f"{self}/{name} has {found} bytes, not the {written} that were written")
+        return written
+
+    # Back
+
+    def fetch(self, run: Path, tell_damage: Callable[[str], None] = lambda line: None) -> int | None:
+        """Make the directory of a run that is not here from its latest copy that is intact.
+
+        Args:
+            run: the directory, which is replaced if it exists. It is complete when this returns a step.
+            tell_damage: called with a line about each later copy that is not intact.
+
+        Returns:
+            The step of its checkpoint; None: there is none.
+
+        Raises:
+            OSError, pyarrow.ArrowException: it cannot be read.
+        """
+        for step in self.steps():
+            shutil.rmtree(run, ignore_errors=True)
+            for folder in (f"{CHECKPOINTS}/step_{step:06d}", SAMPLES, BUFFER):
+                self._read(folder, run)
+            for name in self._names("").keys() & {*TABLES}:
+                self._read_file(name, run / name)
+            checkpoint = run / CHECKPOINTS / f"step_{step:06d}"
+            if damage := verify_manifest(checkpoint):
+                tell_damage(f"{self}/{CHECKPOINTS}/{checkpoint.name}: {', '.join(map(str, damage))}")
+                continue
+            state = RunState.read(checkpoint)
+            at = state.position
+            for path in (run / BUFFER).glob("*.checkpoint"):
+                if path != checkpoint_path(run / BUFFER, at):
+                    path.unlink()
+            make_folder(run / BUFFER)
+            (run / BUFFER / LOG).write_bytes(header(at.offset, at.checksum) if at.offset else b"")
+            return step
+        return None
+
+    def _read(self, folder: str, into: Path) -> None:
+        for path in self._below(folder):
+            name = path.relative_to(self._base)
+            if ".." in name.parts:
+                raise OSError(f"{self} has a file of the name {name}")
+            self._read_file(str(name), into / name)
+
+    def _below(self, folder: str) -> list[PurePosixPath]:
+        """All files below a folder there; none if it is not there."""
+        selector = pf.FileSelector(str(self._base / folder), allow_not_found=True, recursive=True)
+        return [PurePosixPath(i.path) for i in self._files.get_file_info(selector) if i.type is pf.FileType.File]
+
+    def _read_file(self, name: str, path: Path) -> None:
+        make_folder(path.parent)
+        with self._files.open_input_stream(str(self._base / name), compression=None) as stream, path.open("wb") as file:
+            path.chmod(0o600)
+            while data := stream.read(CHUNK_BYTES):
+                file.write(data)
+
+
+def check_address(address: str) -> None:
+    """Refuse an address of copies that is none, or that holds a password: it would stand in the run's configuration.
+
+    Raises:
+        UserError: saying what is wrong with it, without the password.
+    """
+    if not address.strip():
+        raise UserError("CheckpointConfig.copy_to is empty; it is an address such as s3://bucket/runs, or a path")
+    scheme, colon, rest = address.partition(":")
+    if colon and re.fullmatch(r"[A-Za-z]\w+", scheme) and rest.startswith("/") and not rest.startswith("//"):
+        raise UserError(
+            f"CheckpointConfig.copy_to: an address begins with {scheme}://, not with {scheme}:/; "
+            f"write ./{scheme}:/... for a folder of that name"
+        )
+    host = re.split(r"[/?#]", address.partition("://")[2], maxsplit=1)[0]
+    if "@" in host:
+        raise UserError(
+            "CheckpointConfig.copy_to holds a name or a password, which would be written to disk with the settings; give these by the "
+            "environment (AWS_ACCESS_KEY_ID, ...) or a profile"
+        )
+    if "://" in address and not host and scheme != "file":
+        raise UserError(
+            f"CheckpointConfig.copy_to={address!r} names no bucket; it is an address such as {scheme}://bucket/runs"
+        )
+
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
 """Seconds before a failed copy is tried again: the first pause, and the longest. Each pause is twice as long as the one before."""
@@ -167,3 +479,78 @@ class Copies:
 
 def _in_a_line(error: Exception) -> str:
     return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+
+
+# Fetching
+#
+# Fetching a run that is to go on and has no checkpoint here, from its copy elsewhere, while this
+# process holds the run.
+#
+# runs/NAME/.fetched       what is read from the copy, until its checkpoint is known to be intact
+# runs/NAME.begun-1        what was here before; it moves only then
+# runs/NAME                what was fetched. Checkpoints come last: without one, an interrupted start fetches the run again
+
+
+_FETCHED = ".fetched"
+
+
+def fetch_run(resume: str | Path, root: Path, name: str | None, address: str) -> str:
+    """Fetch a run that is to go on and has no checkpoint here, if there is a copy of it.
+
+    Args:
+        resume: see `open_run`.
+        root: the folder of all runs.
+        name: of the run.
+        address: where checkpoints are copied to.
+
+    Returns:
+        What was done; empty if nothing was.
+
+    Raises:
+        UserError: another driver holds the run, the copy cannot be read, or it is of another run, which one that begins would replace.
+        TakenOverError: another driver took the run over while it was fetched. Nothing of the run has moved.
+    """
+    remote = RemoteRun.at(address, name or "run")
+    if resume not in ("none", "latest", "weights") or name is None or has_checkpoints(root / name):
+        return ""
+    run = root / name
+    try:
+        steps = remote.steps()
+        if steps and resume == "none":
+            raise UserError(
+                f"name={name!r}: {remote} holds a copy of a run of that name already, with its checkpoint of step {steps[0]}; "
+                "give the run another name, or go on with that one (resume='latest')"
+            )
+        return _fetch(remote, run) if steps else ""
+    except FAILURES as error:
+        raise UserError(f"the copy of the run at {remote} cannot be read: {error}") from error
+
+
+def _fetch(remote: RemoteRun, run: Path) -> str:
+    require_folder(run.parent, f"root {str(run.parent)!r}", private=False)
+    aside = ""
+    if run.exists() and not run.is_dir():
+        aside = f"; what was there is in {set_run_aside(run).name}"
+    require_folder(run, f"run directory {str(run)!r}")
+    lock, fetched = hold(run), run / _FETCHED
+    try:
+        if has_checkpoints(run):  # another driver has fetched it meanwhile
+            return ""
+        damage: list[str] = []
+        step = remote.fetch(fetched, damage.append)
+        if step is None:
+            raise UserError(f"no copy of the run at {remote} is sound: {'; '.join(damage)}")
+        lock.check(sure=True)
+        before = [path for path in run.iterdir() if path.name not in (LOCK, _FETCHED)]
+        if before:
+            folder = make_aside(run)
+            aside = f"; what was there is in {folder.name}"
+            for path in before:
+                path.rename(folder / path.name)
+        for path in sorted(fetched.iterdir(), key=lambda path: path.name == CHECKPOINTS):
+            path.rename(run / path.name)
+    finally:
+        shutil.rmtree(fetched, ignore_errors=True)
+        lock.give_back()  # the next epoch follows the one that the fetched run names
+    passed_over = "".join(f"; damaged: {one}; an earlier one is used" for one in damage)
+    return f"the run was fetched from {remote}, with its checkpoint of step {step}{aside}{passed_over}"

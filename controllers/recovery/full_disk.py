@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ...dataflow.buffer.disk import MAX_PAUSE_S, PAUSE_S, is_full
 from ...dataflow.errors import RunError
+from ...dataflow.runs.files import MAX_PAUSE_S, PAUSE_S, is_full
+from ..reports.progress import Progress
 from ..signals import asked_to_end
-from ..telling.progress import Progress
 
 T = TypeVar("T")
 

@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...dataflow.buffer.checkpoint_file import is_sound_checkpoint
-from ...dataflow.buffer.folder import checkpoint_path
-from ...dataflow.buffer.log import LogReader, Position, damage_before, described_graph, has_position
-from ...dataflow.buffer.manifest import verify_manifest
-from ...dataflow.buffer.restored import restore
+from ...dataflow.buffer.recovery import checkpoint_path, is_sound_checkpoint, restore
 from ...dataflow.buffer.rows import Ids
-from ...dataflow.buffer.run_files import BUFFER, CHECKPOINTS, LOG
 from ...dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from ...dataflow.buffer.scratch import Scratch
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.graph import Graph
+from ...dataflow.runs.directory import RunDirectory, check_rights, check_run_name, hold, is_used
+from ...dataflow.runs.files import BUFFER, CHECKPOINTS, LOG
+from ...dataflow.runs.lock import RunLock
+from ...dataflow.runs.log import LogReader, Position, damage_before, described_graph, has_position
+from ...dataflow.runs.manifest import verify_manifest
+from ...dataflow.source import CURSOR, Cursor
 from ..backends.backend import Backend, this_node
-from ..collecting import collected_seldom
-from ..cursor import CURSOR, Cursor
-from ..run_directory import RunDirectory, check_rights, check_run_name, hold, is_used
-from ..run_lock import RunLock
-from .checkpoints import complete_checkpoints, has_checkpoints, restore_replaced, step_of
-from .fetching import fetch_run
-from .run_state import RUN, RunState
+from .checkpoints import RUN, RunState, complete_checkpoints, has_checkpoints, restore_replaced, step_of
+from .copies import fetch_run
+
+# Collecting
+#
+# Garbage collection while a run goes on, or is restored.
+
+
+THRESHOLDS = (500_000, 1_000, 1_000)
+"""Of Python's collector. A driver allocates some objects for each row, which live as long as the row and are in no circle when it is
+finished. To look through all of them again and again took a third of the driver's time."""
+
+
+@contextmanager
+def collected_seldom(seldom: bool) -> Iterator[None]:
+    """Have Python look for garbage less often.
+
+    Args:
+        seldom: nothing is changed without it, such as where workers share the process: their garbage may hold tensors.
+    """
+    before = gc.get_threshold()
+    if seldom:
+        gc.set_threshold(*THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
 
 WITHOUT_ROWS = "resume='weights' goes on from models, optimizers and the place in the data, without the rows in flight"
 

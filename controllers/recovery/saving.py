@@ -19,15 +19,14 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 
-from ...dataflow.buffer.disk import is_full
-from ...dataflow.buffer.log import Position
 from ...dataflow.errors import DeadlineError, RunError
+from ...dataflow.runs.files import is_full
+from ...dataflow.runs.log import Position
 from ..backends.backend import Event
 from ..group import Call, WorkerGroup
 from ..ranks.tasks import FailureKind
 from ..request import CallRequest
-from .checkpoints import CheckpointConfig, CheckpointFolder, Values
-from .run_state import RunState
+from .checkpoints import CheckpointConfig, CheckpointFolder, RunState, Values
 
 ASK_S = 0.5
 """Seconds between two questions to a group whether its part is on the disk."""

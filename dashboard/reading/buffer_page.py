@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...dataflow.buffer.run_files import BUFFER, LOG, SEGMENTS
 from ...dataflow.graph import TRAIN
-from .live import nested
+from ...dataflow.runs.files import BUFFER, LOG, SEGMENTS
+from .run_reader import nested
 
 AGES_S = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3600.0, 10800.0)
 """Ends of the stretches in which ages are counted; what is older is in one more."""

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from ...dataflow.buffer.run_files import is_run
 from ...dataflow.errors import NoSuchRunError, nearest
+from ...dataflow.runs.files import is_run
 from .run_reader import RunReader
 
 LOOK_S = 1.0

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from ...dataflow.metric_names import FUNCTIONS
-from .call_log import CallLog
-from .curves import numbers
-from .live import nested
-from .metrics import MetricLog
+from .follow import CallLog
+from .metrics import MetricLog, numbers
+from .run_reader import nested
 
 RECEIVE = "receive_weights"
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from ...controllers.own_groups import RECORDER
 from ...dataflow.graph import TRAIN
-from ..busy_time import covered, idle_stretches
-from .call_log import CallLog
-from .live import nested
+from ..timeline import covered, idle_stretches
+from .follow import CallLog
+from .run_reader import nested
 
 MOST_CALLS = 1500
 """Calls of a lane that are sent one by one; of more, the share of time in each of `width / 3` stretches."""

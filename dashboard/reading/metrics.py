@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import re
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
-from ...dataflow.buffer.run_files import METRICS
-from .followed_table import FollowedTable
+from ...dataflow.graph import TRAIN
+from ...dataflow.metric_names import SCORES, SECTIONS, entry_named, score_label
+from ...dataflow.runs.files import METRICS
+from .follow import FollowedTable
 
 Series: TypeAlias = tuple[np.ndarray, np.ndarray]
 """[points] steps, which only grow, and the value at each."""
@@ -133,3 +138,285 @@ def _sorted(steps: np.ndarray, values: np.ndarray) -> Series:
         last = np.append(np.diff(steps) > 0, True)
         steps, values = steps[last], values[last]
     return steps, values
+
+
+# Curves
+#
+# Curves: metrics over steps, time or samples, thinned to what a screen can show, and marks of what
+# happened.
+
+
+Axis: TypeAlias = Literal["step", "time_s", "samples"]
+MAX_POINTS = 5000
+"""Of one curve."""
+
+
+def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
+    """At most about so many points of a curve: of each stretch its lowest and its highest, so that no peak is lost.
+
+    Args:
+        x: [n] which only grows.
+        y: [n]; values that are not finite are left out where others are beside them.
+        points: at least 4.
+
+    >>> x = np.arange(1000.0)
+    >>> y = np.where(x == 500, 9.0, 0.0)
+    >>> thin_x, thin_y = thinned(x, y, 20)
+    >>> len(thin_x) <= 22, float(thin_y.max()), float(thin_x[0]), float(thin_x[-1])
+    (True, 9.0, 0.0, 999.0)
+    """
+    number = len(x)
+    if number <= points:
+        return x, y
+    size = -(-number // max(2, points // 2))
+    rows = -(-number // size)
+    padded = np.full(rows * size, np.nan)
+    padded[:number] = np.where(np.isfinite(y), y, np.nan)
+    stretches = padded.reshape(rows, size)
+    none = np.isnan(stretches).all(axis=1)
+    low = np.where(np.isnan(stretches), np.inf, stretches).argmin(axis=1)
+    high = np.where(np.isnan(stretches), -np.inf, stretches).argmax(axis=1)
+    starts = np.arange(rows) * size
+    chosen = np.unique(np.concatenate([[0, number - 1], starts[~none] + low[~none], starts[~none] + high[~none]]))
+    return x[chosen], y[chosen]
+
+
+def axis_of(metrics: MetricLog, steps: np.ndarray, axis: Axis) -> np.ndarray:
+    """Where steps lie on an axis.
+
+    Args:
+        metrics: of the run.
+        steps: [points].
+        axis: the number of the step, seconds since the start of the run, or samples that were trained on until then.
+
+    Returns:
+        [points]; nan for a step of which that is not known.
+    """
+    if axis == "step":
+        return steps
+    known, values = metrics.series(axis)
+    if axis == "samples":
+        values = np.cumsum(values)
+    if not len(known):
+        return np.full(len(steps), np.nan)
+    at = np.searchsorted(known, steps)
+    found = at < len(known)
+    exact = np.zeros(len(steps), bool)
+    exact[found] = known[at[found]] == steps[found]
+    before = np.clip(np.searchsorted(known, steps, side="right") - 1, 0, len(known) - 1)
+    if axis == "samples":  # a step without updates, such as step 0, has trained on as many as the one before it
+        return np.where(steps < known[0], 0.0, values[before])
+    return np.where(exact, values[np.minimum(at, len(known) - 1)], np.nan)
+
+
+def curve(
+    metrics: MetricLog, name: str, axis: Axis = "step", points: int = 800, window: tuple[float, float] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """A metric over an axis, thinned.
+
+    Args:
+        metrics: of the run.
+        name: of the metric.
+        axis: what x is.
+        points: about how many are returned at most.
+        window: first and last x that are shown; one point more is kept at either side.
+    """
+    steps, values = metrics.series(name)
+    x = axis_of(metrics, steps, axis)
+    there = np.isfinite(x)
+    x, y = x[there], values[there]
+    if window is not None and len(x):
+        first, stop = np.searchsorted(x, window[0]), np.searchsorted(x, window[1], side="right")
+        x, y = x[max(0, first - 1) : stop + 1], y[max(0, first - 1) : stop + 1]
+    return thinned(x, y, min(max(points, 4), MAX_POINTS))
+
+
+def numbers(values: np.ndarray | Sequence[float], digits: int = 7) -> list[float | None]:
+    """Numbers as JSON has them: null for one that is not finite, and no more digits than a person or a screen can use.
+
+    >>> numbers([0.1 + 0.2, float("nan"), 12.0, 1e-9 / 3])
+    [0.3, None, 12.0, 3.333333e-10]
+    """
+    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in np.asarray(values).tolist()]
+
+
+MOST_ALERTS, MOST_CHARACTERS = 500, 300
+"""Alerts that are marked on a curve, the latest, and characters of each."""
+
+
+def marks(
+    metrics: MetricLog, config: Mapping[str, Any], alerts: Sequence[Any], checkpoints: Sequence[int]
+) -> list[dict[str, Any]]:
+    """What happened at which step: evaluations, checkpoints that are kept, restarts and other alerts, in order of steps."""
+    found: list[dict[str, Any]] = [{"step": step, "kind": "checkpoint", "text": f"step_{step}"} for step in checkpoints]
+    graphs = config.get("graphs")
+    for name in graphs if isinstance(graphs, Mapping) else ():
+        own = next((metric for metric in metrics.names if metric.startswith(f"{name}/")), None)
+        if name != TRAIN and own is not None:
+            steps, _ = metrics.series(own)
+            found += [
+                {"step": int(step), "kind": "evaluation", "text": str(name)}
+                for step in steps.tolist()
+                if math.isfinite(step)
+            ]
+    for alert in alerts[-MOST_ALERTS:]:
+        kind = "restart" if alert.name == "restarted" else "alert"
+        found.append(
+            {
+                "step": alert.step,
+                "kind": kind,
+                "name": alert.name,
+                "text": alert.text.partition("\n")[0][:MOST_CHARACTERS],
+            }
+        )
+    return sorted(found, key=lambda mark: mark["step"])
+
+
+# Cards
+#
+# Cards: the dozen curves that matter, in the order in which they are looked at; and what each
+# metric means.
+
+
+@dataclass(frozen=True)
+class CardKind:
+    """A card that a run may have."""
+
+    id: str
+    title: str
+    metric: str
+    """Patterns of the shown metrics, without evaluation and group. Each matching metric is a line."""
+    spread: str = ""
+    """The metric of the same group that is its standard deviation."""
+    beside: str = ""
+    """Pattern of a metric of the same group that is told beside the value."""
+    scope: Literal["training", "evaluation"] = "training"
+    floor: float | None = 0.0
+    """Where the scale begins, if nothing is below it; None: at the lowest value."""
+    form: Literal["number", "share", "bytes", "count", "small"] = "number"
+    several: bool = False
+    """It has a line for each group."""
+
+
+KINDS = (
+    CardKind("reward", "reward", "reward/mean|mean", spread="std", floor=None),
+    CardKind("loss", "loss", "loss", floor=None),
+    CardKind("accuracy", "held-out", "|".join(SCORES), scope="evaluation"),
+    CardKind("signal", "groups without signal", "groups_without_signal", form="share"),
+    CardKind("entropy", "entropy", "entropy"),
+    CardKind("kl", "KL from the reference", "kl"),
+    CardKind("length", "response length", "response_length", beside="response_length_p95", form="count"),
+    CardKind("truncated", "truncated", "truncation_rate", form="share"),
+    CardKind("gap", "log-probability gap", "mean_logprob_gap", beside="max_logprob_gap", form="small"),
+    CardKind("ratio", "generator ratio", "mean_generator_ratio", beside="max_generator_ratio", floor=None),
+    CardKind("clipped", "clip fraction", "clip_fraction", form="share"),
+    CardKind("staleness", "staleness", "mean_staleness", beside="max_staleness"),
+    CardKind("grad_norm", "gradient norm", "grad_norm"),
+    CardKind("throughput", "tokens/s", "tokens_per_s", form="count"),
+    CardKind("idle", "idle share", "idle_share", form="share", several=True),
+    CardKind("memory", "memory", "device_bytes|resident_bytes", form="bytes", several=True),
+    CardKind("pairs", "preference accuracy", "preference_accuracy", form="share"),
+)
+"""In the order of the page."""
+
+
+def cards(names: Sequence[str], evaluations: Sequence[str]) -> list[dict[str, Any]]:
+    """The cards for these metrics; a kind that none of them belongs to is left out.
+
+    Args:
+        names: metrics that runs have measured.
+        evaluations: names of their evaluations.
+
+    >>> found = cards(["reward/mean", "reward/std", "eval/reward/mean", "actor/idle_share", "rollout/idle_share"], ["eval"])
+    >>> [(card["id"], card["names"]) for card in found]
+    [('reward', ['reward/mean']), ('accuracy', ['eval/reward/mean']), ('idle', ['actor/idle_share', 'rollout/idle_share'])]
+    >>> found[0]["spread"], found[1]["title"]
+    ('reward/std', 'held-out mean reward')
+    """
+    there = set(names)
+    held_out = [name for name in names if name.partition("/")[0] in evaluations]
+    training = [name for name in names if name not in set(held_out)]
+    found: list[dict[str, Any]] = []
+    for kind in KINDS:
+        shown = _shown(kind, held_out if kind.scope == "evaluation" else training)
+        if shown:
+            found.append(_card(kind, shown, there))
+    has_reward = any(card["id"] == "reward" for card in found)
+    return [card for card in found if not (card["id"] == "loss" and has_reward)]
+
+
+def _shown(kind: CardKind, names: Sequence[str]) -> list[str]:
+    if kind.scope == "evaluation":  # each by the first pattern that it has
+        each = dict.fromkeys(name.partition("/")[0] for name in names)
+        found = (_matching(kind, [name for name in names if name.startswith(f"{one}/")]) for one in each)
+        return [own[0] for own in found if own]
+    own = _matching(kind, names)
+    return sorted(own) if kind.several else own[:1]
+
+
+def _matching(kind: CardKind, names: Sequence[str]) -> list[str]:
+    """The metrics that match the first matching pattern of a kind, the group `reward` first."""
+    for pattern in kind.metric.split("|"):
+        behind = re.compile(rf"(?:[^/]+/)*{pattern}")
+        own = [name for name in names if behind.fullmatch(name) and not name.endswith(("_low", "_high"))]
+        if kind.scope == "training":  # not those of parts of a reward, such as reward/format/mean
+            own = [name for name in own if name.count("/") <= 1]
+        if own:
+            return sorted(own, key=lambda name: name != f"reward/{pattern}")
+    return []
+
+
+def _card(kind: CardKind, names: list[str], there: set[str]) -> dict[str, Any]:
+    group = names[0].rpartition("/")[0]
+
+    def beside(metric: str) -> str | None:
+        name = f"{group}/{metric}" if group else metric
+        return name if metric and name in there else None
+
+    lost = [f"{name.partition('/')[0]}/prompts_lost" for name in names] if kind.scope == "evaluation" else []
+    bands = {name: [f"{name}_low", f"{name}_high"] for name in names if f"{name}_low" in there}
+    return {
+        "id": kind.id,
+        "title": _title(kind, names),
+        "names": names,
+        "spread": beside(kind.spread),
+        "beside": beside(kind.beside),
+        "lost": [name for name in lost if name in there],
+        "bands": bands,
+        "floor": kind.floor,
+        "form": kind.form,
+        **meaning(names[0]),
+    }
+
+
+def _title(kind: CardKind, names: Sequence[str]) -> str:
+    """The title of a card. Evaluations add the names of their scores, such as pass@1 or mean reward."""
+    labels = (score_label(name.partition("/")[2]) for name in names if kind.scope == "evaluation")
+    return f"{kind.title} {', '.join(dict.fromkeys(filter(None, labels)))}".rstrip()
+
+
+def meaning(name: str) -> dict[str, Any]:
+    """What is known of a metric as a run writes it: unit, meaning, good, bad, and which direction is better.
+
+    >>> meaning("actor/entropy")["unit"], meaning("reward/mean")["direction"], meaning("my/own")
+    ('nats/token', 'up', {'unit': '', 'meaning': '', 'good': '', 'bad': '', 'direction': 'none', 'section': ''})
+    """
+    parts = name.split("/")
+    entry = next((e for k in range(len(parts)) if (e := entry_named("/".join(parts[k:])))), None)
+    if entry is None:
+        return {"unit": "", "meaning": "", "good": "", "bad": "", "direction": "none", "section": ""}
+    section = next(s.title for s in SECTIONS if entry in s.entries)
+    return {
+        "unit": entry.unit,
+        "meaning": entry.meaning,
+        "good": entry.good,
+        "bad": entry.bad,
+        "direction": _direction(entry.good),
+        "section": section,
+    }
+
+
+def _direction(good: str) -> str:
+    if good.startswith(("rises", "as high", "above")):
+        return "up"
+    return "down" if good.startswith(("falls", "below", "near 0", "few")) or good == "0" else "none"

@@ -18,10 +18,10 @@ import pyarrow as pa
 import pyarrow.compute
 import xxhash
 
-from ...dataflow.buffer.run_files import SAMPLES, SAMPLES_ARCHIVE
-from ...dataflow.buffer.run_tables import read_parquet
-from ...dataflow.buffer.samples import NAME
 from ...dataflow.json_values import is_json
+from ...dataflow.runs.files import SAMPLES, SAMPLES_ARCHIVE
+from ...dataflow.runs.samples import NAME
+from ...dataflow.runs.tables import read_parquet
 
 compute: Any = pyarrow.compute  # its functions are made when it is imported
 TEXT_BYTES = 256 << 20

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from ...controllers.alerts import Alert
-from ...controllers.run_lock import Life
-from ...dataflow.buffer.run_files import LOGS, PROCESSES, STREAM
-from ...dataflow.buffer.run_tables import batches
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.metric_names import DRIVER
-from ...dataflow.redaction import redacted
-from .curves import numbers, thinned
-from .live import nested
+from ...dataflow.runs.alerts import Alert
+from ...dataflow.runs.files import LOGS, PROCESSES, STREAM
+from ...dataflow.runs.lock import Life
+from ...dataflow.runs.tables import batches
+from ...dataflow.untrusted_text import redacted
+from .metrics import numbers, thinned
+from .run_reader import nested
 
 MOST_POINTS = 300
 """Readings of memory of one worker."""

@@ -16,13 +16,12 @@ from fastapi.staticfiles import StaticFiles
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, Response, StreamingResponse
 
-from ...dataflow.buffer.query_process import end_prepared, prepare
+from ...dataflow.buffer.sql import end_prepared, prepare
 from ...dataflow.config import Config
 from ...dataflow.errors import NoSuchRunError, UserError, WeftError
-from ..reading.cards import cards, meaning
 from ..reading.catalogue import Catalogue, parted
-from ..reading.compare_page import compare_page
-from ..reading.curves import Axis
+from ..reading.comparison import compare_page
+from ..reading.metrics import Axis, cards, meaning
 from ..reading.run_pages import RunPages
 from ..reading.run_reader import RunReader
 from .event_stream import EventStream

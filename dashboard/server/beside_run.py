@@ -1,4 +1,4 @@
-"""A dashboard that a run has started, on a socket that the run has opened. `controllers/dashboard_process.py` starts this program."""
+"""The dashboard that a run starts, on a socket that the run has opened (`controllers/reports/dashboard_process.py`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import socket
 import sys
 from pathlib import Path
 
-from ...controllers.dashboard_process import TOKEN
-from ...controllers.run_lock import Life, life_of
+from ...controllers.reports.dashboard_process import TOKEN
+from ...dataflow.runs.lock import Life, life_of
 from .serving import Serving
 
 

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 from ..reading.catalogue import Catalogue
-from ..reading.changes import changed, state_of
+from ..reading.follow import changed, state_of
 
 LOOK_S = 0.25
 """Seconds between two looks at the files."""

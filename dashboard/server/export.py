@@ -19,9 +19,9 @@ from urllib.parse import quote_plus
 
 from fastapi import FastAPI
 
-from ...dataflow.buffer.disk import replacing
 from ...dataflow.errors import UserError
-from ...dataflow.redaction import without_secrets
+from ...dataflow.runs.files import replacing
+from ...dataflow.untrusted_text import without_secrets
 from ..reading.catalogue import Catalogue, joined
 from .app import PAGES, new_app
 from .safety import Access

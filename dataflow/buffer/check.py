@@ -14,16 +14,14 @@ from typing import Any
 import pyarrow as pa
 
 from ..errors import UserError
+from ..runs.files import LOG, SAMPLES
+from ..runs.log import DAMAGED, LogReader, Position, lost_records
+from ..runs.manifest import describe
+from ..runs.samples import SampleFile, noted_checksums, sample_files
+from ..runs.tables import last_step
 from .checked_rows import GraphCounts
-from .checker import Checker
-from .checkpoint_file import read_checkpoint
-from .folder import ledger_checkpoints
-from .log import DAMAGED, LogReader, Position, lost_records
-from .manifest import describe
-from .rules import Rule, Violation
-from .run_files import LOG, SAMPLES
-from .run_tables import last_step
-from .samples import SampleFile, noted_checksums, sample_files
+from .checker import Checker, Rule, Violation
+from .recovery import ledger_checkpoints, read_checkpoint
 
 MAX_VIOLATIONS = 1000
 """The check stops after this many: further violations follow from those before."""

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from .log import Record
+from ..runs.log import Record
 
 
 @dataclass(slots=True)

@@ -7,22 +7,82 @@ included, is encrypted (TLS): each server makes a certificate of its own (`certi
 
 from __future__ import annotations
 
+import datetime
+import fcntl
 import hmac
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.flight as pf
 
-from ..errors import DamagedSegment
-from .certificate import NAME, Certificate
-from .segment_files import END_OF_STREAM
+from ..errors import DamagedSegment, UserError, nearest
+from ..runs.files import make_folder
 from .segment_store import delete_local
-from .segments import FILE, Segment, SegmentReader, verify_segment
+from .segments import END_OF_STREAM, FILE, Segment, SegmentReader, full_disk_named, verify_segment, write_all
+
+# Certificate
+#
+# A certificate for one server of one run. Its key never leaves the process; clients get the
+# certificate itself to trust.
+
+
+NAME = "weft"
+"""The name in every certificate. Clients trust the certificate itself, not the name."""
+VALID = datetime.timedelta(days=3650)
+"""How long a certificate is valid."""
+EARLIER = datetime.timedelta(days=1)
+"""A certificate is valid from this long before it was made, because the clocks of nodes may differ."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A certificate and its private key, both in PEM form."""
+
+    certificate: bytes
+    key: bytes
+
+    def __repr__(self) -> str:
+        return "<Certificate with its key>"
+
+
+def make_certificate() -> Certificate:
+    """Make a P-256 key and a certificate that is signed with it."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - EARLIER)
+        .not_valid_after(now + VALID)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(NAME)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return Certificate(
+        made.public_bytes(serialization.Encoding.PEM),
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
+    )
+
 
 PIECE_BYTES = 16 << 20
 PIECES = pa.schema([("bytes", pa.large_binary())])
@@ -231,3 +291,193 @@ def _row(piece: pa.Buffer) -> pa.RecordBatch:
     offsets = pa.py_buffer(np.array([0, piece.size], np.int64))
     array = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, offsets, piece])
     return pa.RecordBatch.from_arrays([array], schema=PIECES)
+
+
+# Peers
+#
+# Peers: how a process reaches the segments of other nodes. A node fetches each message at most
+# once.
+
+
+VERIFIED_AT_ONCE = 64
+"""Segments that a server is asked for in one call."""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The segment servers of a run. `Peers.fetch` is what a `SegmentReader` takes as its `fetch`."""
+
+    locations: Mapping[str, str]
+    """Name of a node -> where its server listens."""
+    token: str
+    """The secret that all of them ask for."""
+    certificates: Mapping[str, bytes] = field(default_factory=dict)
+    """Location -> the server's certificate, as PEM. A location without one is not encrypted."""
+    timeout_s: float = 60.0
+    """The longest that a fetch may take."""
+
+    def client(self, location: str, timeout_s: float) -> SegmentClient:
+        """A channel to one of the servers."""
+        return SegmentClient(location, self.token, self.certificates.get(location), timeout_s=timeout_s)
+
+    def unreadable(self, segments: Iterable[Segment]) -> dict[Segment, str]:
+        """Those of the segments that cannot be read on their nodes, and why. Nodes that are no peers are passed over."""
+        found: dict[Segment, str] = {}
+        for node, own in itertools.groupby(sorted(segments, key=_place), key=lambda segment: segment.node):
+            if (location := self.locations.get(node)) is None:
+                continue
+            left = list(own)
+            with self.client(location, self.timeout_s) as client:
+                while left:
+                    some, left = left[:VERIFIED_AT_ONCE], left[VERIFIED_AT_ONCE:]
+                    try:
+                        problems = client.verify(some)
+                    except TimeoutError as error:  # it is asked no more: each question may take as long
+                        some, left = [*some, *left], []
+                        problems = [str(error)] * len(some)
+                    found |= {segment: problem for segment, problem in zip(some, problems, strict=True) if problem}
+        return found
+
+    def fetch(self, segment: Segment, path: Path) -> None:
+        """Fetch a message to a file, unless it exists: of the processes of a node that want a message, one fetches it.
+
+        Args:
+            segment: of another node.
+            path: the file, which then holds an Arrow IPC stream.
+
+        Raises:
+            UserError: the node is none of these.
+            TimeoutError: the message did not arrive in time.
+            DamagedSegment: the other node found the message damaged.
+        """
+        if (location := self.locations.get(segment.node)) is None:
+            hint = nearest(segment.node, self.locations) or f"; there are {', '.join(self.locations)}"
+            raise UserError(f"segment {segment.file} lies on node {segment.node!r}, which is not a peer{hint}")
+        make_folder(path.parent)
+        deadline = time.monotonic() + self.timeout_s
+        with open(f"{path}.lock", "wb") as lock:
+            self._wait_for(lock, deadline, f"fetching file {segment.file} of node {segment.node!r} from {location}")
+            if path.exists():
+                return
+            with self.client(location, max(deadline - time.monotonic(), 1e-3)) as client:
+                stream = client.fetch(segment)
+            part = path.with_name(f"{path.name}.part")
+            who = f"the copy of a message of node {segment.node!r}"
+            with full_disk_named(path.parent, who, len(stream)), open(part, "wb") as file:
+                write_all(file.fileno(), [stream], 0)
+            os.rename(part, path)
+
+    def _wait_for(self, lock: BinaryIO, deadline: float, what: str) -> None:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise TimeoutError(
+                        f"{what}: another process of this node has been fetching it for {self.timeout_s} s"
+                    ) from None
+                time.sleep(min(0.002, left))
+
+
+def _place(segment: Segment) -> tuple[str, str, int]:
+    return segment.node, segment.file, segment.offset
+
+
+# Deletions
+#
+# Deletions: tells the other nodes which files have no live rows any more.
+
+
+MAX_FILES = 10_000
+"""Files that are remembered for a peer which does not answer; beyond, the oldest are forgotten."""
+MAX_PAUSE_S = 60.0
+"""Longest pause between two attempts to tell a peer that failed."""
+
+logger = logging.getLogger(__name__)
+
+
+class Deletions:
+    """Deletes files, and the copies of their messages, on all peers. A `SegmentStore` takes it as `delete_remote`.
+
+    Nobody waits for it: its own thread tells each peer, over one channel, of all files that have gathered. A peer that does not
+    answer is tried again, with longer and longer pauses, and does not keep the others from being told. What it still holds costs
+    space on its own disk, no more.
+
+    Args:
+        peers: the servers to tell.
+        timeout_s: the longest that a peer may take.
+        pause_s: time in which files gather. After a failure, the pause before the next attempt doubles, up to `MAX_PAUSE_S`.
+    """
+
+    def __init__(self, peers: Peers, *, timeout_s: float = 5.0, pause_s: float = 0.2) -> None:
+        self._pause_s = pause_s
+        self._peers = [_PeerToTell(peers, location, timeout_s, pause_s) for location in peers.locations.values()]
+        self._files: list[tuple[str, str]] = []
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="deletions", daemon=True)
+        self._thread.start()
+
+    def __call__(self, node: str, file: str) -> None:
+        with self._changed:
+            self._files.append((node, file))
+            self._changed.notify()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Tell the peers that answer what is left, for no longer than this."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._files or self._closing, self._until_next_attempt())
+                files, self._files, closing = self._files, [], self._closing
+            for peer in self._peers:
+                peer.files += files
+                del peer.files[:-MAX_FILES]
+                if peer.files and (closing or peer.next_attempt <= time.monotonic()):
+                    peer.tell()
+            if closing:
+                for peer in self._peers:
+                    peer.hang_up()
+                return
+            time.sleep(self._pause_s)
+
+    def _until_next_attempt(self) -> float | None:
+        """Seconds until a peer that failed is tried again."""
+        due = [peer.next_attempt for peer in self._peers if peer.files]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+
+class _PeerToTell:
+    """A peer, and the files that it has not deleted yet."""
+
+    def __init__(self, peers: Peers, location: str, timeout_s: float, pause_s: float) -> None:
+        self._peers, self._location, self._timeout_s = peers, location, timeout_s
+        self.files: list[tuple[str, str]] = []
+        self.next_attempt = 0.0
+        self._first_pause_s, self._pause_s = pause_s, pause_s
+        self._client: SegmentClient | None = None
+
+    def tell(self) -> None:
+        try:
+            if self._client is None:
+                self._client = self._peers.client(self._location, self._timeout_s)
+            self._client.delete(self.files)
+        except Exception as error:  # no failure of a deletion is a reason to end a run
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+            self.next_attempt = time.monotonic() + self._pause_s
+            logger.warning("%s; tried again in %.3g s", str(error).partition("\n")[0], self._pause_s)
+            self.hang_up()
+        else:
+            self.files, self._pause_s = [], self._first_pause_s
+
+    def hang_up(self) -> None:
+        if self._client is not None:
+            with suppress(Exception):
+                self._client.close()
+            self._client = None

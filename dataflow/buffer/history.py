@@ -13,13 +13,13 @@ from typing import Any
 import pyarrow as pa
 
 from ..errors import UserError, nearest
+from ..runs.files import BUFFER, LOG
 from .check import read_log
-from .checked_graph import CheckedGroup, CheckedRow
+from .checked_rows import CheckedGroup, CheckedRow
 from .checker import Checker
 from .ledger import Ledger
-from .restored import restore
+from .recovery import restore
 from .rows import RowState
-from .run_files import BUFFER, LOG
 
 _PART = pa.struct(
     [

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..node import SOURCE
+from ..graph import SOURCE
 from .segments import Segment
 
 MAX_CHILDREN = 4096

@@ -20,23 +20,23 @@ from pydantic import Field
 from ..config import Config
 from ..errors import DamagedSegment, UserError
 from ..graph import Graph
-from .capacity import Capacity, capacity
-from .checkpoint_file import checkpoint_position, write_checkpoint
-from .disk import Disk, is_full, make_folder, remove
-from .folder import checkpoint_path, ledger_checkpoints
+from ..runs.files import LOG, SEGMENTS, Disk, is_full, make_folder, remove
+from ..runs.log import SYNC_INTERVAL_S, Fence, Log, LogCutting, LogReader, Position, Record, graph_record
 from .leases import Fate, Lease, Published, Spread, Written
-from .ledger import Ledger
-from .ledger_state import save
-from .log import SYNC_INTERVAL_S, Fence, Log, LogReader, Position, Record, graph_record
-from .log_cutting import LogCutting
-from .pins import Pins
-from .restored import restore, segments_of
+from .ledger import Capacity, Ledger, capacity
+from .recovery import (
+    checkpoint_path,
+    checkpoint_position,
+    ledger_checkpoints,
+    restore,
+    save,
+    segments_of,
+    write_checkpoint,
+)
 from .rows import Ids
-from .run_files import LOG, SEGMENTS
 from .scratch import Scratch
-from .segment_files import with_file
-from .segment_store import SegmentStore
-from .segments import Segment, verify_segment
+from .segment_store import Pins, SegmentStore
+from .segments import Segment, verify_segment, with_file
 
 KEEP_CHECKPOINTS = 2
 """Checkpoints of the ledgers that are kept where nobody says how many checkpoints of models there will be."""

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UserError
+from ..runs.files import Disk, make_folder
 from ..safe_files import read_json
-from .disk import Disk, make_folder
 
 NOTE = "scratch.json"
 """The file in the buffer's folder that says what the scratch folder of the run is called."""

@@ -1,7 +1,7 @@
 """Images of prompts: the column of a file that holds them, and their places in messages.
 
-Rows keep images as they are encoded (PNG, JPEG, ...): what a model sees of one depends on its own processor (`workers/images.py`), and so
-does the number of tokens that it takes. A prompt has one placeholder for each image, which the chat template writes.
+Rows keep images encoded (PNG, JPEG, ...). A model's own processor (`workers/models/images.py`) decides what the model sees of an image
+and how many tokens it takes. A prompt has one placeholder for each image, which the chat template writes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import pyarrow as pa
 
 from ..column import IMAGES
 from ..errors import UserError
-from .damage import short
+from .files import Origin, short
 from .formats import is_text, type_name
-from .origin import Origin
 
 COLUMNS = ("images", "image")
 """Where images are looked for: the names of TRL, verl and OpenRLHF, and that of `datasets`."""

@@ -22,18 +22,14 @@ from ..batch import Batch
 from ..column import IDENTITY, IMAGES
 from ..errors import UserError
 from ..json_values import is_json, readable_by_arrow
-from .answers import Answers, find_answers
-from .damage import refuse_mixed
-from .files import HasArrow, table_of
-from .formats import find_format, is_text, refuse_quoted_messages
+from .datasets import Rows, read_rows
+from .files import HasArrow, Origin, refuse_mixed, table_of
+from .formats import Answers, find_answers, find_format, is_text, refuse_quoted_messages
 from .images import COLUMNS as IMAGE_COLUMNS
 from .images import Images, find_images
-from .origin import Origin
-from .rows import Rows, read_rows
+from .rendering import MAX_CHARACTERS, Rendering, tokenise, too_many_characters
 from .settings import ReadArguments, ReadSettings, TooLong
-from .texts import Rendering
 from .tokenizer import Tokenizer
-from .tokens import MAX_CHARACTERS, tokenise, too_many_characters
 from .understanding import Observer, Understanding
 
 _WRITTEN = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")

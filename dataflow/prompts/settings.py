@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict
 from pydantic import Field, field_validator
 
 from ..config import Config
-from .damage import lone_surrogate
+from .files import lone_surrogate
 
 TooLong = Literal["error", "drop"]
 TrainOn = Literal["last", "all"]

@@ -11,16 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ..readable import one_line
-from ..redaction import beginning, both_ends
-from .answers import Answers
+from ..untrusted_text import beginning, both_ends, one_line
 from .conversations import Texts
-from .formats import Format, type_name
+from .datasets import Rows
+from .formats import Answers, Format, type_name
 from .images import Images
-from .rows import Rows
+from .rendering import Rendering, mask_of
 from .settings import ReadSettings
-from .texts import Rendering
-from .tokens import mask_of
 
 EXAMPLES = 3
 """Rows that are shown."""

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from weft.algorithms.diagnostics import length_bias
+from weft.algorithms.policy_loss import length_bias
 from weft.dataflow.metrics import merge
 
 

@@ -14,7 +14,7 @@ from weft.algorithms.graders.math import Math
 from weft.algorithms.graders.text import F1
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.metrics import Estimate, merge
 from weft.dataflow.source import TableSource
 from weft.workers.reward import RewardWorker

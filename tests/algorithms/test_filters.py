@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from weft.algorithms.filters import drop_zero_variance
+from weft.algorithms.grpo import drop_zero_variance
 from weft.dataflow.batch import Batch
 
 

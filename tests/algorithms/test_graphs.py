@@ -12,11 +12,11 @@ from weft.algorithms.grpo import grpo
 from weft.algorithms.kl import KlPenalty
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.ppo import ppo
-from weft.algorithms.ratios import sequence_product, sequence_ratio
 from weft.algorithms.sampling import Sampling
 from weft.algorithms.supervised import supervised
+from weft.algorithms.surrogates import sequence_product, sequence_ratio
 from weft.dataflow.errors import UserError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorWorker
 from weft.workers.critic import CriticWorker

@@ -12,8 +12,7 @@ from weft.algorithms.kl import KlPenalty
 from weft.algorithms.loss import FrozenLoss, Loss, PackedRows, observed
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
 from weft.algorithms.preference_loss import DesirabilityLoss
-from weft.algorithms.ratios import sequence_ratio
-from weft.algorithms.surrogates import Clipped
+from weft.algorithms.surrogates import Clipped, sequence_ratio
 from weft.algorithms.values import ValueLoss
 from weft.dataflow.errors import UserError
 from weft.dataflow.metrics import Max, Mean, Sum

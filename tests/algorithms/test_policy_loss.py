@@ -12,8 +12,7 @@ from weft.algorithms.corrections import Rejection, TruncatedImportance
 from weft.algorithms.kl import KlPenalty, k1, k2, k3
 from weft.algorithms.loss import Loss, PackedRows
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
-from weft.algorithms.ratios import sequence_product, sequence_ratio, token_ratio
-from weft.algorithms.surrogates import Clipped
+from weft.algorithms.surrogates import Clipped, sequence_product, sequence_ratio, token_ratio
 from weft.dataflow.errors import UserError
 from weft.dataflow.metrics import Mean
 

@@ -23,7 +23,7 @@ from weft.algorithms.preference_loss import LogLikelihood, PreferenceLoss
 from weft.algorithms.supervised import supervised
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorWorker
 from weft.workers.reference import ReferenceWorker

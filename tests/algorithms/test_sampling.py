@@ -10,7 +10,7 @@ from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.ppo import ppo
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.errors import UserError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorWorker
 from weft.workers.adaptive_kl import AdaptiveKlWorker

@@ -8,8 +8,16 @@ import torch
 
 from weft.algorithms.loss import PackedRows
 from weft.algorithms.policy_loss import PolicyLoss
-from weft.algorithms.ratios import sequence_product, sequence_ratio, token_ratio
-from weft.algorithms.surrogates import Cispo, Clipped, PlainPolicyGradient, Sapo, Surrogate
+from weft.algorithms.surrogates import (
+    Cispo,
+    Clipped,
+    PlainPolicyGradient,
+    Sapo,
+    Surrogate,
+    sequence_product,
+    sequence_ratio,
+    token_ratio,
+)
 from weft.dataflow.errors import UserError
 
 SURROGATES = [Clipped(), Clipped(high=0.28), Clipped(dual=3.0), Cispo(), Sapo(), PlainPolicyGradient()]

@@ -14,7 +14,7 @@ from weft.controllers.driver import Driver
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.run_spec import Evaluation
 from weft.controllers.schedule import Synchronous
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 
 
 def driver(

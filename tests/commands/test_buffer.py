@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from weft.__main__ import main
-from weft.dataflow.buffer.log import Log, LogReader
+from weft.dataflow.runs.log import Log, LogReader
 
 
 def test_a_log_that_cannot_be_replayed_ends_with_what_to_do_and_no_traceback(

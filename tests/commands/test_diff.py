@@ -10,7 +10,7 @@ from recorded_runs import run
 
 from weft.__main__ import main
 from weft.dashboard.reading.comparison import compare_configs, compare_metrics
-from weft.dataflow.buffer.samples import sample_files
+from weft.dataflow.runs.samples import sample_files
 
 
 def test_a_run_does_not_differ_from_itself(done: Path, capsys: pytest.CaptureFixture[str]):

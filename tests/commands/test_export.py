@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.__main__ import main
-from weft.dataflow.buffer.manifest import write_manifest
+from weft.dataflow.runs.manifest import write_manifest
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from recorded_runs import driver
 
 from weft.__main__ import main
-from weft.controllers.run_facts import facts_of
+from weft.dataflow.runs.facts import facts_of
 
 
 def test_runs_lists_each_run_with_its_state(done: Path, capsys: pytest.CaptureFixture[str]):

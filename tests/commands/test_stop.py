@@ -10,7 +10,7 @@ import pytest
 from recorded_runs import Live, driver
 
 from weft.__main__ import main
-from weft.controllers.run_lock import Life, life_of
+from weft.dataflow.runs.lock import Life, life_of
 
 
 def test_a_run_that_makes_checkpoints_saves_itself_and_leaves_with_0(

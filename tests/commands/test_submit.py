@@ -7,7 +7,7 @@ import pytest
 
 from weft.__main__ import main
 from weft.commands.command_line import parse
-from weft.commands.submit import Submit, ended
+from weft.commands.jobs import Submit, ended
 from weft.controllers.backends.jobs import Job
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from weft.__main__ import main
-from weft.controllers.run_directory import RunDirectory
+from weft.dataflow.runs.directory import RunDirectory
 
 
 @pytest.fixture

@@ -11,9 +11,8 @@ from recorded_runs import Live
 
 from weft.__main__ import main
 from weft.commands.watch import View
-from weft.controllers.alerts import Alerts
-from weft.controllers.telling.lines import PlainLines
-from weft.controllers.telling.terminal import Terminal
+from weft.controllers.reports.displays import PlainLines, Terminal
+from weft.dataflow.runs.alerts import Alerts
 
 
 def test_a_run_that_is_over_is_shown_as_it_went(done: Path, capsys: pytest.CaptureFixture[str]):

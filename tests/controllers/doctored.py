@@ -5,7 +5,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from weft.controllers.doctor.trials.check import Figures
+from weft.commands.trials import Figures
 
 
 def passes(folder: Path, gpu: bool) -> Figures:

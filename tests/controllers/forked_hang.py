@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from weft.controllers.backends import silence_watch
-from weft.controllers.backends.silence_watch import SilenceWatch
+from weft.controllers.backends import local
+from weft.controllers.backends.local import SilenceWatch
 
 
 class _Clock:
@@ -27,7 +27,7 @@ def hang_holding_the_interpreter() -> tuple[int, str]:
         os.dup2(os.open(said, os.O_WRONLY), 2)
         try:
             clock: Any = _Clock()
-            silence_watch.time = clock
+            local.time = clock
             watch = SilenceWatch()
             with watch.over(1.0):  # waited out: the process ends after twice as long
                 clock.now_s = 0.6

@@ -64,9 +64,9 @@ def serve(listener: socket.socket, raylet: int) -> socket.socket | None:
     gc.disable()  # what is imported stays for good
     from ray._private.workers import default_worker as default_worker
 
+    import weft.controllers.backends.nodes
     import weft.controllers.backends.rank
-    import weft.controllers.backends.segment_servers
-    import weft.workers.recorder  # noqa: F401
+    import weft.workers.function  # noqa: F401
 
     assert threading.active_count() == 1, "a process with threads cannot be forked"
     gc.freeze()

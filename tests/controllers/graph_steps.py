@@ -5,15 +5,14 @@ from typing import Any
 import numpy as np
 from toy import PartsActor, ToyLoss, prompts
 
-from weft.controllers.cursor import positions
 from weft.controllers.graph_run import EvaluationRun, TrainingRun
 from weft.controllers.schedule import Share
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.ledger import Ledger
-from weft.dataflow.graph import Graph
-from weft.dataflow.handle import group
+from weft.dataflow.graph import Graph, group
 from weft.dataflow.operation import Shape, node
+from weft.dataflow.source import positions
 from weft.dataflow.tracing import graph
 
 

@@ -13,18 +13,18 @@ from toy import ToyCritic, ToyReward, prompts, toy_dapo, toy_evaluation, toy_grp
 
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.group import Call
+from weft.controllers.prechecks.simulated import NODE, Simulated
+from weft.controllers.prechecks.simulated_costs import CostModel, FixedLengths, Generation, LinearCost
 from weft.controllers.ranks.tasks import Task
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
-from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LinearCost
-from weft.controllers.simulation.simulated import NODE, Simulated
-from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.run_files import BUFFER, LOG, SEGMENTS
 from weft.dataflow.buffer.sample_buffer import BufferConfig
 from weft.dataflow.buffer.segments import Segment
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
+from weft.dataflow.runs.files import BUFFER, LOG, SEGMENTS
+from weft.dataflow.runs.log import LogReader
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
+from weft.workers.worker import remote
 
 STEPS = 12
 LONGEST = 40

@@ -14,10 +14,10 @@ from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.dataflow.batch import Batch
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.metrics import Metrics
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
+from weft.workers.worker import remote
 
 PROGRAM = Path(__file__).with_name("ended_run.py")
 

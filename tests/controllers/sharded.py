@@ -11,14 +11,14 @@ from weft.controllers.backends.backend import Backend
 from weft.controllers.driver import Driver
 from weft.controllers.placement import Place
 from weft.controllers.schedule import Synchronous
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.source import TableSource
 from weft.dataflow.tracing import graph
 from weft.resharding import incoming
 from weft.workers.actor import ActorWorker
 from weft.workers.dispatch import Dispatch
 from weft.workers.reference import ReferenceWorker
-from weft.workers.remote import remote
+from weft.workers.worker import remote
 
 
 class LookingActor(ActorWorker):

@@ -10,18 +10,17 @@ from toy import ToyActor, ToyLoss, ToyReward, ToyRollout, prompts, toy_grpo
 from weft.controllers.backends.local import Local
 from weft.controllers.driver import Driver
 from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.prechecks.simulated import Simulated
+from weft.controllers.prechecks.simulated_costs import CostModel, FixedLengths, Generation, LinearCost, LogNormal
 from weft.controllers.schedule import Training
-from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LinearCost, LogNormal
-from weft.controllers.simulation.simulated import Simulated
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.run_files import LOG
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.metrics import Metrics
-from weft.dataflow.operation import Shape
-from weft.dataflow.takes import TrainingBatch
+from weft.dataflow.operation import Shape, TrainingBatch
+from weft.dataflow.runs.files import LOG
+from weft.dataflow.runs.log import LogReader
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
+from weft.workers.worker import remote
 
 
 class Rollout(ToyRollout):

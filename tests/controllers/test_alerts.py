@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.controllers import alerts as module
-from weft.controllers.alerts import Alert, Alerts, read_alerts
-from weft.dataflow.buffer.run_files import ALERTS
+from weft.dataflow.runs import alerts as module
+from weft.dataflow.runs.alerts import Alert, Alerts, read_alerts
+from weft.dataflow.runs.files import ALERTS
 
 
 def test_alerts_are_read_as_they_were_written_over_several_starts(tmp_path: Path):

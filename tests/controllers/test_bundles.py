@@ -9,8 +9,7 @@ from toy import ToyActor, ToyConfig
 from weft.controllers.bundles import Nodes, Position, bundles, devices, lay_out, position, start_turns
 from weft.controllers.placement import OWN, Place, ResourcePool, resolve
 from weft.dataflow.errors import UserError
-from weft.dataflow.handle import group
-from weft.dataflow.node import ParameterEdge
+from weft.dataflow.graph import ParameterEdge, group
 
 EIGHTS = Nodes([(64, 8)] * 16, "the cluster")
 

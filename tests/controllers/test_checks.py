@@ -12,7 +12,9 @@ from saved_runs import SavingActor
 from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 
 from weft.controllers.backends.local import Local
-from weft.controllers.checks import (
+from weft.controllers.driver import Driver
+from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.prechecks.checks import (
     check_capacity,
     check_followed,
     check_kinds,
@@ -20,18 +22,14 @@ from weft.controllers.checks import (
     check_rows,
     check_transports,
 )
-from weft.controllers.driver import Driver
-from weft.controllers.placement import Place, ResourcePool
-from weft.controllers.recovery.checkpoints import CheckpointConfig
+from weft.controllers.recovery.checkpoints import CheckpointConfig, RunState
 from weft.controllers.recovery.resume import ResumePoint
-from weft.controllers.recovery.run_state import RunState
 from weft.controllers.run_spec import RunSpec
 from weft.controllers.schedule import Asynchronous, Synchronous
-from weft.dataflow.buffer.log import Position
 from weft.dataflow.buffer.sample_buffer import BufferConfig
 from weft.dataflow.errors import UserError
-from weft.dataflow.graph import Graph
-from weft.dataflow.handle import Handle, group
+from weft.dataflow.graph import Graph, Handle, group
+from weft.dataflow.runs.log import Position
 from weft.workers.actor import ActorWorker
 from weft.workers.reference import ReferenceWorker
 from weft.workers.rollout import RolloutWorker

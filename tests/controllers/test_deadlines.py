@@ -8,9 +8,9 @@ import pytest
 from toy import ToyActor, ToyReward, ToyRollout
 from toy_runs import drive, training
 
-from weft.controllers.deadlines import CALL_S, READ_BYTES_PER_S, longest_start_s, model_bytes
+from weft.controllers.prechecks.checks import CALL_S, READ_BYTES_PER_S, longest_start_s, model_bytes
 from weft.dataflow.errors import UserError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 
 
 def model(folder: Path, *sizes: int) -> str:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from weft.__main__ import main
-from weft.controllers.doctor.trials import checks
-from weft.controllers.doctor.trials.check import Check, table_of, try_check
+from weft.commands import trials
+from weft.commands.trials import Check, table_of, try_check
 
 sys.path.append(str(Path(__file__).parent))
 import doctored
@@ -24,7 +24,7 @@ def check(run: Callable[..., object], deadline_s: float = 60) -> Check:
 def test_a_check_that_fails_or_crashes_stops_no_other(capsys: pytest.CaptureFixture[str]):
     skipped = replace(check(doctored.hangs), name="skips", skipped_on_cpu="needs a GPU")
     tried = [check(doctored.fails), check(doctored.crashes), skipped, check(doctored.passes)]
-    records = checks.examine(False, tried)
+    records = trials.examine(False, tried)
     assert [record.outcome for record in records] == ["failed", "failed", "skipped", "passed"]
     assert records[0].why == "AssertionError: two is not three"
     assert records[1].why == "its process ended with exit code 7"
@@ -59,15 +59,15 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str], m
 
 
 def test_all_deadlines_are_ten_minutes_and_each_claim_names_a_page_that_exists():
-    assert sum(one.deadline_s for one in checks.CHECKS) <= 600
-    for one in checks.CHECKS:
+    assert sum(one.deadline_s for one in trials.CHECKS) <= 600
+    for one in trials.CHECKS:
         page = one.claim.rpartition("(")[2].partition(".md")[0]
         assert (Path(__file__).parents[2] / f"{page}.md").is_file()
 
 
 @pytest.mark.slow
 def test_the_checks_pass_on_a_cpu():
-    outcomes = {one.name: try_check(one, False).outcome for one in checks.CHECKS}
+    outcomes = {one.name: try_check(one, False).outcome for one in trials.CHECKS}
     assert outcomes.pop("colocated") == "skipped"
     assert set(outcomes.values()) == {"passed"}
     assert "CUDA_VISIBLE_DEVICES" not in os.environ or os.environ["CUDA_VISIBLE_DEVICES"] != ""

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from weft.controllers.doctor.inspection import environment, gpus, limits, network, packages, room
-from weft.controllers.doctor.inspection.finding import Finding
-from weft.controllers.doctor.inspection.look import look
-from weft.controllers.doctor.inspection.packages import Package
+from weft.controllers.prechecks import machine, machine_packages
+from weft.controllers.prechecks.finding import Finding
+from weft.controllers.prechecks.machine import look
+from weft.controllers.prechecks.machine_packages import Package
 from weft.dataflow.byte_units import GIB
 
 
@@ -68,13 +68,13 @@ def there(**changes: Package | None) -> dict[str, Package | None]:
 def test_packages_that_do_not_fit_each_other_are_named(
     changes: Mapping[str, Package | None], python: tuple[int, int], name: str, outcome: str, said: str
 ):
-    found = bad(packages.findings_from(there(**changes), python))
+    found = bad(machine_packages.package_findings(there(**changes), python))
     assert found[name][0] == outcome and said in found[name][1]
 
 
 def test_an_extra_is_there_with_all_that_it_requires_and_only_then():
     weft = Package("weft", "0.1.0", ("pytest; extra == 'a'", "no-such-thing; extra == 'b'"), ("a", "b"))
-    [extras] = [f for f in packages.findings_from(there(weft=weft), (3, 12)) if f.name == "extras"]
+    [extras] = [f for f in machine_packages.package_findings(there(weft=weft), (3, 12)) if f.name == "extras"]
     assert extras.found.startswith("installed: a; not installed: b")
 
 
@@ -85,40 +85,40 @@ class Usage:
 
 @pytest.mark.parametrize(("free_gib", "outcome"), [(0.5, "fail"), (5.0, "warn"), (50.0, "ok")])
 def test_a_full_disk_is_seen(free_gib: float, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: Usage(free_gib))
-    assert room.disk("runs", tmp_path / "not" / "there", "remove").outcome == outcome
-    assert room.shared_memory(tmp_path).outcome == ("ok" if free_gib >= 1 else "warn")
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: Usage(free_gib))
+    assert machine.disk("runs", tmp_path / "not" / "there", "remove").outcome == outcome
+    assert machine.shared_memory(tmp_path).outcome == ("ok" if free_gib >= 1 else "warn")
 
 
 def test_a_folder_that_is_a_file_cannot_be_written(tmp_path: Path):
     (tmp_path / "runs").write_text("")
-    assert "cannot be written" in room.disk("runs", tmp_path / "runs", "x").found
+    assert "cannot be written" in machine.disk("runs", tmp_path / "runs", "x").found
 
 
 def test_runs_on_another_machine_are_seen_by_the_innermost_mount(tmp_path: Path):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/vda / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\ntmpfs {tmp_path}/fast tmpfs rw 0 0\n")
-    found = [room.file_system(path, mounts) for path in (Path("/"), tmp_path / "runs", tmp_path / "fast" / "runs")]
-    assert found == ["ext4", "nfs4", "tmpfs"] and found[1] in room.NETWORK
+    found = [machine.file_system(path, mounts) for path in (Path("/"), tmp_path / "runs", tmp_path / "fast" / "runs")]
+    assert found == ["ext4", "nfs4", "tmpfs"] and found[1] in machine.NETWORK_FILE_SYSTEMS
 
 
 def test_memory_is_judged_by_the_nearest_limit(tmp_path: Path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "meminfo").write_text("MemTotal: 8388608 kB\nMemAvailable: 524288 kB\n")
-    assert room.memory(tmp_path).outcome == "fail"
+    assert machine.memory(tmp_path).outcome == "fail"
 
 
 @pytest.mark.parametrize(
     ("finding", "outcome"),
     [
-        (limits.open_files(64, 4096), "fail"),
-        (limits.open_files(1024, 4096), "warn"),
-        (limits.open_files(resource.RLIM_INFINITY, resource.RLIM_INFINITY), "ok"),
-        (limits.processes(resource.RLIM_INFINITY, 100), "fail"),
-        (limits.processes(1000, None), "warn"),
-        (limits.locked_memory(8 << 20, fast_network=True), "warn"),
-        (limits.locked_memory(8 << 20, fast_network=False), "ok"),
-        (limits.cpus(64, 2.0), "warn"),
+        (machine.open_files(64, 4096), "fail"),
+        (machine.open_files(1024, 4096), "warn"),
+        (machine.open_files(resource.RLIM_INFINITY, resource.RLIM_INFINITY), "ok"),
+        (machine.processes(resource.RLIM_INFINITY, 100), "fail"),
+        (machine.processes(1000, None), "warn"),
+        (machine.locked_memory(8 << 20, fast_network=True), "warn"),
+        (machine.locked_memory(8 << 20, fast_network=False), "ok"),
+        (machine.cpus(64, 2.0), "warn"),
     ],
 )
 def test_limits_are_judged(finding: Finding, outcome: str):
@@ -139,18 +139,18 @@ def test_limits_of_a_container_are_read(files: dict[str, str], quota: Any, left:
         path = tmp_path / "sys/fs/cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert (limits.cpu_quota(tmp_path), limits.pids_left(tmp_path)) == (quota, left)
+    assert (machine.cpu_quota(tmp_path), machine.pids_left(tmp_path)) == (quota, left)
 
 
 def test_few_free_ports_and_a_proxy_before_the_loopback_are_seen(tmp_path: Path):
-    assert network.loopback().outcome == "ok"
+    assert machine.loopback().outcome == "ok"
     (tmp_path / "proc/sys/net/ipv4").mkdir(parents=True)
     (tmp_path / "proc/net").mkdir()
     (tmp_path / "proc/sys/net/ipv4/ip_local_port_range").write_text("40000\t40009\n")
     (tmp_path / "proc/net/tcp").write_text("  sl  local_address\n   0: 0100007F:9C41 00000000:0000 0A\n")
-    assert network.ports(tmp_path).found == "9 free between 40000 and 40009"
-    assert network.proxies({"HTTP_PROXY": "p", "no_proxy": "localhost, 127.0.0.1"}).outcome == "ok"
-    assert network.proxies({"HTTP_PROXY": "p", "no_proxy": "localhost"}).outcome == "warn"
+    assert machine.ports(tmp_path).found == "9 free between 40000 and 40009"
+    assert machine.proxies({"HTTP_PROXY": "p", "no_proxy": "localhost, 127.0.0.1"}).outcome == "ok"
+    assert machine.proxies({"HTTP_PROXY": "p", "no_proxy": "localhost"}).outcome == "warn"
 
 
 H200 = "NVIDIA H200, 570.1, 143771, 4\nNVIDIA H200, 570.1, 143771, 90000\n"
@@ -174,28 +174,26 @@ H200 = "NVIDIA H200, 570.1, 143771, 4\nNVIDIA H200, 570.1, 143771, 90000\n"
     ],
 )
 def test_gpus_are_judged(devices: int, driver: str | None, cuda: str, variables: Any, expected: dict[str, str]):
-    found = bad(gpus.findings_from(devices, driver, "why", cuda, variables))
+    found = bad(machine_packages.gpu_findings(devices, driver, "why", cuda, variables))
     assert {name: outcome for name, (outcome, _) in found.items()} == expected
 
 
 def test_what_torch_is_built_for_is_read_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert gpus.cuda_of_torch() is not None, "the tests have a torch"
+    assert machine_packages.cuda_of_torch() is not None, "the tests have a torch"
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = '12.8'\n")
     monkeypatch.setattr(
-        gpus, "find_spec", lambda name: type("Spec", (), {"origin": str(tmp_path / "torch/__init__.py")})
+        machine_packages, "find_spec", lambda name: type("Spec", (), {"origin": str(tmp_path / "torch/__init__.py")})
     )
-    assert gpus.cuda_of_torch() == "12.8"
+    assert machine_packages.cuda_of_torch() == "12.8"
 
 
 def test_variables_that_disturb_are_named():
-    assert bad(environment.variables({"CUDA_LAUNCH_BLOCKING": "1", "LD_PRELOAD": "", "WORLD_SIZE": "2"})).keys() == {
+    assert bad(machine.variables({"CUDA_LAUNCH_BLOCKING": "1", "LD_PRELOAD": "", "WORLD_SIZE": "2"})).keys() == {
         "CUDA_LAUNCH_BLOCKING",
         "WORLD_SIZE",
     }
-    outcomes = [
-        environment.threads({"OMP_NUM_THREADS": value}, 4).outcome for value in ("many", "0", "8", "1", "4", "")
-    ]
+    outcomes = [machine.threads({"OMP_NUM_THREADS": value}, 4).outcome for value in ("many", "0", "8", "1", "4", "")]
     assert outcomes == ["fail", "fail", "warn", "warn", "ok", "ok"]
 
 
@@ -203,27 +201,27 @@ def test_variables_that_disturb_are_named():
     ("value", "outcome"), [("=eth1", "fail"), ("eth", "ok"), ("=eth", "fail"), ("^docker", "ok"), ("lo,eth0", "ok")]
 )
 def test_an_interface_that_is_not_there_is_named(value: str, outcome: str):
-    assert environment.interfaces({"NCCL_SOCKET_IFNAME": value}, ["lo", "eth0"]).outcome == outcome
+    assert machine.interfaces({"NCCL_SOCKET_IFNAME": value}, ["lo", "eth0"]).outcome == outcome
 
 
 def test_a_file_of_ones_own_that_hides_a_package_is_named(tmp_path: Path):
-    assert environment.hidden_modules([tmp_path]).outcome == "ok"
+    assert machine.hidden_modules([tmp_path]).outcome == "ok"
     (tmp_path / "random.py").write_text("")
-    assert f"{tmp_path / 'random.py'} is imported instead of 'random'" in environment.hidden_modules([tmp_path]).found
+    assert f"{tmp_path / 'random.py'} is imported instead of 'random'" in machine.hidden_modules([tmp_path]).found
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "__init__.py").write_text("")
-    assert "instead of 'ray'" in environment.hidden_modules([tmp_path]).found
+    assert "instead of 'ray'" in machine.hidden_modules([tmp_path]).found
 
 
 def test_a_token_that_others_read_is_named(tmp_path: Path):
-    assert environment.token({}, tmp_path).outcome == "ok", "it is made when it is needed"
-    assert environment.token({"RAY_AUTH_MODE": "disabled"}, tmp_path).outcome == "warn"
+    assert machine.token({}, tmp_path).outcome == "ok", "it is made when it is needed"
+    assert machine.token({"RAY_AUTH_MODE": "disabled"}, tmp_path).outcome == "warn"
     file = tmp_path / ".ray" / "auth_token"
     file.parent.mkdir(mode=0o700)
     file.write_text("secret")
     for mode, outcome in ((0o644, "warn"), (0o600, "ok")):
         file.chmod(mode)
-        found = environment.token({}, tmp_path)
+        found = machine.token({}, tmp_path)
         assert found.outcome == outcome and "secret" not in found.found
     file.write_text("")
-    assert environment.token({}, tmp_path).outcome == "fail"
+    assert machine.token({}, tmp_path).outcome == "fail"

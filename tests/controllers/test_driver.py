@@ -27,23 +27,21 @@ from toy import (
 from toy_runs import drive, handles, training
 
 from weft.algorithms.policy_loss import PolicyLoss
-from weft.algorithms.ratios import sequence_ratio
+from weft.algorithms.surrogates import sequence_ratio
 from weft.controllers.backends.ray_backend import RayBackend
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.loop import admission
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.schedule import Pipelined, Synchronous
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.samples import recorded
 from weft.dataflow.errors import RunError, StalledError, UserError, WorkerError
-from weft.dataflow.graph import Graph
-from weft.dataflow.handle import group
-from weft.dataflow.operation import Shape, node
+from weft.dataflow.graph import Graph, group
+from weft.dataflow.operation import GROUPS, Shape, node
+from weft.dataflow.runs.samples import recorded
 from weft.dataflow.source import TableSource
-from weft.dataflow.takes import GROUPS
 from weft.dataflow.tracing import graph
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
+from weft.workers.worker import remote
 
 
 def samples_of(run: Path, graph: str, step: int) -> list[dict[str, Any]]:

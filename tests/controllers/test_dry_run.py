@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.controllers.dry_run import planning, prepared
+from weft.controllers.prechecks.dry_run import planning, prepared
 
 
 def test_what_is_there_is_taken_and_what_is_not_is_made_once(tmp_path: Path):

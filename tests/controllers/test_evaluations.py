@@ -13,22 +13,27 @@ from toy import ToyLoss, ToyReward, ToyRollout, odd_prompts, prompts, toy_evalua
 from toy_runs import drive, handles, training
 
 from weft.algorithms.evaluation import score_prompts
-from weft.controllers.alerts import read_alerts
 from weft.controllers.driver import Driver, Evaluation
-from weft.controllers.recovery.checkpoints import CheckpointConfig, CheckpointFolder, complete_checkpoints, step_of
-from weft.controllers.recovery.run_state import RunState
-from weft.controllers.run_directory import RunDirectory
+from weft.controllers.recovery.checkpoints import (
+    CheckpointConfig,
+    CheckpointFolder,
+    RunState,
+    complete_checkpoints,
+    step_of,
+)
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.log import Position
 from weft.dataflow.errors import UserError, WorkerError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.metric_names import undeclared
 from weft.dataflow.metrics import Mean, Metrics
+from weft.dataflow.runs.alerts import read_alerts
+from weft.dataflow.runs.directory import RunDirectory
+from weft.dataflow.runs.log import Position
 from weft.dataflow.tracing import graph
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
+from weft.workers.worker import remote
 
 
 def steps_with(metrics: list[dict[str, float]], name: str) -> list[int]:

@@ -10,7 +10,7 @@ from toy import ToyRollout
 
 from weft.controllers.group import Call, Loads, UnderWay, WorkerGroup
 from weft.controllers.placement import Place, ResourcePool
-from weft.dataflow.handle import Handle, group
+from weft.dataflow.graph import Handle, group
 from weft.workers.dispatch import Coordinates
 
 

@@ -9,22 +9,21 @@ from saved_runs import SavingActor
 from toy import SlowRollout, ToyConfig, ToyReward, prompts
 
 from weft.algorithms.advantages import group_advantages
-from weft.algorithms.filters import drop_zero_variance
+from weft.algorithms.grpo import drop_zero_variance
 from weft.controllers.driver import Driver
 from weft.controllers.launch import launch
 from weft.controllers.recovery.checkpoints import CheckpointConfig
+from weft.controllers.reports.symptoms import Watch
 from weft.controllers.run_spec import Evaluation
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
-from weft.controllers.symptoms import Watch
 from weft.dataflow.batch import Batch
 from weft.dataflow.config import Config
 from weft.dataflow.errors import NoSignalError, StalledError
-from weft.dataflow.graph import Graph
-from weft.dataflow.handle import group
+from weft.dataflow.graph import Graph, group
 from weft.dataflow.metrics import Mean, Metrics, Std
 from weft.dataflow.tracing import graph
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
+from weft.workers.worker import remote
 
 
 class PatientConfig(ToyConfig):

@@ -5,8 +5,7 @@ from toy import ToyActor, ToyReward, ToyRollout, centred, prompts, toy_grpo
 
 from weft.controllers.own_groups import FUNCTIONS, RECORDER, group_of, own_groups
 from weft.dataflow.errors import UserError
-from weft.dataflow.graph import Graph
-from weft.dataflow.handle import group
+from weft.dataflow.graph import Graph, group
 from weft.dataflow.tracing import graph
 
 

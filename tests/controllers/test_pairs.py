@@ -12,14 +12,13 @@ from weft.controllers.driver import Driver
 from weft.controllers.schedule import Pipelined, Synchronous
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.metrics import Max, Metrics, Sum
-from weft.dataflow.operation import Shape, node
+from weft.dataflow.operation import Shape, TrainingBatch, node
 from weft.dataflow.source import TableSource
-from weft.dataflow.takes import TrainingBatch
 from weft.dataflow.tracing import graph
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
+from weft.workers.worker import remote
 
 
 class GivenPairs(ToyActor):

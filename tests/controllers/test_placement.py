@@ -12,10 +12,10 @@ from weft.controllers.backends.local import Local
 from weft.controllers.backends.ray_backend import RayBackend
 from weft.controllers.driver import Driver
 from weft.controllers.placement import Place, ResourcePool, resolve
-from weft.controllers.run_directory import RunDirectory
 from weft.controllers.schedule import Synchronous
 from weft.dataflow.errors import UserError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
+from weft.dataflow.runs.directory import RunDirectory
 from weft.workers.rollout import RolloutWorker
 
 

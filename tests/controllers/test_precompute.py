@@ -12,7 +12,7 @@ from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.precompute import precompute
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.operation import Shape, node
 from weft.dataflow.source import TableSource
 from weft.dataflow.tracing import graph

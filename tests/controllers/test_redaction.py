@@ -8,14 +8,14 @@ import pytest
 from toy import ToyConfig, ToyReward, prompts, toy_reinforce
 from toy_runs import handles
 
-from weft.controllers.alerts import read_alerts
 from weft.controllers.driver import Driver
 from weft.controllers.launch import launch
 from weft.controllers.schedule import Synchronous
 from weft.dataflow.batch import Batch
 from weft.dataflow.config import Config
 from weft.dataflow.errors import WorkerError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
+from weft.dataflow.runs.alerts import read_alerts
 
 TOKEN = "hf_of_nobody_0123456789/+="
 

@@ -17,11 +17,11 @@ from toy import SlowRollout, ToyReward, prompts, toy_evaluation, toy_grpo
 
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.recovery.checkpoints import CheckpointConfig, complete_checkpoints
-from weft.controllers.run_directory import check_name
 from weft.controllers.schedule import Synchronous
-from weft.dataflow.buffer.run_tables import VALUES, begin_again, present, read_metrics, read_timeline, values_from
 from weft.dataflow.errors import UserError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
+from weft.dataflow.runs.directory import check_name
+from weft.dataflow.runs.tables import VALUES, begin_again, present, read_metrics, read_timeline, values_from
 
 SCHEDULE = Synchronous(steps=4, prompts_per_step=3)
 EVERY = CheckpointConfig(every=2)

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from saved_runs import begun, run, wait_for_steps
 
-from weft.controllers import run_lock
 from weft.controllers.recovery.checkpoints import CheckpointConfig
-from weft.controllers.run_facts import facts_of
-from weft.controllers.run_lock import DEAD_AFTER_S, Life, RunLock, epochs, life_of
 from weft.controllers.schedule import Synchronous
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.errors import TakenOverError, UserError
+from weft.dataflow.runs import lock as run_lock
+from weft.dataflow.runs.facts import facts_of
+from weft.dataflow.runs.lock import DEAD_AFTER_S, Life, RunLock, epochs, life_of
 
 SCHEDULE = Synchronous(steps=4, prompts_per_step=3)
 NEVER, EVERY = CheckpointConfig(), CheckpointConfig(every=1)
@@ -96,7 +96,7 @@ def test_of_many_that_take_a_run_at_once_one_holds_it(tmp_path: Path):
 
 def test_a_holder_of_this_machine_that_was_killed_is_known_at_once(tmp_path: Path):
     program = (
-        "import sys, time; from pathlib import Path; from weft.controllers.run_lock import RunLock\n"
+        "import sys, time; from pathlib import Path; from weft.dataflow.runs.lock import RunLock\n"
         "lock = RunLock.take(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from weft.controllers.run_requests import StacksRequests, StopRequests, request_stacks, request_stop
-from weft.dataflow.buffer.run_files import STACKS, STOP
+from weft.dataflow.runs.files import STACKS, STOP
+from weft.dataflow.runs.requests import StacksRequests, StopRequests, request_stacks, request_stop
 
 
 def test_a_request_is_for_one_epoch(tmp_path: Path):

@@ -15,25 +15,24 @@ from simulated_runs import run as simulated_run
 from toy import ToyActor, ToyReward, ToyRollout, centred, prompts, toy_dapo, toy_grpo
 
 import weft
-from weft.algorithms.filters import first_of_group
+from weft.algorithms.grpo import first_of_group
 from weft.controllers.driver import Driver
+from weft.controllers.prechecks.simulated import Simulated
 from weft.controllers.ranks.row_io import gather
 from weft.controllers.ranks.tasks import RowTask
 from weft.controllers.schedule import Asynchronous, Synchronous
-from weft.controllers.simulation.simulated import Simulated
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer import sample_buffer
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.log_history import start_of
-from weft.dataflow.buffer.pieces import Piece, Pieces
-from weft.dataflow.buffer.run_files import LOG
+from weft.dataflow.buffer.leases import Piece, Pieces
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
-from weft.dataflow.buffer.segment_writer import SegmentWriter
-from weft.dataflow.buffer.segments import SegmentReader
+from weft.dataflow.buffer.segments import SegmentReader, SegmentWriter
 from weft.dataflow.errors import UserError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.operation import Operation
+from weft.dataflow.runs.files import LOG
+from weft.dataflow.runs.log import LogReader
+from weft.dataflow.runs.log_archive import start_of
 
 
 def training(graph: Any = toy_grpo, **rollout: Any) -> Any:

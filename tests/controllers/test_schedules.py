@@ -19,7 +19,6 @@ from toy import (
     toy_grpo,
 )
 
-from weft.controllers.alerts import read_alerts
 from weft.controllers.driver import Driver
 from weft.controllers.loop import admission
 from weft.controllers.placement import Place, ResourcePool
@@ -27,13 +26,13 @@ from weft.controllers.run_spec import Evaluation
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.run_files import LOG
 from weft.dataflow.errors import StalledError, UserError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.metric_names import untimed
-from weft.dataflow.operation import Shape, node
-from weft.dataflow.takes import GROUPS
+from weft.dataflow.operation import GROUPS, Shape, node
+from weft.dataflow.runs.alerts import read_alerts
+from weft.dataflow.runs.files import LOG
+from weft.dataflow.runs.log import LogReader
 from weft.dataflow.tracing import graph as weft_graph
 
 

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+from settings_page import FILLED, SECTIONS, Setting, counts, page, settings_of
 
-from weft.controllers.settings_page import FILLED, SECTIONS, Setting, counts, page, settings_of
-from weft.controllers.simulation.costs import LinearCost
+from weft.controllers.prechecks.simulated_costs import LinearCost
 from weft.dataflow.errors import UserError
 from weft.workers.rollout_config import RolloutConfig
 
@@ -79,5 +79,5 @@ def test_a_name_that_is_gone_says_what_to_say_instead(given: dict[str, object], 
 
 def test_the_page_is_that_of_the_classes():
     assert (ROOT / "docs" / "settings.md").read_text() == page(), (
-        "python -m weft.controllers.settings_page > docs/settings.md"
+        "python docs/generate/settings_page.py > docs/settings.md"
     )

@@ -7,10 +7,10 @@ import pytest
 from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 
 from weft.controllers.driver import Driver
-from weft.controllers.run_lock import RunLock, epochs
 from weft.controllers.schedule import Synchronous
 from weft.dataflow.errors import UserError, WeightSyncError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
+from weft.dataflow.runs.lock import RunLock, epochs
 
 begun: list[str] = []
 closed: list[str] = []

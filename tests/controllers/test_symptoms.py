@@ -20,24 +20,22 @@ from weft.algorithms.advantages import (
     length_weighted,
     valid_groups_centred,
 )
-from weft.algorithms.filters import drop_zero_variance, first_of_group
+from weft.algorithms.grpo import drop_zero_variance, first_of_group
 from weft.algorithms.preference import best_and_worst
 from weft.algorithms.sampling import Sampling
-from weft.controllers.alerts import read_alerts
 from weft.controllers.driver import Driver
+from weft.controllers.reports.symptoms import FIRST_WITHOUT_SIGNAL, Watch, mistakes
 from weft.controllers.schedule import Synchronous
-from weft.controllers.symptoms import FIRST_WITHOUT_SIGNAL, Watch, mistakes
 from weft.dataflow.batch import Batch
 from weft.dataflow.byte_units import GIB
 from weft.dataflow.errors import SymptomError, UserError
-from weft.dataflow.graph import Graph
-from weft.dataflow.handle import group
+from weft.dataflow.graph import Graph, group
 from weft.dataflow.metrics import Mean, Metrics
-from weft.dataflow.operation import Shape
-from weft.dataflow.takes import TrainingBatch
+from weft.dataflow.operation import Shape, TrainingBatch
+from weft.dataflow.runs.alerts import read_alerts
 from weft.dataflow.tracing import graph
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
+from weft.workers.worker import remote
 
 
 class RateConfig(ToyConfig):

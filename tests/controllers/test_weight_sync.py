@@ -7,17 +7,17 @@ from toy import SlowRollout, ToyActor, ToyConfig, ToyTeacher, ToyWeights, prompt
 from worker_groups import Asked, answer
 
 from weft.controllers.group import Call, WorkerGroup
-from weft.controllers.loop.device_turns import DeviceTurns
+from weft.controllers.loop.calls import DeviceTurns
 from weft.controllers.placement import ResourcePool
 from weft.controllers.ranks.tasks import Reply
 from weft.controllers.request import CallRequest
 from weft.controllers.weight_sync import WeightSync
 from weft.dataflow.errors import WeightSyncError
 from weft.dataflow.graph import ParameterEdge
-from weft.dataflow.handle import group as handle
+from weft.dataflow.graph import group as handle
 from weft.dataflow.metrics import Max
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
+from weft.workers.worker import remote
 
 
 class Middle(ToyActor):

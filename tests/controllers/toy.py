@@ -14,13 +14,11 @@ import without_pandas as without_pandas
 from weft.dataflow.batch import Batch
 from weft.dataflow.config import Config
 from weft.dataflow.metrics import Max, Mean, Metrics, Sum
-from weft.dataflow.operation import Shape, node
+from weft.dataflow.operation import GROUPS, Shape, TrainingBatch, node
 from weft.dataflow.source import TableSource
-from weft.dataflow.takes import GROUPS, TrainingBatch
 from weft.dataflow.tracing import graph
 from weft.workers.dispatch import Coordinates, Dispatch
-from weft.workers.remote import remote
-from weft.workers.worker import Worker
+from weft.workers.worker import Worker, remote
 
 
 class ToyConfig(Config):

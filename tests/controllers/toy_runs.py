@@ -13,8 +13,7 @@ from toy import (
 
 from weft.controllers.driver import Driver
 from weft.controllers.schedule import Synchronous
-from weft.dataflow.graph import Graph
-from weft.dataflow.handle import group
+from weft.dataflow.graph import Graph, group
 
 
 def handles(*, rollout: dict[str, Any] | None = None, follow: bool = True) -> dict[str, Any]:

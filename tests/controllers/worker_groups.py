@@ -7,7 +7,7 @@ from toy import ToyActor, ToyRollout
 from weft.controllers.group import Call, WorkerGroup
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.ranks.tasks import Reply, Task
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.workers.dispatch import Coordinates
 
 

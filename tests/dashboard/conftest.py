@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from weft.dashboard.reading import compare_page, sample_index
+from weft.dashboard.reading import comparison, sample_index
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "commands"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "controllers"))
@@ -27,7 +27,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def pages_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page waits until all samples are read, also on a busy machine."""
-    for module in (sample_index, compare_page):
+    for module in (sample_index, comparison):
         monkeypatch.setattr(module, "READ_S", 60.0)
 
 

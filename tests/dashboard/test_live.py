@@ -11,7 +11,7 @@ import recorded_runs  # pyright: ignore[reportMissingImports]
 from served import client_of  # pyright: ignore[reportMissingImports]
 
 from weft.__main__ import main
-from weft.controllers import dashboard_process
+from weft.controllers.reports import dashboard_process
 from weft.dashboard.server.export import linked
 from weft.dataflow.errors import UserError
 

@@ -7,12 +7,12 @@ import pytest
 from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo  # pyright: ignore[reportMissingImports]
 
 from weft.controllers.driver import Driver
-from weft.controllers.run_directory import RunDirectory
 from weft.controllers.schedule import Synchronous
+from weft.dashboard.pictures import COLOURS, draw_timeline
 from weft.dashboard.timeline import Gap, Timeline, TimelineCall, load_timeline, parse_steps, summary, window
-from weft.dashboard.timeline_picture import COLOURS, draw_timeline
 from weft.dataflow.errors import UserError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
+from weft.dataflow.runs.directory import RunDirectory
 
 
 def call(step: int, group: str, node: str, start_s: float, end_s: float, rows: int = 8) -> TimelineCall:

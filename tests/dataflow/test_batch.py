@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.segment_writer import SegmentWriter
-from weft.dataflow.buffer.segments import SegmentReader
+from weft.dataflow.buffer.segments import SegmentReader, SegmentWriter
 from weft.dataflow.errors import UserError
 
 Row = dict[str, Any]

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from weft.dataflow.config import Config
 from weft.dataflow.errors import UserError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 
 
 class Inner(Config):

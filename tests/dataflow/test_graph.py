@@ -20,20 +20,16 @@ from weft.algorithms.preference_loss import LogLikelihood, PreferenceLoss
 from weft.dataflow.batch import Batch
 from weft.dataflow.config import Config
 from weft.dataflow.errors import GraphError, UserError
-from weft.dataflow.graph import Graph
-from weft.dataflow.handle import Handle, group
-from weft.dataflow.node import Node, ParameterEdge
-from weft.dataflow.operation import Operation, Shape, node
+from weft.dataflow.graph import Graph, Handle, Node, ParameterEdge, group
+from weft.dataflow.operation import GROUPS, Operation, Shape, TrainingBatch, node
 from weft.dataflow.source import TableSource
-from weft.dataflow.takes import GROUPS, TrainingBatch
 from weft.dataflow.tracing import SymbolicRows, graph
 from weft.workers.actor import ActorWorker
 from weft.workers.dispatch import Dispatch
 from weft.workers.reference import ReferenceWorker
-from weft.workers.remote import remote
 from weft.workers.reward import RewardWorker
 from weft.workers.rollout import RolloutWorker
-from weft.workers.worker import Worker
+from weft.workers.worker import Worker, remote
 
 PROMPTS = TableSource("prompts", pa.table({"prompt_ids": [[1]], "answer": ["2"]}))
 HELD_OUT = TableSource("held_out", pa.table({"prompt_ids": [[1]], "answer": ["2"]}))

@@ -5,9 +5,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from metrics_page import page
 
 from weft.dataflow.errors import UserError
-from weft.dataflow.metric_names import entries, entry_named, entry_of, is_of_group, page, undeclared, written_name
+from weft.dataflow.metric_names import entries, entry_named, entry_of, is_of_group, undeclared, written_name
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = ("algorithms", "workers", "controllers")
@@ -65,7 +66,7 @@ def written() -> dict[str, str]:
 
 def test_every_metric_that_the_library_writes_is_in_the_table():
     missing = {name: where for name, where in written().items() if entry_named(name) is None}
-    assert not missing, f"dataflow/metric_table.py has no entry for these: {missing}"
+    assert not missing, f"dataflow/metric_names.py has no entry for these: {missing}"
     assert {"entropy", "loss", "grad_norm", "mean", "chosen_nll", "masked_rows", "kl_coefficient", "bad_steps"} <= {
         *written()
     }
@@ -91,7 +92,7 @@ def test_names_are_unique_and_each_says_what_it_is_in_which_unit():
 
 def test_the_page_is_that_of_the_table():
     assert (ROOT / "docs" / "metrics.md").read_text() == page(), (
-        "run: python -m weft.dataflow.metric_names > docs/metrics.md"
+        "run: python docs/generate/metrics_page.py > docs/metrics.md"
     )
 
 

@@ -8,10 +8,21 @@ import pytest
 from weft.dataflow.batch import Batch
 from weft.dataflow.column import REWARD
 from weft.dataflow.errors import UserError
-from weft.dataflow.operation import Declaration, Operation, Shape, declaration_of, node
-from weft.dataflow.takes import FINISHED_GROUPS, GROUPS, ROWS, Quorum, Takes, TrainingBatch
+from weft.dataflow.operation import (
+    FINISHED_GROUPS,
+    GROUPS,
+    ROWS,
+    Declaration,
+    Operation,
+    Quorum,
+    Shape,
+    Takes,
+    TrainingBatch,
+    declaration_of,
+    node,
+)
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
+from weft.workers.worker import remote
 
 
 class Loss:

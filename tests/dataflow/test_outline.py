@@ -8,11 +8,9 @@ import pyarrow as pa
 import pytest
 
 from weft.dataflow.errors import GraphError, UserError
-from weft.dataflow.graph import Graph
-from weft.dataflow.node import SOURCE
-from weft.dataflow.operation import Declaration, Shape
+from weft.dataflow.graph import SOURCE, Graph
+from weft.dataflow.operation import GROUPS, Declaration, Quorum, Shape
 from weft.dataflow.source import TableSource
-from weft.dataflow.takes import GROUPS, Quorum
 from weft.dataflow.tracing import SymbolicRows, Trace
 
 

@@ -5,8 +5,8 @@ import io
 import pyarrow as pa
 import pytest
 
-from weft.dataflow.buffer.text_table import render_table
-from weft.dataflow.readable import one_line, show, show_json
+from weft.dataflow.runs.tables import render_table
+from weft.dataflow.untrusted_text import one_line, show, show_json
 
 STEERING = [
     "\x1b[2J",

@@ -5,10 +5,10 @@ import json
 import pyarrow as pa
 import pytest
 
-from weft.dataflow.buffer.text_table import render_table
-from weft.dataflow.prompts.damage import short, start_of
+from weft.dataflow.prompts.files import short, start_of
 from weft.dataflow.prompts.understanding import _shown  # pyright: ignore[reportPrivateUsage]
-from weft.dataflow.redaction import redacted, without_secrets
+from weft.dataflow.runs.tables import render_table
+from weft.dataflow.untrusted_text import redacted, without_secrets
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from weft.dataflow.takes import (
+from weft.dataflow.operation import (
     FINISHED_GROUPS,
     GROUPS,
     ROWS,

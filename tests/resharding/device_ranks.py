@@ -7,8 +7,7 @@ from multiprocessing.connection import Connection as Pipe
 import torch
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding.incoming import open_weights
-from weft.resharding.tensor_receiver import receive_parts
+from weft.resharding.incoming import open_weights, receive_parts
 from weft.resharding.weights import whole
 
 

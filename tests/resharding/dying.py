@@ -29,8 +29,8 @@ def die() -> None:
 
 def publish(after: int) -> None:
     from weft.resharding import transfer
+    from weft.resharding.memory import SharedMemory
     from weft.resharding.publisher import WeightPublisher
-    from weft.resharding.shared_memory import SharedMemory
     from weft.resharding.weights import whole
 
     given = tensors()

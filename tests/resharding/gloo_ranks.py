@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding.box import Box
-from weft.resharding.group_channel import GroupChannel
-from weft.resharding.incoming import IncomingWeights, open_weights
+from weft.resharding.connection import GroupChannel
+from weft.resharding.incoming import IncomingWeights, open_weights, receive_parts
+from weft.resharding.layout import Box
 from weft.resharding.publisher import WeightPublisher
-from weft.resharding.tensor_receiver import receive_parts
 from weft.resharding.transfer import Transfer
 from weft.resharding.weights import Part
 

@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
-from weft.resharding.box import Box
 from weft.resharding.buckets import Entry, checksum_of
-from weft.resharding.checksum import box_sum, tensor_factor
+from weft.resharding.layout import Box
+from weft.resharding.weights import box_sum, tensor_factor
 
 
 def splitmix(number: int) -> int:

@@ -18,9 +18,8 @@ import torch
 from dying import BUCKET_BYTES, tensors
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding.incoming import open_weights
+from weft.resharding.incoming import open_weights, receive_parts
 from weft.resharding.publisher import WeightPublisher
-from weft.resharding.tensor_receiver import receive_parts
 from weft.resharding.weights import RankWeights, Weights, whole
 
 PROGRAM = str(Path(__file__).with_name("dying.py"))

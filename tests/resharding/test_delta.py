@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding.box import Box
 from weft.resharding.delta import (
     MOST_CHANGED,
     Delta,
@@ -21,6 +20,7 @@ from weft.resharding.delta import (
     delta_of,
     within,
 )
+from weft.resharding.layout import Box
 
 
 @settings(max_examples=200, deadline=None)

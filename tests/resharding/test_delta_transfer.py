@@ -9,17 +9,14 @@ import pytest
 import torch
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding import held_boxes as held_by_receivers
+from weft.resharding import incoming as held_by_receivers
 from weft.resharding import incoming as receiving
 from weft.resharding import transfer as transfers
-from weft.resharding.box import Box
 from weft.resharding.delta import Delta
-from weft.resharding.held_boxes import held_boxes
-from weft.resharding.incoming import open_weights
-from weft.resharding.layout import Held, Layout, Piece, RankLayout, Where
+from weft.resharding.incoming import held_boxes, open_weights, receive_parts
+from weft.resharding.layout import Box, Held, Layout, Piece, RankLayout, Where
 from weft.resharding.plan import ReshardPlan
 from weft.resharding.publisher import WeightPublisher
-from weft.resharding.tensor_receiver import receive_parts
 from weft.resharding.weights import LOOPBACK, Part, Weights, whole
 
 Tensors = dict[str, torch.Tensor]

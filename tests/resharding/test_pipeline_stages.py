@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from weft.dataflow.errors import UserError
-from weft.resharding.pipeline_stages import PipelineStages
+from weft.resharding.formulas import PipelineStages
 
 
 def all_cuts(layers: int, pieces: int) -> list[tuple[int, ...]]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.resharding.plain_values import decoded, encoded
+from weft.resharding.vllm_control import decoded, encoded
 
 HANDLE = (
     torch.Tensor, torch.Size([1 << 20]), (1,), 0, torch.UntypedStorage, torch.uint8, 0, b"\x00\xff" * 32, 1 << 20, 0, False,

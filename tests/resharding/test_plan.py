@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.dataflow.errors import UserError, WeightSyncError
-from weft.resharding.box import Box
 from weft.resharding.formulas import (
     MEGATRON_ORDER,
     Parallelism,
     Parameter,
+    PipelineStages,
     fully_sharded,
     generation,
     hybridflow_table,
@@ -24,8 +24,7 @@ from weft.resharding.formulas import (
     replicas,
     three_dimensional,
 )
-from weft.resharding.layout import Held, Layout, Piece, RankLayout, TensorLayout, Where
-from weft.resharding.pipeline_stages import PipelineStages
+from weft.resharding.layout import Box, Held, Layout, Piece, RankLayout, TensorLayout, Where
 from weft.resharding.plan import ReshardPlan
 
 

@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from weft.dataflow.errors import WeightSyncError
+from weft.resharding import incoming as mapped_memory
 from weft.resharding import incoming as receiving
-from weft.resharding import mapped_memory, shared_memory
-from weft.resharding.box import Box
-from weft.resharding.incoming import open_weights
+from weft.resharding import memory as shared_memory
+from weft.resharding.incoming import open_weights, receive_parts
+from weft.resharding.layout import Box
+from weft.resharding.memory import MemoryPlace, SharedMemory, place_of
 from weft.resharding.plan import Copy
 from weft.resharding.publisher import WeightPublisher
-from weft.resharding.shared_memory import MemoryPlace, SharedMemory, place_of
-from weft.resharding.tensor_receiver import receive_parts
 from weft.resharding.weights import LOOPBACK, Part, Weights, whole
 
 Tensors = dict[str, torch.Tensor]

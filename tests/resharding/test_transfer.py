@@ -20,17 +20,16 @@ import pytest
 import torch
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding import bucket_memory
+from weft.resharding import buckets
 from weft.resharding import connection as connections
 from weft.resharding import incoming as receiving
 from weft.resharding import publisher as publishing
 from weft.resharding import transfer as transfers
-from weft.resharding.box import Box
 from weft.resharding.buckets import SLOTS, read_description
-from weft.resharding.channel import Transport
-from weft.resharding.incoming import open_weights
+from weft.resharding.connection import Transport
+from weft.resharding.incoming import open_weights, receive_parts
+from weft.resharding.layout import Box
 from weft.resharding.publisher import WeightPublisher
-from weft.resharding.tensor_receiver import receive_parts
 from weft.resharding.weights import LOOPBACK, Given, Part, Weights, whole
 
 Tensors = dict[str, torch.Tensor]
@@ -643,7 +642,7 @@ def test_the_handle_of_device_memory_travels_as_json_to_the_device_of_the_same_n
 ) -> None:
     memory: Any = _Memory()
     monkeypatch.setattr(torch, "cuda", _Devices())
-    said = json.loads(json.dumps(bucket_memory._said_of(memory)))
+    said = json.loads(json.dumps(buckets._said_of(memory)))
     asked: list[Any] = []
 
     def open_it(*fields: Any) -> Any:
@@ -651,8 +650,8 @@ def test_the_handle_of_device_memory_travels_as_json_to_the_device_of_the_same_n
         return torch.arange(8, dtype=torch.uint8).untyped_storage()
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_it)
-    assert bucket_memory.opened(said).tolist() == list(range(8))
+    assert buckets.opened(said).tolist() == list(range(8))
     assert tuple(asked) == (1, *HANDLE[1:])
     with pytest.raises(OSError, match=r"does not see its GPU.*GPU-0.*GPU-1") as caught:
-        bucket_memory.opened({**said, "device": "GPU-7"})
+        buckets.opened({**said, "device": "GPU-7"})
     assert caught.value.filename == "GPU-7"

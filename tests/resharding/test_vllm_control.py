@@ -12,11 +12,10 @@ import torch
 
 from weft.dataflow.errors import WeightSyncError
 from weft.resharding import connection
-from weft.resharding.box import Box
 from weft.resharding.buckets import Entry, checksum_of
-from weft.resharding.checksum import box_sum
+from weft.resharding.layout import Box
 from weft.resharding.vllm_control import Receivers, TensorSum, checksum_of_tensors, take_as_told
-from weft.resharding.weights import Weights
+from weft.resharding.weights import Weights, box_sum
 
 SUMS = {"a": TensorSum("float32", (2, 3), 17), "b": TensorSum("bfloat16", (4,), 2**63)}
 

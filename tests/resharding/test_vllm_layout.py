@@ -30,10 +30,8 @@ from vllm_models import (
 )
 
 from weft.dataflow.errors import UserError
-from weft.resharding.box import Box
-from weft.resharding.formulas import Parallelism, Parameter, nodes_of, three_dimensional
-from weft.resharding.layout import Layout
-from weft.resharding.pipeline_stages import PipelineStages
+from weft.resharding.formulas import Parallelism, Parameter, PipelineStages, nodes_of, three_dimensional
+from weft.resharding.layout import Box, Layout
 from weft.resharding.plan import ReshardPlan
 from weft.workers.actor import ActorConfig, ActorWorker
 

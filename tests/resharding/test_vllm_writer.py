@@ -32,8 +32,7 @@ from vllm_models import (
 )
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding.box import Box
-from weft.resharding.layout import RankLayout
+from weft.resharding.layout import Box, RankLayout
 from weft.workers.generation.vllm_settings import VllmSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("group")]
@@ -191,8 +190,7 @@ def check_engine(folder: Path, tensors: Tensors, *, size: int = 1) -> None:
     def reloaded(worker: Any, factor: float) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        from weft.resharding.vllm_layer import experts_packed_anew
-        from weft.resharding.vllm_writer import process_tied
+        from weft.resharding.vllm_writer import experts_packed_anew, process_tied
 
         model = worker.model_runner.model
         with experts_packed_anew(model.modules()):

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from weft.resharding.box import Box
-from weft.resharding.layout import RankLayout, Where
+from weft.resharding.layout import Box, RankLayout, Where
 from weft.workers.generation.vllm_settings import VllmSettings
 
 if TYPE_CHECKING:

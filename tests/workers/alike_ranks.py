@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from weft.dataflow.errors import RunError
-from weft.workers.training.replicated import check_alike
+from weft.workers.training.sharding import check_alike
 
 
 def main(folder: Path, rank: int) -> None:

@@ -19,7 +19,7 @@ from ranks import rendezvous
 
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.disk import Disk
+from weft.dataflow.runs.files import Disk
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.training.fsdp import FsdpEngine
 from weft.workers.worker import Context

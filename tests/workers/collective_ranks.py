@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from ranks import rendezvous
 
-from weft.workers.training.direct_collectives import DirectAllGather, DirectReduceScatter
+from weft.workers.training.sharded_model import DirectAllGather, DirectReduceScatter
 
 
 def main(folder: Path, rank: int) -> None:

@@ -17,9 +17,8 @@ from weft.algorithms.kl import KlPenalty, StraightThrough, k2, k3
 from weft.algorithms.loss import Loss
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
 from weft.algorithms.preference_loss import DesirabilityLoss, PreferenceLoss
-from weft.algorithms.ratios import sequence_product, sequence_ratio
 from weft.algorithms.reward_model import RewardLoss, StepLoss
-from weft.algorithms.surrogates import Cispo, Clipped, PlainPolicyGradient, Sapo
+from weft.algorithms.surrogates import Cispo, Clipped, PlainPolicyGradient, Sapo, sequence_product, sequence_ratio
 from weft.algorithms.values import ValueLoss
 from weft.dataflow.batch import Batch
 from weft.dataflow.metrics import Metrics

@@ -14,8 +14,8 @@ from spmd import take_over
 from transformers import AutoModelForCausalLM
 
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
-from weft.algorithms.ratios import sequence_ratio
 from weft.algorithms.sampling import Sampling
+from weft.algorithms.surrogates import sequence_ratio
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError, WeightSyncError
 from weft.dataflow.source import TableSource

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from weft.workers.deadline import deadline
+from weft.workers.rewards.calls import deadline
 
 
 def test_code_that_takes_too_long_is_interrupted_and_named():

@@ -16,15 +16,12 @@ from weft.controllers.placement import Place, ResourcePool
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.config import Config
 from weft.dataflow.errors import UserError
-from weft.dataflow.graph import Graph
-from weft.dataflow.handle import Handle
-from weft.dataflow.node import Node
+from weft.dataflow.graph import Graph, Handle, Node
 from weft.dataflow.operation import Shape, declaration_of
 from weft.dataflow.source import TableSource
 from weft.resharding.formulas import Parallelism, Parameter, generation, generation_coordinates
 from weft.workers.dispatch import Coordinates, Dispatch, RowSizes, balance, one_per_replica
-from weft.workers.remote import dispatch_of, remote
-from weft.workers.worker import Worker
+from weft.workers.worker import Worker, dispatch_of, remote
 
 
 def mesh(dp: int, tp: int = 1, pp: int = 1) -> list[Coordinates]:

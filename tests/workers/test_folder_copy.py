@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from weft.dataflow.errors import UserError, WorkerError
-from weft.workers import folder_copy
-from weft.workers.folder_copy import copy_of, is_model_folder, list_folder, pieces_of, read_piece
+from weft.workers.models import node_folder
+from weft.workers.models.node_folder import copy_of, is_model_folder, list_folder, pieces_of, read_piece
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def sent(folder: Path, asked: list[str] | None = None) -> Pieces:
 def test_processes_of_a_node_that_want_one_folder_copy_it_once(
     cache: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(folder_copy, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(node_folder, "PIECE_BYTES", 1000)
     listing, asked = list_folder(model, weights=True), list[str]()
     with ThreadPoolExecutor(3) as threads:
         copies = {*threads.map(lambda _: copy_of(listing, sent(model, asked)), range(3))}
@@ -65,13 +65,13 @@ def test_a_tokenizer_comes_without_the_weights_beside_it(model: Path):
 
 def test_a_model_of_other_weights_is_another_folder(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     before = list_folder(model, weights=True)
-    monkeypatch.setattr(folder_copy, "_SMALL_BYTES", 1000)
+    monkeypatch.setattr(node_folder, "_SMALL_BYTES", 1000)
     large = list_folder(model, weights=True)
     tensors = {f"layer.{i}": np.full(5000, i, np.float32) for i in range(5)}
     tensors["layer.3"] += 1
     save_file(tensors, model / "model.safetensors")
     for limit, old in ((1 << 20, before), (1000, large)):
-        monkeypatch.setattr(folder_copy, "_SMALL_BYTES", limit)
+        monkeypatch.setattr(node_folder, "_SMALL_BYTES", limit)
         new = list_folder(model, weights=True)
         assert (new.contents, new.key) != (old.contents, old.key)
     other = Path(shutil.copytree(model, tmp_path / "there" / "tiny"))

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.generation.engine import Sampling
-from weft.workers.model_folder import causal_lm_types, read_stop_tokens
+from weft.workers.models.model_folder import causal_lm_types, read_stop_tokens
 from weft.workers.rollout import RolloutWorker
 from weft.workers.rollout_config import RolloutConfig
 

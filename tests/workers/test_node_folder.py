@@ -14,8 +14,8 @@ from huggingface_hub import try_to_load_from_cache
 
 from weft.controllers.backends.model_folders import named_folders
 from weft.dataflow.errors import RunError, UserError
-from weft.workers import node_folder, once_a_node
-from weft.workers.node_folder import node_folder as find
+from weft.workers.models import node_folder
+from weft.workers.models.node_folder import node_folder as find
 from weft.workers.rollout_config import RolloutConfig
 
 MODEL = "somebody/tiny"
@@ -115,7 +115,7 @@ def test_a_path_is_never_asked_of_the_hub(cache: Path, monkeypatch: pytest.Monke
 
 def test_a_download_is_told_as_it_grows_also_by_those_who_wait(cache: Path, monkeypatch: pytest.MonkeyPatch):
     made = hub(cache, monkeypatch, "config.json", "model.safetensors")
-    monkeypatch.setattr(once_a_node, "_LOOK_S", 0.01)  # waited out, again and again
+    monkeypatch.setattr(node_folder, "_LOOK_S", 0.01)  # waited out, again and again
     told = {"downloads": threading.Event(), "waits": threading.Event()}
 
     def snapshot_download(model: str, allow_patterns: list[str]) -> str:

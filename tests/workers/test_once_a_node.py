@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weft.workers.once_a_node import growth_told
+from weft.workers.models.node_folder import growth_told
 
 
 def test_a_folder_that_is_renamed_while_it_is_looked_at_ends_no_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

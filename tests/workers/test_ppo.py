@@ -18,8 +18,7 @@ from weft.algorithms.sampling import Sampling
 from weft.algorithms.surrogates import Clipped
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
-from weft.dataflow.graph import Graph
-from weft.dataflow.handle import group
+from weft.dataflow.graph import Graph, group
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorWorker
 from weft.workers.adaptive_kl import AdaptiveKlWorker

@@ -12,7 +12,7 @@ from weft.algorithms.preference import dpo, preference_accuracy, reference_of_pa
 from weft.algorithms.preference_loss import PreferenceLoss
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.reference import ReferenceWorker

@@ -16,8 +16,7 @@ import weft
 from weft.algorithms.grpo import grpo
 from weft.algorithms.preference import dpo, kto, online_dpo
 from weft.algorithms.preference_loss import PreferenceLoss
-from weft.dataflow.graph import Graph
-from weft.dataflow.handle import group
+from weft.dataflow.graph import Graph, group
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorWorker
 from weft.workers.reference import ReferenceWorker

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from weft.dataflow.batch import Batch
-from weft.workers.recorder import RecorderConfig, RecorderWorker
+from weft.workers.function import RecorderConfig, RecorderWorker
 
 
 def record(folder: Path, rows: Batch, steps: dict[int, int], *, lease: int = 7, tokenizer: Path | None = None) -> None:

@@ -15,7 +15,7 @@ from weft.algorithms.graders.math import Math
 from weft.algorithms.graders.text import Exact, RegularExpression
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import SampleError, UserError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.metrics import Max, Mean
 from weft.dataflow.source import TableSource
 from weft.dataflow.tracing import graph

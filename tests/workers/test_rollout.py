@@ -23,13 +23,12 @@ from weft.dataflow.operation import Shape, declaration_of
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import whole
 from weft.workers import rollout as rollouts
-from weft.workers.children import Children
 from weft.workers.generation.transformers_engine import TransformersEngine
-from weft.workers.model_folder import read_model_config, read_stop_tokens
+from weft.workers.models.model_folder import read_model_config, read_stop_tokens
 from weft.workers.node_memory import NodeMemory
 from weft.workers.rollout import RolloutWorker
 from weft.workers.rollout_config import RolloutConfig
-from weft.workers.worker import Context
+from weft.workers.worker import Children, Context
 
 
 def prompts_of(lengths: list[int], *, first_id: int = 100) -> Batch:

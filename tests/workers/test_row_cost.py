@@ -12,8 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.dispatch import Coordinates, Dispatch, RowSizes
-from weft.workers.row_cost import RowCost, row_cost_of
+from weft.workers.dispatch import Coordinates, Dispatch, RowCost, RowSizes, row_cost_of
 from weft.workers.worker import Worker
 
 SIZES: dict[str, Any] = {

@@ -9,9 +9,9 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from weft.dataflow.buffer.disk import Disk
+from weft.dataflow.runs.files import Disk
 from weft.workers.actor import ActorConfig
-from weft.workers.model_folder import read_stop_tokens, stop_token_notes, unnamed_stop_tokens
+from weft.workers.models.model_folder import read_stop_tokens, stop_token_notes, unnamed_stop_tokens
 from weft.workers.rollout_config import RolloutConfig
 from weft.workers.training.model_files import write_model
 

@@ -28,7 +28,7 @@ from weft.dataflow.prompts.prompts import Prompts
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.critic import CriticConfig, CriticWorker
-from weft.workers.images import ImageReader, open_image
+from weft.workers.models.images import ImageReader, Shown, open_image
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
 from weft.workers.reward_model import RewardModelConfig, RewardModelWorker
 from weft.workers.rollout import RolloutWorker
@@ -36,7 +36,6 @@ from weft.workers.rollout_config import RolloutConfig
 from weft.workers.training.lora import Lora
 from weft.workers.training.packed_sequences import PackedSequences
 from weft.workers.training.response_model import ResponseModel
-from weft.workers.vision import Shown
 
 ROWS = make_rows()
 

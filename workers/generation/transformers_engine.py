@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,22 +22,153 @@ import numpy as np
 from ...algorithms.sampling import Sampling
 from ...dataflow.errors import GenerationError, UserError
 from ...dataflow.lazy import torch
-from ..images import ImageReader, SeenPrompt
-from ..model_folder import find_model_config, read_stop_tokens, refusals_named
-from ..vision import Shown, embed, positions
-from .decoding import DecodingBatch, new_cache
-from .engine import NOT_WHOLE, GenerationRequest, Response, Responses
-from .stop_strings import stop_strings
-from .token_sampling import RequestDraws, draw_tokens
+from ..models.images import ImageReader, SeenPrompt, Shown, embed, positions
+from ..models.model_folder import find_model_config, read_stop_tokens, refusals_named
+from .engine import NOT_WHOLE, GenerationRequest, Response, Responses, stop_strings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ...resharding.incoming import IncomingWeights
     from ...resharding.weights import Part, Weights
-    from ..training.checkpoint_names import CheckpointNames
     from ..training.lora import Lora
     from ..training.routers import Routers
+    from ..training.stored_weights import CheckpointNames
+
+
+# Decoding
+#
+# Decoding: the rows of a batch between two tokens, with their cache of keys and values.
+
+
+@dataclass
+class DecodingBatch:
+    """The rows of a batch: their keys and values, and where each begins."""
+
+    cache: Any
+    length: int
+    """Columns in the cache, padding included."""
+    origin: Tensor
+    """[B] the column whose position is 0: columns of padding at the left of each row, less the positions that images leave out."""
+    inside: Tensor | None
+    """[B, columns] whether a column belongs to the row; None when no row is padded."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only these rows ([kept] int64; one may be named several times)."""
+        self.cache.batch_select_indices(rows)
+        self.origin = self.origin[rows]
+        if self.inside is not None:
+            self.inside = self.inside[rows]
+
+    def attention_mask(self) -> Tensor | None:
+        """Mask of the next forward, which adds one column."""
+        return None if self.inside is None else self.inside[:, : self.length + 1]
+
+
+def new_cache(capacity: int) -> Any:
+    """A cache of keys and values for `capacity` tokens a row. Its layers write in place; `DynamicLayer` of `transformers` copies all of
+    its keys for each new token."""
+    from transformers.cache_utils import Cache, DynamicLayer
+
+    class PreallocatedLayer(DynamicLayer):
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+                rows, heads, _, size = key_states.shape
+                self.all_keys = key_states.new_empty(rows, heads, capacity, size)
+                self.all_values = value_states.new_empty(rows, heads, capacity, value_states.shape[-1])
+                self.used = 0
+            end = self.used + key_states.shape[2]
+            self.all_keys[:, :, self.used : end] = key_states
+            self.all_values[:, :, self.used : end] = value_states
+            self.used = end
+            self.keys, self.values = self.all_keys[:, :, :end], self.all_values[:, :, :end]
+            return self.keys, self.values
+
+        def batch_select_indices(self, indices: Tensor) -> None:
+            self.all_keys, self.all_values = self.all_keys[indices], self.all_values[indices]
+            self.keys, self.values = self.all_keys[:, :, : self.used], self.all_values[:, :, : self.used]
+
+    return Cache(layer_class_to_replicate=PreallocatedLayer)
+
+
+# Token sampling
+#
+# Token sampling: one token for each row of logits, drawn with random numbers that depend on
+# nothing but the request.
+
+
+def draw_tokens(logits: Tensor, sampling: Sampling, draws: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Draw one token for each row, with its log-probability under the distribution that it was drawn from.
+
+    Args:
+        logits: [B, V] of any float dtype.
+        draws: [B] float32 uniform numbers in [0, 1), one for each row; not used when greedy.
+
+    Returns:
+        ([B] int64 tokens, [B] float32 nats)
+    """
+    logits = logits.float()
+    if sampling.temperature == 0:
+        tokens = logits.argmax(-1)
+        return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature
+    if sampling.top_k or sampling.top_p < 1:
+        logits = _truncate(logits, sampling.top_k, sampling.top_p)
+    logprobs = logits.log_softmax(-1)
+    # Inverse of the cumulative distribution. The largest target stays below the total, whatever rounding does, so the
+    # first cumulative value above it belongs to a token of positive probability.
+    cumulative = logprobs.exp().cumsum(-1)
+    total = cumulative[:, -1:]
+    targets = torch.from_numpy(draws).to(logits)[:, None] * total
+    targets = torch.minimum(targets, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, targets, right=True)
+    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+
+
+def _truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Logits cut to the `top_k` likeliest, then to the smallest set that reaches `top_p`; all others become -inf."""
+    ascending, index = logits.sort(-1)
+    if top_k and top_k < logits.shape[-1]:
+        threshold = ascending[:, -top_k, None]
+        ascending = ascending.masked_fill(ascending < threshold, -torch.inf)
+    if top_p < 1:
+        outside = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+        outside[:, -1] = False
+        ascending = ascending.masked_fill(outside, -torch.inf)
+    return torch.empty_like(logits).scatter_(-1, index, ascending)
+
+
+class RequestDraws:
+    """Uniform numbers by request and position: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) of both.
+
+    Args:
+        seeds: [requests] uint64.
+    """
+
+    def __init__(self, seeds: np.ndarray) -> None:
+        self._streams = _mix(seeds)
+
+    @classmethod
+    def of(cls, requests: Sequence[GenerationRequest], fallback: np.random.Generator) -> RequestDraws:
+        """Numbers by the requests' own seeds; a request without one gets a seed from `fallback`."""
+        own = fallback.integers(2**63, size=len(requests)).tolist()
+        seeds = [mine if r.seed is None else r.seed for r, mine in zip(requests, own, strict=True)]
+        return cls(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64))
+
+    def at(self, position: int, rows: np.ndarray) -> np.ndarray:
+        """[len(rows)] float32 in [0, 1): for these requests at this token of their responses."""
+        bits = _mix(self._streams[rows] + np.uint64(position))
+        return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        values = values + np.uint64(0x9E3779B97F4A7C15)
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return values ^ (values >> np.uint64(31))
 
 
 class TransformersEngine:
@@ -142,8 +273,7 @@ class TransformersEngine:
         Raises:
             WeightSyncError: the bytes are not those published, or names or shapes are not the model's.
         """
-        from ...resharding.incoming import open_weights
-        from ...resharding.tensor_receiver import receive_parts
+        from ...resharding.incoming import open_weights, receive_parts
 
         with open_weights(weights) as incoming:
             self._whole = False
@@ -191,7 +321,7 @@ class TransformersEngine:
 
     @cached_property
     def _checkpoint_names(self) -> CheckpointNames:
-        from ..training.checkpoint_names import CheckpointNames
+        from ..training.stored_weights import CheckpointNames
 
         return CheckpointNames(self.model, dict(self.model.named_parameters(remove_duplicate=False)))
 

@@ -4,6 +4,7 @@ two steps. Only the modules `vllm_*.py`, here and in `resharding`, import vLLM."
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import os
 import secrets
@@ -11,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -19,19 +20,80 @@ from ...algorithms.sampling import Sampling
 from ...dataflow.errors import GenerationError, WeightSyncError
 from ...dataflow.lazy import torch
 from ...resharding.weights import Weights
-from ..images import ImageReader, open_image
-from ..model_folder import read_stop_tokens
+from ..models.images import ImageReader, open_image
+from ..models.model_folder import read_stop_tokens
 from ..node_memory import node_memory
-from .engine import NOT_WHOLE, GenerationRequest, Response, Responses
-from .stop_strings import StopStrings, stop_strings
+from .engine import NOT_WHOLE, GenerationRequest, Response, Responses, StopStrings, stop_strings
 from .vllm_settings import VllmSettings
-from .vllm_sleep import SleepingEngine
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from ..training.lora import Lora
+
+
+# Vllm sleep
+#
+# What of a vLLM engine's memory is on a GPU that it shares with a trainer.
+#
+#     AWAKE ──sleep──> ASLEEP ──wake_weights──> WEIGHTS ──wake──> AWAKE
+#
+# Weights arrive in WEIGHTS: the memory for keys and values is claimed by the first request after
+# them. vLLM itself schedules nothing before all of its memory is there again.
+
+
+class OnDevice(enum.Enum):
+    """What of an engine's memory is on the device."""
+
+    AWAKE = "weights, keys and values"
+    WEIGHTS = "weights"
+    ASLEEP = "nothing"
+
+
+class Sleeper(Protocol):
+    """The part of vLLM's `LLMEngine` that is used here."""
+
+    def sleep(self, level: int) -> None: ...
+
+    def wake_up(self, tags: list[str] | None = None) -> object: ...
+
+
+class SleepingEngine:
+    """The states of one engine, and its way from each to the others. What is in a state already stays as it is.
+
+    Args:
+        engine: awake.
+    """
+
+    def __init__(self, engine: Sleeper) -> None:
+        self._engine = engine
+        self.on_device = OnDevice.AWAKE
+
+    def sleep(self) -> None:
+        """Move weights to host memory, and free keys and values."""
+        self._wake_cache()
+        if self.on_device is OnDevice.AWAKE:
+            self._engine.sleep(level=1)
+            self.on_device = OnDevice.ASLEEP
+
+    def wake_weights(self) -> None:
+        """Move weights back to the device."""
+        if self.on_device is OnDevice.ASLEEP:
+            self._engine.wake_up(tags=["weights"])
+            self.on_device = OnDevice.WEIGHTS
+
+    def wake(self) -> None:
+        """Have everything on the device."""
+        self.wake_weights()
+        self._wake_cache()
+
+    def _wake_cache(self) -> None:
+        """Claim memory for keys and values, where weights are on the device. vLLM's allocator frees only what is there, so an engine does
+        so before it sleeps, too."""
+        if self.on_device is OnDevice.WEIGHTS:
+            self._engine.wake_up(tags=["kv_cache"])
+            self.on_device = OnDevice.AWAKE
 
 
 class VllmEngine:
@@ -110,7 +172,7 @@ class VllmEngine:
         self._sleeping = SleepingEngine(self._engine) if on_gpu else None
         self._adapter_request: Any = None
         if adapter is not None:
-            from ...resharding.vllm_adapter import adapter_request
+            from ...resharding.vllm_receiver import adapter_request
 
             self._adapter_request = adapter_request()
         if settings.tensor_parallel > 1:
@@ -158,7 +220,7 @@ class VllmEngine:
         Where one of them is a thread of this process, sampling leaves it a core meanwhile. Threads that compute together spin while they
         wait for each other: with as many as cores, both sampling and the transfer took twice as long and more.
         """
-        from ...resharding.host_memory import threads_beside
+        from ...resharding.memory import threads_beside
         from ...resharding.vllm_receiver import to_update_info
 
         if self._adapter is not None:  # it is small

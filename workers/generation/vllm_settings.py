@@ -11,7 +11,7 @@ from pydantic import Field
 from ...dataflow.byte_units import GIB
 from ...dataflow.config import Config
 from ...dataflow.errors import UserError
-from ..model_folder import complete_text_settings, find_model_config, head_dim, num_heads, text_settings
+from ..models.model_folder import complete_text_settings, find_model_config, head_dim, num_heads, text_settings
 
 if TYPE_CHECKING:
     from ..training.lora import Lora

@@ -17,9 +17,8 @@ from ...dataflow.column import IDENTITY, RESPONSE, RESPONSE_IDS
 from ...dataflow.config import Config
 from ...dataflow.errors import ResultError, SampleError, nearest
 from ...dataflow.operation import ALL_COLUMNS
-from ...dataflow.redaction import beginning
-from .samples import ANSWERS, Samples
-from .signature import Signature, find_signature
+from ...dataflow.untrusted_text import beginning
+from .signature import ANSWERS, Samples, Signature, find_signature
 
 _TOTALS = ("reward", "score", "rewards")
 """Which part of a returned dictionary is the reward, if the function has one of these."""

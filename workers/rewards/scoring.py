@@ -19,12 +19,10 @@ from typing import Any
 
 from ...dataflow.errors import ResultError, SampleError
 from ...dataflow.metrics import Mean, Metrics
-from ..deadline import deadline
 from ..worker import Context
-from .caller import Caller
-from .calls import AsyncCalls
+from .calls import AsyncCalls, Caller, deadline
 from .function import LARGEST, Reward, SampleScore, as_failure, name_of, results, score
-from .samples import Samples
+from .signature import Samples
 
 PART_S = 1.0
 """Longest time, in seconds, that finished rewards are held back to be yielded together."""

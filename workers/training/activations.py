@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
 from ...dataflow.errors import WeftError
-from ..weight_files import weight_files
+from ..models.weight_files import weight_files
 from .agreement import Agreement
 from .causal_lm import build_causal_lm
 from .engine import Head, Recomputed

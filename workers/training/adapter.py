@@ -26,10 +26,10 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ...dataflow.buffer.disk import Disk
 from ...dataflow.errors import UserError
-from ..model_folder import ADAPTER_CONFIG_FILE, SCALAR_HEAD, find_model_config, refusals_named
-from ..vision import LANGUAGE, is_type_that_sees
+from ...dataflow.runs.files import Disk
+from ..models.images import LANGUAGE, is_type_that_sees
+from ..models.model_folder import ADAPTER_CONFIG_FILE, SCALAR_HEAD, find_model_config, refusals_named
 from .causal_lm import auto_class, training_settings
 from .lora import Lora, check_targets
 from .model_files import copy_companions

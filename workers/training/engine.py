@@ -22,7 +22,7 @@ from ...dataflow.config import Config
 from ...dataflow.errors import UserError
 from ...dataflow.metrics import Metrics
 from ..dispatch import Coordinates
-from ..model_folder import (
+from ..models.model_folder import (
     check_causal_lm,
     complete_text_settings,
     num_heads,
@@ -30,7 +30,7 @@ from ..model_folder import (
     sees_images,
     text_settings,
 )
-from ..weight_files import check_weights
+from ..models.weight_files import check_weights
 from .lora import Lora
 from .tensor_parallel_plan import check_tensor_parallel
 

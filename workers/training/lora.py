@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from ...dataflow.column import REFERENCE_LOGPROBS, RESPONSE_IDS
 from ...dataflow.config import Config
 from ...dataflow.errors import UserError, nearest
-from ...dataflow.handle import Handle
+from ...dataflow.graph import Handle
 
 
 class Lora(Config):

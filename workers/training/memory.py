@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...resharding.pipeline_stages import PipelineStages
-from ..model_folder import SCALAR_HEAD, find_model_config, read_model_config, text_settings
-from ..weight_files import stored_tensors
+from ...resharding.formulas import PipelineStages
+from ..models.model_folder import SCALAR_HEAD, find_model_config, read_model_config, text_settings
+from ..models.weight_files import stored_tensors
 from .engine import ModelConfig, OptimizerConfig
 from .lora import Lora
 

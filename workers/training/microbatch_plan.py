@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...dataflow.node import Node
+from ...dataflow.graph import Node
 
 STEPS = 128
 """Of limits that are told apart: a share of the largest one."""

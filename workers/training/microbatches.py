@@ -17,12 +17,10 @@ from ...algorithms.loss import PackedRows
 from ...dataflow.batch import Batch
 from ...dataflow.column import IMAGES, PROMPT_IDS, RESPONSE_IDS, ROUTES, TEMPERATURE
 from ...dataflow.errors import UserError
-from ..images import ImageReader
-from ..row_cost import RowCost
-from ..vision import Shown
-from .host_copies import to_device
+from ..dispatch import RowCost
+from ..models.images import ImageReader, Shown
 from .microbatch_plan import even_microbatches, level_microbatches, plan_microbatches
-from .packed_sequences import PackedSequences, SharedPrompts
+from .packed_sequences import PackedSequences, SharedPrompts, to_device
 from .prompt_sharing import Placement, SharingCost, equal_prompts, plan_shared
 from .routers import Routers, Routing
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..row_cost import RowCost
+from ..dispatch import RowCost
 
 GAIN = 1 / 16
 """Share of the cost that has to be left out, for rows to share prompts: their tokens are copied once more."""

@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...dataflow.buffer.disk import Disk
-from ..weight_files import DTYPES, TensorEntry, read_header
+from ...dataflow.runs.files import Disk
+from ..models.weight_files import DTYPES, TensorEntry, read_header
 
 _DTYPES = {
     "F64": torch.float64,

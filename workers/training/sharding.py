@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from ...dataflow.errors import UserError
+from ...dataflow.errors import RunError, UserError
 from ..worker import Context
 from .engine import ModelConfig
 
@@ -112,3 +115,143 @@ def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
             dist.all_reduce(squares, group=mesh.get_group(dimension))
         total += squares.item()
     return math.sqrt(total) if math.isfinite(total) else math.nan
+
+
+# Replicated
+#
+# Replicated tensors: norms, and embeddings and head where their rows cannot be shared evenly, with
+# their moments, which all tensor-parallel ranks hold alike.
+#
+# They are never sent between ranks, and stay alike because each rank computes the same. If that
+# ever failed, the ranks would hold different models, and no loss would show it; so they are
+# compared at each checkpoint.
+
+
+_ROUNDING = 1e-3
+"""Share of the largest element by which copies may differ, because kernels add in any order."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_alike(state: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
+    """Check that the ranks of `mesh` hold equal replicated tensors. Collective; copies that differ by rounding become the first rank's.
+
+    Raises:
+        RunError: naming the tensor and the rank, on all of them.
+    """
+    alike = {name: local_part(tensor) for name, tensor in state.items() if not _is_split(tensor, mesh)}
+    own = torch.stack([digest(tensor) for tensor in alike.values()])
+    all_digests = [torch.empty_like(own) for _ in range(mesh.size())]
+    dist.all_gather(all_digests, own, group=mesh.get_group())
+    for name in differing(list(alike), all_digests):
+        _align(name, alike[name], mesh)
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """[2] int64: the sum of a tensor's bits as integers, and the bits of its norm.
+
+    >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0000002])
+    >>> bool((digest(one) == digest(one.clone())).all()), bool((digest(one) == digest(other)).all())
+    (True, False)
+    """
+    tensor = tensor.detach().contiguous()
+    norm = (
+        torch.linalg.vector_norm(tensor, dtype=torch.float64) if tensor.is_floating_point() else tensor.sum().double()
+    )
+    return torch.stack([tensor.view(_BITS[tensor.element_size()]).sum(dtype=torch.int64), norm.view(torch.int64)])
+
+
+def differing(names: Sequence[str], digests: Sequence[Tensor]) -> list[str]:
+    """Names whose digests are not the same on all ranks.
+
+    Args:
+        digests: [names, 2] of each rank.
+
+    >>> differing(["norm", "head"], [torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 5]])])
+    ['head']
+    """
+    same = torch.stack([(other == digests[0]).all(-1) for other in digests]).all(0)
+    return [name for name, equal in zip(names, same.tolist(), strict=True) if not equal]
+
+
+def _is_split(tensor: Tensor, mesh: DeviceMesh) -> bool:
+    """Whether each rank of `mesh` holds a part of its own."""
+    if not isinstance(tensor, DTensor):
+        return False
+    names, along = tensor.device_mesh.mesh_dim_names or (), (mesh.mesh_dim_names or ("",))[0]
+    return along in names and not tensor.placements[names.index(along)].is_replicate()
+
+
+def _align(name: str, tensor: Tensor, mesh: DeviceMesh) -> None:
+    """Take over the first rank's copy, if it is off by rounding alone."""
+    theirs, group = tensor.clone(), mesh.get_group()
+    dist.broadcast(theirs, group=group, group_src=0)
+    allowed = _ROUNDING * float(theirs.abs().max()) if theirs.numel() else 0.0
+    off = float((tensor.double() - theirs.double()).abs().nan_to_num(torch.inf).max()) if theirs.numel() else 0.0
+    far = torch.zeros(mesh.size(), dtype=torch.float64, device=tensor.device)
+    far[mesh.get_local_rank()] = off if off > allowed else 0.0
+    dist.all_reduce(far, group=group)
+    for rank, difference in enumerate(far.tolist()):
+        if difference:
+            raise RunError(
+                f"tensor-parallel rank {rank} holds another {name!r} than rank 0 (off by {difference:.2g}), and all must hold the same: "
+                "the run cannot go on with it; start again from an earlier checkpoint"
+            )
+    with torch.no_grad():
+        tensor.copy_(theirs)
+
+
+# Mesh of one
+#
+# MeshOfOne: a device mesh of this process alone, for what FSDP does on a single rank; it disturbs
+# no process group of others.
+
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+class MeshOfOne:
+    """A mesh (dp, tp) of one rank on process groups of its own.
+
+    torch has one default group for a process. Where another library (vLLM in the same process) has made it, its groups stay as they are,
+    and where it has put groups beside ours, so does the default group, although it was made here.
+
+    Raises:
+        UserError: the process is one of several ranks of another library.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        self._made_default = not dist.is_initialized()
+        if not self._made_default and dist.get_world_size() != 1:
+            raise UserError(
+                f"this process is one of {dist.get_world_size()} ranks of another library; a mesh of one rank cannot be made in it"
+            )
+        with _on_loopback():
+            if self._made_default:
+                store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+                dist.init_process_group(backend, store=store, rank=0, world_size=1)
+            self._default = dist.group.WORLD
+            self._groups: list[ProcessGroup] = [cast(Any, dist.new_group([0], backend=backend)) for _ in ("dp", "tp")]
+        self.mesh = DeviceMesh.from_group(self._groups, device.type, mesh=[[0]], mesh_dim_names=("dp", "tp"))
+
+    def close(self) -> None:
+        """Destroy what was made here, and is used by nobody else."""
+        if dist.group.WORLD is not self._default or not dist.is_initialized():
+            return  # somebody has destroyed all groups, ours among them
+        for group in self._groups:
+            with suppress(ValueError, RuntimeError):  # destroyed already
+                dist.destroy_process_group(group)
+        if self._made_default and len(dist.distributed_c10d._world.pg_map) == 1:  # pyright: ignore[reportPrivateUsage]
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Groups that are made listen to this machine alone."""
+    before = os.environ.get(_INTERFACE)
+    os.environ.setdefault(_INTERFACE, "lo")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_INTERFACE]

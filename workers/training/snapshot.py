@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...dataflow.buffer.disk import Disk
 from ...dataflow.errors import UserError
+from ...dataflow.runs.files import Disk
 from ...dataflow.safe_files import read_json
 from ..worker import Context
 from .safetensors_files import SHARDING, map_tensors, write_file, write_tensors

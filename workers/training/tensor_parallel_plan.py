@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...dataflow.errors import UserError
-from ..model_folder import EXPERTS_NAMES
+from ..models.model_folder import EXPERTS_NAMES
 
 ROWS = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True}
 """Styles that share the rows of a weight -> whether outputs are gathered."""

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from weft.algorithms.graders import equality
-from weft.algorithms.graders.math import Math
-from weft.algorithms.graders.math_process import PROCESS
+from weft.algorithms.graders.math import PROCESS, Math
 from weft.dataflow.errors import SampleError
 
 PATIENT = Math(deadline_s=60)

@@ -4,8 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from weft.algorithms.graders.latex import is_words, key, plain
-from weft.algorithms.graders.numbers import quantity_of, with_decimal_comma
+from weft.algorithms.graders.numbers import is_words, key, plain, quantity_of, with_decimal_comma
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,10 @@ from weft.controllers.schedule import Synchronous
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.sample_buffer import BufferConfig
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.metrics import Metrics
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
+from weft.workers.worker import remote
 
 
 class SpotConfig(ToyConfig):

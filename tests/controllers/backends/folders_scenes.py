@@ -19,13 +19,12 @@ from weft.controllers.driver import Driver
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.schedule import Synchronous
 from weft.dataflow.errors import WeftError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.tracing import graph
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
 from weft.workers.reward import RewardWorker
 from weft.workers.rollout import RolloutWorker
-from weft.workers.worker import Worker
+from weft.workers.worker import Worker, remote
 
 MODEL = "~/models/tiny"
 HUB_ID = "somebody/tiny"

@@ -17,9 +17,9 @@ from weft.controllers.backends.ray_backend import RayBackend
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorWorker
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
 from weft.workers.reward import RewardWorker
 from weft.workers.rollout import RolloutWorker
+from weft.workers.worker import remote
 
 
 class Actor(ActorWorker):

@@ -23,15 +23,14 @@ from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Pipelined
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.samples import sample_files
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
+from weft.dataflow.runs.samples import sample_files
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorWorker
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
 from weft.workers.reward import RewardWorker
 from weft.workers.rollout import RolloutWorker
-from weft.workers.worker import Worker
+from weft.workers.worker import Worker, remote
 
 ROOT = Path("/tmp/weft")
 STEPS = 3

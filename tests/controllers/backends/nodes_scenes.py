@@ -22,10 +22,10 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.sample_buffer import BufferConfig
 from weft.dataflow.errors import UserError, WorkerError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.metrics import Metrics
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
+from weft.workers.worker import remote
 
 
 def play(root: Path, nodes: Nodes) -> dict[str, object]:

@@ -18,10 +18,9 @@ from weft.controllers.group import WorkerGroup
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.schedule import Synchronous
 from weft.dataflow.errors import UserError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
-from weft.workers.worker import Worker
+from weft.workers.worker import Worker, remote
 
 
 def seen_by(worker: Worker) -> dict[str, Any]:

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from weft.controllers.backends.cluster import nodes_of
 from weft.controllers.backends.ray_backend import RayBackend
+from weft.controllers.backends.ray_cluster import nodes_of
 from weft.controllers.placement import Place, ResourcePool
 from weft.dataflow.errors import UserError
 

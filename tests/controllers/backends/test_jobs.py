@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from weft.controllers.backends import jobs as backend_jobs
-from weft.controllers.backends.job_request import JobRequest
-from weft.controllers.backends.jobs import Job, Jobs, server_address
+from weft.controllers.backends.jobs import Job, JobRequest, Jobs, server_address
 from weft.controllers.backends.queued import ahead_of, wait_for_turn
 from weft.dataflow.errors import RunError, UserError
 

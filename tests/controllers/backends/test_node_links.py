@@ -9,8 +9,7 @@ from toy import ToyReward
 from worker_groups import Asked
 
 from weft.controllers.backends.backend import Event, Files
-from weft.controllers.backends.node_links import CONNECT_TIMEOUT_S, NodeLinks, Process
-from weft.controllers.backends.segment_servers import SegmentServers
+from weft.controllers.backends.nodes import CONNECT_TIMEOUT_S, NodeLinks, Process, SegmentServers
 from weft.controllers.group import Call
 from weft.controllers.placement import ResourcePool
 from weft.controllers.ranks.tasks import FailureKind, Reply

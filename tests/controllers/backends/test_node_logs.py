@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from weft.controllers.backends import node_logs
+from weft.controllers.backends import nodes
 from weft.controllers.backends.backend import Files
-from weft.controllers.backends.node_logs import MAX_BYTES, NewText, NodeLogs, new_text
+from weft.controllers.backends.nodes import MAX_BYTES, NewText, NodeLogs, new_text
 from weft.dataflow.buffer.scratch import Scratch
 
 
@@ -125,10 +125,10 @@ def test_a_node_that_does_not_answer_is_waited_for_once_and_the_others_bring_the
             ray.wait([promise for promise, node in self._asked.items() if node == "n1"], timeout=60)
 
     logs = OfOne(tmp_path / "logs", clock=lambda: 0.0)
-    monkeypatch.setattr(node_logs, "BRING_S", 0.01)  # waited out: one has answered, and the other does not
+    monkeypatch.setattr(nodes, "BRING_S", 0.01)  # waited out: one has answered, and the other does not
     logs.bring(hosts)
     assert logs.silent == {"n2"} and (tmp_path / "logs" / "x_0.log").read_bytes() == b"one two "
-    monkeypatch.setattr(node_logs, "BRING_S", 600.0)
+    monkeypatch.setattr(nodes, "BRING_S", 600.0)
     logs.bring(hosts)  # it would take ten minutes
     logs._clock = lambda: 20.0
     logs.look(hosts)

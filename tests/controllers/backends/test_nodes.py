@@ -9,7 +9,7 @@ from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_reinforce
 
 from weft.controllers.driver import Driver
 from weft.controllers.schedule import Synchronous
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 
 pytestmark = pytest.mark.ray
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.controllers.backends.rank_process import rank_process
+from weft.controllers.backends.rank import rank_process
 
 SEEING = """
 import os, sys

@@ -28,7 +28,6 @@ from toy import (
     toy_reinforce,
 )
 
-from weft.controllers.alerts import read_alerts
 from weft.controllers.backends import ray_backend
 from weft.controllers.backends.backend import Backend
 from weft.controllers.backends.local import Local
@@ -40,15 +39,16 @@ from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.ranks.tasks import RowTask, Task
 from weft.controllers.schedule import Synchronous
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.samples import recorded as recorded_parts
 from weft.dataflow.errors import DeadlineError, WorkerError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.metric_names import untimed
 from weft.dataflow.metrics import Metrics
 from weft.dataflow.operation import Shape, declaration_of
+from weft.dataflow.runs.alerts import read_alerts
+from weft.dataflow.runs.samples import recorded as recorded_parts
 from weft.dataflow.source import TableSource
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
+from weft.workers.worker import remote
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 

@@ -7,13 +7,13 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from grafana import PANELS
 from toy import prompts, toy_evaluation, toy_grpo
 from toy_runs import drive, handles
 
 from weft.controllers.backends.ray_backend import RayBackend
 from weft.controllers.backends.ray_gauges import RayGauges, labelled
 from weft.controllers.driver import Evaluation
-from weft.controllers.trackers.grafana import PANELS
 
 RUN = "measured"
 QUERY = re.compile(r'(\w+)\{run="\$run",evaluation(=|!=)""\}')

@@ -14,17 +14,17 @@ from ahead import LocalAhead
 from toy import ToyReward, ToyRollout, prompts, toy_evaluation
 from toy_runs import drive
 
-from weft.controllers.backends import silence_watch
+from weft.controllers.backends import local
 from weft.controllers.backends.backend import START_TIMEOUT_S
-from weft.controllers.backends.silence_watch import SilenceWatch
-from weft.controllers.backends.witness.stacks import SIGNAL
-from weft.controllers.deadlines import CALL_S
+from weft.controllers.backends.local import SilenceWatch
+from weft.controllers.backends.witness import SIGNAL
+from weft.controllers.prechecks.checks import CALL_S
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import DeadlineError, Silent
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.metrics import Metrics
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
+from weft.workers.worker import remote
 
 LIMIT_S = 60.0
 
@@ -48,7 +48,7 @@ class Clock:
             if self.now_s < self.until_s:
                 self.now_s += 1.0
                 if self.now_s >= self.until_s:  # this look interrupts the call; the next one comes late
-                    silence_watch.LOOK_S = 30.0
+                    local.LOOK_S = 30.0
         return self.now_s
 
     def await_looks(self, number: int = 2) -> None:
@@ -60,8 +60,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(silence_watch, "time", made)
-    monkeypatch.setattr(silence_watch, "LOOK_S", 0.001)  # waited out: the fake clock decides
+    monkeypatch.setattr(local, "time", made)
+    monkeypatch.setattr(local, "LOOK_S", 0.001)  # waited out: the fake clock decides
     Hanging.clock = HangingAtStart.clock = made
     return made
 

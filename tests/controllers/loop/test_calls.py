@@ -8,10 +8,10 @@ import pytest
 from simulated_runs import KNOWN, apart, costs, run
 
 from weft.controllers.loop.calls import BusyTimes
+from weft.controllers.prechecks.simulated import Simulated
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
-from weft.controllers.simulation.simulated import Simulated
 from weft.dashboard.timeline import load_timeline
-from weft.dataflow.buffer.run_tables import CALLS, begin_again, calls_kept, read_timeline
+from weft.dataflow.runs.tables import CALLS, begin_again, calls_kept, read_timeline
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -3,7 +3,7 @@
 from worker_groups import Asked
 
 from weft.controllers.group import Call
-from weft.controllers.loop.device_turns import DeviceTurns
+from weft.controllers.loop.calls import DeviceTurns
 from weft.controllers.placement import ResourcePool
 from weft.controllers.request import CallRequest
 

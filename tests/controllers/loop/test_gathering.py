@@ -6,16 +6,14 @@ import numpy as np
 import pytest
 from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_evaluation, toy_grpo
 
-from weft.algorithms.filters import first_of_group
-from weft.controllers.cursor import positions
-from weft.controllers.gather_time import MANY_RANKS, gather_s
+from weft.algorithms.grpo import first_of_group
 from weft.controllers.graph_run import TrainingRun
-from weft.controllers.group import Call, UnderWay
-from weft.controllers.loop.gathering import MAX_ROWS, MAX_WAIT_S, Gathering
+from weft.controllers.group import MANY_RANKS, Call, UnderWay, gather_s
+from weft.controllers.loop.dispatcher import MAX_ROWS, MAX_WAIT_S, Gathering
 from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.ledger import Ledger
-from weft.dataflow.graph import Graph
-from weft.dataflow.handle import group
+from weft.dataflow.graph import Graph, group
+from weft.dataflow.source import positions
 from weft.dataflow.tracing import graph
 
 SAMPLES = 4

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from toy_runs import drive, training
 
-from weft.controllers.backends.witness.memory import Memory, ProcessMemory
-from weft.controllers.loop.memory_ledger import memory_metrics
+from weft.controllers.backends.process_memory import Memory, ProcessMemory
+from weft.controllers.loop.closing import memory_metrics
 from weft.dataflow.metric_names import undeclared
 from weft.workers.node_memory import NodeMemory
 

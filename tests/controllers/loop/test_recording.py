@@ -18,25 +18,25 @@ from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 from weft.controllers.driver import Driver
 from weft.controllers.loop.recording import MAX_BEHIND, with_recording
 from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.prechecks.simulated import Simulated
+from weft.controllers.prechecks.simulated_costs import CostModel, LinearCost
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
-from weft.controllers.simulation.costs import CostModel, LinearCost
-from weft.controllers.simulation.simulated import Simulated
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
+from weft.dataflow.buffer.checker import Rule
 from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.ledger import Ledger
-from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.manifest import describe
-from weft.dataflow.buffer.rules import Rule
-from weft.dataflow.buffer.run_files import LOG
-from weft.dataflow.buffer.run_tables import read_timeline
-from weft.dataflow.buffer.samples import archive, note_checksum, noted_checksums, recorded, sample_files
 from weft.dataflow.errors import UserError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.metrics import Metrics
+from weft.dataflow.runs.files import LOG
+from weft.dataflow.runs.log import LogReader
+from weft.dataflow.runs.manifest import describe
+from weft.dataflow.runs.samples import archive, note_checksum, noted_checksums, recorded, sample_files
+from weft.dataflow.runs.tables import read_timeline
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
+from weft.workers.worker import remote
 
 
 def filed(run: Path, graph: str = "train") -> list[tuple[int, int]]:

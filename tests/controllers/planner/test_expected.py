@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gpu_tables as module
 import pytest
+from gpu_tables import ADAPTER, MACHINES, MODELS, WAYS, Machine, expected, first_that_fits, table
 
-from weft.controllers.planner import expected as module
-from weft.controllers.planner.expected import ADAPTER, MACHINES, MODELS, WAYS, Machine, expected, first_that_fits, table
-from weft.controllers.planner.memory import with_activations
+from weft.controllers.prechecks.plan_memory import with_activations
 from weft.dataflow.byte_units import GIB
 from weft.workers.actor import ActorConfig
 from weft.workers.training.memory import ModelSize, training_memory

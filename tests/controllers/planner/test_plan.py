@@ -12,17 +12,17 @@ from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 
 from weft.algorithms.supervised import supervised
 from weft.controllers.driver import Driver
-from weft.controllers.dry_run import planning
 from weft.controllers.placement import OtherMachine, Place, ResourcePool
-from weft.controllers.planner import memory
-from weft.controllers.planner.memory import GroupMemory, group_memory
-from weft.controllers.planner.plan import Plan, plan_of
-from weft.controllers.planner.sizes import sample_bytes, step_sizes
+from weft.controllers.prechecks import plan_memory
+from weft.controllers.prechecks.dry_run import planning
+from weft.controllers.prechecks.plan import Plan, plan_of
+from weft.controllers.prechecks.plan_memory import GroupMemory, group_memory
+from weft.controllers.prechecks.plan_sizes import sample_bytes, step_sizes
+from weft.controllers.prechecks.simulated import Simulated
+from weft.controllers.prechecks.simulated_costs import CostModel, FixedLengths, Generation, LinearCost
 from weft.controllers.schedule import Asynchronous, Synchronous
-from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LinearCost
-from weft.controllers.simulation.simulated import Simulated
 from weft.dataflow.errors import Planned, UserError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorWorker
 
@@ -112,7 +112,7 @@ def test_files_that_are_not_those_of_the_model_are_refused_by_a_plan_unless_anot
     def refuse(*_: Any, **__: Any) -> int:
         raise UserError("its files have no 'model.norm.weight'")
 
-    monkeypatch.setattr(memory, "_activations", refuse)
+    monkeypatch.setattr(plan_memory, "_activations", refuse)
     plan = planned()
     place, sizes = plan.spec.placement["actor"], replace(plan.sizes, response_tokens=10.0)
     actor: Any = group(ActorWorker, model=str(tmp_path))

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weft.controllers.planner.sequences import sequence_plan
-from weft.controllers.planner.sizes import StepSizes, UpdateSizes
-from weft.controllers.planner.stages import chunks_of, pipeline_plan, stage_memory
-from weft.controllers.simulation.costs import (
+from weft.controllers.prechecks.plan import sequence_plan
+from weft.controllers.prechecks.plan_sizes import StepSizes, UpdateSizes
+from weft.controllers.prechecks.plan_stages import chunks_of, pipeline_plan, stage_memory
+from weft.controllers.prechecks.simulated_costs import (
     CostModel,
     FixedLengths,
     Generation,
@@ -134,7 +134,7 @@ def test_a_cost_of_another_pipeline_is_refused():
 def test_ranks_that_do_not_make_whole_pipelines_are_refused(tmp_path: Path):
     from weft.controllers.bundles import _replica
     from weft.controllers.placement import Place, ResourcePool
-    from weft.dataflow.handle import group
+    from weft.dataflow.graph import group
     from weft.workers.actor import ActorWorker
 
     handle: Any = group(ActorWorker, model="m", pipeline_parallel=2, tensor_parallel=2)

@@ -17,10 +17,8 @@ from weft.controllers.ranks.tasks import FailureKind, Reply, RowTask, Task
 from weft.dataflow.batch import Batch
 from weft.dataflow.metrics import Max, Metrics
 from weft.dataflow.operation import Shape, declaration_of
-from weft.workers.children import Children
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
-from weft.workers.worker import Worker
+from weft.workers.worker import Children, Worker, remote
 
 
 class Generator(Worker):

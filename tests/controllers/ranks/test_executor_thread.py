@@ -7,7 +7,7 @@ from pathlib import Path
 from toy import ToyConfig
 
 from weft.controllers.backends.backend import Files
-from weft.controllers.ranks.executor_thread import Activity, ExecutorThread, replies_of
+from weft.controllers.ranks.executor import Activity, ExecutorThread, replies_of
 from weft.controllers.ranks.tasks import Failure, Reply, Task
 from weft.workers.worker import Worker
 

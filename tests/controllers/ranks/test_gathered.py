@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from weft.controllers.gather_time import MANY_RANKS, MAX_S, gather_s
-from weft.controllers.ranks.gathered import Gathered
+from weft.controllers.group import MANY_RANKS, MAX_S, gather_s
+from weft.controllers.ranks.executor import Gathered
 from weft.dataflow.batch import Batch
 from weft.dataflow.metrics import Sum
-from weft.workers.children import Children
+from weft.workers.worker import Children
 
 
 def children(parent: int, number: int, *, last: bool = False, **columns: list[int]) -> Children:

@@ -20,22 +20,22 @@ import pytest
 from saved_runs import PROGRAM, SCHEDULES, Killed, SavingActor, begun, run, trained, wait_for_steps
 from toy import SlowRollout, ToyReward, prompts, toy_grpo
 
-from weft.controllers.alerts import read_alerts
-from weft.controllers.cursor import Cursor, positions
 from weft.controllers.driver import Driver
+from weft.controllers.loop.run import Run
 from weft.controllers.recovery.checkpoints import CheckpointConfig, complete_checkpoints
 from weft.controllers.recovery.resume import find_checkpoint
 from weft.controllers.recovery.saving import Saving
-from weft.controllers.run import Run
 from weft.controllers.schedule import Asynchronous, Training
 from weft.controllers.signals import ask_to_end, asked_to_end
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.log import LogReader
 from weft.dataflow.errors import DeadlineError, UserError, WorkerDied
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.metric_names import untimed
+from weft.dataflow.runs.alerts import read_alerts
+from weft.dataflow.runs.log import LogReader
+from weft.dataflow.source import Cursor, positions
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
+from weft.workers.worker import remote
 
 
 class EndlessActor(SavingActor):
@@ -50,7 +50,7 @@ def test_a_checkpoint_that_does_not_grow_has_a_deadline_that_says_who_was_waited
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     clock = itertools.count(0.0, 20.0).__next__  # each reading is 20 s later
-    monkeypatch.setattr("weft.controllers.run.Saving", partial(Saving, clock=clock))
+    monkeypatch.setattr("weft.controllers.loop.run.Saving", partial(Saving, clock=clock))
     rollout, actor = group(SlowRollout, name="rollout"), group(EndlessActor, name="actor")
     rollout.follows(actor)
     graph = toy_grpo(prompts(10), rollout=rollout, reward=group(ToyReward, name="reward"), actor=actor)

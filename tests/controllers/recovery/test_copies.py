@@ -14,15 +14,13 @@ import pyarrow.fs as pf
 import pytest
 from saved_runs import SCHEDULES, Killed, run, trained
 
-from weft.controllers.recovery.checkpoints import CheckpointConfig, complete_checkpoints
-from weft.controllers.recovery.copies import Copies
-from weft.controllers.recovery.remote_run import RemoteRun
-from weft.controllers.recovery.run_state import RunState
-from weft.controllers.run_directory import RunDirectory, hold
+from weft.controllers.recovery.checkpoints import CheckpointConfig, RunState, complete_checkpoints
+from weft.controllers.recovery.copies import Copies, RemoteRun
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.log import Log, LogReader, Position
-from weft.dataflow.buffer.run_files import CHECKPOINTS
 from weft.dataflow.errors import UserError
+from weft.dataflow.runs.directory import RunDirectory, hold
+from weft.dataflow.runs.files import CHECKPOINTS
+from weft.dataflow.runs.log import Log, LogReader, Position
 
 
 class Bucket(pf.FileSystemHandler):

@@ -19,8 +19,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.checked_rows import GraphCounts
 from weft.dataflow.errors import RunError, SampleError, UserError, WorkerError
-from weft.dataflow.handle import group
-from weft.dataflow.node import Node
+from weft.dataflow.graph import Node, group
 from weft.dataflow.operation import Shape, node
 from weft.dataflow.prompts.prompts import Prompts
 from weft.dataflow.tracing import graph

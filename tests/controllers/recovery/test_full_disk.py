@@ -17,16 +17,16 @@ from weft.controllers.recovery import full_disk
 from weft.controllers.recovery.checkpoints import CheckpointConfig, complete_checkpoints
 from weft.controllers.recovery.full_disk import FullDisk
 from weft.controllers.recovery.resume import find_checkpoint
+from weft.controllers.reports.displays import Nothing
+from weft.controllers.reports.progress import Progress
 from weft.controllers.schedule import Training
 from weft.controllers.signals import ask_to_end, can_be_ended
-from weft.controllers.telling.displays import Nothing
-from weft.controllers.telling.progress import Progress
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.disk import is_full
 from weft.dataflow.errors import RunError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.metrics import Metrics
+from weft.dataflow.runs.files import is_full
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ class BigActor(SavingActor):
 def test_a_full_disk_pauses_a_run_and_nothing_is_lost(
     small: Path, schedule: Training, who: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("weft.controllers.start.FILE_BYTES", 1 << 14)  # the file system is small
+    monkeypatch.setattr("weft.controllers.loop.start.FILE_BYTES", 1 << 14)  # the file system is small
     paused = Progress.paused
 
     def makes_room(self: Progress, why: str) -> None:

@@ -15,8 +15,8 @@ import pytest
 from saved_runs import begun
 
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.run_files import LOG
+from weft.dataflow.runs.files import LOG
+from weft.dataflow.runs.log import LogReader
 
 STEPS, SAMPLES = 60, 6
 VICTIMS = ("driver", "rollout", "actor", "reward")

@@ -11,7 +11,7 @@ from saved_runs import SCHEDULES, run, trained
 
 from weft.__main__ import main
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.restored import restore
+from weft.dataflow.buffer.recovery import restore
 from weft.dataflow.errors import FormatError, UserError
 
 OLD = "the log cannot be read: graph 'train' is described in format 1, by an earlier version of Weft; this version reads formats 3 to 6"

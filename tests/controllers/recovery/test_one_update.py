@@ -10,12 +10,12 @@ import pytest
 from killed_simulations import STEPS, lives, random_run, updates
 from toy import centred, odd_prompts, toy_dapo, toy_grpo, toy_ppo
 
-from weft.controllers.alerts import read_alerts
 from weft.controllers.loop import admission
 from weft.controllers.schedule import Asynchronous
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.rules import Rule
+from weft.dataflow.buffer.checker import Rule
 from weft.dataflow.errors import StalledError
+from weft.dataflow.runs.alerts import read_alerts
 from weft.dataflow.tracing import graph
 
 

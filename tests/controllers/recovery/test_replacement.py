@@ -21,12 +21,12 @@ from weft.controllers.schedule import Asynchronous, Synchronous, Training
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.errors import WorkerError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.metrics import Metrics, Sum
 from weft.dataflow.tracing import graph
 from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
 from weft.workers.reward import RewardWorker
+from weft.workers.worker import remote
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 

@@ -10,8 +10,8 @@ from saved_runs import SCHEDULES, Killed, run
 from weft.controllers.driver import MAX_RESTARTS
 from weft.controllers.recovery.checkpoints import complete_checkpoints
 from weft.controllers.recovery.resume import find_checkpoint
-from weft.dataflow.buffer.run_files import CHECKPOINTS
 from weft.dataflow.errors import WorkerDied
+from weft.dataflow.runs.files import CHECKPOINTS
 
 
 @pytest.mark.parametrize(("checkpoints", "deaths"), [(0, 1), (1, 1 + MAX_RESTARTS)])

@@ -14,13 +14,18 @@ from worker_groups import Asked, answer
 from weft.controllers.backends.backend import Event
 from weft.controllers.placement import ResourcePool
 from weft.controllers.ranks.tasks import Failure, FailureKind, Reply
-from weft.controllers.recovery.checkpoints import CheckpointConfig, CheckpointFolder, Values, complete_checkpoints
-from weft.controllers.recovery.run_state import RunState
+from weft.controllers.recovery.checkpoints import (
+    CheckpointConfig,
+    CheckpointFolder,
+    RunState,
+    Values,
+    complete_checkpoints,
+)
 from weft.controllers.recovery.saving import ASK_S, Phase, Progressed, Saving
 from weft.controllers.request import CallRequest
-from weft.controllers.run_directory import RunDirectory
-from weft.dataflow.buffer.log import Position
 from weft.dataflow.errors import DeadlineError, RunError, TakenOverError
+from weft.dataflow.runs.directory import RunDirectory
+from weft.dataflow.runs.log import Position
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "manifest.json")
 

@@ -12,15 +12,21 @@ from simulated_runs import apart, calls, costs
 from simulated_runs import run as simulated
 from toy import centred, prompts
 
-from weft.controllers.planner.sizes import UpdateSizes
-from weft.controllers.planner.stages import pipeline_plan
+from weft.controllers.prechecks.plan_sizes import UpdateSizes
+from weft.controllers.prechecks.plan_stages import pipeline_plan
+from weft.controllers.prechecks.simulated import Simulated
+from weft.controllers.prechecks.simulated_costs import (
+    CostModel,
+    FixedLengths,
+    LinearCost,
+    PipelineCost,
+    SequenceParallelCost,
+)
 from weft.controllers.ranks.row_io import num_tokens
 from weft.controllers.schedule import Synchronous
-from weft.controllers.simulation.costs import CostModel, FixedLengths, LinearCost, PipelineCost, SequenceParallelCost
-from weft.controllers.simulation.simulated import Simulated
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.tracing import graph
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.training.microbatch_plan import OptimizerSteps

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.controllers.simulation.sequence_groups import SequenceCost, SequenceGroups, equal_groups, plan_groups
+from weft.controllers.prechecks.sequence_groups import SequenceCost, SequenceGroups, equal_groups, plan_groups
 from weft.dataflow.errors import UserError
-from weft.workers.row_cost import RowCost
+from weft.workers.dispatch import RowCost
 
 COST = SequenceCost(
     memory_tokens=1000, per_token_s=1e-3, row_cost=RowCost(2000), exchange_s={2: 1e-4, 4: 2e-4, 8: 6e-4}

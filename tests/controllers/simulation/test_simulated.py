@@ -12,23 +12,22 @@ from toy import centred, prompts, toy_dapo, toy_evaluation, toy_grpo
 
 import weft
 from weft.__main__ import main
-from weft.algorithms.filters import first_of_group
+from weft.algorithms.grpo import first_of_group
 from weft.controllers.backends.backend import Event
 from weft.controllers.backends.local import Local
 from weft.controllers.driver import Driver, Evaluation
-from weft.controllers.gather_time import MANY_RANKS
-from weft.controllers.group import Call
+from weft.controllers.group import MANY_RANKS, Call
 from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.prechecks.simulated import Simulated
+from weft.controllers.prechecks.simulated_bound import bound
+from weft.controllers.prechecks.simulated_costs import CostModel, FixedLengths, Generation, LinearCost, LogNormal
 from weft.controllers.ranks.tasks import Failure, FailureKind, Reply, Task
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
-from weft.controllers.simulation.bound import bound
-from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LinearCost, LogNormal
-from weft.controllers.simulation.simulated import Simulated
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.run_files import LOG
 from weft.dataflow.errors import DeadlineError, UserError
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
+from weft.dataflow.runs.files import LOG
+from weft.dataflow.runs.log import LogReader
 from weft.workers.actor import ActorWorker
 
 

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from weft.controllers.telling.displays import Display
-from weft.controllers.telling.lines import JsonLines, PlainLines
-from weft.controllers.telling.progress import Progress
-from weft.controllers.telling.records import ending_of
-from weft.controllers.telling.terminal import Terminal
+from weft.controllers.reports.displays import Display, JsonLines, PlainLines, Terminal
+from weft.controllers.reports.progress import Progress
+from weft.controllers.reports.records import ending_of
 
 DISPLAYS = {"plain": PlainLines, "json": JsonLines, "rich": Terminal}
 

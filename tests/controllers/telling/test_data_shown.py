@@ -13,7 +13,7 @@ from toy import ToyReward, ToyRollout, toy_grpo
 from weft.controllers.driver import Driver
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Synchronous
-from weft.dataflow.handle import group
+from weft.dataflow.graph import group
 from weft.dataflow.prompts.prompts import Prompts
 from weft.dataflow.prompts.tokenizer import Tokenizer
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from telling.shown import run, stream, write_samples, written
 
-from weft.controllers.telling.lines import PlainLines
-from weft.controllers.telling.progress import Progress
-from weft.controllers.telling.records import Step, ending_of, score_of
-from weft.controllers.telling.terminal import Terminal
+from weft.controllers.reports.displays import PlainLines, Terminal
+from weft.controllers.reports.progress import Progress
+from weft.controllers.reports.records import Step, ending_of, score_of
 
 
 def test_each_step_has_a_line_and_the_end_says_what_the_evaluations_came_to(tmp_path: Path):
@@ -62,8 +61,8 @@ def test_a_sample_follows_its_step_and_one_that_cannot_be_read_is_left_out(tmp_p
 
 def test_a_display_whose_reader_is_gone_does_not_end_the_run(tmp_path: Path):
     program = (
-        "from weft.controllers.telling.displays import display_for\n"
-        "from weft.controllers.telling.progress import Progress\n"
+        "from weft.controllers.reports.displays import display_for\n"
+        "from weft.controllers.reports.progress import Progress\n"
         f"progress = Progress(5000, __import__('pathlib').Path({str(tmp_path)!r}), display_for('plain'))\n"
         "[progress.stepped({'step': float(step)}) for step in range(5001)]\n"
         "print('the script goes on')\n"

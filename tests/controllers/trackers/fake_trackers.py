@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.controllers.trackers.tracker import TrackedRun
+from weft.controllers.reports.trackers import TrackedRun
 
 
 class Kept:

@@ -4,17 +4,16 @@ import json
 import re
 from pathlib import Path
 
+from grafana import PANELS, dashboard
+
 from weft.controllers.backends.ray_gauges import labelled
-from weft.controllers.trackers.grafana import PANELS, dashboard
 from weft.dataflow.metric_names import undeclared
 
 FILE = Path(__file__).resolve().parents[3] / "docs" / "grafana.json"
 
 
 def test_the_file_is_that_of_the_module():
-    assert json.loads(FILE.read_text()) == dashboard(), (
-        "run: python -m weft.controllers.trackers.grafana > docs/grafana.json"
-    )
+    assert json.loads(FILE.read_text()) == dashboard(), "run: python docs/generate/grafana.py > docs/grafana.json"
 
 
 def test_each_query_names_a_metric_of_the_table():

@@ -17,8 +17,7 @@ import pytest
 from test_new_values import add, stream
 from test_tracker_process import rows, scripted
 
-from weft.controllers.trackers.sent_metrics import SentMetrics, path_of
-from weft.controllers.trackers.tracker_process import TrackerProcess
+from weft.controllers.reports.tracker_process import SentMetrics, TrackerProcess, path_of
 
 CONFIG = {"seed": 7, "settings": {"hub_token": "hf_s3cr3t", "model": "m"}, "graphs": {"train": ["a", "b"]}}
 FIRST = [(step, float(step)) for step in range(5)]

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.controllers.trackers.new_values import NewValues
-from weft.dataflow.buffer.run_files import METRICS, STREAM
-from weft.dataflow.buffer.run_tables import VALUES, TableStream, to_parquet, values_from
+from weft.controllers.reports.tracker_process import NewValues
+from weft.dataflow.runs.files import METRICS, STREAM
+from weft.dataflow.runs.tables import VALUES, TableStream, to_parquet, values_from
 
 ROWS = [{"step": float(step), "loss": 1.0 / step, "reward/mean": step / 10} for step in range(1, 7)]
 

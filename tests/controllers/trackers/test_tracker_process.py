@@ -13,9 +13,8 @@ import pytest
 from fake_trackers import Kept
 from test_new_values import add, stream
 
-from weft.controllers.trackers.sent_metrics import SentMetrics, path_of
-from weft.controllers.trackers.tracker_process import FINISHED, TrackerProcess
-from weft.dataflow.buffer.samples import sample_file_name
+from weft.controllers.reports.tracker_process import FINISHED, SentMetrics, TrackerProcess, path_of
+from weft.dataflow.runs.samples import sample_file_name
 
 
 def rows(*steps: int, value: float = 0.0) -> list[dict[str, float]]:
@@ -140,7 +139,7 @@ def test_secrets_are_left_out_of_what_a_tracker_gets(tmp_path: Path, monkeypatch
 
 
 def test_a_tracker_of_ones_own_is_any_class_with_these_methods():
-    from weft.controllers.trackers.tracker import Tracker, new_tracker
+    from weft.controllers.reports.trackers import Tracker, new_tracker
 
     tracker: Tracker = new_tracker("fake_trackers:Kept")
     assert isinstance(tracker, Kept)

@@ -11,12 +11,12 @@ from saved_runs import run as saved_run
 from test_tracker_process import kept
 from toy_runs import drive, training
 
-from weft.controllers.alerts import read_alerts
 from weft.controllers.backends.local import Local
-from weft.controllers.trackers import tracker_processes
-from weft.controllers.trackers.tracker_processes import TrackerProcesses
+from weft.controllers.reports import tracker_processes
+from weft.controllers.reports.tracker_processes import TrackerProcesses
 from weft.dataflow.errors import UserError
 from weft.dataflow.metric_names import untimed
+from weft.dataflow.runs.alerts import read_alerts
 
 ENDING = [f"fake_trackers:{name}" for name in ("Kept", "Raising", "Dying")]
 HANGING = [f"fake_trackers:{name}" for name in ("Hanging", "HangingAtOnce")]

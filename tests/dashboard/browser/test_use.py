@@ -7,7 +7,7 @@ import pytest
 from looking import PAGES
 from serving import Serving
 
-from weft.controllers.run_directory import RunDirectory
+from weft.dataflow.runs.directory import RunDirectory
 
 pytestmark = [pytest.mark.browser, pytest.mark.thorough]
 

@@ -3,12 +3,9 @@
 import pyarrow as pa
 
 from weft.dataflow.config import Config
-from weft.dataflow.graph import Graph
-from weft.dataflow.handle import Handle
-from weft.dataflow.node import SOURCE
-from weft.dataflow.operation import Declaration, Shape
+from weft.dataflow.graph import SOURCE, Graph, Handle
+from weft.dataflow.operation import Declaration, Quorum, Shape, TrainingBatch
 from weft.dataflow.source import TableSource
-from weft.dataflow.takes import Quorum, TrainingBatch
 from weft.dataflow.tracing import SymbolicRows, Trace
 from weft.workers.worker import Worker
 

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weft.dataflow.buffer.disk import Disk
+from weft.dataflow.runs.files import Disk
 
 
 class Crash(BaseException):

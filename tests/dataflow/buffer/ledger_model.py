@@ -2,13 +2,11 @@
 
 import math
 
-from weft.dataflow.buffer.checked_graph import CheckedGroup, CheckedNode, CheckedRow
-from weft.dataflow.buffer.checked_rows import GraphCounts
+from weft.dataflow.buffer.checked_rows import CheckedGroup, CheckedNode, CheckedRow, GraphCounts
 from weft.dataflow.buffer.checker import Checker
 from weft.dataflow.buffer.leases import Staleness
-from weft.dataflow.buffer.log import Log, LogReader, graph_record
-from weft.dataflow.graph import Graph
-from weft.dataflow.node import Node
+from weft.dataflow.graph import Graph, Node
+from weft.dataflow.runs.log import Log, LogReader, graph_record
 
 
 class Model:

@@ -12,12 +12,9 @@ from weft.dataflow.buffer.readiness import Readiness
 from weft.dataflow.buffer.rows import GroupState
 from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.config import Config
-from weft.dataflow.graph import Graph
-from weft.dataflow.handle import Handle
-from weft.dataflow.node import SOURCE, Node
-from weft.dataflow.operation import Declaration, Shape
+from weft.dataflow.graph import SOURCE, Graph, Handle, Node
+from weft.dataflow.operation import GROUPS, Declaration, Quorum, Shape, TrainingBatch
 from weft.dataflow.source import TableSource
-from weft.dataflow.takes import GROUPS, Quorum, TrainingBatch
 from weft.dataflow.tracing import SymbolicRows, Trace
 from weft.workers.worker import Worker
 

@@ -9,7 +9,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.leases import Lease, Published
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
-from weft.dataflow.buffer.segment_writer import SegmentWriter
+from weft.dataflow.buffer.segments import SegmentWriter
 from weft.dataflow.graph import Graph
 from weft.dataflow.operation import Shape, node
 from weft.dataflow.source import TableSource

@@ -10,8 +10,8 @@ from buffer_graphs import train_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.dataflow.buffer.capacity import expected_rows
 from weft.dataflow.buffer.leases import Lease, Published, Staleness
+from weft.dataflow.buffer.ledger import expected_rows
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from weft.dataflow.buffer.segments import Segment
 

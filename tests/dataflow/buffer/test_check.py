@@ -11,14 +11,12 @@ from played_ledgers import at, drive, publish, report_of
 from recorded_run import write_samples
 
 from weft.dataflow.buffer.check import RecordedSamples, check_log
-from weft.dataflow.buffer.checkpoint_file import read_checkpoint, write_checkpoint
 from weft.dataflow.buffer.history import history
-from weft.dataflow.buffer.ledger_state import save
-from weft.dataflow.buffer.log import Log, LogReader, Position, Record
-from weft.dataflow.buffer.restored import restore
-from weft.dataflow.buffer.run_files import LOG
+from weft.dataflow.buffer.recovery import read_checkpoint, restore, save, write_checkpoint
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
 from weft.dataflow.errors import FormatError, UserError
+from weft.dataflow.runs.files import LOG
+from weft.dataflow.runs.log import Log, LogReader, Position, Record
 
 
 def test_a_started_run_holds_no_lease_of_the_run_before(tmp_path: Path):

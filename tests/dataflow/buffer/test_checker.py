@@ -17,13 +17,11 @@ from ledgers import Drawing, dapo, random_graph
 from played_ledgers import Play, Records, at, byte_of, drive, lease_of, publish, report_of
 
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.checker import Checker
+from weft.dataflow.buffer.checker import Checker, Rule
 from weft.dataflow.buffer.leases import Published, Staleness
-from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.rules import Rule
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
-from weft.dataflow.operation import Shape
-from weft.dataflow.takes import Quorum
+from weft.dataflow.operation import Quorum, Shape
+from weft.dataflow.runs.log import LogReader
 
 
 @pytest.mark.parametrize("runs", [25, pytest.param(300, marks=pytest.mark.slow)])

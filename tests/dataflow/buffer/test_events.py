@@ -18,7 +18,7 @@ from weft.dataflow.buffer.events import (
     from_record,
     to_json,
 )
-from weft.dataflow.buffer.log import unpacked
+from weft.dataflow.runs.log import unpacked
 
 SEGMENT = ["n0", 'file "0"', 7, 12, 99]
 EVENTS: list[Event] = [

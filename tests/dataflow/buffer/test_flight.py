@@ -17,20 +17,16 @@ import pyarrow.flight as pf
 import pytest
 
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.certificate import make_certificate
-from weft.dataflow.buffer.deletions import Deletions
-from weft.dataflow.buffer.flight import SegmentClient, SegmentServer
-from weft.dataflow.buffer.peers import Peers
+from weft.dataflow.buffer.flight import Deletions, Peers, SegmentClient, SegmentServer, make_certificate
 from weft.dataflow.buffer.segment_store import SegmentStore
-from weft.dataflow.buffer.segment_writer import SegmentWriter
-from weft.dataflow.buffer.segments import Segment, SegmentReader, fetched_path
+from weft.dataflow.buffer.segments import Segment, SegmentReader, SegmentWriter, fetched_path
 from weft.dataflow.errors import DamagedSegment, UserError
 
 TOKEN = "secret"
 READ = """
 import json, sys
 from pathlib import Path
-from weft.dataflow.buffer.peers import Peers
+from weft.dataflow.buffer.flight import Peers
 from weft.dataflow.buffer.segments import Segment, SegmentReader
 folder, location, segment = sys.argv[1:]
 reader = SegmentReader(Path(folder), "n1", fetch=Peers({"n0": location}, "secret", timeout_s=60).fetch)
@@ -377,7 +373,7 @@ class GoneServer(SegmentServer):
 
 
 def test_a_node_that_cannot_be_reached_is_asked_once_about_its_segments(tmp_path, monkeypatch):
-    monkeypatch.setattr("weft.dataflow.buffer.peers.VERIFIED_AT_ONCE", 2)
+    monkeypatch.setattr("weft.dataflow.buffer.flight.VERIFIED_AT_ONCE", 2)
     listed = [Segment("n0", f"w.0.{number:06d}.arrows", 0, 8, 0) for number in range(5)]
     with (
         GoneServer(tmp_path / "n0", "n0", token=TOKEN) as gone,
@@ -438,7 +434,7 @@ import json, sys
 from pathlib import Path
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.flight import SegmentServer
-from weft.dataflow.buffer.segment_writer import SegmentWriter
+from weft.dataflow.buffer.segments import SegmentWriter
 folder = Path(sys.argv[1])
 segment = SegmentWriter(folder, "n0", "w").append(Batch.of(mine=list(range(1000))))
 server = SegmentServer(folder, "n0", host="10.231.7.1", token="secret")

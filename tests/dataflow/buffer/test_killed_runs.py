@@ -13,12 +13,10 @@ from buffer_graphs import GRAPHS
 from fragile_disk import Crash, FragileDisk
 from played_buffers import Driver, comes_to_its_end, conserved, go_on, start, state_of
 
-from weft.dataflow.buffer.disk import Disk
-from weft.dataflow.buffer.folder import ledger_checkpoints
-from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.restored import restore
-from weft.dataflow.buffer.run_files import LOG
+from weft.dataflow.buffer.recovery import ledger_checkpoints, restore
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
+from weft.dataflow.runs.files import LOG, Disk
+from weft.dataflow.runs.log import LogReader
 
 STEPS = 330
 

@@ -6,9 +6,8 @@ from counting import calls_of
 from ledgers import Clock, Drawing, claim, dapo, do, expand, forgotten, generated, grpo, node, publish, segment
 
 from weft.dataflow.buffer.history import waits_for
-from weft.dataflow.buffer.leases import Published, Spread
+from weft.dataflow.buffer.leases import Pieces, Published, Spread
 from weft.dataflow.buffer.ledger import Ledger
-from weft.dataflow.buffer.pieces import Pieces
 from weft.dataflow.buffer.rows import Ids
 from weft.dataflow.errors import LeaseError
 from weft.dataflow.operation import Shape

@@ -8,8 +8,7 @@ from weft.dataflow.buffer.leases import Published, Staleness
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.readiness import Readiness
 from weft.dataflow.errors import LeaseError
-from weft.dataflow.operation import Shape
-from weft.dataflow.takes import Quorum
+from weft.dataflow.operation import Quorum, Shape
 
 # Quorum
 

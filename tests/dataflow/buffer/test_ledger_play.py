@@ -17,19 +17,16 @@ from ledger_model import Model
 from ledgers import Clock, forgotten, random_graph, readiness_state, segment
 
 from weft.dataflow.buffer.history import waits_for
-from weft.dataflow.buffer.leases import Fate, Lease, Published, Staleness
+from weft.dataflow.buffer.leases import Fate, Lease, Pieces, Published, Staleness
 from weft.dataflow.buffer.ledger import Ledger
-from weft.dataflow.buffer.ledger_state import count, load, save
-from weft.dataflow.buffer.log import Log, LogReader
-from weft.dataflow.buffer.pieces import Pieces
 from weft.dataflow.buffer.readiness import Readiness
-from weft.dataflow.buffer.replay import replay
+from weft.dataflow.buffer.recovery import count, load, replay, save
 from weft.dataflow.buffer.rows import Ids
 from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.errors import LeaseError
-from weft.dataflow.graph import Graph
-from weft.dataflow.node import Node
+from weft.dataflow.graph import Graph, Node
 from weft.dataflow.operation import Shape
+from weft.dataflow.runs.log import Log, LogReader
 
 COUNTED = ("open", "behind", "claimed", "complete", "rested")
 """What is counted of a group, and follows from the states of its rows."""

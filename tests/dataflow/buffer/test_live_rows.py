@@ -23,12 +23,11 @@ from ledgers import (
 
 from weft.dataflow.buffer.leases import Staleness
 from weft.dataflow.buffer.ledger import Ledger
-from weft.dataflow.buffer.ledger_state import load, save
+from weft.dataflow.buffer.recovery import load, save
 from weft.dataflow.buffer.rows import Group, LevelRows
 from weft.dataflow.errors import LeaseError
 from weft.dataflow.graph import Graph
-from weft.dataflow.operation import Shape
-from weft.dataflow.takes import FINISHED_GROUPS, TrainingBatch
+from weft.dataflow.operation import FINISHED_GROUPS, Shape, TrainingBatch
 
 
 def recorded() -> Graph:

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.dataflow.buffer.checkpoint_file import read_checkpoint, write_checkpoint
-from weft.dataflow.buffer.disk import Disk
-from weft.dataflow.buffer.log import Log, LogReader, Position, damage_before, find_fork, has_position
+from weft.dataflow.buffer.recovery import read_checkpoint, write_checkpoint
 from weft.dataflow.errors import TakenOverError
+from weft.dataflow.runs.files import Disk
+from weft.dataflow.runs.log import Log, LogReader, Position, damage_before, find_fork, has_position
 
 RECORDS = [{"do": "note", "key": f"k{i}", "value": [i] * (i % 4)} for i in range(6)]
 

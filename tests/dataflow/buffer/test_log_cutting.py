@@ -13,15 +13,12 @@ from fragile_disk import Crash, FragileDisk
 from played_buffers import Driver, comes_to_its_end, go_on, start, state_of
 
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.disk import Disk
-from weft.dataflow.buffer.folder import ledger_checkpoints
 from weft.dataflow.buffer.history import history
-from weft.dataflow.buffer.log import Log, LogReader, Position, PreparedCut, damage_before, has_position
-from weft.dataflow.buffer.log_cutting import LogCutting, Work
-from weft.dataflow.buffer.log_history import HISTORY, start_of
-from weft.dataflow.buffer.restored import restore
-from weft.dataflow.buffer.run_files import LOG
+from weft.dataflow.buffer.recovery import ledger_checkpoints, restore
 from weft.dataflow.errors import TakenOverError, UserError
+from weft.dataflow.runs.files import LOG, Disk
+from weft.dataflow.runs.log import Log, LogCutting, LogReader, Position, PreparedCut, Work, damage_before, has_position
+from weft.dataflow.runs.log_archive import HISTORY, start_of
 
 RECORDS = [{"do": "note", "key": f"k{i}", "value": [i] * (i % 4)} for i in range(12)]
 

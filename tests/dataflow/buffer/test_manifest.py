@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.dataflow.buffer.disk import Disk
-from weft.dataflow.buffer.manifest import MANIFEST, Damage, verify_manifest, write_manifest
+from weft.dataflow.runs.files import Disk
+from weft.dataflow.runs.manifest import MANIFEST, Damage, verify_manifest, write_manifest
 
 CONTENT = bytes(range(240))
 

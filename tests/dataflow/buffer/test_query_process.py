@@ -11,8 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from weft.dataflow.buffer import query_process
-from weft.dataflow.buffer.query_process import QueryProcess, ask, end_prepared, prepare
+from weft.dataflow.buffer import sql
+from weft.dataflow.buffer.sql import QueryProcess, ask, end_prepared, prepare
 
 QUESTION = {"sql": "select max(x) as most from numbers", "max_rows": 10, "timeout_s": 30, "memory_bytes": None}
 TABLES = {"numbers": pa.table({"x": [1, 3, 2]})}
@@ -35,7 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             super().__init__()
             pids.append(self.pid)
 
-    monkeypatch.setattr(query_process, "QueryProcess", Noted)
+    monkeypatch.setattr(sql, "QueryProcess", Noted)
     return pids
 
 
@@ -71,7 +71,7 @@ def test_a_process_that_was_killed_while_it_waited_is_replaced(started: list[int
 
 
 def test_a_process_that_nobody_asks_ends_by_itself(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(query_process, "PREPARED_S", 1)  # waited out
+    monkeypatch.setattr(sql, "PREPARED_S", 1)  # waited out
     waiting = QueryProcess()
     deadline = time.monotonic() + 30
     while waiting.is_alive and time.monotonic() < deadline:
@@ -83,7 +83,7 @@ def test_a_process_that_nobody_asks_ends_by_itself(monkeypatch: pytest.MonkeyPat
 ENDS = """
 import sys
 sys.path[:0] = sys.argv[1:]
-from weft.dataflow.buffer.query_process import QueryProcess
+from weft.dataflow.buffer.sql import QueryProcess
 waiting = QueryProcess()
 print(waiting.pid)
 """
@@ -99,6 +99,6 @@ def test_it_ends_with_the_program_that_prepared_it():
 
 
 def test_nothing_is_prepared_without_duckdb(monkeypatch: pytest.MonkeyPatch, started: list[int]):
-    monkeypatch.setattr(query_process, "find_spec", lambda name: None)
+    monkeypatch.setattr(sql, "find_spec", lambda name: None)
     prepare()
     assert not started

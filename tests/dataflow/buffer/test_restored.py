@@ -10,13 +10,12 @@ from buffer_graphs import GRAPHS, eval_graph, train_graph
 from fragile_disk import Crash, FragileDisk
 from played_buffers import Driver, comes_to_its_end, fine, go_on, start, state_of
 
-from weft.dataflow.buffer import checkpoint_file
-from weft.dataflow.buffer.folder import ledger_checkpoints
-from weft.dataflow.buffer.log import Position
-from weft.dataflow.buffer.restored import restore
-from weft.dataflow.buffer.run_files import LOG
+from weft.dataflow.buffer import recovery
+from weft.dataflow.buffer.recovery import ledger_checkpoints, restore
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
 from weft.dataflow.errors import UserError
+from weft.dataflow.runs.files import LOG
+from weft.dataflow.runs.log import Position
 
 
 def broken_run(folder: Path, seed: int = 5) -> tuple[list[Position], str, str]:
@@ -65,10 +64,10 @@ def test_a_checkpoint_of_another_version_is_passed_over_and_the_log_says_the_sam
     folder = tmp_path / "run"
     _, _, end = broken_run(folder)
     for path in ledger_checkpoints(folder):
-        position, records = checkpoint_file.read_checkpoint(path)
+        position, records = recovery.read_checkpoint(path)
         with monkeypatch.context() as then:
-            then.setattr(checkpoint_file, "FORMAT", 1)
-            checkpoint_file.write_checkpoint(path, position, records)
+            then.setattr(recovery, "FORMAT", 1)
+            recovery.write_checkpoint(path, position, records)
     history = restore(folder, GRAPHS)
     assert state_of(history) == end and history.checkpoints == []
     assert all("has format 1, of an earlier version of Weft" in line for line in history.damage)

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from weft.dataflow.buffer.disk import Disk
-from weft.dataflow.buffer.run_tables import (
+from weft.dataflow.runs.files import Disk
+from weft.dataflow.runs.tables import (
     CALLS,
     VALUES,
     TableStream,

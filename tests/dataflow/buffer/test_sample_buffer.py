@@ -12,8 +12,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
-from weft.dataflow.buffer.segment_writer import SegmentWriter
-from weft.dataflow.buffer.segments import Segment, SegmentReader
+from weft.dataflow.buffer.segments import Segment, SegmentReader, SegmentWriter
 from weft.dataflow.errors import DamagedSegment
 
 

@@ -4,9 +4,9 @@ import pyarrow.parquet as pq
 import pytest
 from recorded_run import Run, write_samples
 
-from weft.dataflow.buffer.samples import archive
 from weft.dataflow.buffer.sql import query, recorded_or_archived
 from weft.dataflow.errors import UserError
+from weft.dataflow.runs.samples import archive
 
 
 def test_samples_of_all_files_are_one_table_with_their_graph_and_step(run: Run):

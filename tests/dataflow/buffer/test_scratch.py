@@ -28,7 +28,7 @@ from weft.dataflow.buffer.scratch import (
     noted_folder,
     notes,
 )
-from weft.dataflow.buffer.segment_writer import SegmentWriter
+from weft.dataflow.buffer.segments import SegmentWriter
 from weft.dataflow.errors import UserError
 
 MOUNTS = r"""overlay / overlay rw 0 0

@@ -17,10 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.segment_files import is_resident, spill
 from weft.dataflow.buffer.segment_store import SegmentStore
-from weft.dataflow.buffer.segment_writer import SegmentWriter
-from weft.dataflow.buffer.segments import Segment, SegmentReader, verify_segment
+from weft.dataflow.buffer.segments import Segment, SegmentReader, SegmentWriter, is_resident, spill, verify_segment
 from weft.dataflow.errors import DamagedSegment, UserError
 
 
@@ -165,7 +163,7 @@ def test_what_a_killed_writer_published_is_read(tmp_path: Path):
 import os, signal, sys
 from pathlib import Path
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.segment_writer import SegmentWriter
+from weft.dataflow.buffer.segments import SegmentWriter
 import json
 writer = SegmentWriter(Path(sys.argv[1]), "n0", "w")
 print(json.dumps(writer.append(Batch.of(reward=[1.0, 2.0])).to_json()), flush=True)
@@ -270,7 +268,7 @@ def limited_writes(folder: Path, limit: int) -> str:
 import resource, sys
 from pathlib import Path
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.segment_writer import SegmentWriter
+from weft.dataflow.buffer.segments import SegmentWriter
 from weft.dataflow.buffer.segments import SegmentReader
 folder, limit = Path(sys.argv[1]), int(sys.argv[2])
 writer, reader = SegmentWriter(folder, "n0", "w", file_bytes=limit // 2), SegmentReader(folder, "n0")

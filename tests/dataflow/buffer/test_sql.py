@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from recorded_run import Run
 
-from weft.dataflow.buffer.run_files import SEGMENTS
 from weft.dataflow.buffer.sql import columns, query
 from weft.dataflow.errors import UserError
+from weft.dataflow.runs.files import SEGMENTS
 
 
 def test_sql_answers_over_rows_and_what_was_written_of_them(run: Run):

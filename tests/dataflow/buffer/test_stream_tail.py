@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from weft.dataflow.buffer.run_tables import TableStream
-from weft.dataflow.buffer.stream_tail import StreamTail
+from weft.dataflow.runs.tables import StreamTail, TableStream
 
 NUMBERS = pa.schema([("number", pa.int64())])
 

@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from weft.dataflow.buffer.text_table import render_table
+from weft.dataflow.runs.tables import render_table
 
 
 def test_long_values_and_long_tables_are_cut():

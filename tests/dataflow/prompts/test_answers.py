@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.dataflow.prompts.answers import final_answer
+from weft.dataflow.prompts.formats import final_answer
 from weft.dataflow.prompts.prompts import Prompts
 
 

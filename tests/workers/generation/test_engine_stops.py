@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 import weft
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.errors import UserError
-from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response
-from weft.workers.generation.stop_strings import StopStrings, stop_strings
+from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response, StopStrings, stop_strings
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.rollout import RolloutWorker
 from weft.workers.rollout_config import RolloutConfig

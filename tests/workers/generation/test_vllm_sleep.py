@@ -2,7 +2,7 @@
 
 import pytest
 
-from weft.workers.generation.vllm_sleep import OnDevice, SleepingEngine
+from weft.workers.generation.vllm_engine import OnDevice, SleepingEngine
 
 
 class TaggedEngine:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from weft.workers.training.mesh_of_one import MeshOfOne
+from weft.workers.training.sharding import MeshOfOne
 
 CPU = torch.device("cpu")
 

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoModelForCausalLM
 
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.disk import Disk
-from weft.dataflow.buffer.manifest import verify_manifest, write_manifest
 from weft.dataflow.errors import UserError
+from weft.dataflow.runs.files import Disk
+from weft.dataflow.runs.manifest import verify_manifest, write_manifest
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from weft.algorithms.policy_loss import NegativeLogLikelihood
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.training import compiled_layers
+from weft.workers.training import loading
 
 # Dynamo looks at what it is given, and torch warns of that.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -60,7 +60,7 @@ def check(model: Path, **settings: Any) -> None:
 
 @pytest.mark.thorough
 def test_gradients_are_the_same_and_nothing_is_compiled_anew(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compiled_layers, "_BACKEND", "eager")  # the same graphs, without the time to compile them
+    monkeypatch.setattr(loading, "_BACKEND", "eager")  # the same graphs, without the time to compile them
     check(tiny_model)
 
 

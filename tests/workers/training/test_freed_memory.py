@@ -8,7 +8,7 @@ import pytest
 PROGRAM = """
 import resource
 import numpy as np
-from weft.workers.training.freed_memory import keep_freed_memory
+from weft.workers.training.fsdp import keep_freed_memory
 
 def faults(size):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -18,11 +18,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfi
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.critic import CriticConfig, CriticWorker
+from weft.workers.models.weight_files import weight_files
 from weft.workers.training import loading, stored_weights
 from weft.workers.training.agreement import find_agreement
 from weft.workers.training.safetensors_files import open_tensors
 from weft.workers.training.stored_weights import CompleteWeights, StoredWeights, open_stored
-from weft.workers.weight_files import weight_files
 
 QUICK = ("Qwen2", "Mixtral", "DiffLlama", "Gemma 3 that sees", "GPT-2", "Phi-3 longrope")
 FILE = "model.safetensors"

@@ -7,8 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from weft.workers.dispatch import balance
-from weft.workers.row_cost import RowCost
+from weft.workers.dispatch import RowCost, balance
 from weft.workers.training.microbatch_plan import even_microbatches, level_microbatches, plan_microbatches
 
 LIMIT = 16_384

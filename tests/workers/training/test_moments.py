@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.workers.training.moments import PlainMoments
-from weft.workers.training.offload import HostMoments
+from weft.workers.training.optimizer import HostMoments, PlainMoments
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
 SETTINGS = {"lr": 0.1, "fused": True}

@@ -13,8 +13,8 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
-from weft.workers.training import offload
-from weft.workers.training.offload import HostMoments
+from weft.workers.training import optimizer as offload
+from weft.workers.training.optimizer import HostMoments
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from weft.dataflow.batch import Batch
 from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.row_cost import RowCost
+from weft.workers.dispatch import RowCost
 from weft.workers.training.microbatches import Microbatches
 from weft.workers.training.packed_sequences import SharedPrompts
 from weft.workers.training.prompt_sharing import Placement, SharingCost, equal_prompts, plan_shared

@@ -7,7 +7,7 @@ import torch
 from alike_ranks import main
 from ranks import run_processes
 
-from weft.workers.training.replicated import differing, digest
+from weft.workers.training.sharding import differing, digest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])

@@ -29,7 +29,7 @@ from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.generation.engine import GenerationRequest, Response
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
-from weft.workers.training.router_loss import Balance, balance_gradient
+from weft.workers.training.routers import Balance, balance_gradient
 
 LAYERS, CHOSEN, EXPERTS = 2, 2, 4
 MODELS = ("Mixtral", "Qwen3 MoE", "GPT-OSS")

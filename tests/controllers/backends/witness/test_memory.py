@@ -3,7 +3,7 @@
 import mmap
 from pathlib import Path
 
-from weft.controllers.backends.witness.memory import course, memory_of, object_store
+from weft.controllers.backends.process_memory import course, memory_of, object_store
 from weft.dataflow.byte_units import GIB
 
 

@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.controllers.backends.witness import witness as module
-from weft.controllers.backends.witness.exit_status import HeldProcess
-from weft.controllers.backends.witness.stacks import SIGNAL, shown, threads_in
-from weft.controllers.backends.witness.witness import Witness
+from weft.controllers.backends import witness as module
+from weft.controllers.backends.witness import SIGNAL, HeldProcess, Witness, shown, threads_in
 
 KERNEL = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
 

@@ -1,0 +1,445 @@
+"""The checks that are tried on a machine, on GPUs or in the form that a CPU allows, each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..dataflow.byte_units import GIB
+from ..dataflow.errors import UserError
+
+if TYPE_CHECKING:
+    from ..workers.actor import ActorWorker
+    from ..workers.rollout import RolloutWorker
+
+
+# Check
+#
+# A check that is tried: its record, and a process of its own for each, so that one that fails,
+# hangs or crashes stops no other.
+
+
+Figures = Mapping[str, float | str]
+"""What a check measured, by name with its unit."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that is tried."""
+
+    name: str
+    claim: str
+    """What it supports, and the page that says so."""
+    run: Callable[[Path, bool], Figures]
+    """Called with a folder for its files and whether to use the GPUs; raises AssertionError with what was found."""
+    deadline_s: float
+    skipped_on_cpu: str = ""
+    """Why it is skipped without GPUs; empty: it is made there, too."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The outcome of a check."""
+
+    name: str
+    claim: str
+    outcome: Literal["passed", "failed", "skipped"]
+    seconds: float
+    why: str = ""
+    figures: Figures = field(default_factory=dict)
+
+    def json(self) -> dict[str, object]:
+        """The values of JSON."""
+        return asdict(self)
+
+
+def try_check(check: Check, gpu: bool) -> Record:
+    """Make a check in a process of its own, which is killed with all that it started when its deadline is over."""
+    if check.skipped_on_cpu and not gpu:
+        return Record(check.name, check.claim, "skipped", 0.0, check.skipped_on_cpu)
+    started = time.monotonic()
+    spawn = multiprocessing.get_context("spawn")  # CUDA is not to be forked
+    answers: Any
+    answers, answer = spawn.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(prefix="weft-doctor-") as folder:
+        process = spawn.Process(target=_run, args=(check, Path(folder), gpu, answer))
+        process.start()
+        answer.close()
+        try:
+            outcome, why, figures = _answer(answers, process, check.deadline_s)
+        finally:
+            _end(process)
+    return Record(check.name, check.claim, outcome, round(time.monotonic() - started, 1), why, figures)
+
+
+def table_of(records: list[Record]) -> str:
+    """The records for a person, a line or two for each."""
+    lines: list[str] = []
+    for record in records:
+        figures = ", ".join(f"{name} {value}" for name, value in record.figures.items())
+        lines.append(f"{record.outcome:8}{record.name:22}{record.seconds:6.1f} s  {record.why or figures}")
+        lines.append(f"{'':8}supports: {record.claim}")
+    return "\n".join(lines)
+
+
+_Answer = tuple[Literal["passed", "failed"], str, Figures]
+
+
+def _run(check: Check, folder: Path, gpu: bool, answer: Connection) -> None:
+    os.setsid()  # it ends with all that it started
+    if not gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.chdir(folder)
+    with (folder / "said").open("w") as said, contextlib.redirect_stdout(said):
+        answer.send(_tried(check, folder, gpu))
+
+
+def _tried(check: Check, folder: Path, gpu: bool) -> _Answer:
+    try:
+        return "passed", "", dict(check.run(folder, gpu))
+    except BaseException as error:
+        traceback.print_exc()
+        return "failed", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", {}
+
+
+def _answer(answers: Connection, process: BaseProcess, deadline_s: float) -> _Answer:
+    if not answers.poll(deadline_s):
+        return "failed", f"it did not end in {deadline_s:g} s", {}
+    try:
+        return answers.recv()
+    except EOFError:
+        process.join(5)
+        return "failed", f"its process ended with exit code {process.exitcode}", {}
+
+
+def _end(process: BaseProcess) -> None:
+    process.join(0.5)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.kill()  # it may not lead its group yet
+    process.join(0.5)  # one that waits for a device in the kernel ends when that answers
+
+
+# Random model
+#
+# A model with random weights and a tokenizer, made on the spot: nothing is downloaded.
+
+
+def save_random_model(folder: Path, *, large: bool) -> Path:
+    """Save a model of Qwen2's shape.
+
+    Args:
+        large: the sizes of Qwen2-0.5B; otherwise a tiny one, which a CPU trains in seconds.
+    """
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    letters = ["<pad>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = 151_936 if large else 512
+    names = {
+        name: number for number, name in enumerate([*letters, *(f"<{i}>" for i in range(len(letters), vocabulary))])
+    }
+    tokens = Tokenizer(models.BPE(names, []))
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokens.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", eos_token="<end>").save_pretrained(folder)
+    sizes = (896, 4864, 24, 14, 2) if large else (64, 128, 2, 2, 2)
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=sizes[0],
+        intermediate_size=sizes[1],
+        num_hidden_layers=sizes[2],
+        num_attention_heads=sizes[3],
+        num_key_value_heads=sizes[4],
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config)
+    if large:
+        model = model.bfloat16()
+    model.save_pretrained(folder)
+    return folder
+
+
+_ROUNDING = 1e-3
+"""In nats, of float32."""
+_BFLOAT16_GAP = 0.05
+"""Nats between two programs that compute a token's log-probability in bfloat16, on average."""
+
+
+def packed_attention(folder: Path, gpu: bool) -> Figures:
+    """Log-probabilities of packed rows beside those of `transformers` with eager attention, a row at a time."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ..workers.actor import ActorConfig, ActorWorker
+
+    model = save_random_model(folder / "model", large=gpu)
+    rows = [[3 + (7 * row + place) % 200 for place in range(length)] for row, length in enumerate((5, 130, 17, 64))]
+    actor = ActorWorker(ActorConfig(model=str(model)))
+    engine: Any = actor.engine
+    assert engine.model.packs, "the model is not packed"
+    found = _logprobs(actor, [row[:1] for row in rows], [row[1:] for row in rows])
+    straight = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    straight = straight.to(engine.device).eval()
+    off = 0.0
+    for row, mine in zip(rows, found, strict=True):
+        ids = torch.tensor([row], device=engine.device)
+        with torch.no_grad():
+            logprobs = straight(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
+        theirs = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].cpu()
+        off = max(off, float((theirs - torch.tensor(mine)).abs().max()))
+    assert off < _ROUNDING, f"packed rows are {off:.2g} nats off from eager attention"
+    return {"largest difference (nats)": f"{off:.1e}", "device": str(engine.device)}
+
+
+def weight_sync(folder: Path, gpu: bool) -> Figures:
+    """Publish bfloat16 weights, load them into a generation engine, and compare the log-probabilities of what it samples."""
+    import numpy as np
+
+    actor, rollout = _pair(folder, gpu)
+    started = time.perf_counter()
+    weights = actor.publish_weights(1)
+    assert weights is not None
+    received = rollout.receive_weights(weights)
+    given = actor.finish_publishing(1)
+    seconds = time.perf_counter() - started
+    assert given is not None and received == given.checksum, (
+        "what was loaded has another checksum than what was published"
+    )
+    prompts, responses, theirs = _sampled(rollout)
+    mine = _logprobs(actor, prompts, responses)
+    gap = np.abs(np.concatenate(mine) - np.concatenate(theirs))
+    rollout.close()
+    assert gap.mean() < _BFLOAT16_GAP, f"log-probabilities are {gap.mean():.3g} nats apart on average"
+    return {
+        "seconds": round(seconds, 2),
+        "mean gap (nats)": f"{gap.mean():.1e}",
+        "largest gap (nats)": f"{gap.max():.1e}",
+        "engine": rollout.config.engine,
+    }
+
+
+def colocated(folder: Path, gpu: bool) -> Figures:
+    """Training and vLLM in turns on one GPU: each gives its memory to the other, and answers as before."""
+    import torch
+
+    def used() -> float:
+        free, total = torch.cuda.mem_get_info()
+        return round((total - free) / GIB, 2)
+
+    actor, rollout = _pair(folder, gpu)
+    both = used()
+    before = _sampled(rollout)[1]
+    rollout.offload()
+    asleep = used()
+    actor.offload()
+    away = used()
+    rollout.onload()
+    weights = actor.publish_weights(1)
+    assert weights is not None
+    rollout.receive_weights(weights)
+    actor.finish_publishing(1)
+    again = _sampled(rollout)[1]
+    rollout.offload()
+    actor.onload()
+    rollout.close()
+    assert asleep < both and away < asleep, f"sleep freed nothing: {both} GiB, asleep {asleep}, training away {away}"
+    assert before == again, "the same weights sampled other tokens after the wake"
+    return {"GiB with both": both, "GiB with vLLM asleep": asleep, "GiB with training away as well": away}
+
+
+END_S = 10.0
+"""Longest wait for a process that has answered to end; the check has a process group of its own, which is ended with it."""
+
+
+def collectives(folder: Path, gpu: bool) -> Figures:
+    """The collectives of training over all GPUs (NCCL), or over two processes (gloo)."""
+    import torch
+
+    ranks = torch.cuda.device_count() if gpu else 2
+    spawn = multiprocessing.get_context("spawn")
+    answers = spawn.Queue()
+    started = [spawn.Process(target=_collect, args=(folder, rank, ranks, gpu, answers)) for rank in range(ranks)]
+    for process in started:
+        process.start()
+    found = [answers.get(timeout=50) for _ in started]
+    for process in started:
+        process.join(END_S)
+    wrong = [said for said, _ in found if said]
+    assert not wrong, wrong[0]
+    slowest = max(seconds for _, seconds in found)
+    return {"ranks": ranks, "backend": "nccl" if gpu else "gloo", "all-reduce of 64 MiB (ms)": round(1e3 * slowest, 1)}
+
+
+def grpo(folder: Path, gpu: bool) -> Figures:
+    """Twenty steps of GRPO with a random model, by `weft.train`."""
+    import torch
+
+    from ..controllers.train import train
+
+    model = save_random_model(folder / "model", large=gpu)
+    started = time.perf_counter()
+    steps = train(
+        str(model),
+        [{"prompt": f"{a}+{b}="} for a in range(8) for b in range(8)],
+        letters,
+        steps=20,
+        prompts_per_step=8,
+        n=4,
+        max_tokens=128 if gpu else 8,
+        learning_rate=1e-6 if gpu else 1e-3,
+        root=str(folder / "runs"),
+        name="doctor",
+        progress=False,
+    )
+    seconds = time.perf_counter() - started
+    last = steps[-1]
+    assert int(last["step"]) == 20, f"the run ended after step {last['step']}"
+    figures: dict[str, float | str] = {"steps": 20, "seconds": round(seconds, 1)}
+    figures |= {name: round(value, 4) for name, value in last.items() if name in _PHASES or name.startswith("time/")}
+    if gpu:
+        free, total = torch.cuda.mem_get_info()
+        figures["GiB still in use after its workers ended"] = round((total - free) / GIB, 2)
+    return figures
+
+
+_PHASES = ("tokens_per_s", "actor/mean_logprob_gap", "update/mean_logprob_gap", "mean_logprob_gap")
+
+
+def letters(response: str) -> float:
+    """A reward that is cheap: the share of letters."""
+    return sum(character.isalpha() for character in response) / max(1, len(response))
+
+
+CHECKS = (
+    Check(
+        "packed attention",
+        "rows are packed and answer as eager attention does (docs/architecture.md)",
+        packed_attention,
+        90,
+    ),
+    Check("collectives", "ranks of a group are joined over NCCL or gloo (docs/architecture.md)", collectives, 60),
+    Check("weight sync", "published weights arrive, by their checksum (docs/architecture.md)", weight_sync, 130),
+    Check(
+        "colocated",
+        "groups of one pool take turns on its devices (docs/architecture.md)",
+        colocated,
+        130,
+        "needs a GPU: on a CPU nothing is moved",
+    ),
+    Check("GRPO", "one call trains, on GPUs with vLLM (docs/train.md)", grpo, 190),
+)
+
+
+def _pair(folder: Path, gpu: bool) -> tuple[ActorWorker, RolloutWorker]:
+    """An actor and a rollout of the same random model, both in bfloat16 and in this process."""
+    from ..workers.actor import ActorConfig, ActorWorker
+    from ..workers.rollout import RolloutWorker
+    from ..workers.rollout_config import RolloutConfig
+
+    model = str(save_random_model(folder / "model", large=gpu))
+    engine = "vllm" if gpu else "transformers"
+    # By default vLLM takes all but a tenth of what is free, and the actor follows.
+    shared: dict[str, Any] = {"dtype": "bfloat16", "max_context": 512, "kv_cache_gib": 1.0}
+    rollout = RolloutWorker(RolloutConfig(model=model, engine=engine, **shared))
+    return ActorWorker(ActorConfig(model=model, dtype="bfloat16")), rollout
+
+
+def _sampled(rollout: RolloutWorker) -> tuple[list[list[int]], list[list[int]], list[Any]]:
+    """(prompts, responses, log-probabilities of the responses' tokens) of a few rows."""
+    import numpy as np
+
+    from ..algorithms.sampling import Sampling
+    from ..workers.generation.engine import GenerationRequest
+
+    prompts = [[5 + row, 6, 7 + row] for row in range(4)]
+    requests = [GenerationRequest(row, np.array(ids, np.int32), seed=row) for row, ids in enumerate(prompts)]
+    steps = rollout.engine.generate(requests, Sampling(max_tokens=16, ignore_stop=True))
+    found = sorted((one for step in steps for one in step), key=lambda one: one.request_id)
+    return prompts, [np.asarray(one.token_ids).tolist() for one in found], [one.logprobs for one in found]
+
+
+def _logprobs(actor: ActorWorker, prompts: Sequence[Any], responses: Sequence[Any]) -> list[list[float]]:
+    from ..dataflow.batch import Batch
+
+    batch = Batch.of(prompt_ids=list(prompts), response_ids=list(responses))
+    return actor.logprobs(batch, into="found")["found"].to_pylist()
+
+
+def _collect(folder: Path, rank: int, ranks: int, gpu: bool, answers: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    try:
+        device = torch.device("cuda", rank) if gpu else torch.device("cpu")
+        if gpu:
+            torch.cuda.set_device(device)
+        rendezvous = f"file://{folder}/rendezvous"
+        dist.init_process_group("nccl" if gpu else "gloo", init_method=rendezvous, rank=rank, world_size=ranks)
+        numbers = torch.full((16 * 2**20,), float(rank + 1), device=device)
+        dist.all_reduce(numbers)
+        expected = ranks * (ranks + 1) / 2
+        said = (
+            ""
+            if bool((numbers == expected).all())
+            else f"rank {rank}: the sum over ranks is {numbers[0]}, not {expected}"
+        )
+        parts = [torch.empty(1, device=device) for _ in range(ranks)]
+        dist.all_gather(parts, torch.tensor([float(rank)], device=device))
+        if [int(part) for part in parts] != list(range(ranks)):
+            said = f"rank {rank}: gathered {parts}"
+        started = time.perf_counter()
+        dist.all_reduce(numbers)
+        if gpu:
+            torch.cuda.synchronize(device)
+        answers.put((said, time.perf_counter() - started))
+        dist.destroy_process_group()
+    except Exception as error:
+        answers.put((f"rank {rank}: {error}", 0.0))
+
+
+def examine(gpu: bool, checks: Sequence[Check] = CHECKS) -> list[Record]:
+    """Make the checks, and name each on standard error when it begins.
+
+    Args:
+        gpu: use the GPUs of this machine; otherwise what runs on a CPU runs there, and the rest is skipped.
+        checks: to make.
+
+    Returns:
+        A record of each.
+
+    Raises:
+        UserError: there is no GPU that torch can use.
+    """
+    if gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError(
+                f"--gpu: torch {torch.__version__} finds no GPU here; --try runs the checks in the form that a CPU allows"
+            )
+    records: list[Record] = []
+    for check in checks:
+        print(f"{check.name} ...", file=sys.stderr, flush=True)
+        records.append(try_check(check, gpu))
+    return records

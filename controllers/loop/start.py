@@ -1,0 +1,186 @@
+"""Starting a run: its buffer is opened, its worker groups come up, and each graph gets its ledger and its place in the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+
+import numpy as np
+
+from ...dataflow.batch import Batch
+from ...dataflow.buffer.ledger import Ledger
+from ...dataflow.buffer.sample_buffer import SampleBuffer
+from ...dataflow.buffer.scratch import notes
+from ...dataflow.column import PROMPT_IDS
+from ...dataflow.graph import SOURCE, TRAIN, Graph
+from ...dataflow.runs.directory import RunDirectory
+from ...dataflow.source import CURSOR, Cursor, positions
+from ..backends.backend import FILE_BYTES, Backend, Files, Setup, this_node
+from ..graph_run import EvaluationRun, GraphRuns, TrainingRun
+from ..own_groups import RECORDER
+from ..ranks.row_io import num_tokens
+from ..recovery.checkpoints import has_state
+from ..recovery.resume import ResumePoint, open_buffer
+from ..reports.progress import Progress
+from ..run_spec import RunHistory, RunSpec
+from .recording import with_recording
+from .run import Run
+
+
+def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: ResumePoint | None) -> Run:
+    """Start a run, or go on from a checkpoint: its worker groups are up, and followers have their leaders' weights.
+
+    Args:
+        spec: what is run.
+        history: of all lives of the run.
+        directory: of the run, which this process holds.
+        point: where it goes on; None: it begins.
+
+    Raises:
+        UserError: a worker cannot be made, or the buffer is not that of the graphs.
+    """
+    progress, backend = history.progress, spec.backend
+    _tell(spec, progress, directory, in_full=point is None)
+    graphs = {name: with_recording(graph) for name, graph in spec.graphs.items()}
+    with ExitStack() as undo:
+        undo.callback(backend.close)
+        buffer = _open_buffer(spec, history, directory, point, graphs)
+        undo.callback(partial(buffer.close, going_on=True))
+        if point is not None:
+            _forget_samples(directory, buffer)
+            progress.resumed(point.path, point.state.step, [*point.damage, *buffer.damage])
+        buffer.note("record_every", spec.record_every)
+        buffer.store.delete_remote = backend.delete
+        files = _files(spec, directory, buffer, progress)
+        groups = backend.start(_setup(spec, directory, files, progress))
+        _drop_lost_rows(buffer, backend, progress)
+        graph_runs = _graph_runs(spec, history, graphs, buffer, files, point)
+        run = Run(spec, history, directory, point, buffer, groups, graph_runs)
+        undo.pop_all()
+        undo.callback(run.close)
+        run.prepare()
+        undo.pop_all()
+    progress.started(spec.graphs, groups, spec.placement)
+    return run
+
+
+def _tell(spec: RunSpec, progress: Progress, directory: RunDirectory, *, in_full: bool) -> None:
+    """Tell the user what is being started."""
+    for note in directory.notes:
+        progress.say(note)
+    progress.starting(spec.handles, repr(spec.backend))
+    progress.noted(dict.fromkeys(n for handle in spec.handles.values() for n in getattr(handle.config, "notes", ())))
+    progress.data([graph.source for graph in spec.graphs.values()], in_full=in_full)
+
+
+def _open_buffer(
+    spec: RunSpec,
+    history: RunHistory,
+    directory: RunDirectory,
+    point: ResumePoint | None,
+    graphs: Mapping[str, Graph],
+) -> SampleBuffer:
+    """Open the buffer once the disk has room, since what is kept of the log is copied."""
+    backend, keep = spec.backend, spec.checkpoint.keep
+    return history.disk.write(
+        lambda: open_buffer(directory, point, graphs, config=spec.buffer, backend=backend, keep_checkpoints=keep)
+    )
+
+
+def _forget_samples(directory: RunDirectory, buffer: SampleBuffer) -> None:
+    """Remove the samples of leases that are void in the state to which the run went back."""
+    ledgers = buffer.ledgers
+    directory.forget_samples(lambda graph, lease: graph in ledgers and ledgers[graph].leases.is_void(lease))
+
+
+def _files(spec: RunSpec, directory: RunDirectory, buffer: SampleBuffer, progress: Progress) -> Files:
+    """Where the processes write segments. The user is warned if there is little room."""
+    segments, config = buffer.segments.parent, spec.buffer
+    for note in notes(segments, config.max_bytes):
+        progress.alert("little_room", note)
+    return Files(segments, FILE_BYTES, config.memory_bytes, buffer.scratch, directory.starts)
+
+
+def _setup(spec: RunSpec, directory: RunDirectory, files: Files, progress: Progress) -> Setup:
+    writers = [
+        name for name, h in spec.handles.items() if name == RECORDER or (has_state(h) and spec.checkpoint.writes)
+    ]
+    return Setup(
+        spec.handles,
+        spec.placement,
+        directory.path,
+        spec.seed,
+        files,
+        spec.follows,
+        spec.start_timeout_s,
+        spec.call_timeout_s,
+        writers=writers,
+        tell=progress.say,
+    )
+
+
+def _drop_lost_rows(buffer: SampleBuffer, backend: Backend, progress: Progress) -> None:
+    """Issue the groups again whose rows lie on nodes that are gone, or cannot be read where they lie."""
+    for graph, group in buffer.drop_unreachable(backend.nodes, live=False):
+        progress.say(f"group {group} of graph {graph!r} is issued again: the node that it lay on is gone")
+    for said in buffer.drop_lost(backend.unreadable(buffer.elsewhere())):
+        progress.say(said)
+
+
+def _graph_runs(
+    spec: RunSpec,
+    history: RunHistory,
+    graphs: Mapping[str, Graph],
+    buffer: SampleBuffer,
+    files: Files,
+    point: ResumePoint | None,
+) -> GraphRuns:
+    writer = files.writer(this_node(), "sources")
+    sources = {name: Batch.of_table(graph.source.table) for name, graph in graphs.items()}
+    for name, source in sources.items():
+        buffer.set_source(name, writer.append(source))
+    writer.close()
+    evaluations: dict[str, EvaluationRun] = {}
+    for name in spec.evaluations:
+        run = _evaluation_run(name, graphs[name], buffer.ledgers[name], sources[name])
+        if point is not None:
+            _give_up(run, history)
+            run.closed_at = point.state.evaluated.get(name, -1)
+        evaluations[name] = run
+    return GraphRuns(_training_run(spec, graphs[TRAIN], buffer, sources[TRAIN], point), evaluations)
+
+
+def _training_run(
+    spec: RunSpec, graph: Graph, buffer: SampleBuffer, source: Batch, point: ResumePoint | None
+) -> TrainingRun:
+    ledger, noted = buffer.ledgers[TRAIN], buffer.notes.get(CURSOR)
+    cursor = Cursor(noted["issued"], tuple(noted["again"])) if noted else Cursor()
+    order = positions(len(source), spec.seed, shuffle=spec.schedule.shuffle)
+    rest = cursor.rest(order, ledger.prompts_issued)
+    steps = spec.schedule.steps
+    train = TrainingRun(TRAIN, graph, ledger, rest, _num_tokens(graph, source), steps=steps, start=cursor)
+    if point is not None:
+        train.step, train.begun = point.state.step, True
+        train.stopped, train.open = point.state.stopped, ledger.live.groups_at_work > 0
+    return train
+
+
+def _evaluation_run(name: str, graph: Graph, ledger: Ledger, source: Batch) -> EvaluationRun:
+    rest = Cursor().rest(positions(len(source), 0, shuffle=False), ledger.prompts_issued)
+    return EvaluationRun(name, graph, ledger, rest, _num_tokens(graph, source))
+
+
+def _give_up(run: EvaluationRun, history: RunHistory) -> None:
+    """Give up evaluations that were under way at a checkpoint, since the weights of their step are gone. That of the present step
+    is made again."""
+    for step in sorted(run.ledger.live.groups_of_step):
+        history.progress.given_up(run.name, step)
+    for group in run.ledger.live.ids_at_work:
+        run.ledger.lose(group, "the run was started again, and its evaluation is given up", issue_again=False)
+
+
+def _num_tokens(graph: Graph, source: Batch) -> np.ndarray:
+    """[source rows] tokens of each row. Where new rows are made of the source's, these have only the tokens of their prompts."""
+    makes_rows = any(node.level == SOURCE and node.makes_level is not None for node in graph.nodes)
+    return num_tokens(source, {str(PROMPT_IDS)}.intersection(source.columns) if makes_rows else None)

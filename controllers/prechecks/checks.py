@@ -1,0 +1,519 @@
+"""Checks of a run as a whole, made before any process is started. Each raises a UserError that says how to mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field, create_model
+
+from ...algorithms.sampling import Sampling
+from ...dataflow.batch import Batch
+from ...dataflow.buffer.ledger import expected_rows
+from ...dataflow.buffer.sample_buffer import BufferConfig
+from ...dataflow.column import (
+    CHOSEN_IDS,
+    OLD_LOGPROBS,
+    PROMPT_IDS,
+    REJECTED_IDS,
+    RESPONSE_IDS,
+    RESPONSE_LOGPROBS,
+    RESPONSE_VERSIONS,
+)
+from ...dataflow.config import Config
+from ...dataflow.errors import UserError, nearest
+from ...dataflow.graph import TRAIN, Graph, Handle
+from ...dataflow.operation import Shape
+from ...dataflow.prompts.prompts import Prompts
+from ...dataflow.runs.directory import check_name
+from ...workers.models.model_folder import find_model_config
+from ..backends.backend import START_TIMEOUT_S
+from ..placement import Place
+from ..recovery.changed_settings import ORDER_OF_DATA, Rule, changes, refuse_fixed
+from ..recovery.checkpoints import CheckpointConfig, has_state
+from ..recovery.resume import WITHOUT_ROWS, ResumePoint
+from ..reports.symptoms import check_group_sizes
+from ..reports.trackers import MOST_SAMPLES
+from ..run_spec import Evaluation, RunSpec
+from ..schedule import Stepwise, Synchronous, Training
+
+_RESPONSES = (RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
+"""Columns of a source that models read after its prompts."""
+
+
+def check_kinds(
+    *, graph: object, schedule: object, buffer: object, checkpoint: object, placement: object, backend: object
+) -> None:
+    """Check that the driver's arguments are instances of the right classes, and not the classes themselves.
+
+    Raises:
+        UserError: naming the argument, what was given, and an example of what is right.
+    """
+    wanted: list[tuple[str, object, bool, str]] = [
+        (
+            "graph",
+            graph,
+            isinstance(graph, Graph),
+            "what a @weft.graph function returns when it is called with a source",
+        ),
+        ("schedule", schedule, isinstance(schedule, Stepwise), "a value such as weft.Synchronous(steps=100)"),
+        ("buffer", buffer, isinstance(buffer, BufferConfig), "a weft.BufferConfig(...)"),
+        ("checkpoint", checkpoint, isinstance(checkpoint, CheckpointConfig), "a weft.CheckpointConfig(every=...)"),
+        (
+            "placement",
+            placement,
+            placement is None
+            or (isinstance(placement, Mapping) and all(isinstance(p, Place) for p in placement.values())),
+            'a mapping of group names to weft.Place(pool, ranks=...), such as {"actor": weft.Place(pool)}',
+        ),
+        (
+            "backend",
+            backend,
+            backend is None or (hasattr(backend, "wait") and not isinstance(backend, type)),
+            "weft.Local() or weft.RayBackend()",
+        ),
+    ]
+    for name, given, right, example in wanted:
+        if not right:
+            raise UserError(f"Driver({name}=...) takes {example}, not {given!r}")
+
+
+def check_numbers(**numbers: object) -> None:
+    """Check the driver's arguments that are numbers, by the rules of all settings.
+
+    Raises:
+        UserError: naming the argument, the rule and the value.
+    """
+    seconds: Any = (float | None, Field(gt=0))
+    rules: dict[str, Any] = {
+        "seed": (int, Field(ge=0, lt=2**63)),
+        "record_every": (int, Field(ge=0)),
+        "tracker_samples": (int, Field(ge=0, le=MOST_SAMPLES)),
+        "start_timeout_s": seconds,
+        "call_timeout_s": seconds,
+    }
+    create_model("Driver", __base__=Config, **rules)(**numbers)
+
+
+def check_names(evaluations: Sequence[Evaluation]) -> list[str]:
+    """Names of the graphs of a run, the training graph's first.
+
+    Raises:
+        UserError: two graphs share a name, or a name cannot be part of a path.
+    """
+    names = [TRAIN, *(e.name for e in evaluations)]
+    for taken in names:
+        check_name(taken, "Evaluation(..., name")
+        if names.count(taken) > 1:
+            raise UserError(f"two graphs of the run are called {taken!r}; give each Evaluation(..., name=...) its own")
+    return names
+
+
+def check_best(checkpoint: CheckpointConfig, evaluations: Sequence[Evaluation], handles: Mapping[str, Handle]) -> None:
+    """Check that the metric by which the best checkpoint is chosen is of an evaluation or a worker group of the run, or the run's own.
+
+    Raises:
+        UserError: naming the nearest; or it is measured at each step, and nothing says which of them have a checkpoint.
+    """
+    best, source, names = checkpoint.best, checkpoint.best_source, [e.name for e in evaluations]
+    if source and source not in (*names, *handles):
+        known = [*names, *handles]
+        raise UserError(
+            f"CheckpointConfig(best={best!r}): the run has no evaluation or worker group {source!r}"
+            f"{nearest(source, known)}; it has {', '.join(known)}"
+        )
+    if best and source not in names and not (checkpoint.every or checkpoint.every_s):
+        raise UserError(
+            f"CheckpointConfig(best={best!r}): that is measured at each step; say by every=... or every_s=... which have a checkpoint"
+        )
+
+
+def check_graphs(graphs: Sequence[Graph]) -> dict[str, Handle]:
+    """Check graphs, their sources and what their workers are asked to do; returns the worker groups by name.
+
+    Raises:
+        UserError: naming the graph, and the node, source or group.
+    """
+    for graph in graphs:
+        graph.validate(also=graphs)
+    handles = all_handles(graphs)
+    for name in handles:
+        check_name(name, "weft.group(..., name")
+    return handles
+
+
+def check_workers(graphs: Iterable[Graph]) -> None:
+    """Every source has rows, and every worker class can do what its nodes ask.
+
+    Raises:
+        UserError: naming the source, or what the worker class refuses.
+    """
+    for graph in graphs:
+        if not len(graph.source.table):
+            raise UserError(f"source {graph.source.name!r} of graph {graph.name!r} has no rows")
+        for group, handle in graph.handles.items():
+            handle.worker_class.check(handle.config, [n for n in graph.nodes if n.group == group], graph.source)
+        check_lengths(graph)
+
+
+def check_schedule(spec: RunSpec) -> None:
+    """The schedule fits the training graph, the buffer and the placement.
+
+    Raises:
+        UserError: naming what does not fit, and what to change.
+    """
+    train, *evaluated = spec.graphs.values()
+    check_group_sizes(train)
+    check_followed(train, spec.schedule)
+    check_capacity(train, spec.schedule, spec.buffer)
+    for graph in evaluated:
+        check_rows(graph, len(graph.source.table), f"a source of {len(graph.source.table):,} rows")
+    check_apart(train, spec.schedule, spec.placement, evaluated)
+    check_transports(spec.handles.values(), spec.placement)
+
+
+def check_resumes(spec: RunSpec, handles: Mapping[str, Handle], point: ResumePoint | None) -> None:
+    """The run can go on from a checkpoint, and every group that is updated can be saved and is in it.
+
+    Args:
+        handles: the worker groups of the graphs, by name.
+        point: the checkpoint; None: the run begins.
+
+    Raises:
+        UserError: naming the checkpoint, or the group.
+    """
+    if point is not None:
+        _check_kind(spec, point)
+        refuse_fixed(point.path, changed_settings(spec, point, "fixed"))
+    by = next((f"{n}={v!r}" for n in ("every", "every_s", "best") if (v := getattr(spec.checkpoint, n))), "")
+    updated = {n.group for graph in spec.graphs.values() for n in graph.nodes if n.operation.updates and n.group}
+    for name in sorted(updated if spec.checkpoint.writes else ()):
+        if not has_state(handles[name]):
+            raise UserError(
+                f"CheckpointConfig({by}): worker group {name!r} is updated, but {handles[name].worker_class.__name__} "
+                "has no method save_checkpoint (with checkpoint_written and load_checkpoint; dispatch ONE_TO_ALL)"
+            )
+    for name, handle in handles.items():
+        if point is not None and has_state(handle) and name not in point.groups:
+            raise UserError(
+                f"{point.path} has nothing of worker group {name!r}; it has {', '.join(point.groups) or 'none'}"
+            )
+
+
+def changed_settings(spec: RunSpec, point: ResumePoint, rule: Rule) -> list[str]:
+    """Settings under a rule that have changed since the checkpoint was written."""
+    settings, rules = spec.recorded
+    alone: dict[str, Rule] = {} if point.with_rows else dict.fromkeys(ORDER_OF_DATA, "reported")
+    return changes(point.state.settings, settings, {**rules, **alone}, rule)
+
+
+def at_place_in_data(spec: RunSpec, point: ResumePoint | None) -> ResumePoint | None:
+    """The point to go on from: at the first row if it takes only the weights and the run was given other data, or another order."""
+    if point is None or point.with_rows:
+        return point
+    rules: dict[str, Rule] = dict.fromkeys(ORDER_OF_DATA, "fixed")
+    changed = changes(point.state.settings, spec.recorded[0], rules, "fixed")
+    return point.at_first_row() if changed else point
+
+
+def _check_kind(spec: RunSpec, point: ResumePoint) -> None:
+    if point.state.seed != spec.seed:
+        raise UserError(f"{point.path} is of a run with seed={point.state.seed}, not {spec.seed}")
+    kind = type(spec.schedule).__name__
+    if point.with_rows and point.state.schedule != kind:
+        raise UserError(
+            f"{point.path} is of a run under {point.state.schedule}, not {kind}: its rows are of another age. {WITHOUT_ROWS}"
+        )
+
+
+def check_followed(graph: Graph, schedule: Training) -> None:
+    """Check that the group which generates samples for a policy gradient receives each new version in time.
+
+    Raises:
+        UserError: naming the generating group and what to say of it.
+    """
+    follows = {e.follower: e for e in graph.follows}
+    generating = {n.group for n in graph.nodes if str(RESPONSE_VERSIONS) in n.writes and n.group}
+    for node in graph.nodes:
+        loss = node.arguments.get("loss")
+        reads = {*getattr(loss, "reads", ()), *getattr(loss, "may_read", ())}
+        needs_policy = reads & {str(RESPONSE_LOGPROBS), str(OLD_LOGPROBS)}
+        for group in generating if node.operation.updates and needs_policy else ():
+            edge = follows.get(group)
+            if edge is None:
+                raise UserError(
+                    f"node {node.name!r} compares its policy with the one that generated, but {group!r} follows nobody: "
+                    f"say {group}.follows({node.group})"
+                )
+            if edge.leader == node.group and edge.every - 1 > schedule.max_staleness:
+                raise UserError(
+                    f"{group!r} follows {node.group!r} every {edge.every} updates, but {type(schedule).__name__} "
+                    f"allows a staleness of {schedule.max_staleness}; take every={schedule.max_staleness + 1}"
+                )
+
+
+def with_rows_that_fit(graph: Graph) -> Graph:
+    """The graph without source rows that are too long for a model, if the source has `too_long="drop"`. Otherwise `check_workers`
+    refuses them."""
+    if not isinstance(graph.source, Prompts):
+        return graph
+    longest = (
+        handle.worker_class.longest_prompt(handle.config, [n for n in graph.nodes if n.group == name])
+        for name, handle in graph.handles.items()
+    )
+    limit = min((tokens for tokens in longest if tokens is not None), default=None)
+    if limit is not None:
+        graph = replace(graph, source=graph.source.up_to(limit))
+    if (tokens := _row_tokens(graph)) is not None and (context := _shortest_context(graph)) is not None:
+        name, most = context
+        reason = f"longer than the context of {name!r}, {most} tokens"
+        return replace(graph, source=graph.source.keeping_short(tokens <= most, reason))  # pyright: ignore[reportAttributeAccessIssue]
+    return graph
+
+
+def check_lengths(graph: Graph) -> None:
+    """Check that every model can read its rows: the source's rows, and prompts with responses of up to `max_tokens`.
+
+    Raises:
+        UserError: naming the group with the shortest context, the longest row, and how many rows are too long.
+    """
+    tokens, context = _row_tokens(graph), _shortest_context(graph)
+    if tokens is None or context is None or not len(tokens):
+        return
+    (name, most), row = context, int(np.argmax(tokens))
+    if tokens[row] <= most:
+        return
+    generated = _generated_tokens(graph)
+    has = (
+        f"{tokens[row]} tokens"
+        if generated is None
+        else f"{tokens[row] - generated} prompt tokens and max_tokens={generated}"
+    )
+    lower = "" if generated is None else "lower max_tokens, "
+    raise UserError(
+        f"row {row} of {graph.source.name} has {has}, more than the context of {most} of {name!r} "
+        f"({graph.handles[name].config.model}); {int((tokens > most).sum())} of {len(tokens)} rows are too long; {lower}drop these rows "
+        "(too_long='drop' where they are read), or take a model with a longer context"
+    )
+
+
+def _row_tokens(graph: Graph) -> np.ndarray | None:
+    """[rows of the source] Longest input of a model for each row: the tokens of its prompt and its longest response. The response comes
+    from the source or from a node that samples. None if the source has no prompts, or if no node reads prompts with responses."""
+    if str(PROMPT_IDS) not in graph.source.columns:
+        return None
+    given = {c for n in graph.nodes for c in map(str, _RESPONSES) if n.writers.get(c) == ""}
+    generated = _generated_tokens(graph)
+    if not given and generated is None:
+        return None
+    rows = Batch.of_table(graph.source.table.select([str(PROMPT_IDS), *sorted(given)]))
+    responses = [rows.lengths(column) for column in given] + ([] if generated is None else [generated])
+    return rows.lengths(PROMPT_IDS) + np.maximum.reduce(np.broadcast_arrays(np.zeros(len(rows), np.int64), *responses))
+
+
+def _generated_tokens(graph: Graph) -> int | None:
+    """Longest response that a node samples for a prompt of the source, in tokens, or None if no node samples."""
+    samplings = [n.arguments.get("sampling") for n in graph.nodes if n.writers.get(str(PROMPT_IDS)) == ""]
+    return max((each.max_tokens for each in samplings if isinstance(each, Sampling)), default=None)
+
+
+def _shortest_context(graph: Graph) -> tuple[str, int] | None:
+    """The group with the smallest limit on the tokens of a row, and that limit, or None if no group has a limit."""
+    found = {name: handle.worker_class.longest_row(handle.config) for name, handle in graph.handles.items()}
+    limits = {name: tokens for name, tokens in found.items() if tokens is not None}
+    return min(limits.items(), key=lambda item: item[1], default=None)
+
+
+def check_capacity(graph: Graph, schedule: Training, buffer: BufferConfig) -> None:
+    """A step must fit into the buffer, and into the memory of the driver.
+
+    Raises:
+        UserError: naming both numbers.
+    """
+    rows = schedule.prompts_per_step * expected_rows(graph)
+    check_rows(
+        graph, schedule.prompts_per_step, f"{type(schedule).__name__}(prompts_per_step={schedule.prompts_per_step})"
+    )
+    if buffer.max_rows is not None and rows > buffer.max_rows:
+        raise UserError(
+            f"{type(schedule).__name__}(prompts_per_step={schedule.prompts_per_step}) has {rows} rows in flight at once "
+            f"({expected_rows(graph)} a prompt), but BufferConfig(max_rows={buffer.max_rows}) holds fewer"
+        )
+
+
+MAX_ROWS = 10_000_000
+"""Rows that a graph may have in flight at once. The driver keeps an entry for each of them."""
+
+
+def check_rows(graph: Graph, prompts: int, setting: str, most: int = MAX_ROWS) -> None:
+    """Check that these prompts at once make no more rows than the driver can hold.
+
+    Args:
+        setting: that decides how many prompts there are, for the error.
+        most: rows that are possible.
+
+    Raises:
+        UserError: naming the setting, and the nodes that make several rows out of one.
+    """
+    rows = prompts * expected_rows(graph)
+    if rows > most:
+        made = [f"node {n.name!r} has n={n.arguments['n']}" for n in graph.nodes if n.arguments.get("n", 1) != 1]
+        raise UserError(
+            f"{', '.join([*made, setting])} of graph {graph.name!r}: {rows:,} rows at once; at most {most:,} are possible. "
+            "Take smaller numbers"
+        )
+
+
+def all_handles(graphs: Sequence[Graph]) -> dict[str, Handle]:
+    """Every worker group of a run, by name.
+
+    Raises:
+        UserError: when two of them share a name.
+    """
+    handles: dict[str, Handle] = {}
+    for graph in graphs:
+        for name, handle in graph.handles.items():
+            if handles.setdefault(name, handle) is not handle:
+                raise UserError(
+                    f"two worker groups are called {name!r}: give one of them another name with weft.group(..., name=...)"
+                )
+    return handles
+
+
+def _filters_before(graph: Graph, name: str) -> frozenset[str]:
+    """Filters that the rows of a node have passed."""
+    node = graph[name]
+    own = {a for a in node.after if graph[a].operation.shape is Shape.FILTER}
+    return frozenset(own.union(*(_filters_before(graph, a) for a in node.after)))
+
+
+def check_transports(handles: Iterable[Handle], placement: Mapping[str, Place]) -> None:
+    """Weights that are to travel from GPU to GPU have GPUs on both sides: the same ones for CUDA IPC, which a rank sees alone, and others
+    for NCCL, which does not go from a GPU to itself. By vLLM's own backends they reach engines of vLLM, for IPC from a rank on each GPU.
+
+    Raises:
+        UserError: naming both groups and the transport to take.
+    """
+    for handle in handles:
+        if handle.leader is None:
+            continue
+        leader, follower, transport = handle.leader.called, handle.called, handle.leader.transport
+        who = f'transport="{transport}" of {leader!r}, which {follower!r} follows'
+        backend = handle.leader.vllm_backend
+        if backend and (reason := handle.worker_class.refuses_vllm_backends(handle.given)):
+            raise UserError(f'{who}: {reason}; change that, or take transport="auto"')
+        way = backend or transport
+        if way not in ("nccl", "ipc"):
+            continue
+        pools = {name: placement[name].pool for name in (leader, follower)}
+        for name, pool in pools.items():
+            if not pool.gpus:
+                raise UserError(
+                    f'{who}, goes from GPU to GPU, and pool {pool.name!r} of {name!r} has none; take transport="auto"'
+                )
+        shared = pools[leader].name == pools[follower].name
+        if shared != (way == "ipc"):
+            where, other = ("on one pool", "ipc") if shared else ("on separate pools", "nccl")
+            raise UserError(f'{who}, cannot be used {where}; take transport="{transport.replace(way, other)}"')
+        if backend and shared and placement[leader].gpus > 1:
+            raise UserError(
+                f"{who}, is sent by a rank on each GPU, and {leader!r} has {placement[leader].ranks} ranks for the "
+                f"{pools[leader].gpus} GPUs of pool {pools[leader].name!r}; take ranks={pools[leader].gpus}"
+            )
+
+
+def check_apart(
+    graph: Graph, schedule: Training, placement: Mapping[str, Place], evaluated: Sequence[Graph] = ()
+) -> None:
+    """Check that work which overlaps has separate devices: groups on one pool take turns, and generation that never stops gives none, not
+    even to a group that is only `evaluated` with.
+
+    Raises:
+        UserError: naming the two groups and their pool.
+    """
+    updates = [n for n in graph.nodes if n.operation.updates]
+    seen = {n.name: _filters_before(graph, n.name) for n in updates}
+    if not isinstance(schedule, Synchronous) and len(set(seen.values())) > 1:
+        raise UserError(
+            f"{type(schedule).__name__}: updates {', '.join(seen)} stand behind different filters "
+            f"({'; '.join(', '.join(sorted(f)) or 'none' for f in seen.values())}), so their batches differ; take weft.Synchronous"
+        )
+    if not schedule.overlaps:
+        return
+    generating = {n.group for n in graph.nodes if n.operation.interruptible and n.group}
+    others = {n.group for one in (graph, *evaluated) for n in one.nodes if n.group} - generating
+    for group in sorted(generating):
+        pool = placement[group].pool.name
+        for other in sorted(others):
+            if placement[other].pool.name == pool:
+                raise UserError(
+                    f"{type(schedule).__name__} generates without a stop, but {group!r} and {other!r} take turns on pool {pool!r}: "
+                    "give each a resource pool of its own"
+                )
+
+
+# Deadlines
+#
+# Deadlines: how long a group may take to start, and a rank may be silent, where the user does not
+# say: larger models take longer.
+
+
+CALL_S = 600.0
+"""Of silence, whatever the model."""
+READ_BYTES_PER_S = 50e6
+"""Slowest disk that a model is expected to be read from: one that many ranks share over a network."""
+COPY_BYTES_PER_S = 200e6
+"""Slowest copy of all parameters (to publish them, to take them over, to move them to host memory) that is expected."""
+
+
+def model_bytes(handles: Iterable[Handle]) -> int:
+    """Bytes of the files of the largest model of these groups; 0: none has a model in safetensors files."""
+    return max((_stored_bytes(getattr(handle.config, "model", None)) for handle in handles), default=0)
+
+
+def longest_start_s(num_bytes: int) -> float:
+    """Longest wait for the workers of a group to be up.
+
+    >>> longest_start_s(0), longest_start_s(140_000_000_000)
+    (300.0, 3100.0)
+    """
+    return START_TIMEOUT_S + num_bytes / READ_BYTES_PER_S
+
+
+def longest_silence_s(num_bytes: int) -> float:
+    """Longest silence of a rank that was called.
+
+    >>> longest_silence_s(0), longest_silence_s(140_000_000_000)
+    (600.0, 1300.0)
+    """
+    return CALL_S + num_bytes / COPY_BYTES_PER_S
+
+
+def set_deadlines(
+    start_timeout_s: float | None, call_timeout_s: float | None, handles: Iterable[Handle]
+) -> dict[str, float]:
+    """The deadlines of a run: what the user says, or what its largest model suggests.
+
+    Raises:
+        UserError: there is no time to start.
+    """
+    if start_timeout_s is not None and not start_timeout_s > 0:
+        raise UserError(f"Driver(start_timeout_s={start_timeout_s!r}): it is a number of seconds above 0")
+    num_bytes = model_bytes(handles) if None in (start_timeout_s, call_timeout_s) else 0
+    return {
+        "start_timeout_s": longest_start_s(num_bytes) if start_timeout_s is None else start_timeout_s,
+        "call_timeout_s": longest_silence_s(num_bytes) if call_timeout_s is None else call_timeout_s,
+    }
+
+
+def _stored_bytes(model: str | Path | None) -> int:
+    if model is None:
+        return 0
+    try:
+        folder = find_model_config(model).parent
+    except UserError:  # whoever loads it says so
+        return 0
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

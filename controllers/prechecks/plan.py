@@ -1,0 +1,287 @@
+"""Plan: what a run will be, from its checked description: sizes of a step, groups, memory, bytes on the disk, time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...dataflow.graph import TRAIN
+from ...dataflow.metric_names import FUNCTIONS
+from ...workers.dispatch import RowCost, balance
+from ...workers.node_memory import node_memory
+from ...workers.training.engine import ModelConfig
+from ...workers.training.microbatch_plan import OptimizerSteps
+from ..placement import OTHER, machine_cpus, machine_gpus
+from ..run_spec import RunSpec
+from ..schedule import Synchronous
+from .plan_memory import GroupMemory, driver_bytes, group_memory
+from .plan_sizes import StepSizes, UpdateSizes, sample_bytes, step_sizes, update_sizes
+from .plan_stages import PipelinePlan, chunks_of, pipeline_plan
+from .simulated import Simulated
+from .simulated_bound import bound, calibrate
+from .simulated_costs import CostModel, Generation, SequenceParallelCost
+
+# Sequences
+#
+# Groups of ranks for rows of uneven lengths in a plan: what is gained over groups of one size.
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """The groups of an update, for the rows of one step as they are drawn."""
+
+    node: str
+    degrees: tuple[int, ...]
+    """Ranks of each group, in the slowest optimizer step."""
+    seconds: float
+    """Of the slowest group of each optimizer step, together."""
+    gap: float
+    """How far that is above a bound that no groups of powers of two beat, as a share of it."""
+    equal_degree: int
+    """The smallest size of groups that hold the longest row, if all have the same."""
+    equal_s: float
+    """The seconds of such groups."""
+    optimizer_steps: int
+    """Whose groups are each chosen for their own rows."""
+
+
+def sequence_plan(update: UpdateSizes, sizes: StepSizes, costs: CostModel | None, ranks: int) -> SequencePlan | None:
+    """Choose the groups of an update for a step's rows, in each of its optimizer steps; None: its cost is no `SequenceParallelCost`.
+
+    Args:
+        update: which.
+        sizes: of a step.
+        costs: of its calls; None: they are not known.
+        ranks: of the group; where they are several replicas, the plan is that of the one with the longest row.
+
+    Raises:
+        UserError: the largest power of two of the ranks has no room for the longest row.
+    """
+    cost = costs.linear(update.node) if costs is not None else None
+    if costs is None or not isinstance(cost, SequenceParallelCost):
+        return None
+    lengths = _lengths(sizes, costs)
+    lengths = lengths[balance(RowCost(cost.attention_length)(lengths), max(1, ranks // cost.ranks))[0]]
+    cuts = update.steps.cut(np.arange(len(lengths)), (costs.seed, 0))
+    needed = -(-int(lengths.max()) // cost.memory_tokens)
+    equal = next(d for d in range(max(1, needed), cost.ranks + 1) if cost.ranks % d == 0)
+    alike = cost.model_copy(update={"degree": equal})
+    plans = [cost.groups(lengths[cut]) for cut in cuts]
+    seconds, bound_s = sum(plan.seconds for plan in plans), sum(plan.bound_s for plan in plans)
+    return SequencePlan(
+        update.node,
+        max(plans, key=lambda plan: plan.seconds).degrees,
+        seconds,
+        seconds / bound_s - 1 if bound_s else 0.0,
+        equal,
+        sum(alike.groups(lengths[cut]).seconds for cut in cuts),
+        len(plans),
+    )
+
+
+def _lengths(sizes: StepSizes, costs: CostModel) -> np.ndarray:
+    """Tokens of the rows of a step: drawn as a simulation draws them, or all of the expected length."""
+    for cost in costs.nodes.values():
+        if isinstance(cost, Generation):
+            each = max(1, sizes.rows // max(1, sizes.prompts))
+            drawn = [cost.lengths.draw((costs.seed, prompt), prompt, each) for prompt in range(sizes.prompts)]
+            return np.concatenate(drawn) + round(sizes.prompt_tokens)
+    return np.full(sizes.rows, max(1, round(sizes.tokens_a_row)))
+
+
+# Step time
+#
+# Time of a step, from costs: those of the simulation that a script asks for, or those fitted to
+# the timeline of an earlier run.
+
+
+BESIDE = ("publish_weights", "receive_weights", "onload", "offload")
+"""Calls beside the graph that a step has, each once."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step of training, without what the driver takes, and without evaluations and checkpoints."""
+
+    seconds: float
+    nodes: Mapping[str, float]
+    """Node, or group and method beside the graph -> seconds; empty where only the whole is known."""
+    of: str
+    """Where the costs are from."""
+    at_best: bool
+    """No schedule beats it: everything overlaps that can."""
+
+
+def step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> StepTime:
+    """The time of a step.
+
+    Args:
+        spec: the run.
+        sizes: of a step.
+        costs: of its calls; what they do not mention takes no time.
+        of: where they are from.
+    """
+    graph, places = spec.graphs[TRAIN], spec.placement
+    if any(isinstance(cost, Generation) for cost in costs.nodes.values()):
+        placed = {name: place for name, place in places.items() if name == FUNCTIONS or name in graph.handles}
+        found = bound(costs, graph, placed, prompts_per_step=sizes.prompts)
+        return StepTime(found.seconds, {}, of, at_best=True)
+    nodes: dict[str, float] = {}
+    for node in graph.nodes:
+        group = node.group or FUNCTIONS
+        config: Any = spec.handles[group].config
+        ranks = 1 if spec.backend.in_process else places[group].ranks
+        replicas = max(1, ranks // costs.replica_ranks(group, config))
+        level = node.level if node.makes_level is None else node.makes_level
+        rows = sizes.rows_of_level[level] / replicas
+        nodes[node.name] = costs.linear(node.name).seconds(rows, rows * sizes.tokens(level), OptimizerSteps.of(node))
+    beside = (f"{group}.{method}" for group in spec.handles for method in BESIDE)
+    nodes |= {name: costs.linear(name).fixed_s for name in beside if name in costs.nodes}
+    nodes = {name: seconds for name, seconds in nodes.items() if seconds}
+    if isinstance(spec.schedule, Synchronous):
+        return StepTime(sum(nodes.values()), nodes, of, at_best=False)
+    pools: dict[str, float] = {}
+    for name, seconds in nodes.items():
+        group = name.partition(".")[0]
+        pool = places[group if group in places else FUNCTIONS].pool.name
+        pools[pool] = pools.get(pool, 0.0) + seconds
+    return StepTime(max(pools.values(), default=0.0), nodes, of, at_best=True)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine has."""
+
+    cpus: int
+    gpus: int
+    memory_bytes: int
+    """Of the host, under the limit of a container."""
+    memory_free: int
+    gpu_bytes: int
+    """Of one GPU; 0 where there is none."""
+    disk_free: int
+    """Where this directory lies."""
+    planned_for: bool = False
+    """Its GPUs are those of another machine, whose host memory is not known."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run before it starts."""
+
+    spec: RunSpec
+    sizes: StepSizes
+    updates: tuple[UpdateSizes, ...]
+    groups: tuple[GroupMemory, ...]
+    machine: Machine
+    time: StepTime | None
+    """Of a step; None: no costs are known."""
+    driver_bytes: int
+    """Host memory of the driver's process; under `Local` with the libraries of all groups."""
+    pipelines: tuple[PipelinePlan, ...] = ()
+    """Of updates whose group is a pipeline."""
+    sequences: tuple[SequencePlan, ...] = ()
+    """Of updates whose ranks share long rows, where their costs are known."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of all processes, at most: if all groups are at their peak at once. What a group keeps on GPUs goes to the host while
+        another one has its turn there."""
+        away = 0
+        for turns in self._turns.values():
+            moves = [group.ranks * group.moves for group in turns]
+            away += sum(moves) - min(moves)
+        return self.driver_bytes + away + sum(group.ranks * group.host for group in self.groups)
+
+    @property
+    def device_bytes(self) -> Mapping[str, int]:
+        """Pool with GPUs -> bytes on each of its GPUs, at most: those of the largest of its groups, which take turns."""
+        found: dict[str, int] = {}
+        for pool, turns in self._turns.items():
+            gpus = max(1, self.spec.placement[turns[0].group].pool.gpus)
+            found[pool] = max(group.device * max(1, round(group.ranks / gpus)) for group in turns)
+        return found
+
+    @property
+    def _turns(self) -> Mapping[str, list[GroupMemory]]:
+        """Pool with GPUs -> the groups that are on them."""
+        found: dict[str, list[GroupMemory]] = {}
+        for group in self.groups:
+            if group.on_gpu:
+                found.setdefault(group.pool, []).append(group)
+        return found
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Of one checkpoint: models, optimizers, without rows in flight."""
+        return sum(group.checkpoint for group in self.groups)
+
+    @property
+    def checkpoints(self) -> int:
+        """How many lie on the disk at once: those that are kept, the one that is being written, and the best one if that is kept."""
+        config = self.spec.checkpoint
+        return config.keep + 1 + (config.best is not None) if config.writes else 0
+
+    @property
+    def sample_bytes(self) -> int:
+        """Of the samples of a run, at most, without those of evaluations."""
+        every = self.spec.record_every
+        return sample_bytes(self.spec.graphs[TRAIN], self.sizes) * (self.spec.schedule.steps // every) if every else 0
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of a run, at most."""
+        return self.checkpoint_bytes * self.checkpoints + self.sample_bytes
+
+
+def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
+    """Plan a run.
+
+    Args:
+        spec: as the driver has checked it.
+        like: directory of an earlier run, whose timeline says what calls cost; None: there is none.
+
+    Raises:
+        UserError: that run has no timeline.
+    """
+    driver = driver_bytes(in_process=spec.backend.in_process)
+    train, machine = spec.graphs[TRAIN], this_machine()
+    sizes = step_sizes(train, spec.schedule.prompts_per_step)
+    costs, of = None, "the costs of the simulation"
+    if like is not None:
+        costs, of = calibrate(like), f"the calls of {like}"
+    elif isinstance(spec.backend, Simulated):
+        costs = spec.backend.costs
+    updating = {node.group: node for node in train.nodes if node.operation.updates and node.group is not None}
+    configs = {n: h.config for n, h in spec.handles.items() if isinstance(h.config, ModelConfig)}
+    chunks = {n: chunks_of(configs[n], node.name, costs) for n, node in updating.items() if n in configs}
+    groups = tuple(
+        group_memory(spec, n, h, spec.placement[n], sizes, machine.gpu_bytes, chunks.get(n, 1))
+        for n, h in spec.handles.items()
+    )
+    updates = tuple(update_sizes(spec, node, sizes) for node in train.nodes if node.operation.updates)
+    of_groups = list(zip(updates, (str(n.group) for n in train.nodes if n.operation.updates), strict=True))
+    pipelines = [pipeline_plan(configs[g], update, costs) for update, g in of_groups if g in configs]
+    time = step_time(spec, sizes, costs, of) if costs is not None else None
+    shared = [sequence_plan(update, sizes, costs, spec.placement[g].ranks) for update, g in of_groups]
+    parts = tuple(filter(None, pipelines)), tuple(filter(None, shared))
+    return Plan(spec, sizes, updates, groups, machine, time, driver, *parts)
+
+
+def this_machine() -> Machine:
+    """What this machine has now; with the GPUs of another one, if that is planned for."""
+    memory = node_memory()
+    total, used = (memory.limit_bytes, memory.used_bytes) if memory else (0, 0)
+    gpus, gpu_bytes = machine_gpus(), 0
+    if (other := OTHER.get()) is not None:
+        gpu_bytes = other.gpu_bytes
+    elif gpus:
+        import torch
+
+        gpu_bytes = torch.cuda.get_device_properties(0).total_memory
+    return Machine(machine_cpus(), gpus, total, total - used, gpu_bytes, shutil.disk_usage(".").free, other is not None)

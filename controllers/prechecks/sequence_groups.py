@@ -1,0 +1,298 @@
+"""Groups of ranks that share the tokens of rows, of different sizes: large ones for a few long rows, small ones for many short rows.
+
+Ulysses with one degree for all rows makes short rows pay the exchange that only long rows need. FlexSP (arXiv:2412.01523) chooses
+groups for the rows of a step, so that all are done at about the same time. This is such a planner, without its integer program. It tries
+all ways to cut up to 8 ranks; of more ranks, all groups of one size and groups of powers of two (of many, a descent over them). Rows are
+dealt out the longest first, each where it is done first, and moved away from the slowest group as long as that helps. A plan comes with
+a bound that no groups of any sizes beat.
+
+A group takes its rows in microbatches of at most its ranks' tokens together, and stays what it is for the whole step; FlexSP makes
+groups anew for each microbatch, which helps where the longest row needs most of the ranks. The engine of Weft itself has one degree for
+all rows.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...dataflow.errors import UserError
+from ...workers.dispatch import RowCost
+
+WAYS = 256
+"""Ways to cut ranks into groups that are all tried, if there are no more: of 32 ranks there are 202."""
+FEW_RANKS = 8
+"""Ranks that are cut in all ways, at most."""
+FEW_ROWS = 64
+"""Rows of a plan in which rows are also exchanged for others, at most."""
+
+
+@dataclass(frozen=True)
+class SequenceCost:
+    """What rows take on groups of ranks.
+
+    >>> cost = SequenceCost(memory_tokens=100, per_token_s=0.01, row_cost=RowCost(100), exchange_s={2: 0.001})
+    >>> cost.seconds(np.array([100]), degree=2).round(3).tolist()  # (1 + 1) s over two ranks, and 50 tokens exchanged by each
+    [1.05]
+    """
+
+    memory_tokens: int
+    """That a rank has room for in a pass."""
+    per_token_s: float
+    """Of a token in linear layers, forwards and backwards, on one rank."""
+    row_cost: RowCost = field(default_factory=RowCost)
+    """Of a row, in tokens of linear layers."""
+    exchange_s: Mapping[int, float] = field(default_factory=dict)
+    """Degree -> time of the all-to-all exchanges for each token that a rank holds; a degree that is not mentioned has that of the next
+    smaller one, and 1 has none."""
+
+    def seconds(self, lengths: np.ndarray, degree: int) -> np.ndarray:
+        """[rows] seconds that each row takes on a group of so many ranks."""
+        known = [each for each in self.exchange_s if each <= degree]
+        exchange = self.exchange_s[max(known)] if known and degree > 1 else 0.0
+        return (self.per_token_s * self.row_cost(lengths) + exchange * np.asarray(lengths)) / degree
+
+    def fits(self, lengths: np.ndarray, degree: int) -> np.ndarray:
+        """[rows] whether the ranks of such a group together have room for each row."""
+        return np.asarray(lengths) <= degree * self.memory_tokens
+
+
+@dataclass(frozen=True)
+class SequenceGroups:
+    """Groups of ranks, and the rows of each."""
+
+    degrees: tuple[int, ...]
+    """Ranks of each group, the largest first."""
+    rows: tuple[tuple[int, ...], ...]
+    """Of each group, indexes of its rows."""
+    group_s: tuple[float, ...]
+    """Seconds that each group takes."""
+    bound_s: float
+    """A lower bound for groups of any sizes and any way to deal out the rows."""
+
+    @property
+    def seconds(self) -> float:
+        """The makespan: of the slowest group."""
+        return max(self.group_s, default=0.0)
+
+    @property
+    def gap(self) -> float:
+        """How far the makespan is above the bound, as a share of it, at most how far it is above the best plan."""
+        return self.seconds / self.bound_s - 1 if self.bound_s else 0.0
+
+
+def plan_groups(lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceCost) -> SequenceGroups:
+    """Choose groups for these rows, and the rows of each.
+
+    Args:
+        lengths: [rows] tokens of each.
+        ranks: in all.
+        cost: of rows on groups.
+
+    Raises:
+        UserError: all ranks together have no room for the longest row.
+
+    >>> cost = SequenceCost(memory_tokens=100, per_token_s=0.01, exchange_s={8: 0.01})
+    >>> plan = plan_groups([400, 100, 100, 100, 100], 8, cost)
+    >>> plan.degrees, plan.rows, plan.seconds, plan.bound_s
+    ((7, 1), ((0, 1, 2, 3), (4,)), 1.0, 1.0)
+    """
+    table = _Table(lengths, ranks, cost)
+    ways = list(_all_partitions(ranks) if ranks <= FEW_RANKS else _some_partitions(ranks))
+    if len(ways) > WAYS:  # some large groups, and all others of one smaller size: from the best of these, down
+        ways = [_filled(ranks, (large,) * k, small) for large, k, small in _large_and_small(ranks, _powers(ranks))]
+    ways += [(size,) * (ranks // size) for size in _divisors(ranks)]
+    ways.append((table.smallest, *_filled(ranks - table.smallest, (), 1)))
+    found = sorted((table.dealt(way) for way in ways if table.holds(way)), key=lambda plan: plan.seconds)
+    return min((_descended(table, plan) for plan in found[:3]), key=lambda plan: plan.seconds)
+
+
+def equal_groups(lengths: Sequence[int] | np.ndarray, ranks: int, degree: int, cost: SequenceCost) -> SequenceGroups:
+    """The same with groups of one size, as Ulysses has them.
+
+    Raises:
+        UserError: the size does not divide the ranks, or a group has no room for the longest row.
+    """
+    if degree < 1 or ranks % degree:
+        raise UserError(f"groups of {degree} ranks do not divide {ranks} ranks")
+    table = _Table(lengths, ranks, cost, also=degree)
+    if not table.holds((degree,)):
+        longest = int(np.max(lengths))
+        raise UserError(
+            f"a row of {longest:,} tokens does not fit on {degree} ranks of {cost.memory_tokens:,} tokens each"
+        )
+    return table.dealt((degree,) * (ranks // degree))
+
+
+class _Table:
+    """Seconds of each row on groups of each size, and how rows are dealt out."""
+
+    def __init__(self, lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceCost, also: int = 1) -> None:
+        """
+        Args:
+            also: a size of groups beside the powers of two.
+        """
+        if ranks < 1:
+            raise UserError(f"{ranks} ranks: at least 1")
+        tokens = np.asarray(lengths, np.int64)
+        levels = [each - 1 for each in cost.exchange_s if 1 < each <= ranks]  # the quickest size of each exchange time
+        fitting = -(-int(tokens.max()) // cost.memory_tokens) if len(tokens) else 1
+        sizes = {
+            *range(1, min(ranks, FEW_RANKS) + 1),
+            *_powers(ranks),
+            *_divisors(ranks),
+            *levels,
+            *([fitting] if 1 <= fitting <= ranks else []),
+            also,
+        }
+        self.degrees = tuple(sorted(sizes))
+        self.smallest = min(max(fitting, 1), ranks)
+        """Ranks of the smallest group that has room for the longest row."""
+        self._ranks, self._rows = ranks, len(tokens)
+        fits = np.array([cost.fits(tokens, degree) for degree in self.degrees]).reshape(len(self.degrees), -1)
+        seconds = np.array([cost.seconds(tokens, degree) for degree in self.degrees]).reshape(fits.shape)
+        self._seconds = np.where(fits, seconds, math.inf)
+        if len(tokens) and not fits[-1].all():
+            raise UserError(
+                f"a row of {int(tokens.max()):,} tokens does not fit on {self.degrees[-1]} ranks of {cost.memory_tokens:,} tokens each"
+            )
+        self._order = np.argsort(-tokens, kind="stable").tolist()
+        self._of_degree = {d: each.tolist() for d, each in zip(self.degrees, self._seconds, strict=True)}
+
+    def holds(self, degrees: Sequence[int]) -> bool:
+        """Whether the largest of these groups has room for the longest row."""
+        return not self._rows or self._of_degree[max(degrees)][self._order[0]] < math.inf
+
+    @property
+    def bound_s(self) -> float:
+        """Every row takes at least the rank-seconds of its best group, and the ranks share them; and at least the seconds of its
+        quickest group. Rank-seconds depend on the size of a group only by its exchange time, so the table's sizes are enough."""
+        if not self._rows:
+            return 0.0
+        work = (self._seconds * np.array(self.degrees)[:, None]).min(0).sum()
+        return float(max(work / self._ranks, self._seconds.min(0).max()))
+
+    def dealt(self, degrees: Sequence[int]) -> SequenceGroups:
+        """Rows dealt out over these groups."""
+        degrees = sorted(degrees, reverse=True)
+        heaps: dict[int, list[tuple[float, int]]] = {}
+        for group, degree in enumerate(degrees):
+            heaps.setdefault(degree, []).append((0.0, group))
+        members: list[list[int]] = [[] for _ in degrees]
+        for row in self._order:
+            done, degree = min((heap[0][0] + self._of_degree[d][row], d) for d, heap in heaps.items())
+            members[heaps[degree][0][1]].append(row)
+            heapq.heapreplace(heaps[degree], (done, heaps[degree][0][1]))
+        loads = [0.0] * len(degrees)
+        for heap in heaps.values():
+            for load, group in heap:
+                loads[group] = load
+        self._relieve(degrees, members, loads)
+        loads = [math.fsum(self._of_degree[d][row] for row in own) for d, own in zip(degrees, members, strict=True)]
+        return SequenceGroups(tuple(degrees), tuple(tuple(sorted(own)) for own in members), tuple(loads), self.bound_s)
+
+    def _relieve(self, degrees: Sequence[int], members: list[list[int]], loads: list[float]) -> None:
+        """Move rows away from the slowest group, or exchange them for others, while that makes both sides quicker than it was."""
+        for _ in range(4 * self._rows):
+            slowest = max(range(len(loads)), key=loads.__getitem__)
+            of, best = self._of_degree[degrees[slowest]], (loads[slowest] * (1 - 1e-9), -1, -1, -1)
+            for row in members[slowest]:
+                for group, degree in enumerate(degrees):
+                    if group == slowest:
+                        continue
+                    its = self._of_degree[degree]
+                    after = max(loads[group] + its[row], loads[slowest] - of[row])
+                    best = min(best, (after, row, group, -1))
+                    for other in members[group] if self._rows <= FEW_ROWS else ():
+                        after = max(loads[group] + its[row] - its[other], loads[slowest] - of[row] + of[other])
+                        best = min(best, (after, row, group, other))
+            _, row, group, other = best
+            if row < 0:
+                return
+            its = self._of_degree[degrees[group]]
+            members[slowest].remove(row)
+            members[group].append(row)
+            loads[slowest] -= of[row]
+            loads[group] += its[row]
+            if other >= 0:
+                members[group].remove(other)
+                members[slowest].append(other)
+                loads[slowest] += of[other]
+                loads[group] -= its[other]
+
+
+def _descended(table: _Table, best: SequenceGroups) -> SequenceGroups:
+    """From this plan, a group halved or two joined as long as that makes it quicker."""
+    while True:
+        near = [way for way in _neighbours(best.degrees) if {*way} <= {*table.degrees} and table.holds(way)]
+        found = min((table.dealt(way) for way in near), key=lambda plan: plan.seconds, default=best)
+        if found.seconds >= best.seconds * (1 - 1e-9):
+            return best
+        best = found
+
+
+def _neighbours(degrees: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    times = Counter(degrees)
+    for degree, number in times.items():
+        if degree % 2 == 0:
+            yield tuple((times - Counter([degree]) + Counter([degree // 2] * 2)).elements())
+        if number > 1:
+            yield tuple((times - Counter([degree] * 2) + Counter([2 * degree])).elements())
+
+
+def _powers(ranks: int) -> tuple[int, ...]:
+    return tuple(1 << k for k in range(ranks.bit_length()))
+
+
+def _divisors(ranks: int) -> tuple[int, ...]:
+    return tuple(size for size in range(1, ranks + 1) if ranks % size == 0)
+
+
+def _all_partitions(ranks: int, largest: int | None = None) -> Iterator[tuple[int, ...]]:
+    """All ways to cut ranks into groups.
+
+    >>> list(_all_partitions(3))
+    [(3,), (2, 1), (1, 1, 1)]
+    """
+    if ranks == 0:
+        yield ()
+    for size in range(min(ranks, largest or ranks), 0, -1):
+        for rest in _all_partitions(ranks - size, size):
+            yield (size, *rest)
+
+
+def _some_partitions(ranks: int) -> Iterator[tuple[int, ...]]:
+    """All ways to make up ranks of powers of two, the first ones if they are too many."""
+
+    def ways(left: int, largest: int) -> Iterator[tuple[int, ...]]:
+        if left == 0:
+            yield ()
+        for k in range(min(largest, left.bit_length() - 1), -1, -1) if left else ():
+            for rest in ways(left - (1 << k), k):
+                yield ((1 << k), *rest)
+
+    for number, way in enumerate(ways(ranks, ranks.bit_length())):
+        yield way
+        if number >= WAYS:
+            return
+
+
+def _large_and_small(ranks: int, degrees: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(size of large groups, how many, size of the others)."""
+    for large in degrees:
+        for small in degrees:
+            if small <= large:
+                yield from (
+                    (large, k, small) for k in range(1, ranks // large + 1) if small < large or k == ranks // large
+                )
+
+
+def _filled(ranks: int, large: tuple[int, ...], small: int) -> tuple[int, ...]:
+    """These groups, others of a smaller size, and what is left in powers of two."""
+    number, left = divmod(ranks - sum(large), small)
+    return (*large, *(small,) * number, *(1 << k for k in reversed(range(left.bit_length())) if left >> k & 1))

@@ -1,0 +1,422 @@
+"""Simulated: a backend without workers, on a clock of its own. The same graphs, driver, schedules and ledgers run on any number
+of devices that nobody has; a cost model says what a call takes, and the clock jumps from one event to the next.
+
+    CostModel -> Simulated(costs) -> Driver(..., backend=...)     metrics, timeline and log as of any run, in virtual seconds
+    calibrate(run) -> CostModel                                   from the timeline of a real run
+    bound(costs, graph, placement, ...)                           what no schedule can beat
+
+Nothing is written: references to columns are invented.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ...dataflow.buffer.leases import Published
+from ...dataflow.buffer.rows import Row
+from ...dataflow.buffer.segments import Segment
+from ...dataflow.column import RESPONSE_VERSIONS
+from ...dataflow.errors import UserError, nearest
+from ...dataflow.graph import Handle
+from ...dataflow.metrics import Max, Mean, Metrics
+from ...dataflow.operation import Shape
+from ...workers.dispatch import Coordinates
+from ...workers.training.microbatch_plan import OptimizerSteps
+from ..backends.backend import Event, Setup
+from ..backends.process_memory import Memory
+from ..group import Call, WorkerGroup
+from ..placement import Place
+from ..ranks.tasks import Reply, Task
+from .simulated_costs import CostModel, Generation, LinearCost, PipelineCost, SequenceParallelCost
+from .simulated_replica import Generating, Replica, Work
+
+# Draws
+#
+# Draws: what chance decides of each row, by its place in the source and among its siblings, so
+# that no schedule changes it.
+
+
+class Draws:
+    """The chance of one run.
+
+    Args:
+        seed: of the cost model.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._turns: dict[tuple[str, int], dict[int, int]] = {}
+        """(graph, row of the source) -> group made of it -> its number among these."""
+
+    def lengths(self, cost: Generation, graph: str, row: Row, n: int) -> np.ndarray:
+        """[n] int64 tokens of the responses to a row."""
+        return cost.lengths.draw(self._key(graph, row), row.position, n)
+
+    def passes(self, cost: LinearCost, graph: str, row: Row, node: str, *, whole_groups: bool) -> bool:
+        """Whether a filter lets a row (or its group) through."""
+        if cost.keep == 1:
+            return True
+        root = row
+        while whole_groups and root.parent is not None:
+            root = root.parent
+        return bool(np.random.default_rng([*self._key(graph, root), zlib.crc32(node.encode())]).random() < cost.keep)
+
+    def _key(self, graph: str, row: Row) -> list[int]:
+        turns = self._turns.setdefault((graph, row.position), {})
+        return draw_key(self._seed, graph, row.position, turns.setdefault(row.group.id, len(turns)), _path(row))
+
+
+def draw_key(seed: int, graph: str, position: int, turn: int, path: Sequence[int] = ()) -> list[int]:
+    """The seed of what is drawn for a row.
+
+    Args:
+        position: of the row of the source.
+        turn: number of its group among those made of that row.
+        path: number of the row among its siblings, after those of its ancestors.
+    """
+    return [seed, zlib.crc32(graph.encode()), position, turn, *path]
+
+
+def _path(row: Row) -> list[int]:
+    path: list[int] = []
+    while row.parent is not None:
+        path.insert(0, row.number)
+        row = row.parent
+    return path
+
+
+NODE = "simulated"
+"""The node that invented references name: no file of it exists anywhere."""
+
+
+@dataclass(frozen=True)
+class SimulatedWeights:
+    """The weights that a simulated leader publishes: a version without tensors."""
+
+    version: int
+    num_bytes: int = 0
+
+    @property
+    def checksum(self) -> str:
+        return f"version-{self.version}"
+
+    def __add__(self, other: SimulatedWeights) -> SimulatedWeights:
+        return self
+
+
+class Simulated:
+    """Worker groups that take their time and do nothing. Every placement is possible, and `clock` counts virtual seconds.
+
+    Args:
+        costs: what each call takes; nothing, where they are silent.
+    """
+
+    def __init__(self, costs: CostModel = CostModel()) -> None:
+        self.costs = costs
+        self._now = 0.0
+        self._draws = Draws(costs.seed)
+        self._replicas: dict[tuple[str, int], Replica] = {}
+        self._submitted: list[tuple[float, Call, list[tuple[int, Task]]]] = []
+        """Calls that were made since the clock last moved: when, and the tasks by rank."""
+        self._replies: list[tuple[float, int, Event]] = []
+        """Heap of replies by the time at which they come."""
+        self._due: list[tuple[float, int, Replica]] = []
+        """Heap of replicas by the time of what happens there next. Entries of replicas that changed since stay until they come up."""
+        self._order = itertools.count()
+        self._offset = 0
+
+    def __repr__(self) -> str:
+        return "Simulated()"
+
+    def check(
+        self,
+        placement: Mapping[str, Place],
+        handles: Mapping[str, Handle] = MappingProxyType({}),
+    ) -> None:
+        """Refuse costs of groups that no graph has, or that have other ranks; devices are as many as the placement asks for."""
+        for name in [*(n.partition(".")[0] for n in self.costs.nodes if "." in n), *self.costs.ranks_per_replica]:
+            if name not in placement:
+                raise UserError(f"CostModel names a group {name!r}, which no graph has{nearest(name, placement)}")
+        configs = {name: handle.config for name, handle in handles.items()}
+        for name, place in placement.items():
+            each = self.costs.replica_ranks(name, configs.get(name))
+            if place.ranks % each:
+                where = (
+                    "CostModel.ranks_per_replica"
+                    if name in self.costs.ranks_per_replica
+                    else f"the configuration of {name!r}"
+                )
+                raise UserError(f"{where}: replicas of {each} ranks do not divide the {place.ranks} of {name!r}")
+        for node, cost in self.costs.nodes.items():
+            if isinstance(cost, PipelineCost | SequenceParallelCost):
+                name = node.partition(".")[0]
+                self.costs.pipeline(node, configs.get(name))
+                self._check_ranks(node, cost, self.costs.replica_ranks(name, configs.get(name)))
+
+    def _check_ranks(self, node: str, cost: PipelineCost | SequenceParallelCost, ranks: int) -> None:
+        """Refuse a cost of more or fewer ranks than a replica has: each replica would take its share of the rows with the wrong ones."""
+        if isinstance(cost, PipelineCost):
+            fits, wanted = ranks % cost.stages == 0, f"a pipeline of {cost.stages} stages"
+        else:
+            fits, wanted = ranks == cost.ranks, f"{cost.ranks} ranks"
+        if not fits:
+            group = node.partition(".")[0]
+            raise UserError(
+                f"the cost of node {node!r} is of {wanted}, and a replica of {group!r} has {ranks} of the ranks; "
+                f"CostModel.ranks_per_replica says how many it has"
+            )
+
+    def start(self, setup: Setup) -> dict[str, WorkerGroup]:
+        groups: dict[str, WorkerGroup] = {}
+        for name, handle in setup.handles.items():
+            each = self.costs.replica_ranks(name, handle.config)
+            place = setup.placement[name]
+            mesh = [Coordinates(dp=rank // each, tp=rank % each) for rank in range(place.ranks)]
+            groups[name] = WorkerGroup(name, handle, place, mesh, self._submit)
+            generates = [
+                c for n, c in self.costs.nodes.items() if n.startswith(f"{name}.") and isinstance(c, Generation)
+            ]
+            if len(generates) > 1:
+                raise UserError(f"CostModel.nodes: two nodes of {name!r} have a Generation; they share one engine")
+            cost = generates[0] if generates else None
+            for replica in range(mesh[-1].dp + 1) if cost else (0,):  # else all ranks work as one
+                self._replicas[name, replica] = Replica(cost, self._reply, self._invent)
+        return groups
+
+    def delete(self, node: str, file: str) -> None:
+        """There is no file."""
+
+    has_processes = False
+    in_process = False
+    spans_machines = False
+    sync_interval_s = math.inf
+    """Nothing was computed that a loss of power could cost."""
+    has_endpoint = False
+
+    def report(self, run: str, metrics: Mapping[str, float]) -> None:
+        """There is no endpoint."""
+
+    nodes = (NODE,)
+
+    def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
+        """There is none."""
+        return {}
+
+    def lost_nodes(self, *, look: bool) -> Collection[str]:
+        return ()
+
+    def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
+        """There are no processes."""
+        return {}
+
+    hanging: Collection[str] = ()
+
+    def memory(self) -> Mapping[str, Memory]:
+        """Nothing takes any."""
+        return {}
+
+    def node_of(self, group: WorkerGroup, rank: int) -> str:
+        return NODE
+
+    def replace(self, group: WorkerGroup, rank: int) -> None:
+        raise RuntimeError(f"{group.name}[{rank}] has no process that could end")
+
+    def release(self, group: WorkerGroup, rank: int) -> None:
+        raise RuntimeError(f"{group.name}[{rank}] has no process that could end")
+
+    def vacant(self, group: WorkerGroup) -> Collection[int]:
+        """All ranks are there from the start."""
+        return ()
+
+    wait_s = 0.0
+
+    def sample_at(self, group: WorkerGroup, rank: int) -> None:
+        """Nobody asks."""
+
+    def rest(self, seconds: float) -> None:
+        self._now += seconds
+
+    def clock(self) -> float:
+        return self._now
+
+    def close(self) -> None:
+        for left in (self._replicas, self._submitted, self._replies, self._due):
+            left.clear()
+
+    def cancel(self, call: Call) -> None:
+        self._cancel(call, None)
+
+    def give_up(self, call: Call, sample_ids: Sequence[int]) -> None:
+        self._cancel(call, frozenset(sample_ids))
+
+    def _cancel(self, call: Call, parents: frozenset[int] | None) -> None:
+        self._begin()
+        for replica in dict.fromkeys(self._replica(call, rank) for rank in call.ranks):
+            replica.run(self._now)
+            replica.cancel(call.number, self._now, parents)
+            self._note(replica)
+
+    def wait(self, timeout_s: float) -> Sequence[Event]:
+        """The next replies; the clock moves to their time, or by `timeout_s` when none comes until then."""
+        self._begin()
+        end = self._now + timeout_s
+        while self._due and self._due[0][0] <= max(self._now, min(end, self._replies[0][0] if self._replies else end)):
+            time, _, replica = heapq.heappop(self._due)
+            if time == replica.next_s:
+                replica.run(time)
+                self._note(replica)
+        if not self._replies or self._replies[0][0] > max(self._now, end):
+            self._now = end
+            return []
+        self._now = max(self._now, self._replies[0][0])
+        events: list[Event] = []
+        while self._replies and self._replies[0][0] <= self._now:
+            events.append(heapq.heappop(self._replies)[2])
+        return events
+
+    def _submit(self, rank: int, task: Task, call: Call) -> None:
+        self._now += self.costs.dispatch_s
+        if not self._submitted or self._submitted[-1][1] is not call:
+            self._submitted.append((self._now, call, []))
+        self._submitted[-1][2].append((rank, task))
+
+    def _begin(self) -> None:
+        """Give the calls that were made to their replicas."""
+        submitted, self._submitted = self._submitted, []
+        for at, call, tasks in submitted:
+            name = call.node.name if call.node is not None else f"{call.group.name}.{call.method}"
+            cost = self.costs.nodes.get(name)
+            if isinstance(cost, Generation):
+                self._generate(at, call, tasks)
+            else:
+                self._work(at, call, tasks, cost or LinearCost())
+
+    def _generate(self, at: float, call: Call, tasks: Sequence[tuple[int, Task]]) -> None:
+        assert call.lease is not None and call.ledger is not None
+        for replica, own in self._by_replica(call, tasks):
+            _, kept = next((one for one in own if one[1].keep), own[0])
+            assert kept.rows is not None
+            rows = [call.lease.row_of[id] for id in kept.rows.ids.tolist()]
+            n = int(kept.arguments.get("n", 1))
+            assert replica.cost is not None
+            lengths = [self._draws.lengths(replica.cost, call.ledger.name, row, n) for row in rows]
+            replica.run(at)
+            replica.add(Generating(call, own, kept.rows, lengths, [r.tokens for r in rows], at), at)
+            self._note(replica)
+
+    def _work(self, at: float, call: Call, tasks: Sequence[tuple[int, Task]], cost: LinearCost) -> None:
+        held, is_update = call.lease, call.node is not None and call.node.operation.updates
+        ids = held.ids.tolist() if held is not None else []
+        tokens_of = {} if held is None else dict(zip(ids, held.num_tokens.tolist(), strict=True))
+        versions = {} if held is None or not is_update else dict(zip(ids, held.versions, strict=True))
+        fixed = bool(tasks[0][1].arguments.get("last", True)) if call.node is not None else True
+        steps, key = OptimizerSteps.of(call.node), (self.costs.seed, call.group.version)
+        done: dict[int, np.ndarray] = {}
+        for _, task in tasks:
+            if task.rows is not None and id(task.rows) not in done:
+                lengths = np.array([tokens_of[i] for i in task.rows.ids.tolist()], np.int64)
+                units = np.arange(len(lengths))
+                if task.rows.operation.whole_groups:
+                    units = np.unique(task.rows.group_ids, return_inverse=True)[1]
+                done[id(task.rows)] = cost.seconds_of_steps(lengths, steps.cut(units, key))
+        seconds = fixed * cost.fixed_s
+        if done:  # in each optimizer step, ranks of one program wait for the slowest
+            seconds += float(np.max(list(done.values()), axis=0).sum())
+        for replica, own in self._by_replica(call, tasks):
+            replies = [(rank, self._result(call, rank, task, versions, cost, seconds)) for rank, task in own]
+            weights = own[0][1].arguments.get("weights")
+            version = weights.version if call.method == "receive_weights" and weights is not None else None
+            replica.run(at)
+            replica.add(Work(call, seconds, replies, version), at)
+            self._note(replica)
+
+    def _result(
+        self, call: Call, rank: int, task: Task, versions: Mapping[int, int | None], cost: LinearCost, seconds: float
+    ) -> Reply:
+        if task.rows is None:
+            return Reply(value=_value(task, rank) if task.keep else None, done=True, seconds=seconds)
+        published = self._published(call, task, cost) if task.keep and len(task.rows.ids) else None
+        wrote = published is not None and task.rows.writes
+        return Reply(
+            published,
+            self._invent(8 * len(task.rows.ids)) if wrote else None,
+            _trained(call, [versions[i] for i in task.rows.ids.tolist()]) if task.keep and versions else {},
+            done=True,
+            seconds=seconds,
+        )
+
+    def _published(self, call: Call, task: Task, cost: LinearCost) -> Published | None:
+        """The report of a simulated call to the ledger."""
+        share = task.rows
+        assert share is not None
+        operation, ids = share.operation, share.ids
+        if str(RESPONSE_VERSIONS) in share.writes:
+            name = call.node.name if call.node else operation.name
+            raise UserError(f"node {name!r} generates: its cost must be a Generation(...) in CostModel.nodes")
+        if operation.shape is Shape.FILTER:
+            assert call.ledger is not None and call.node is not None and call.lease is not None
+            rows = call.lease.row_of
+            graph, node = call.ledger.name, call.node.name
+            whole = operation.whole_groups
+            ids = ids[[self._draws.passes(cost, graph, rows[i], node, whole_groups=whole) for i in ids.tolist()]]
+        elif operation.shape is Shape.EXPAND:
+            assert share.first_children is not None
+            n = int(task.arguments.get("n", 1))
+            numbers = [np.setdiff1d(np.arange(n), made) for made in share.made or [[]] * len(ids)]
+            children = np.concatenate([first + own for first, own in zip(share.first_children, numbers, strict=True)])
+            parents = np.repeat(ids, [len(own) for own in numbers])
+            return Published(children, np.zeros(len(children), np.int64), None, parents, ids)
+        elif not share.writes:
+            return None  # an update, say
+        return Published(ids, np.zeros(len(ids), np.int64))
+
+    def _replica(self, call: Call, rank: int) -> Replica:
+        own = self._replicas.get((call.group.name, call.group.mesh[rank].dp))
+        return own or self._replicas[call.group.name, 0]
+
+    def _by_replica(
+        self, call: Call, tasks: Sequence[tuple[int, Task]]
+    ) -> list[tuple[Replica, list[tuple[int, Task]]]]:
+        found: dict[int, tuple[Replica, list[tuple[int, Task]]]] = {}
+        for rank, task in tasks:
+            replica = self._replica(call, rank)
+            found.setdefault(id(replica), (replica, []))[1].append((rank, task))
+        return list(found.values())
+
+    def _note(self, replica: Replica) -> None:
+        if replica.next_s < math.inf:
+            heapq.heappush(self._due, (replica.next_s, next(self._order), replica))
+
+    def _reply(self, time: float, call: Call, rank: int, reply: Reply) -> None:
+        heapq.heappush(self._replies, (time, next(self._order), Event(call, rank, reply)))
+
+    def _invent(self, num_bytes: int) -> Segment:
+        """A reference to columns that do not exist."""
+        self._offset += num_bytes
+        return Segment(NODE, f"{NODE}.0.000001.arrows", self._offset, num_bytes, 0)
+
+
+def _value(task: Task, rank: int) -> Any:
+    """The result of a method that belongs to no node."""
+    if task.method in ("publish_weights", "finish_publishing"):
+        return SimulatedWeights(task.arguments["version"])
+    if task.method == "receive_weights":
+        return task.arguments["weights"].checksum
+    return {"save_checkpoint": 0.0, "checkpoint_written": True}.get(task.method)
+
+
+def _trained(call: Call, versions: Sequence[int | None]) -> Metrics:
+    """Staleness metrics of an update of rows of these versions: its largest and mean lag."""
+    lags = [call.group.version - version for version in versions if version is not None and version >= 0]
+    if not lags:
+        return {}
+    return {"max_staleness": Max(float(max(lags))), "mean_staleness": Mean(float(sum(lags)), float(len(lags)))}

@@ -1,0 +1,340 @@
+"""Costs: what the calls of a simulated run take, and how long its responses are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import Field, field_validator, model_validator
+
+from ...dataflow.config import Config
+from ...dataflow.errors import UserError
+from ...workers.dispatch import RowCost
+from ...workers.training.microbatch_plan import OptimizerSteps, plan_microbatches
+from ...workers.training.pipeline_schedule import PipelineRun, interleaved, run
+from ..placement import ranks_of_a_replica
+from .sequence_groups import SequenceCost, SequenceGroups, equal_groups, plan_groups
+
+FORWARD_SHARE = 1 / 3
+"""Of the time of a microbatch: a backward pass has twice the matrix products of a forward pass."""
+
+
+class LogNormal(Config):
+    """Lengths of responses: log-normal, cut off at a limit (which makes the mean a little smaller).
+
+    >>> LogNormal(mean=100, max_tokens=400).draw((0, 7), position=7, n=3).tolist()
+    [33, 128, 97]
+    """
+
+    mean: float = Field(gt=0)
+    """[tokens] Mean length, before the limit. Set it to what your task has."""
+    sigma: float = Field(default=1.0, ge=0)
+    """[nats] Standard deviation of the logarithm. Raise it for a longer tail."""
+    max_tokens: int = Field(ge=1)
+    """[tokens] Longest response. Set it as in `Sampling`."""
+
+    def draw(self, key: Sequence[int], position: int, n: int) -> np.ndarray:
+        """Lengths of the responses to a prompt.
+
+        Args:
+            key: seeds the draw.
+            position: of the prompt's row in the source.
+            n: responses.
+
+        Returns:
+            [n] int64 tokens, the same for the same key.
+        """
+        chance = np.random.default_rng(key)
+        drawn = chance.lognormal(math.log(self.mean) - self.sigma**2 / 2, self.sigma, n)
+        return np.clip(np.rint(drawn), 1, self.max_tokens).astype(np.int64)
+
+
+class FixedLengths(Config):
+    """Given lengths of responses, for the rows of the source in order.
+
+    >>> FixedLengths(lengths=((3, 5), (2, 7))).draw((), position=1, n=2).tolist()
+    [2, 7]
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+    """[tokens] Lengths of the responses to each row of the source, in order. Give those of a run to play it again."""
+
+    def draw(self, key: Sequence[int], position: int, n: int) -> np.ndarray:
+        """As `LogNormal.draw`; the key is not used."""
+        own = self.lengths[position % len(self.lengths)]
+        return np.array([max(1, own[k % len(own)]) for k in range(n)], np.int64)
+
+
+class LinearCost(Config):
+    """Seconds of a call, of an update with all of its optimizer steps: a constant, and so much for each row and token of the replica that
+    has the most to do.
+
+    >>> LinearCost(fixed_s=1.0, per_token_s=0.5).seconds(rows=2, tokens=10)
+    6.0
+    """
+
+    fixed_s: float = Field(default=0.0, ge=0)
+    """[s] Time of each call. An update that comes in parts takes it with the last part. Set it to what a call of no rows takes."""
+    per_row_s: float = Field(default=0.0, ge=0)
+    """[s] Time for each row of the replica that has most. Set it where time goes by rows, as of a reward."""
+    per_token_s: float = Field(default=0.0, ge=0)
+    """[s] Time for each token of the replica that has most, prompts included. Set it where time goes by tokens, as of training."""
+    keep: float = Field(default=1.0, ge=0, le=1)
+    """[share] Rows that a filter lets through (or groups, where it takes whole ones). Lower it for a filter that drops many."""
+
+    def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
+        """Seconds of a call on so many rows of one length.
+
+        Args:
+            rows: of the call.
+            tokens: of all of them.
+            steps: of an update. Times of this class are those of the whole call, however many steps it has; of others, those of one pass.
+        """
+        return self.fixed_s + self.per_row_s * rows + self.per_token_s * tokens
+
+    def seconds_of_steps(self, lengths: np.ndarray, cuts: Sequence[np.ndarray]) -> np.ndarray:
+        """Seconds of a call, without the constant.
+
+        Args:
+            lengths: [rows] tokens of each row.
+            cuts: indexes of the rows of each optimizer step.
+
+        Returns:
+            [optimizer steps], at whose ends replicas wait for each other; or [1], where only the time of the whole call is known.
+        """
+        return np.array([self.per_row_s * len(lengths) + self.per_token_s * float(lengths.sum())])
+
+    def least_s(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
+        """Seconds of a call that no lengths of so many rows and tokens beat, without the constant."""
+        return self.per_row_s * rows + self.per_token_s * tokens
+
+
+class PipelineCost(LinearCost):
+    """An update by a pipeline: rows are cut into microbatches, which pass through its stages by 1F1B, or, with several chunks, by
+    interleaved 1F1B (arXiv:2104.04473). Times for rows and tokens are those of one pass through the whole model, forwards and backwards.
+    Each optimizer step fills and drains the pipeline, and so does each part of an update that comes in parts.
+
+    >>> cost = PipelineCost(stages=4, microbatch_tokens=100, per_token_s=0.01)
+    >>> round(cost.seconds(rows=8, tokens=800), 6), cost.played(rows=8, tokens=800).bubble  # 8 / 4 s without the bubble
+    (2.75, 0.375)
+    >>> round(cost.seconds(rows=8, tokens=800, steps=OptimizerSteps(epochs=1, minibatches=2)), 6)  # twice 4 / 4 s, and twice the bubble
+    3.5
+    """
+
+    stages: int = Field(ge=1)
+    """[stages] Of the pipeline. Set it to what you plan for."""
+    chunks: int = Field(default=1, ge=1)
+    """[chunks] Pieces of the model on each stage. Raise it for a smaller bubble and more transfers."""
+    microbatch_tokens: int = Field(ge=1)
+    """[tokens] Of a microbatch, at most, as in `ModelConfig`. Lower it for more microbatches and a smaller bubble."""
+    transfer_s: float = Field(default=0.0, ge=0)
+    """[s] Time of a token's activations, or their gradient, from stage to stage. Raise it for a slow network."""
+    shares: tuple[float, ...] = ()
+    """Of the time of a pass, for each piece of the model; none given: equal. Set it where layers do not divide, or the head is heavy."""
+
+    @model_validator(mode="after")
+    def _shares_are_of_all_pieces(self) -> PipelineCost:
+        if self.shares and (
+            len(self.shares) != self.stages * self.chunks or min(self.shares) < 0 or not sum(self.shares)
+        ):
+            raise ValueError(
+                f"shares must be {self.stages * self.chunks} numbers of at least 0, one for each piece of the model, not {self.shares}"
+            )
+        return self
+
+    def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
+        """As `LinearCost.seconds`: the schedule of each optimizer step is played."""
+        of_step = self.played(rows / steps.minibatches, tokens / steps.minibatches)
+        return self.fixed_s + steps.number * of_step.seconds
+
+    def seconds_of_steps(self, lengths: np.ndarray, cuts: Sequence[np.ndarray]) -> np.ndarray:
+        """As `LinearCost.seconds_of_steps`: the rows of each step are cut into microbatches as the engine cuts them."""
+        found: list[float] = []
+        for own in (lengths[cut] for cut in cuts):
+            parts = plan_microbatches(own, self.microbatch_tokens, packed=True)
+            found.append(self._play([(len(part), float(own[part].sum())) for part in parts]).seconds)
+        return np.array(found)
+
+    def least_s(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
+        """As `LinearCost.least_s`: the time for which the busiest stage computes."""
+        stages = self._shares.reshape(self.chunks, self.stages).sum(0)
+        return steps.epochs * float(stages.max()) * (self.per_row_s * rows + self.per_token_s * tokens)
+
+    def played(self, rows: float, tokens: float) -> PipelineRun:
+        """The schedule of one optimizer step on so many rows of one length: whole rows make up a microbatch, and the last one has what is
+        left."""
+        number = self.microbatches(rows, tokens)
+        each = self._rows_of_one(rows, tokens)
+        sizes = [min(each, rows - k * each) for k in range(number)]
+        return self._play([(own, own * tokens / rows if rows else 0.0) for own in sizes])
+
+    def microbatches(self, rows: float, tokens: float) -> int:
+        """How many so many rows of one length make up, without those that fill up the last round of an interleaved schedule."""
+        return max(1, math.ceil(rows / self._rows_of_one(rows, tokens)))
+
+    def _rows_of_one(self, rows: float, tokens: float) -> int:
+        """Whole rows of a full microbatch."""
+        return max(1, math.floor(self.microbatch_tokens * rows / tokens + 1e-9)) if tokens else max(1, math.ceil(rows))
+
+    @property
+    def _shares(self) -> np.ndarray:
+        """[pieces] of the time of a pass; together 1."""
+        shares = np.array(self.shares or (1.0,) * (self.stages * self.chunks))
+        return shares / shares.sum()
+
+    def _play(self, microbatches: Sequence[tuple[float, float]]) -> PipelineRun:
+        """Play microbatches of so many rows and tokens each, and empty ones up to whole rounds of an interleaved schedule."""
+        number = max(1, len(microbatches))
+        whole = number if self.chunks == 1 else -(-number // self.stages) * self.stages
+        filled = [*microbatches, *[(0.0, 0.0)] * (whole - len(microbatches))]
+        passes = np.outer(self._shares, [self.per_row_s * rows + self.per_token_s * tokens for rows, tokens in filled])
+        transfers = [self.transfer_s * tokens for _, tokens in filled]
+        schedule = interleaved(self.stages, whole, self.chunks)
+        return run(schedule, FORWARD_SHARE * passes, (1 - FORWARD_SHARE) * passes, transfers)
+
+
+class SequenceParallelCost(LinearCost):
+    """An update whose ranks share the tokens of long rows, in groups of different sizes that are chosen anew for the rows of each
+    optimizer step (FlexSP, arXiv:2412.01523; `controllers/prechecks/sequence_groups.py`). Times are those of one pass, forwards and
+    backwards; `per_token_s` is that of a token's linear layers on one rank.
+
+    >>> cost = SequenceParallelCost(ranks=4, memory_tokens=100, per_token_s=0.01)
+    >>> [each.groups(np.array([200, 100, 100])).seconds for each in (cost, cost.model_copy(update={"degree": 4}))]
+    [1.0, 1.0]
+    """
+
+    ranks: int = Field(ge=1)
+    """[ranks] That share the rows of a call: those of one replica, usually the whole group. Set it to their number."""
+    memory_tokens: int = Field(ge=1)
+    """[tokens] Most that a rank can hold in one pass. Set it to what `weft plan` or a trial run says."""
+    attention_length: float = Field(default=math.inf, gt=0, allow_inf_nan=True)
+    """[tokens] Length of a row whose attention takes as long as everything else. Set it for rows of more than a few thousand tokens."""
+    exchange_s: Mapping[int, float] = Field(default_factory=dict)
+    """[s] Time of the exchanges for each token of a rank, by the size of its group. Give what was measured within a node and beyond it."""
+    degree: int | None = Field(default=None, ge=1)
+    """[ranks] Size of all groups; None: of different sizes. Set it to see what one degree for all rows costs."""
+
+    def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
+        """As `LinearCost.seconds`: with the groups of each optimizer step."""
+        number = max(1, round(rows / steps.minibatches))
+        lengths = np.full(number, math.ceil(tokens / steps.minibatches / number))
+        return self.fixed_s + steps.number * float(self.seconds_of_steps(lengths, [np.arange(number)])[0])
+
+    def seconds_of_steps(self, lengths: np.ndarray, cuts: Sequence[np.ndarray]) -> np.ndarray:
+        """As `LinearCost.seconds_of_steps`: of the slowest group of each step."""
+        return np.array([self.per_row_s * len(cut) / self.ranks + self.groups(lengths[cut]).seconds for cut in cuts])
+
+    def least_s(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
+        """As `LinearCost.least_s`: rows of one length, whose attention takes least, shared by all ranks without an exchange."""
+        linear = rows * float(self._cost.row_cost(np.array(tokens / rows))) if rows else 0.0
+        return steps.epochs * (self.per_row_s * rows + self.per_token_s * linear) / self.ranks
+
+    def groups(self, lengths: np.ndarray) -> SequenceGroups:
+        """The groups of an optimizer step on rows of these lengths.
+
+        Raises:
+            UserError: they have no room for the longest row.
+        """
+        if self.degree is not None:
+            return equal_groups(lengths, self.ranks, self.degree, self._cost)
+        return plan_groups(lengths, self.ranks, self._cost)
+
+    @property
+    def _cost(self) -> SequenceCost:
+        return SequenceCost(self.memory_tokens, self.per_token_s, RowCost(self.attention_length), self.exchange_s)
+
+
+class Generation(Config):
+    """Continuous batching on one replica.
+
+    >>> table = ((0, 0.5), (4, 0.7))
+    >>> Generation(lengths=FixedLengths(lengths=((1,),)), decode_step_s=table, max_num_seqs=4).seconds_by_batch.round(2).tolist()
+    [0.5, 0.55, 0.6, 0.65, 0.7]
+    """
+
+    lengths: LogNormal | FixedLengths
+    """[tokens] Lengths of responses: `LogNormal` or `FixedLengths`. Set it to what your task has: the tail decides what a schedule
+    gains."""
+    decode_step_s: float | Sequence[tuple[float, float]]
+    """[s] Time of a decode step, or a table of (responses in the batch, seconds), linear in between. Give what your engine was measured
+    to take."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    """[responses] How many are in the batch; others queue, in order. Set it as in the rollout's configuration."""
+    prefill_s: float = Field(default=0.0, ge=0)
+    """[s] Time for each token of a prompt, once for all of its responses; the batch stands still meanwhile. Raise it for long prompts."""
+
+    @field_validator("decode_step_s")
+    @classmethod
+    def _is_a_table(cls, value: Any) -> Any:
+        table = ((0.0, value),) if isinstance(value, float) else value
+        if not table or any(s <= 0 for _, s in table) or [b for b, _ in table] != sorted({b for b, _ in table}):
+            raise ValueError(
+                "decode_step_s must be seconds above 0, or a table of such by ascending numbers of responses"
+            )
+        return value
+
+    @property
+    def seconds_by_batch(self) -> np.ndarray:
+        """[max_num_seqs + 1] seconds of a step by the number of responses."""
+        table = ((0.0, self.decode_step_s),) if isinstance(self.decode_step_s, float) else self.decode_step_s
+        return np.interp(np.arange(self.max_num_seqs + 1), *np.array(table, float).T)
+
+
+class CostModel(Config):
+    """What the calls of a simulated run take.
+
+    >>> CostModel(nodes={"actor.update": LinearCost(fixed_s=0.5), "rollout.receive_weights": LinearCost(fixed_s=0.1)}).dispatch_s
+    0.0
+    """
+
+    nodes: Mapping[str, LinearCost | Generation] = Field(default_factory=dict)
+    """Costs by node ("actor.update"; of a function, its name), or by group and method beside the graph ("actor.publish_weights",
+    "rollout.receive_weights", "actor.onload", "actor.offload"). What is not mentioned takes no time. Give what was measured; `calibrate`
+    fits it to a timeline."""
+    ranks_per_replica: Mapping[str, int] = Field(default_factory=dict)
+    """[ranks] How many one replica of a group has; where it is not mentioned, as many as the group's configuration says. Costs are those
+    of a replica. Set it for workers that do not say, or for ranks that share rows by a `SequenceParallelCost`."""
+    dispatch_s: float = Field(default=0.0, ge=0)
+    """[s] Time that a call takes the driver for each rank, one after the other. All ranks begin when the first has been called. Raise it
+    for a slow network."""
+    seed: int = 0
+    """[seed] Of the lengths that are drawn: a prompt gets the same ones under every schedule and placement. Change it to see the spread."""
+
+    @field_validator("ranks_per_replica")
+    @classmethod
+    def _replicas_have_ranks(cls, value: Mapping[str, int]) -> Mapping[str, int]:
+        for name, ranks in value.items():
+            if ranks < 1:
+                raise ValueError(f"a replica of {name!r} must have at least 1 rank, not {ranks}")
+        return value
+
+    def replica_ranks(self, group: str, config: object) -> int:
+        """Ranks of one replica of a group with this configuration."""
+        return self.ranks_per_replica.get(group) or ranks_of_a_replica(config)
+
+    def pipeline(self, name: str, config: object) -> PipelineCost | None:
+        """The cost of an update by a pipeline; None: the cost of this node is none.
+
+        Args:
+            name: of the node.
+            config: of its group.
+
+        Raises:
+            UserError: the group has another number of stages.
+        """
+        cost = self.nodes.get(name)
+        if not isinstance(cost, PipelineCost):
+            return None
+        stages = getattr(config, "pipeline_parallel", cost.stages)
+        if cost.stages != stages:
+            raise UserError(
+                f"the cost of node {name!r} is of a pipeline of {cost.stages} stages, and its group has pipeline_parallel={stages}"
+            )
+        return cost
+
+    def linear(self, name: str) -> LinearCost:
+        """The cost of a call that does not generate; nothing, if it is not mentioned."""
+        cost = self.nodes.get(name)
+        return cost if isinstance(cost, LinearCost) else LinearCost()

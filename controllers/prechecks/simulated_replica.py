@@ -1,0 +1,269 @@
+"""Replica: a continuous batch on virtual time, and the other calls on the ranks that share its engine."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...dataflow.buffer.leases import Published
+from ...dataflow.buffer.segments import Segment
+from ...dataflow.column import RESPONSE_VERSIONS
+from ...dataflow.metrics import Mean, Metrics, Sum
+from ..group import Call
+from ..ranks.executor import CallOrder
+from ..ranks.tasks import Reply, RowTask, Task
+from .simulated_costs import Generation
+
+BYTES_PER_TOKEN = 12
+"""A token id, its log-probability and its version: what a response counts towards `BufferConfig.max_bytes`."""
+EPSILON = 1e-9
+"""Decode steps that rounding may take for begun."""
+OnReply = Callable[[float, Call, int, Reply], None]
+"""Called with the time, the call, the rank and the reply."""
+
+
+@dataclass(eq=False)
+class Work:
+    """A call that runs to its end."""
+
+    call: Call
+    seconds: float
+    replies: list[tuple[int, Reply]]
+    """By rank."""
+    version: int | None = None
+    """Of the weights that are taken over, if any."""
+    interruptible = False
+
+    @property
+    def number(self) -> int:
+        return self.call.number
+
+
+@dataclass(eq=False)
+class Generating:
+    """A call that generates."""
+
+    call: Call
+    tasks: list[tuple[int, Task]]
+    """By rank."""
+    rows: RowTask
+    lengths: list[np.ndarray]
+    """[prompts] of [n] tokens."""
+    prompt_tokens: list[int]
+    started: float
+    to_make: list[list[int]] = field(init=False)
+    """[prompts] numbers of the responses that are to be made; others were made before."""
+    left: list[int] = field(init=False)
+    """[prompts] responses that are not finished."""
+    versions: list[np.ndarray] = field(init=False)
+    """[prompts] of [n] versions of the weights that wrote the first token."""
+    open: int = field(init=False)
+    """Prompts that are not finished."""
+    ended: list[tuple[int, int]] = field(default_factory=list)
+    """(prompt, number) of responses that have ended and wait for others (`../ranks/gathered.py`)."""
+    due_s: float = math.inf
+    """When they are published."""
+    interruptible = True
+
+    def __post_init__(self) -> None:
+        self.to_make = [
+            [index for index in range(len(own)) if index not in made]
+            for own, made in zip(self.lengths, self.rows.made or [()] * len(self.lengths), strict=True)
+        ]
+        self.left = [len(own) for own in self.to_make]
+        self.versions = [np.zeros(len(own), np.int64) for own in self.lengths]
+        self.open = sum(number > 0 for number in self.left)
+
+    @property
+    def number(self) -> int:
+        return self.call.number
+
+
+class Replica:
+    """One replica, or all ranks of a group that does not generate.
+
+    Calls take turns as on a real rank (`../call_order.py`). All calls that generate have their turn together: they share the batch, and
+    a turn is a decode step. Other calls run to their end between two decode steps. While no response ends or joins, all advance alike,
+    so that a stretch of decode steps is one event.
+
+    `at` is the latest boundary between two steps (or the end of a call) that was looked at; it may lie ahead of the clock.
+
+    Args:
+        cost: None: it does not generate.
+        invent: makes a reference to a number of bytes.
+    """
+
+    def __init__(
+        self, cost: Generation | None, on_reply: OnReply, invent: Callable[[int], Segment], at: float = 0.0
+    ) -> None:
+        self.cost = cost
+        self.at = at
+        self._seconds_by_batch = cost.seconds_by_batch.tolist() if cost else []
+        self._on_reply = on_reply
+        self._invent = invent
+        self._calls: CallOrder[Work | Generating] = CallOrder()
+        self._steps = 0
+        """Decode steps made until `at`."""
+        self._running: list[tuple[int, int, int, Generating, int, int]] = []
+        """Heap of (last step, order, steps made before the first, call, prompt, number of the response)."""
+        self._waiting: deque[tuple[Generating, int, int]] = deque()
+        """(call, prompt, number of the response) of those that queue for the batch."""
+        self._due_s = math.inf
+        """When the first responses that wait for others are published."""
+        self._gathering: dict[Generating, None] = {}
+        """Calls with such responses."""
+        self._order = itertools.count()
+        self._changes, self._versions = [0], [0]
+        """Step after which each version was taken over, and the versions."""
+
+    @property
+    def next_s(self) -> float:
+        """When something happens next, if nobody calls."""
+        current = self._calls.next
+        if isinstance(current, Work):
+            return min(self.at + current.seconds, self._due_s)
+        if self._running:
+            step_s = self._seconds_by_batch[len(self._running)]
+            return min(self.at + (self._running[0][0] - self._steps) * step_s, self._due_s)
+        return self._due_s
+
+    def run(self, until: float) -> None:
+        """Do what is due until then."""
+        while (next_s := self.next_s) <= until:
+            current = self._calls.next
+            if next_s == self._due_s:
+                self._publish_due()
+            elif isinstance(current, Work):
+                self._end_work(current)
+            else:
+                self._decode(self._running[0][0] - self._steps)
+
+    def add(self, call: Work | Generating, at: float) -> None:
+        """Take a call in; it has a turn when the decode step that is under way ends."""
+        self._reach_boundary(at)
+        self._calls.add(call)
+        if isinstance(call, Generating):
+            self._waiting.extend((call, k, i) for k, own in enumerate(call.to_make) for i in own)
+            if not call.open:
+                self._finish(call, at)
+            self._admit()
+
+    def cancel(self, number: int, at: float, parents: Container[int] | None = None) -> None:
+        """End a call that generates, or what it has still to make of some parents; nothing happens when it has ended already."""
+        call = self._calls.find(number)
+        if not isinstance(call, Generating):
+            return
+        self._reach_boundary(at)
+        if not call.open:  # it ended with the very step that was under way
+            return
+        over = {k for k, id in enumerate(call.rows.ids.tolist()) if parents is None or id in parents}
+        self._running = [r for r in self._running if r[3] is not call or r[4] not in over]
+        heapq.heapify(self._running)
+        self._waiting = deque(w for w in self._waiting if w[0] is not call or w[1] not in over)
+        if call.ended:
+            self._publish(call, at)
+        for k in over:
+            call.open -= call.left[k] > 0
+            call.left[k] = 0
+        if not call.open:
+            self._finish(call, at)
+        self._admit()
+
+    def _reach_boundary(self, at: float) -> None:
+        if isinstance(self._calls.next, Work):
+            return
+        if not self._running:
+            self.at = max(self.at, at)
+        elif at > self.at:
+            steps = math.ceil((at - self.at) / self._seconds_by_batch[len(self._running)] - EPSILON)
+            self._decode(min(steps, self._running[0][0] - self._steps))
+
+    def _decode(self, steps: int) -> None:
+        """Make this many decode steps; responses may end only in the last."""
+        self.at += steps * self._seconds_by_batch[len(self._running)]
+        self._steps += steps
+        ended: dict[Generating, list[tuple[int, int]]] = {}
+        while self._running and self._running[0][0] == self._steps:
+            _, _, first, call, k, index = heapq.heappop(self._running)
+            call.versions[k][index] = self._versions[bisect_right(self._changes, first) - 1]
+            call.left[k] -= 1
+            ended.setdefault(call, []).append((k, index))
+        for call, responses in ended.items():
+            self._gather(call, sorted(responses))
+        self._admit()
+
+    def _admit(self) -> None:
+        """Let responses that wait join the batch, unless another call has its turn."""
+        if isinstance(self._calls.next, Work) or self.cost is None:
+            return
+        while self._waiting and len(self._running) < self.cost.max_num_seqs:
+            call, k, index = self._waiting.popleft()
+            if index == call.to_make[k][0]:
+                self.at += self.cost.prefill_s * call.prompt_tokens[k]
+            last = self._steps + int(call.lengths[k][index])
+            heapq.heappush(self._running, (last, next(self._order), self._steps, call, k, index))
+
+    def _gather(self, call: Generating, responses: list[tuple[int, int]]) -> None:
+        """Responses ended with one step, each given by its prompt and its number: they wait for others, unless they are the last."""
+        call.open -= sum(not call.left[k] for k in {k for k, _ in responses})
+        gather_s = call.tasks[0][1].gather_s
+        call.ended += responses
+        if not (gather_s and call.open):
+            self._publish(call)
+        elif call.due_s == math.inf:
+            call.due_s = self.at + gather_s
+            self._due_s = min(self._due_s, call.due_s)
+            self._gathering[call] = None
+
+    def _publish_due(self) -> None:
+        for call in [call for call in self._gathering if call.due_s <= self._due_s]:
+            self._publish(call, call.due_s)
+
+    def _publish(self, call: Generating, at: float | None = None) -> None:
+        """Publish the responses that have ended; the call is over with the last of them."""
+        responses, call.ended, call.due_s = call.ended, [], math.inf
+        if self._gathering.pop(call, self) is None:
+            self._due_s = min((other.due_s for other in self._gathering), default=math.inf)
+        if responses:
+            self._report(call, responses, self.at if at is None else at)
+        if not call.open:
+            self._finish(call, self.at)
+
+    def _report(self, call: Generating, responses: list[tuple[int, int]], at: float) -> None:
+        rows = call.rows
+        assert rows.first_children is not None
+        prompts = [k for k, _ in responses]
+        lengths = np.array([call.lengths[k][index] for k, index in responses], np.int64)
+        ids = rows.first_children[prompts] + np.array([index for _, index in responses], np.int64)
+        finished = [k for k in dict.fromkeys(prompts) if not call.left[k]]
+        knows = str(RESPONSE_VERSIONS) in rows.writes
+        versions = np.array([call.versions[k][index] for k, index in responses], np.int64) if knows else None
+        tokens = float(lengths.sum())
+        metrics: Metrics = {"tokens": Sum(tokens), "response_length": Mean(tokens, float(len(lengths)))}
+        segment = self._invent(BYTES_PER_TOKEN * int(tokens))
+        rank = next((rank for rank, task in call.tasks if task.keep), call.tasks[0][0])
+        newest = self._versions[-1] if knows else -1
+        published = Published(ids, lengths, versions, rows.ids[prompts], rows.ids[finished], newest)
+        self._on_reply(at, call.call, rank, Reply(published, segment, metrics))
+
+    def _finish(self, call: Generating, at: float) -> None:
+        self._calls.finish(call)
+        for rank, _ in call.tasks:
+            self._on_reply(at, call.call, rank, Reply(done=True, seconds=at - call.started))
+
+    def _end_work(self, work: Work) -> None:
+        self._calls.finish(work)
+        self.at += work.seconds
+        if work.version is not None:
+            self._changes.append(self._steps)
+            self._versions.append(work.version)
+        for rank, reply in work.replies:
+            self._on_reply(self.at, work.call, rank, reply)
+        self._admit()

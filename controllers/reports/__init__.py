@@ -1,0 +1,12 @@
+"""Reports to the user while a run goes on: progress, symptoms and trackers.
+
+progress.py            decides what to show, and when
+records.py             the records it shows: a step, an evaluation, the end of a run
+displays.py            how to show them: terminal, plain lines, JSON lines, or nothing
+sample.py              one sample as a person reads it
+symptoms.py            signs that a run cannot learn, each with advice
+trackers.py            TensorBoard, W&B, MLflow, trackio
+tracker_process.py     the process of one tracker
+tracker_processes.py   the driver's side: starts, watches and ends these processes
+dashboard_process.py   the dashboard that a run starts
+"""

@@ -1,0 +1,299 @@
+"""Displays: what shows a run, and which one a run gets."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol, TextIO, TypeAlias, get_args
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.text import Text
+
+from ...dataflow.errors import UserError, nearest
+from ...dataflow.untrusted_text import cut, encodable, readable, show, show_json
+from .records import Ending, EvaluationScore, Figure, Step, clock
+from .sample import Sample
+
+# Lines
+#
+# Lines: a run as plain lines, for people, or as JSON lines, for programs.
+
+
+LONGEST_MESSAGE = 20_000
+"""Characters of a message that are shown."""
+
+
+class PlainLines:
+    """A line for each step, as files and pipes keep it."""
+
+    interval_s = 0.0
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def say(self, text: str, *, warning: bool = False) -> None:
+        text = cut(text, LONGEST_MESSAGE)
+        show(f"warning: {text}" if warning else text, self._stream)
+
+    def step(self, step: Step) -> None:
+        self.say(line_of(step))
+
+    def evaluated(self, score: EvaluationScore) -> None:
+        self.say(line_of_score(score))
+
+    def sample(self, sample: Sample) -> None:
+        self.say(str(sample))
+
+    def ended(self, ending: Ending) -> None:
+        self.say(f"run {ending.run}: {ending.steps} steps, {clock(ending.seconds)}")
+        for what, value in ending.lines:
+            self.say(f"  {what + ':':17} {value}")
+
+
+class JsonLines:
+    """One JSON object for each thing that is shown, for programs: `event` says what it is, and a step has all of its metrics."""
+
+    interval_s = 0.0
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def _write(self, event: str, **values: Any) -> None:
+        show_json({"event": event, **values}, self._stream)
+
+    def say(self, text: str, *, warning: bool = False) -> None:
+        self._write("warning" if warning else "message", text=text)
+
+    def step(self, step: Step) -> None:
+        self._write("step", step=step.number, of=step.of, left_s=step.left_s, metrics=_numbers(step.metrics))
+
+    def evaluated(self, score: EvaluationScore) -> None:
+        self._write("evaluation", **_of_score(score))
+
+    def sample(self, sample: Sample) -> None:
+        parts = _numbers(sample.parts)
+        if sample.reward is not None:
+            parts = {"reward": sample.reward if math.isfinite(sample.reward) else None, **parts}
+        self._write("sample", step=sample.step, texts=sample.texts, finish_reason=sample.finish_reason, rewards=parts)
+
+    def ended(self, ending: Ending) -> None:
+        best, last = [_of_score(score) for score in ending.best], [_of_score(score) for score in ending.last]
+        places = {what: str(where) for what, where in ending.places.items()}
+        self._write(
+            "end", run=ending.run, steps=ending.steps, seconds=ending.seconds, best=best, last=last, places=places
+        )
+
+
+def encoding_of(stream: TextIO) -> str:
+    """What a stream writes its text in."""
+    return getattr(stream, "encoding", None) or "utf-8"
+
+
+def line_of(step: Step) -> str:
+    """
+    >>> line_of(Step(3, 9, {"reward/mean": 0.5, "tokens_per_s": 1234.0}, left_s=61))
+    'step 3/9  reward 0.500  tokens/s 1,234  1:01 left'
+    """
+    figures = [f"{figure.label} {figure.text}" for figure in step.figures]
+    left = [] if step.left_s is None else [f"{clock(step.left_s)} left"]
+    return "  ".join([f"step {step.number}/{step.of}", *figures, *left])
+
+
+def line_of_score(score: EvaluationScore) -> str:
+    """
+    >>> line_of_score(EvaluationScore("eval", 0, 0.25, label="pass@1"))
+    'eval before the first step: pass@1 0.250'
+    """
+    return f"{score.evaluation} {f'of step {score.step}' if score.step else 'before the first step'}: {score.text}"
+
+
+def _numbers(values: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON has no other numbers than finite ones."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def _of_score(score: EvaluationScore) -> dict[str, Any]:
+    value = score.value if math.isfinite(score.value) else None
+    interval = score.interval if score.interval and all(map(math.isfinite, score.interval)) else None
+    lost = {"prompts_lost": score.lost, "prompts_asked": score.asked} if score.lost else {}
+    measured = {"metric": score.label, "value": value, "interval": interval, "mean_reward": score.mean_reward}
+    return {"name": score.evaluation, "step": score.step, **measured, **lost}
+
+
+Form: TypeAlias = Literal["auto", "rich", "plain", "json", "none"]
+"""How a run is shown; auto: rich on a terminal, else plain."""
+
+
+class Display(Protocol):
+    """Shows a run. After an OSError no further method is called."""
+
+    interval_s: float
+    """Shortest time between two steps that are shown; the last one always is."""
+
+    def say(self, text: str, *, warning: bool = False) -> None:
+        """A message."""
+        ...
+
+    def step(self, step: Step) -> None: ...
+    def evaluated(self, score: EvaluationScore) -> None: ...
+    def sample(self, sample: Sample) -> None: ...
+    def ended(self, ending: Ending) -> None: ...
+
+
+class Nothing:
+    """Shows nothing."""
+
+    interval_s = math.inf
+
+    def say(self, text: str, *, warning: bool = False) -> None:
+        pass
+
+    def step(self, step: Step) -> None:
+        pass
+
+    def evaluated(self, score: EvaluationScore) -> None:
+        pass
+
+    def sample(self, sample: Sample) -> None:
+        pass
+
+    def ended(self, ending: Ending) -> None:
+        pass
+
+
+def is_closed() -> bool:
+    """Whether standard output is closed, as `>&-` has it, or a script: then it is written to no more."""
+    return sys.stdout is None or sys.stdout.closed  # pyright: ignore[reportUnnecessaryComparison]
+
+
+def display_for(form: Form | bool) -> Display:
+    """The display of this form, on standard output.
+
+    Args:
+        form: True is auto, False is none.
+
+    Raises:
+        UserError: there is no such form.
+
+    >>> display_for("plian")
+    Traceback (most recent call last):
+    weft.dataflow.errors.UserError: progress='plian'; did you mean 'plain'? It is one of auto, rich, plain, json, none
+    """
+    if isinstance(form, bool):
+        form = "auto" if form else "none"
+    if form in get_args(Form) and is_closed():
+        form = "none"
+    if form not in get_args(Form):
+        raise UserError(
+            f"progress={form!r}{nearest(form, get_args(Form))}? It is one of {', '.join(get_args(Form))}".replace(
+                "??", "?"
+            )
+        )
+    if form == "auto":
+        form = "rich" if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else "plain"
+    if form == "rich":
+        # rich takes a tenth of a second to import
+
+        return Terminal(sys.stdout)
+    return {"plain": PlainLines, "json": JsonLines}[form](sys.stdout) if form != "none" else Nothing()
+
+
+# Terminal
+#
+# Terminal: a run in columns, colours and frames, where there is a terminal. The only module that
+# uses `rich`.
+
+
+ROWS_A_HEADER = 20
+"""Steps after which the names of the columns are shown again."""
+WIDEST_FRAME = 100
+APART = 2
+"""Spaces between two columns, where there is room."""
+STYLES = {"reward": "bold", "no signal": "yellow", "truncated": "yellow"}
+"""Label of a column -> its style; others have none."""
+NONE = "0%"
+"""What is never coloured."""
+LABEL, WARNING, FRAME = "dim", "yellow", "cyan"
+
+
+class Terminal:
+    """Steps in columns below each other, samples and the end in frames.
+
+    Model text is never read as markup, and `NO_COLOR` is heeded. Where the columns are wider than the terminal, a step is a line with the
+    name of each number in it.
+    """
+
+    interval_s = 0.2
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream, markup=False, emoji=False, highlight=False)
+        self._encoding = encoding_of(stream)
+        self._widths: dict[str, int] = {}
+        self._rows = 0
+        """Steps since the column headings were printed; at 0 they are printed again."""
+
+    def say(self, text: str, *, warning: bool = False) -> None:
+        text = readable(cut(text, LONGEST_MESSAGE))
+        styled = self._text(f"warning: {text}" if warning else text, WARNING if warning else "")
+        self._console.print(styled, soft_wrap=True)
+
+    def step(self, step: Step) -> None:
+        left = "" if step.left_s is None else clock(step.left_s)
+        figures = [
+            Figure("step", f"{step.number}/{step.of}".rjust(len(f"{step.of}/{step.of}"))),
+            *step.figures,
+            Figure("left", left),
+        ]
+        widths = {f.label: max(len(f.label), len(f.text), self._widths.get(f.label, 0)) for f in figures}
+        room = (self._console.width - sum(widths.values())) // (len(widths) - 1)
+        if room < 1:
+            self._console.print(self._text(line_of(step)))
+            return
+        if not self._rows or widths != self._widths:
+            self._widths, self._rows = widths, 0
+            self._columns([Figure(f.label, f.label) for f in figures], dict.fromkeys(widths, LABEL), min(room, APART))
+        self._columns(figures, STYLES, min(room, APART))
+        self._rows = (self._rows + 1) % ROWS_A_HEADER
+
+    def _columns(self, figures: Sequence[Figure], styles: dict[str, str], apart: int) -> None:
+        line = Text(no_wrap=True)
+        for figure in figures:
+            line.append_text(
+                self._text(
+                    figure.text.rjust(self._widths[figure.label]),
+                    styles.get(figure.label, "") if figure.text != NONE else "",
+                )
+            )
+            line.append(" " * apart)
+        line.rstrip()
+        self._console.print(line, soft_wrap=True)
+
+    def evaluated(self, score: EvaluationScore) -> None:
+        self._console.print(self._text(line_of_score(score), "bold green"), soft_wrap=True)
+
+    def sample(self, sample: Sample) -> None:
+        shown: list[RenderableType] = []
+        for name, text in sample.shown.items():
+            shown += [self._text(name, LABEL), self._text(text)]
+        shown += [self._text(sample.verdict, "bold")] if sample.verdict else []
+        self._frame(Group(*shown), f"a sample of step {sample.step}")
+
+    def ended(self, ending: Ending) -> None:
+        self._rows = 0
+        title = f"run {ending.run}: {ending.steps} steps, {clock(ending.seconds)}"
+        self._console.print(self._text(title, "bold"), soft_wrap=True)
+        for what, value in ending.lines:  # without a frame, so that a path can be copied
+            line = self._text(f"  {what:16} ", LABEL).append_text(self._text(value))
+            self._console.print(line, soft_wrap=True)
+
+    def _frame(self, content: RenderableType, title: str) -> None:
+        self._rows = 0
+        width = min(WIDEST_FRAME, self._console.width)
+        titled = self._text(title[: width - 6])
+        self._console.print(Panel(content, title=titled, title_align="left", border_style=FRAME, width=width))
+
+    def _text(self, text: str, style: str = "") -> Text:
+        return Text(encodable(readable(text), self._encoding), style=style)

@@ -1,0 +1,212 @@
+"""Progress: what a run shows while it goes on, and when."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ...dataflow.graph import Graph
+from ...dataflow.runs.alerts import Alerts
+from ...dataflow.runs.files import is_full
+from ...dataflow.source import Source
+from ...dataflow.untrusted_text import redacted
+from ..placement import Place
+from ..signals import redirect_to_null
+from .displays import Display, Nothing, is_closed
+from .records import Ending, Step, score_of
+from .sample import Sample, read_sample
+
+
+class Progress:
+    """Gives a display what there is to see of a run.
+
+    Args:
+        steps: that the run is to make.
+        run_dir: its directory.
+        display: what shows it; one that fails, since its terminal is gone, is followed by one that shows nothing.
+        show_every: a sample of each so-many-th step is shown; 0: none.
+    """
+
+    def __init__(self, steps: int, run_dir: Path, display: Display, *, show_every: int = 10) -> None:
+        self._steps = steps
+        self._run_dir = run_dir
+        self._display = display
+        self.alerts = Alerts(run_dir)
+        self._show_every = show_every
+        self._began = time.monotonic()
+        self._paced_from: tuple[int, float] | None = None
+        """First step that was over since the run was started, and when: it was slower than those to come."""
+        self._shown_at = 0.0
+        self._step: Step | None = None
+        self._waits = False
+        """The last step was not shown."""
+        self._sampled = 0
+        """Latest step from which a sample was shown."""
+        self._sample: Sample | None = None
+        """It is shown when its step was."""
+        self._recorded: tuple[int, Sequence[Path]] | None = None
+        """Latest step that samples were recorded of, and where they may lie."""
+
+    @property
+    def shows(self) -> bool:
+        """Whether anything is shown."""
+        return not isinstance(self._display, Nothing)
+
+    def starting(self, groups: Iterable[str], backend: str) -> None:
+        self.say(f"run {self._run_dir.name}: starting {', '.join(groups)} with {backend}; files in {self._run_dir}")
+
+    def noted(self, notes: Iterable[str]) -> None:
+        """Say what worker groups understood of their configurations."""
+        for note in notes:
+            self.say(note)
+
+    def data(self, sources: Iterable[Source], *, in_full: bool) -> None:
+        """Say what was understood of the rows of each source, or in one line how many are left out."""
+        for source in {id(source): source for source in sources}.values():
+            understood = getattr(source, "understood", None)
+            if in_full and understood is not None:
+                self.say(f"data {source.name!r}: {understood}")
+            elif number := getattr(source, "dropped", 0):
+                why = "; ".join(understood.dropped) if understood else "they are too long"
+                self.say(f"{number} of {number + len(source.table)} prompts of {source.name!r} are left out: {why}")
+
+    def resumed(self, checkpoint: Path, step: int, damage: Iterable[str]) -> None:
+        for what in damage:
+            self.say(f"damaged: {what}")
+        self.alerts.step = step
+        self.say(f"goes on after step {step}, from {checkpoint}")
+
+    def alert(self, name: str, text: str, *, ends: bool = False) -> None:
+        """Note something in the run's alerts, and say it as a warning; what ends the run is said by its error."""
+        self.alerts.add(name, text, ends=ends)
+        if not ends:
+            self._show(lambda: self._display.say(redacted(text), warning=True))
+
+    def _happened(self, name: str, text: str) -> None:
+        """Note something in the run's alerts, and say it."""
+        self.alerts.add(name, text)
+        self.say(text)
+
+    def say(self, text: str) -> None:
+        self._show(lambda: self._display.say(redacted(text)))
+
+    def given_up(self, evaluation: str, step: int) -> None:
+        self.say(f"the evaluation {evaluation!r} of step {step} was under way, and is given up")
+
+    def replaced(self, worker: str, why: str, rows: int, seconds: float) -> None:
+        self._happened(
+            "replaced", f"worker {worker} was replaced after {seconds:.1f} s, {rows} rows are requeued; {why}"
+        )
+
+    def joined(self, worker: str, seconds: float, up: int, most: int) -> None:
+        self.say(f"worker {worker} joined after {seconds:.1f} s; {up} of {most} ranks are up")
+
+    def left_group(self, worker: str, why: str, rows: int, up: int, most: int) -> None:
+        self._happened("left", f"worker {worker} left, {rows} rows are requeued; {up} of {most} ranks are up; {why}")
+
+    def dropped(self, what: str, others: Sequence[int], why: str) -> None:
+        more = f", and {len(others)} more" if others else ""
+        self._happened("dropped", f"{what}{more}; dropped: {why}")
+
+    def repeated(self, who: str, why: str, samples: Sequence[int]) -> None:
+        at = f" at sample {', '.join(map(str, samples[:4]))}" if samples else ""
+        self.say(f"{who} failed{at}; its rows are requeued: {why}")
+
+    def paused(self, why: str) -> None:
+        self._happened("disk_full", f"paused, for want of room on the disk: {why}; the run goes on when there is some")
+
+    def lost_node(self, text: str) -> None:
+        self._happened("node_lost", text)
+
+    def died(self, why: str) -> None:
+        self._happened("restarted", f"{why}\nall groups are started again")
+
+    def left(self, checkpoints: Path) -> None:
+        self._happened("ended_early", f"ended early, and saved in {checkpoints}; resume='latest' goes on from there")
+
+    def started(self, graphs: Mapping[str, Graph], groups: Mapping[str, Any], placement: Mapping[str, Place]) -> None:
+        fewer = [f"{n} {placement[n].ranks}" for n, group in groups.items() if placement[n].ranks > len(group.mesh)]
+        if fewer:
+            self.say(f"the backend gives each group one rank, the placement asks for more: {', '.join(fewer)}")
+        sizes = ", ".join(
+            f"{name} x{len(group.up)}" + f" (of {len(group.mesh)})" * bool(group.absent)
+            for name, group in groups.items()
+        )
+        self.say(f"{', '.join(g.name for g in graphs.values())} on {sizes}")
+        self._began = time.monotonic()
+        self._paced_from = None
+
+    def stepped(self, row: Mapping[str, float]) -> None:
+        """A step is over; step 0 is the start of the run."""
+        step, now = int(row["step"]), time.monotonic()
+        self.alerts.step = step
+        if not step:
+            return
+        if self._paced_from is None:
+            self._paced_from, pace_s = (step, now), now - self._began
+        else:
+            pace_s = (now - self._paced_from[1]) / (step - self._paced_from[0])
+        self._step, self._waits = Step(step, self._steps, row, pace_s * (self._steps - step)), True
+        if self._sample or now - self._shown_at >= self._display.interval_s:
+            self._show_step()
+            self._show_sample()
+
+    def evaluated(self, name: str, step: int, row: Mapping[str, float]) -> None:
+        score = score_of(name, step, row)
+        if score is not None:
+            self._show(lambda: self._display.evaluated(score))
+
+    def recorded(self, step: int, paths: Sequence[Path]) -> None:
+        """Samples of a step of training were written to the first of these files that is there."""
+        self._recorded = step, paths
+        if self.shows and step > self._sampled and self._show_every and step % self._show_every == 0:
+            self._sample = read_sample(paths, step)
+            self._sampled = step if self._sample else self._sampled
+            if self._step is not None and self._step.number >= step:
+                self._show_sample()
+
+    @property
+    def latest_sample(self) -> Sample | None:
+        """One of the samples that were recorded last; None: none were, or they cannot be read."""
+        return read_sample(self._recorded[1], self._recorded[0]) if self._recorded else None
+
+    def ended(self, ending: Callable[[float], Ending]) -> None:
+        """The run is over.
+
+        Args:
+            ending: what there is to say of it, where anything is shown, from the seconds that it took since it was started last.
+        """
+        if self._waits:
+            self._show_step()
+        if self.shows:
+            last = ending(time.monotonic() - self._began)
+            self._show(lambda: self._display.ended(last))
+
+    def _show_step(self) -> None:
+        step = self._step
+        if step is not None:
+            self._shown_at, self._waits = time.monotonic(), False
+            self._show(lambda: self._display.step(step))
+
+    def _show_sample(self) -> None:
+        sample, self._sample = self._sample, None
+        if sample is not None:
+            self._show(lambda: self._display.sample(sample))
+
+    def _show(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) and not is_closed():
+                raise
+            if is_full(error):  # of the disk that it is written to; there may be room for what comes later
+                return
+            self._display = (
+                Nothing()
+            )  # the terminal or the reader of the pipe is gone; the run goes on without a display
+            with suppress(OSError, ValueError):
+                redirect_to_null([sys.stdout.fileno()])

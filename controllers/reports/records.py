@@ -1,0 +1,214 @@
+"""Records that a display shows: a step, an evaluation, the end of a run. Each display decides how they look."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...algorithms.evaluation import interval
+from ...dataflow.metric_names import SCORES, metric_of, score_label
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a step as it is shown."""
+
+    label: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A number that steps may have."""
+
+    label: str
+    metric: str
+    """Its name, or what stands behind the group's name in it."""
+    form: str
+    spread: str = ""
+    """The metric of the same group that is its standard deviation."""
+    instead_of: str = ""
+    """It is shown only where the step has no figure of this label."""
+
+
+KINDS = (
+    Kind("reward", "mean", ".3f", spread="std"),
+    Kind("loss", "loss", ".4f", instead_of="reward"),
+    Kind("preference accuracy", "preference_accuracy", ".0%"),
+    Kind("no signal", "groups_without_signal", ".0%"),
+    Kind("length", "response_length", ",.1f"),
+    Kind("truncated", "truncation_rate", ".0%"),
+    Kind("entropy", "entropy", ".2f"),
+    Kind("gap", "mean_logprob_gap", ".0e"),
+    Kind("tokens/s", "tokens_per_s", ",.0f"),
+)
+"""The figures of a step in the order in which they are shown; a figure that the graph does not measure is left out."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that is over."""
+
+    number: int
+    of: int
+    """Steps that the run is to make."""
+    metrics: Mapping[str, float]
+    left_s: float | None = None
+    """Seconds until the last step, at the pace so far."""
+
+    @property
+    def figures(self) -> tuple[Figure, ...]:
+        """The measured figures among `KINDS`; a missing value or NaN is left out.
+
+        >>> Step(1, 9, {"reward/mean": 0.5, "reward/std": 0.25, "rollout/truncation_rate": 1.0}).figures
+        (Figure(label='reward', text='0.500 ±0.250'), Figure(label='truncated', text='100%'))
+        """
+        found: list[Figure] = []
+        for kind in KINDS:
+            name = metric_of(self.metrics, kind.metric)
+            if name is None or any(figure.label == kind.instead_of for figure in found):
+                continue
+            text = format(self.metrics[name], kind.form)
+            spread = self.metrics.get(f"{name.removesuffix(kind.metric)}{kind.spread}", math.nan)
+            if kind.spread and math.isfinite(spread):
+                text += f" ±{spread:{kind.form}}"
+            found.append(Figure(kind.label, text))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class EvaluationScore:
+    """The result of one evaluation at a step."""
+
+    evaluation: str
+    step: int
+    value: float
+    interval: tuple[float, float] | None = None
+    """95 %, where it is known how the value scatters."""
+    label: str = ""
+    """Name of the value, such as pass@1."""
+    mean_reward: float | None = None
+    """Where it differs from the value."""
+    lost: int = 0
+    """Prompts without a scored response: the value is over the others."""
+    asked: int = 0
+    """Prompts of the evaluation, where some are lost."""
+    larger_is_better: bool = True
+
+    @property
+    def text(self) -> str:
+        """
+        >>> EvaluationScore("eval", 10, 0.5, (0.4, 0.6), "pass@1").text
+        'pass@1 0.500 (95 %: 0.400 to 0.600)'
+        >>> EvaluationScore("eval", 10, 1.0, label="pass@1", mean_reward=1.1, lost=8, asked=16).text
+        'pass@1 1.000, mean reward 1.100; 8 of 16 prompts: the others have no scored response'
+        """
+        between = f" (95 %: {self.interval[0]:.3f} to {self.interval[1]:.3f})" if self.interval else ""
+        mean = f", mean reward {self.mean_reward:.3f}" if self.mean_reward is not None else ""
+        lost = f"; {self.asked - self.lost} of {self.asked} prompts: the others have no scored response"
+        return f"{self.label} {self.value:.3f}{between}{mean}{lost * bool(self.lost)}".strip()
+
+
+def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> EvaluationScore | None:
+    """The score of an evaluation: a metric in `SCORES`, else its first metric, without saying which side is better. None: no metrics.
+
+    Args:
+        metrics: named `EVALUATION/...`; others are passed over.
+    """
+    own = {n.removeprefix(f"{evaluation}/"): v for n, v in metrics.items() if n.startswith(f"{evaluation}/")}
+    lost, asked = (int(own.pop(name, 0.0)) for name in ("prompts_lost", "prompts_asked"))
+    name = next((n for pattern in SCORES for n in own if re.fullmatch(pattern, n)), None)
+    label = next(iter(own), None) if name is None else score_label(name)
+    if label is None:  # nothing was measured, or every prompt is lost
+        return EvaluationScore(evaluation, step, math.nan, lost=lost, asked=asked) if lost else None
+    if name is None:
+        return EvaluationScore(
+            evaluation, step, own[label], label=label, lost=lost, asked=asked, larger_is_better=False
+        )
+    reward = next((v for n, v in own.items() if re.fullmatch(r"avg@\d+", n)), None)
+    differs = reward is not None and not math.isclose(reward, own[name], abs_tol=1e-6)
+    mean_reward = reward if differs and not math.isnan(own[name]) else None
+    return EvaluationScore(evaluation, step, own[name], _interval_of(name, own), label, mean_reward, lost, asked)
+
+
+def _interval_of(name: str, metrics: Mapping[str, float]) -> tuple[float, float] | None:
+    """The interval that was measured with a metric; of rewards of one response to each prompt, that of their mean."""
+    if f"{name}_low" in metrics and f"{name}_high" in metrics:
+        return metrics[f"{name}_low"], metrics[f"{name}_high"]
+    of = name.removesuffix("mean")
+    std, number = metrics.get(f"{of}std"), metrics.get(f"{of}scored")
+    known = std is not None and number is not None and math.isfinite(metrics[name])
+    return interval(metrics[name], std, number) if known else None  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A run that is over: its evaluations, and where everything lies."""
+
+    run: str
+    steps: int
+    seconds: float
+    best: tuple[EvaluationScore, ...]
+    """Of each evaluation, as far as it is known which is better."""
+    last: tuple[EvaluationScore, ...]
+    places: Mapping[str, Path]
+    """Name of a result, such as the samples -> its path."""
+    best_checkpoint: str = ""
+    """That of `CheckpointConfig.best`, with its value; it is among the places."""
+
+    @property
+    def lines(self) -> list[tuple[str, str]]:
+        """The lines of the summary: label and text."""
+        several = len({score.evaluation for score in self.last}) > 1
+        named = [("best", score) for score in self.best] + [("last", score) for score in self.last]
+        told = [
+            (f"{word} {score.evaluation if several else 'evaluation'}", f"{score.text} at step {score.step}")
+            for word, score in named
+        ]
+        places = {what: str(where) for what, where in self.places.items()}
+        if self.best_checkpoint:
+            places["best checkpoint"] = self.best_checkpoint
+        return [*told, *places.items()]
+
+
+def ending_of(
+    run: str,
+    rows: Iterable[Mapping[str, float]],
+    evaluations: Iterable[str],
+    seconds: float,
+    places: Mapping[str, Path],
+) -> Ending:
+    """What there is to say at the end of a run.
+
+    Args:
+        run: its name.
+        rows: metrics of each step.
+        evaluations: their names.
+        seconds: that it took, since it was started last.
+        places: what it is -> where it lies.
+    """
+    rows = list(rows)
+    scores = {name: [s for row in rows if (s := score_of(name, int(row["step"]), row))] for name in evaluations}
+    known = [of for of in scores.values() if of]
+    best = (max(of, key=_rank) for of in known if of[0].larger_is_better)
+    steps = max((int(row["step"]) for row in rows), default=0)
+    return Ending(run, steps, seconds, tuple(best), tuple(of[-1] for of in known), places)
+
+
+def _rank(score: EvaluationScore) -> tuple[bool, float, float]:
+    """Sort key of scores: one without lost prompts is better, then a larger value, then a larger mean reward."""
+    value = -math.inf if math.isnan(score.value) else score.value
+    return not score.lost, value, score.value if score.mean_reward is None else score.mean_reward
+
+
+def clock(seconds: float) -> str:
+    """
+    >>> clock(75), clock(3725)
+    ('1:15', '1:02:05')
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,494 @@
+"""Symptoms: signs that a run cannot learn. Each is reported once, with advice.
+
+A `Mistake` shows in the graph before anything starts, a `Symptom` in the metrics of its steps. A rule is a value: a new one is a line of
+`MISTAKES` or `SYMPTOMS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ...algorithms.advantages import group_advantages, is_group_relative
+from ...algorithms.grpo import drop_zero_variance, first_of_group
+from ...algorithms.preference import best_and_worst
+from ...dataflow.byte_units import gib
+from ...dataflow.column import RESPONSE_IDS
+from ...dataflow.errors import UserError, nearest
+from ...dataflow.graph import Graph, Handle, Node
+from ...dataflow.metric_names import is_of_group
+
+Row = Mapping[str, float]
+"""The metrics of a step."""
+
+NO_SIGNAL = "no_signal"
+KEPT = 64
+"""Steps that rules can look back on."""
+FIRST = 3
+"""First steps that measured a metric, with which later ones are compared."""
+FIRST_WITHOUT_SIGNAL = 2
+"""Steps without signal from the first on after which a run is said to have none: without it nothing at all is learned."""
+LAST_JUDGED = 10
+"""Last step after which a run can be said to have had no signal from the start."""
+LARGE_RATE = 0.1
+"""AdamW moves each weight by about the learning rate a step; weights are smaller than this."""
+LARGE_NORM = 1e4
+LARGE_GAP = 1.0
+"""Nats of a token: a probability that is wrong by a factor of e."""
+DRIFTED_GAP = 0.05
+"""Nats of a token from which on a gap that has grown is worth a word."""
+GAP_GROWTH = 5.0
+COLLAPSED = 0.05
+"""Share of its first entropy below which a policy has collapsed."""
+FEW_WITH_SIGNAL = 0.05
+"""Share of the groups of a step that have signal at most where hardly any have."""
+
+
+LITTLE_FREE = 0.1
+"""Share of a node's memory that is little."""
+OWN_SHARE = 0.05
+"""Share of a node's memory that a run takes at least, of which it is told that memory is low."""
+GROWS_OVER = 32
+"""Steps over which memory that grows is judged at least."""
+GROWN_BYTES, GROWN_SHARE = 256 << 20, 0.1
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What shows in a training graph, or in its groups."""
+
+    found: Callable[[Graph, Mapping[str, Handle]], Iterator[str]]
+    """Where it is, in words."""
+    advice: str
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """What shows in metrics."""
+
+    name: str
+    """Of its alerts, and in `Driver(stop_on=...)`."""
+    shows: Callable[[Past], str | None]
+    """What is seen in the last step; empty when nothing is, None when that was not measured."""
+    advice: str
+    steps: int = 1
+    """It counts when it shows in so many steps in a row, as far as they measured it; 0: the rule looks back itself, and says so."""
+    spoils: bool = False
+    """Whether the weights have suffered: a run that ends because of it makes no checkpoint of them."""
+
+
+class Past:
+    """The metrics of a run so far: its last steps, and what its first ones were like."""
+
+    def __init__(self) -> None:
+        self.rows: deque[Row] = deque(maxlen=KEPT)
+        """The last steps, the newest last."""
+        self._first: dict[str, list[float]] = {}
+        self.signal: dict[int, bool] = {}
+        """Step -> whether it had signal, where that was measured."""
+
+    def add(self, row: Row) -> None:
+        """Note a step that is over; the start of the run, step 0, is none."""
+        if not row["step"]:
+            return
+        self.rows.append(row)
+        for name, value in row.items():
+            first = self._first.setdefault(name, [])
+            if len(first) < FIRST and math.isfinite(value):
+                first.append(value)
+        if (has := _has_signal(row)) is not None:
+            self.signal[int(row["step"])] = has
+
+    @property
+    def last(self) -> Row:
+        return self.rows[-1]
+
+    def at_first(self, name: str) -> float:
+        """Mean of a metric over the first steps that measured it; NaN until there are FIRST of them."""
+        first = self._first.get(name, [])
+        return sum(first) / len(first) if len(first) == FIRST else math.nan
+
+
+def check_group_sizes(graph: Graph) -> None:
+    """Refuse a training graph that compares the responses to a prompt with each other and has one response to each.
+
+    Raises:
+        UserError: naming the node.
+    """
+    for node in graph.nodes:
+        estimator = node.arguments.get("estimator")
+        compares = node.function in COMPARING or (node.function is group_advantages and is_group_relative(estimator))
+        if compares and _rows_of_group(graph, node) == 1:
+            of = f" ({getattr(estimator, '__name__', estimator)})" if estimator is not None else ""
+            raise UserError(
+                f"node {node.name!r}{of} compares the responses to a prompt with each other, and n=1 samples one response to each: "
+                "nothing would be learned. Set n=2 or more, such as n=8, or use a method with another baseline: PPO (a critic) or "
+                "ReMax (advantages=greedy_baseline)"
+            )
+
+
+COMPARING = (drop_zero_variance, best_and_worst)
+"""Filters that drop every group of one row."""
+
+
+def _groups_of_one(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
+    for node in graph.nodes:
+        estimator = node.arguments.get("estimator")
+        if (
+            node.function is group_advantages
+            and not getattr(estimator, "reads", ())
+            and _rows_of_group(graph, node) == 1
+        ):
+            yield f"node {node.name!r} has one response to each prompt (n=1), and its estimator reads no other column"
+
+
+def _rows_of_group(graph: Graph, node: Node) -> int | None:
+    """Rows that a group has when it comes to a node, or None if the graph does not say."""
+    number, level = 1, node.level
+    while level:
+        maker = next(n for n in graph.nodes if n.makes_level == level)
+        each = maker.arguments.get("n")
+        if not isinstance(each, int):
+            return None
+        number, level = number * each, maker.level
+    before = graph.nodes[: graph.nodes.index(node)]
+    kept = (n.arguments.get("n") for n in before if n.function is first_of_group and n.level == node.level)
+    return min([number, *(n for n in kept if isinstance(n, int))])
+
+
+def _greedy(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
+    generating = [n for n in graph.nodes if str(RESPONSE_IDS) in n.writes and n.makes_level is not None]
+    settings = [n.arguments.get("sampling") for n in generating]
+    if settings and all(getattr(one, "temperature", None) == 0 for one in settings):
+        yield f"node {generating[0].name!r} trains on responses of temperature 0: all responses to a prompt are the same"
+
+
+def _large_rates(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
+    for name in dict.fromkeys(n.group for n in graph.nodes if n.operation.updates and n.group):
+        rate = getattr(handles[name].config, "learning_rate", 0.0)
+        if isinstance(rate, float | int) and rate >= LARGE_RATE:
+            yield f"worker group {name!r} has learning_rate={rate:g}, and a step moves each weight by about that much"
+
+
+MISTAKES = (
+    Mistake(
+        _groups_of_one,
+        "if it compares the responses to a prompt with each other, nothing is learned. Try n=8, or an estimator with another baseline "
+        "(greedy_baseline)",
+    ),
+    Mistake(_greedy, "there is nothing to compare. Try Sampling(temperature=1)"),
+    Mistake(
+        _large_rates, "that destroys a model. Try 1e-6 for all weights, 1e-4 for an adapter, 1e-3 for a tiny model"
+    ),
+)
+
+
+def _has_signal(row: Row) -> bool | None:
+    """Whether rewards differ within any group; None: it was not measured."""
+    known = [value for _, value in _training(row, "groups_without_signal") if not math.isnan(value)]
+    return any(value != 1 for value in known) if known else None
+
+
+def _no_signal(past: Past) -> str | None:
+    if _has_signal(past.last) is None:
+        return None
+    steps = len(past.signal)
+    if any(past.signal.values()) or steps < FIRST_WITHOUT_SIGNAL or past.last["step"] > LAST_JUDGED:
+        return ""
+    return (
+        f"in each of the first {steps} steps the rewards within every group are equal{_all_are(past.last)}, so that all advantages "
+        "are 0 and nothing is learned"
+    )
+
+
+def _signal_lost(past: Past) -> str | None:
+    known = [value for _, value in _training(past.last, "groups_without_signal") if not math.isnan(value)]
+    if not known:
+        return None
+    if min(known) < 1 - FEW_WITH_SIGNAL or not any(past.signal.values()):
+        return ""
+    return f"{min(known):.0%} of the groups have equal rewards{_mean_reward(past.last)}: they teach nothing any more"
+
+
+def _equal_rewards(past: Past) -> str | None:
+    """Of rewards that no group compares, such as PPO's."""
+    deviations = dict(_training(past.last, "std"))
+    if not deviations or _has_signal(past.last) is not None:
+        return None
+    if any(value != 0 for value in deviations.values()):
+        return ""
+    return f"all rewards are equal{_all_are(past.last)}: they say nothing of one response against another"
+
+
+def _all_are(row: Row) -> str:
+    """What all rewards are, where each group of workers that measures them found one value."""
+    values = {name for name, value in _training(row, "std") if value == 0}
+    all_are = [f"all are {row[mean]:g}" for name in values if (mean := name.removesuffix("std") + "mean") in row]
+    return f" ({all_are[0]})" if all_are else ""
+
+
+def _mean_reward(row: Row) -> str:
+    return f" (reward {row['reward/mean']:g})" if "reward/mean" in row else ""
+
+
+def all_filtered(row: Row, groups: int) -> str:
+    """What is to be said of a first step that cannot end, because a filter drops groups of equal rewards and all are; empty: there is
+    nothing to be said yet.
+
+    Args:
+        row: the metrics of the step so far.
+        groups: dropped groups from which on it is said, if no other has passed.
+
+    >>> all_filtered({"zero_variance_groups": 3.0, "reward/mean": 0.0}, 4)
+    ''
+    >>> all_filtered({"zero_variance_groups": 4.0, "reward/mean": 0.0}, 4)[:64]
+    'the rewards within each of the first 4 groups are equal (mean 0)'
+    """
+    dropped = sum(value for _, value in _training(row, "zero_variance_groups"))
+    if dropped < groups or _has_signal(row) is not None:
+        return ""
+    return (
+        f"the rewards within each of the first {dropped:g} groups are equal{rewards_of(row)}, and a filter drops such groups, so that "
+        f"no step is ever over. {SYMPTOMS[0].advice}. {GOES_ON}"
+    )
+
+
+def rewards_of(row: Row) -> str:
+    """The mean of each reward of a step so far, for a message. Empty if none was measured.
+
+    >>> rewards_of({"reward/mean": 0.12, "reward/std": 0.1, "reward/right": 0.02, "reward/scored": 8.0, "actor/loss": 1.0})
+    ' (mean 0.12, std 0.1, right 0.02)'
+    """
+    rewarders = {name.partition("/")[0] for name, _ in _training(row, "mean")}
+    shown = [
+        f"{name.partition('/')[2] if len(rewarders) == 1 else name} {value:.3g}"
+        for name, value in row.items()
+        if name.count("/") == 1 and name.partition("/")[0] in rewarders and not name.endswith(("/scored", "/max"))
+    ]
+    return f" ({', '.join(shown)})" if shown else ""
+
+
+def _all_truncated(past: Past) -> str | None:
+    known = dict(_training(past.last, "truncation_rate"))
+    if not known:
+        return None
+    return (
+        "every response is truncated at its limit of tokens, so that none comes to its end"
+        if all(value == 1 for value in known.values())
+        else ""
+    )
+
+
+def _blown_up(past: Past) -> str:
+    row = past.last
+    for name, value in (*_training(row, "loss"), *_training(row, "grad_norm")):
+        if not math.isfinite(value):
+            return f"{name} is {value}"
+    for name, value in _training(row, "grad_norm"):
+        if value > LARGE_NORM:
+            return f"{name} is {value:.3g}"
+    for name, value in (*_training(row, "approx_kl"), *_training(row, "mean_logprob_gap")):
+        if not abs(value) <= LARGE_GAP:
+            return f"{name} is {value:.3g} nats a token"
+    return ""
+
+
+def _collapsed(past: Past) -> str | None:
+    known = {n: (value, past.at_first(n)) for n, value in _training(past.last, "entropy") if math.isfinite(value)}
+    if not known:
+        return None
+    for name, (value, first) in known.items():
+        if value < COLLAPSED * first:
+            return f"{name} is {value:.3g} nats a token, and was {first:.3g} at first: the policy samples almost the same each time"
+    return ""
+
+
+def _drifted(past: Past) -> str | None:
+    known = {n: (value, past.at_first(n)) for n, value in _training(past.last, "mean_logprob_gap")}
+    if not known:
+        return None
+    for name, (value, first) in known.items():
+        if value > DRIFTED_GAP and value > GAP_GROWTH * first:
+            return (
+                f"{name} is {value:.3g} nats a token, and was {first:.3g} at first: generator and trainer drift apart"
+            )
+    return ""
+
+
+def _training(row: Row, metric: str) -> Iterator[tuple[str, float]]:
+    """Metrics of this name of the groups that train: not those of evaluations."""
+    return ((name, value) for name, value in row.items() if is_of_group(name, metric))
+
+
+def _memory_low(past: Past) -> str | None:
+    free, limit = past.last.get("host_free_bytes"), past.last.get("host_limit_bytes")
+    if free is None or not limit:
+        return None
+    own = _resident(past.last)
+    if free > LITTLE_FREE * limit or sum(own.values()) < OWN_SHARE * limit:
+        return ""
+    largest = sorted(own, key=lambda group: -own[group])[:3]
+    takes = ", ".join(f"{group} {gib(own[group])}" for group in largest)
+    return f"{gib(free)} of the {gib(limit)} of host memory of a node are left ({takes})"
+
+
+def _memory_grows(past: Past) -> str | None:
+    if len(past.rows) < GROWS_OVER or "host_free_bytes" not in past.last:
+        return None
+    for group, now in _resident(past.last).items():
+        values = [_resident(row).get(group, now) for row in past.rows]
+        each = len(values) // 4
+        quarters = [sum(values[k * each : (k + 1) * each]) / each for k in range(4)]
+        rises = [after - before for before, after in pairwise(quarters)]
+        grown = quarters[3] - quarters[0]
+        if grown >= max(GROWN_BYTES, GROWN_SHARE * quarters[0]) and min(rises) > grown / 6:
+            a_step = grown / (3 * each)
+            left = past.last["host_free_bytes"] / a_step
+            return (
+                f"the host memory of {group} grows by {gib(a_step)} a step, in each of the last {len(values)} steps alike, and is "
+                f"{gib(now)}; what is left lasts for about {left:.0f} steps"
+            )
+    return ""
+
+
+def _resident(row: Row) -> dict[str, float]:
+    """Group -> host memory of its processes."""
+    return {name.partition("/")[0]: value for name, value in _training(row, "resident_bytes")}
+
+
+SYMPTOMS = (
+    Symptom(
+        NO_SIGNAL,
+        _no_signal,
+        "Look at the rewards in samples/. Try a reward that tells answers apart, easier prompts, more responses to each (n), or a "
+        "model that succeeds now and then",
+        steps=0,
+    ),
+    Symptom(
+        "signal_lost",
+        _signal_lost,
+        "If the rewards are high, the prompts are learned: end the run, or go on with harder ones. If they are low, try easier prompts, "
+        "more responses to each (n), or a higher temperature; drop_zero_variance spares the work on such groups",
+        steps=5,
+    ),
+    Symptom(
+        "equal_rewards",
+        _equal_rewards,
+        "Look at the rewards in samples/. Try a reward that tells answers apart, or easier prompts",
+        steps=3,
+    ),
+    Symptom(
+        "all_truncated",
+        _all_truncated,
+        "Try a larger Sampling(max_tokens=...), and look in samples/ whether the model ever writes its end-of-text token",
+        steps=3,
+    ),
+    Symptom(
+        "diverged",
+        _blown_up,
+        "Training has probably diverged. Try a learning_rate ten times smaller, warmup_steps, or go back to a checkpoint before it",
+        spoils=True,
+    ),
+    Symptom(
+        "entropy_collapse",
+        _collapsed,
+        "If the reward has stopped rising, go back to a checkpoint before it. Try a smaller learning_rate, an entropy_coefficient, a "
+        "higher upper clip (clip_high), or a penalty on the divergence from a reference",
+        steps=3,
+        spoils=True,
+    ),
+    Symptom(
+        "gap_drift",
+        _drifted,
+        "Try a smaller max_staleness and a correction for it (truncated importance sampling), the same dtype on both sides, or float32 "
+        "for the head",
+        steps=3,
+    ),
+    Symptom(
+        "memory_low",
+        _memory_low,
+        "Ray ends a worker when a twentieth is left, the kernel when nothing is. Try smaller microbatches, fewer ranks on a node, "
+        "BufferConfig(max_bytes=...), or a node with more memory",
+    ),
+    Symptom(
+        "memory_grows",
+        _memory_grows,
+        "Something keeps what it should let go: look in your reward functions and workers for lists and caches that only grow. A run that "
+        "makes checkpoints begins afresh with resume='latest'",
+    ),
+)
+SYMPTOM_NAMES = tuple(symptom.name for symptom in SYMPTOMS)
+
+
+def check_stop_on(names: object) -> tuple[str, ...]:
+    """The names of the symptoms that end a run, checked.
+
+    >>> check_stop_on(["no_signal", "diverge"])
+    Traceback (most recent call last):
+    weft.dataflow.errors.UserError: Driver(stop_on=...) names symptoms; there is none called 'diverge'; did you mean 'diverged'? They \
+are no_signal, signal_lost, equal_rewards, all_truncated, diverged, entropy_collapse, gap_drift, memory_low, memory_grows
+
+    Raises:
+        UserError: there is none of a name.
+    """
+    if isinstance(names, str) or not isinstance(names, Collection):
+        raise UserError(f"Driver(stop_on={names!r}) is a sequence of names of symptoms, such as stop_on=('no_signal',)")
+    for name in names:
+        if name not in SYMPTOM_NAMES:
+            raise UserError(
+                f"Driver(stop_on=...) names symptoms; there is none called {name!r}{nearest(str(name), SYMPTOM_NAMES) or '.'} "
+                f"They are {', '.join(SYMPTOM_NAMES)}"
+            )
+    return tuple(names)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A symptom that showed."""
+
+    symptom: Symptom
+    text: str
+    """What was seen, and what to try."""
+
+
+GOES_ON = "The run goes on with another Driver(stop_on=...), such as stop_on=()"
+
+
+def mistakes(graph: Graph, handles: Mapping[str, Handle]) -> list[str]:
+    """The settings that prevent learning, found before the run starts: a line of advice for each."""
+    return [f"{where}; {rule.advice}" for rule in MISTAKES for where in rule.found(graph, handles)]
+
+
+class Watch:
+    """Looks at each step of a run, and reports each symptom once."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+        self._in_a_row: Counter[str] = Counter()
+        self._past = Past()
+
+    def remember(self, rows: Iterable[Row]) -> None:
+        """Take note of the steps that a run which goes on has behind it, instead of those that were seen."""
+        self._past = Past()
+        self._in_a_row.clear()
+        for row in rows:
+            self._past.add(row)
+
+    def see(self, row: Row) -> list[Seen]:
+        """New symptoms of a finished step."""
+        self._past.add(row)
+        return [seen for symptom in SYMPTOMS if row["step"] and (seen := self._judge(symptom, int(row["step"])))]
+
+    def _judge(self, symptom: Symptom, step: int) -> Seen | None:
+        if symptom.name in self._said or (text := symptom.shows(self._past)) is None:
+            return None
+        self._in_a_row[symptom.name] = self._in_a_row[symptom.name] + 1 if text else 0
+        if not text or self._in_a_row[symptom.name] < symptom.steps:
+            return None
+        self._said.add(symptom.name)
+        steps = f"steps {step - symptom.steps + 1} to {step}" if symptom.steps > 1 else f"step {step}"
+        when = f"{steps}: " if symptom.steps else ""
+        return Seen(symptom, f"{when}{text}. {symptom.advice}")

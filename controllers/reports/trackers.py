@@ -1,0 +1,354 @@
+"""Tracker: what takes the metrics of a run, and the kinds of trackers that have names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import sys
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from ...dataflow.config import flattened
+from ...dataflow.errors import UserError, nearest
+
+MOST_SAMPLES = 100
+"""Samples of a step that trackers get at most."""
+PROMETHEUS = "prometheus"
+"""The endpoint of the Ray cluster, which the driver itself reports to: it has no process of its own."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run that a tracker is opened for."""
+
+    name: str
+    folder: Path
+    """`runs/NAME`; a tracker that writes files makes a folder there."""
+    config: Mapping[str, Any]
+    """The run's `config.json`, without secrets."""
+    id: str = ""
+    """What an earlier start of the run got from `Tracker.open`; empty: there was none."""
+    after: int | None = None
+    """The step after which the run goes on; None: it begins."""
+    logged: int = 0
+    """Number of calls of `Tracker.log` in earlier starts of the run."""
+
+
+class Tracker(Protocol):
+    """Takes the metrics of one run, in a separate process. An exception in a method ends only that process.
+
+    A tracker may also have `log_samples(step, rows)`, which takes samples of a step: rows with the texts `prompt`, `response`, `answer` and
+    `verdict`, and the number `reward`. It counts as a call of `log`.
+    """
+
+    overwrites: ClassVar[bool]
+    """Whether steps after a checkpoint take the place of those that were sent before the run went back to it. Otherwise they are not sent
+    again."""
+
+    def open(self, run: TrackedRun) -> str:
+        """Begin, or go on with what an earlier start of the run began; returns the id to go on with the next time."""
+        ...
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take metrics of a step. Steps may come again with other metrics, and evaluations come late."""
+        ...
+
+    def flush(self) -> None:
+        """What was logged must survive the end of this process from here on."""
+        ...
+
+    def close(self, *, failed: bool) -> None:
+        """The run is over, or its driver is gone."""
+        ...
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A tracker that has a name."""
+
+    place: str
+    """Module and class, as `module:Class`."""
+    package: str
+    """What it imports."""
+
+
+KINDS: Mapping[str, Kind] = {
+    name: Kind(f"{__package__}.{name}_tracker:{tracker}", package)
+    for name, tracker, package in (
+        ("tensorboard", "TensorboardTracker", "tensorboardX"),
+        ("wandb", "WandbTracker", "wandb"),
+        ("mlflow", "MlflowTracker", "mlflow"),
+        ("trackio", "TrackioTracker", "trackio"),
+    )
+}
+_OWN = re.compile(r"[\w.]+:\w+")
+"""A user's own tracker, as module:Class."""
+
+
+def check_trackers(names: Sequence[str], *, has_endpoint: bool) -> None:
+    """Check that each tracker is known and can be imported, without importing it.
+
+    Args:
+        names: as a user gave them.
+        has_endpoint: whether the backend has an endpoint for Prometheus.
+
+    Raises:
+        UserError: naming the tracker, and the nearest right name or what to install.
+
+    >>> check_trackers(["tensorbord"], has_endpoint=False)
+    Traceback (most recent call last):
+    weft.dataflow.errors.UserError: trackers: there is no 'tensorbord'; did you mean 'tensorboard'? ...
+    """
+    if isinstance(names, str):
+        raise UserError(f"trackers={names!r} is a text; it is a sequence of names: trackers=({names!r},)")
+    known = [*KINDS, PROMETHEUS]
+    for name in names:
+        if not isinstance(name, str) or (name not in known and not _OWN.fullmatch(name)):
+            raise UserError(
+                f"trackers: there is no {name!r}{nearest(str(name), known)}? They are {', '.join(known)}, or 'module:Class' of your "
+                "own".replace("??", "?")
+            )
+        if name == PROMETHEUS and not has_endpoint:
+            raise UserError(f"trackers: {name!r} is the endpoint of a Ray cluster, so it needs backend=RayBackend()")
+        if name in KINDS and importlib.util.find_spec(KINDS[name].package) is None:
+            raise UserError(
+                f"trackers: {name!r} needs the package {KINDS[name].package}, which is not installed: pip install 'weft[{name}]'"
+            )
+    if twice := [name for name in dict.fromkeys(names) if list(names).count(name) > 1]:
+        raise UserError(f"trackers: {twice[0]!r} is named twice")
+
+
+def new_tracker(name: str) -> Tracker:
+    """The tracker of a name, or of a `module:Class`. Its package is imported here, or when it is opened."""
+    module, _, tracker = (KINDS[name].place if name in KINDS else name).partition(":")
+    return getattr(importlib.import_module(module), tracker)()
+
+
+def plain(name: str) -> str:
+    """A name of a metric or a setting with the characters that every tracker takes.
+
+    >>> plain("eval/pass@8"), plain("reward/my own")
+    ('eval/pass_at_8', 'reward/my_own')
+    """
+    return re.sub(r"[^\w./-]", "_", name.replace("@", "_at_"))
+
+
+# Tensorboard tracker
+#
+# TensorboardTracker: event files in `tensorboard/` of the run's directory; `tensorboard --logdir
+# runs` shows all runs.
+
+
+FOLDER = "tensorboard"
+
+
+class TensorboardTracker:
+    """Writes with `tensorboardX`, which needs neither TensorFlow nor torch. Steps after a checkpoint replace earlier ones: the new file
+    begins with the step from which on TensorBoard forgets what other files say (`purge_step`)."""
+
+    overwrites = True
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+
+    def open(self, run: TrackedRun) -> str:
+        self._writer = new_writer(run.folder / FOLDER, None if run.after is None else run.after + 1)
+        if not run.id:
+            self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=2)}\n```", 0)
+        return FOLDER
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(plain(name), value, step)
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """As text in indented blocks, which no text of a sample can end."""
+        parts = (f"{name}: {value}" for row in rows for name, value in (*row.items(), ("", "")))
+        self._writer.add_text("samples", textwrap.indent("\n".join(parts), "    ", lambda line: True), step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self, *, failed: bool) -> None:
+        self._writer.close()
+
+
+def new_writer(folder: Path, purge_step: int | None) -> Any:
+    """A writer of event files. tensorboardX imports torch where there is one, only to take its tensors: seconds, and hundreds of megabytes
+    of memory, for a process that writes a few numbers."""
+    had = "torch" in sys.modules
+    if not had:
+        sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
+    try:
+        from tensorboardX import SummaryWriter
+
+        # The names of its files tell seconds apart, and a second file of the same name would take the place of the first.
+        return SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=f".{time.time_ns()}")
+    finally:
+        if not had:
+            del sys.modules["torch"]
+
+
+# Wandb tracker
+#
+# WandbTracker: Weights & Biases, online or offline (`WANDB_MODE=offline`).
+
+
+WANDB_PROJECT = "weft"
+
+
+class WandbTracker:
+    """A run in the project `WANDB_PROJECT`, or `weft`. It goes on under its id, so that its curves do.
+
+    W&B drops what comes for a step before its latest, as evaluations do. Therefore its own step only counts the calls, and the step of
+    training is a metric that all curves are drawn over. Nothing can be taken back: steps that are made again are not sent again.
+    """
+
+    overwrites = False
+
+    def __init__(self) -> None:
+        self._run: Any = None
+        self._logged = 0
+
+    def open(self, run: TrackedRun) -> str:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self._logged = run.logged
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", WANDB_PROJECT),
+            name=run.name,
+            id=run.id or None,
+            resume="allow",
+            dir=str(run.folder),
+            config=dict(run.config),
+            settings=wandb.Settings(console="off", save_code=False),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        return self._run.id
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics}, step=self._logged)
+        self._logged += 1
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        table = wandb.Table(columns=["step", *rows[0]], data=[[step, *row.values()] for row in rows])
+        self._run.log({"step": step, "samples": table}, step=self._logged)
+        self._logged += 1
+
+    def flush(self) -> None:
+        """W&B's own process has what was logged."""
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+# Mlflow tracker
+#
+# MlflowTracker: an MLflow server, or its local store.
+
+
+EXPERIMENT = "weft"
+LONGEST = 500
+"""Characters of a parameter's value that every version of MLflow takes."""
+MOST = 100
+"""Parameters in one request."""
+
+
+class MlflowTracker:
+    """A run in the experiment `MLFLOW_EXPERIMENT_NAME`, or `weft`, at `MLFLOW_TRACKING_URI`. It goes on under its id. MLflow keeps every
+    value of a step that it was ever sent, so steps that are made again are not sent again."""
+
+    overwrites = False
+
+    def __init__(self) -> None:
+        self._client: Any = None
+        self._id = ""
+
+    def open(self, run: TrackedRun) -> str:
+        from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
+        from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
+
+        self._client, self._id = MlflowClient(), run.id
+        if self._id:
+            self._client.update_run(self._id, status="RUNNING")
+            return self._id
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
+        known = self._client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else self._client.create_experiment(name)
+        self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
+        settings = [Param(plain(key), str(value)[:LONGEST]) for key, value in flattened(run.config).items()]
+        for first in range(0, len(settings), MOST):
+            self._client.log_batch(self._id, params=settings[first : first + MOST])
+        return self._id
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._id, metrics=[Metric(plain(n), v, now, step) for n, v in metrics.items()])
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        columns = {"step": [step] * len(rows), **{name: [row[name] for row in rows] for name in rows[0]}}
+        self._client.log_table(self._id, columns, "samples.json")
+
+    def flush(self) -> None:
+        """Every request is answered when it is stored."""
+
+    def close(self, *, failed: bool) -> None:
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+# Trackio tracker
+#
+# TrackioTracker: trackio, local (`trackio show`) or in a Space (`TRACKIO_SPACE_ID`).
+
+
+TRACKIO_PROJECT = "weft"
+
+
+class TrackioTracker:
+    """A run in the project `TRACKIO_PROJECT`, or `weft`. It goes on under its name. Every value is kept, so steps that are made again are
+    not sent again."""
+
+    overwrites = False
+
+    def __init__(self) -> None:
+        self._run: Any = None
+
+    def open(self, run: TrackedRun) -> str:
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        self._run = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", TRACKIO_PROJECT),
+            name=run.id or run.name,
+            config=dict(run.config),
+            resume="allow" if run.id else "never",
+            embed=False,
+        )
+        return self._run.name
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        import pandas as pd
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        table = trackio.Table(dataframe=pd.DataFrame([{"step": step, **row} for row in rows]))
+        self._run.log({"samples": table}, step=step)
+
+    def flush(self) -> None:
+        """trackio writes in a thread, every half second."""
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish()

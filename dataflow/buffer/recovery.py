@@ -1,0 +1,516 @@
+"""Restored state: what a log and its checkpoints say of a run, for recovery and for looking only."""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import LeaseError, RecoveryError, UserError, nearest
+from ..graph import SOURCE, Graph
+from ..runs.files import LOG, Disk
+from ..runs.log import LogReader, Position, Record, described_graph, has_position, line_of
+from ..safe_files import open_file, parse_json
+from .events import Claim, Drop, Event, Finish, Issue, Lose, Offer, Publish, Release, SetSource, from_record
+from .leases import Lease, Published, Spread
+from .ledger import Ledger
+from .readiness import Readiness, Wiring
+from .rows import Group, Ids, LevelRows, Part
+from .segments import Segment
+
+# Ledger state
+#
+# The state of a ledger as records, and back: what a checkpoint holds, so that a log need not be
+# read from its beginning.
+#
+# Saved are only facts: rows, their masks and parts, open leases. The counts of a group (`count`)
+# and what is ready (`Readiness.of`) follow. A group's rows are saved as the ledger holds them, a
+# list for each column, so that nothing is done row by row when they are loaded.
+
+
+def save(ledger: Ledger) -> Iterator[Record]:
+    """Records that `load` makes the same ledger of: one for itself, one for each group in flight, one for each lease."""
+    live, parts = ledger.live, ledger.parts
+    yield {
+        "do": "ledger",
+        "graph": ledger.name,
+        "source": ledger.source.to_json() if ledger.source else None,
+        "prompts": ledger.prompts_issued,
+        "issued": live.issued,
+        "done": live.done,
+        "dropped": dict(live.dropped),
+        "stale": dict(ledger.claims.stale),
+        "largest": live.largest_group,
+        "bytes": parts.published_bytes,
+        "finished_bytes": parts.finished_bytes,
+        "largest_bytes": parts.largest_group_bytes,
+        "token": ledger.leases.next_token,
+    }
+    numbers: dict[Part, int] = {}
+    for group in live.groups.values():
+        yield _group_record(ledger, group, numbers)
+    for lease in ledger.leases:
+        yield {
+            "do": "lease",
+            "graph": ledger.name,
+            "token": lease.token,
+            "node": lease.node.name,
+            "held": [
+                [g.id, f"{mask:x}"] for g, _, mask, _ in lease.taken if g.id in live.groups
+            ],  # others are finished
+            "open": list(lease.open),
+            "holder": lease.holder,
+            "given_up": sorted(lease.given_up),
+            "masked": sorted(lease.masked),
+            "staged": [[ids, published.lists, s.to_json() if s else None] for ids, published, s in lease.staged],
+        }
+
+
+def _group_record(ledger: Ledger, group: Group, numbers: dict[Part, int]) -> Record:
+    """
+    Args:
+        numbers: of the parts that were saved before; a group brings those that it is the first to need.
+    """
+    parts: list[Any] = []
+    for rows in group.levels:
+        for _, column in sorted(rows.parts.items()):
+            for part in dict.fromkeys(column):
+                if part is not None and part not in numbers:
+                    numbers[part] = len(numbers)
+                    parts.append([part.segment.to_json(), part.written])
+    return {
+        "do": "group",
+        "graph": ledger.name,
+        "id": group.id,
+        "position": group.position,
+        "issued_in": group.issued_in,
+        "trained_in": group.trained_in,
+        "tokens": group.tokens,
+        "version": group.version,
+        "offered": group.offered,
+        "held": group.too_old,
+        "closed": group.closed,
+        "order": [[i, places] for i, places in (group.order or {}).items()],
+        "parts": parts,
+        "levels": [
+            _level_record(rows, on_level, numbers)
+            for rows, on_level in zip(group.levels, ledger.live.wiring.on_level, strict=True)
+        ],
+    }
+
+
+def _level_record(rows: LevelRows, nodes: Iterable[int], numbers: dict[Part, int]) -> Record:
+    """The rows of a level: `states` has for each node the masks of those that are done, offered, leased, skipped and cancelled."""
+    masks = ((i, (rows.done, rows.offered, rows.leased, rows.skipped, rows.cancelled)) for i in nodes)
+    return {
+        "ids": rows.ids,
+        "parents": rows.parents,
+        "tokens": rows.tokens,
+        "versions": rows.versions,
+        "states": [[i, *(f"{mask[i]:x}" for mask in of)] for i, of in masks],
+        "parts": [
+            [i, *(None if part is None else numbers[part] for part in column)]
+            for i, column in sorted(rows.parts.items())
+        ],
+        "aside": [[*place, first] for place, first in sorted((rows.aside or {}).items())],
+    }
+
+
+def load(ledger: Ledger, records: Iterable[Record]) -> None:
+    """Restore a new ledger from the records. Leases lose their deadlines: their holders are called again, or are gone."""
+    live, parts = ledger.live, list[Part]()
+    for record in records:
+        match record["do"]:
+            case "ledger":
+                _load_totals(ledger, record)
+            case "group":
+                parts += [Part(Segment.from_json(s), written, 0) for s, written in record["parts"]]
+                _load_group(ledger, record, parts)
+            case "lease":
+                _load_lease(ledger, record)
+    for part in parts:
+        ledger.parts.put(part)
+    live.readiness = Readiness.of(live.wiring, live.groups.values())
+
+
+def _load_totals(ledger: Ledger, record: Record) -> None:
+    live, parts = ledger.live, ledger.parts
+    ledger.source = Segment.from_json(record["source"]) if record["source"] else None
+    ledger.prompts_issued = record["prompts"]
+    live.issued, live.done = record["issued"], record["done"]
+    live.dropped, ledger.claims.stale = Counter(record["dropped"]), Counter(record["stale"])
+    live.largest_group, parts.published_bytes = record["largest"], record["bytes"]
+    parts.finished_bytes, parts.largest_group_bytes = record["finished_bytes"], record["largest_bytes"]
+    ledger.leases.next_token = record["token"]
+
+
+def _load_lease(ledger: Ledger, record: Record) -> None:
+    node, groups = ledger.graph[record["node"]], ledger.live.groups
+    held = [(groups[id], int(mask, 16)) for id, mask in record["held"]]
+    lease = Lease.of(record["token"], node, held, holder=record["holder"])
+    lease.masked, lease.given_up = frozenset(record["masked"]), set(record["given_up"])
+    lease.open = dict.fromkeys(record["open"])
+    lease.staged = [
+        (ids, Published.of_lists(*lists), Segment.from_json(s) if s else None) for ids, lists, s in record["staged"]
+    ]
+    ledger.leases.begin(lease)
+
+
+def _load_group(ledger: Ledger, record: Record, parts: list[Part]) -> None:
+    live, number = ledger.live, len(ledger.graph.nodes)
+    ids = record["id"], record["position"], record["issued_in"]
+    group = Group(*ids, record["tokens"], live.wiring.above, number)
+    group.version, group.trained_in = record["version"], record["trained_in"]
+    group.offered, group.too_old, group.closed = record["offered"], record["held"], record["closed"]
+    for rows, saved in zip(group.levels, record["levels"], strict=True):
+        rows.ids, rows.parents, rows.tokens, rows.versions = (
+            saved[name] for name in ("ids", "parents", "tokens", "versions")
+        )
+        for i, *masks in saved["states"]:
+            of = (rows.done, rows.offered, rows.leased, rows.skipped, rows.cancelled)
+            for mask, value in zip(of, masks, strict=True):
+                mask[i] = int(value, 16)
+        for i, *lie_in in saved["parts"]:
+            rows.parts[i] = [None if k is None else parts[k] for k in lie_in]
+            for k in lie_in:
+                if k is not None:
+                    parts[k].in_flight += 1
+        rows.aside = {(place, level): first for place, level, first in saved["aside"]} or None
+        live.group_of.update(dict.fromkeys(rows.ids, group))
+    group.order = dict(record["order"]) or None
+    count(live.wiring, group)
+    live.restore(group)
+
+
+def count(wiring: Wiring, group: Group) -> None:
+    """Work the counts of a group out from the states of its rows, as they stand after every event."""
+    group.open = group.behind = group.claimed = 0
+    for i, node in enumerate(wiring.graph.nodes):
+        rows = group.levels[node.level]
+        todo = rows.awaiting(i).bit_count()
+        group.open += todo
+        group.behind += todo * wiring.behind[i]
+        if wiring.takes_groups[i] and rows.done[i] | rows.leased[i]:
+            group.claimed |= 1 << i
+    for level in range(wiring.num_levels):  # a level is above those that are made of it
+        above = wiring.above[level]
+        group.complete[level] = level == SOURCE or (
+            group.complete[above] and not group.levels[above].awaiting(wiring.maker[level])
+        )
+    group.rested = group.open == group.behind and all(group.complete)
+
+
+# Checkpoint file
+#
+# The file of a checkpoint of the ledgers. It holds their state as records, which checksums chain
+# as in a log.
+
+
+FORMAT = 2
+"""Format of the records of a ledger's state. In format 1, which was not written down, a row was a list of its own. A state of another
+format is passed over: the log says the same, and takes longer to read."""
+
+
+def write_checkpoint(path: Path, position: Position, records: Iterable[Record], *, disk: Disk | None = None) -> None:
+    """Write a state as records; `path` is replaced atomically.
+
+    The first line names the position in the log that the state belongs to, and the last line gives the number of records.
+    """
+    checksum, lines = 0, []
+    for record in [_start(position), *records]:
+        lines.append(line_of(record, checksum))
+        checksum = int(lines[-1][:8], 16)
+    lines.append(line_of({"do": "end", "records": len(lines) - 1}, checksum))
+    (disk or Disk()).write_whole(path, b"".join(lines))
+
+
+def read_checkpoint(path: Path) -> tuple[Position, list[dict[str, Any]]]:
+    """The position and the records of a checkpoint.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or of another version of Weft; the message names the file and the place.
+    """
+    reader = LogReader(path)
+    records = list(reader)
+    if reader.damage:
+        raise ValueError(reader.damage)
+    if len(records) < 2 or records[0].get("do") != "checkpoint" or records[-1].get("do") != "end":
+        raise ValueError(f"{path}: the checkpoint has no end after {reader.end.offset} bytes")
+    first, *state, last = records
+    _check_format(path, first)
+    if last["records"] != len(state):
+        raise ValueError(f"{path}: the checkpoint has {len(state)} records, not {last['records']}")
+    return Position(first["offset"], first["checksum"]), state
+
+
+def is_sound_checkpoint(path: Path, position: Position) -> bool:
+    """Whether a file is the complete checkpoint of a position. Only its checksums are verified, and its first and last records parsed."""
+    first = last = b""
+    checksum, number = 0, 0
+    try:
+        with open_file(path) as file:
+            for line in file:
+                checksum = zlib.crc32(line[9:-1], checksum)
+                if not line.endswith(b"\n") or line[:9] != b"%08x " % checksum:
+                    return False
+                first, last, number = first or line, line, number + 1
+    except OSError:
+        return False
+    ended = {"do": "end", "records": number - 2}
+    return number > 1 and parse_json(first[9:], path) == _start(position) and parse_json(last[9:], path) == ended
+
+
+def checkpoint_position(path: Path) -> Position:
+    """The position of a checkpoint. Only the first line of the file is read.
+
+    Raises:
+        ValueError: its first line is damaged, or of another version of Weft.
+    """
+    first = next(iter(LogReader(path)), {})
+    if first.get("do") != "checkpoint":
+        raise ValueError(f"{path} does not begin as a checkpoint does")
+    _check_format(path, first)
+    return Position(first["offset"], first["checksum"])
+
+
+def _start(position: Position) -> Record:
+    return {"do": "checkpoint", "offset": position.offset, "checksum": position.checksum, "format": FORMAT}
+
+
+def _check_format(path: Path, start: Record) -> None:
+    found = start.get("format", 1)
+    if found != FORMAT:
+        which = "an earlier" if found < FORMAT else "a later"
+        raise ValueError(f"{path} has format {found}, of {which} version of Weft; this version reads format {FORMAT}")
+
+
+# Folder
+#
+# Where the sample buffer keeps its files in the directory of a run.
+#
+# runs/NAME/buffer/ledger.log                       every event since the oldest checkpoint that is kept, or an earlier one
+# runs/NAME/buffer/history/ledger-*.log.zst         the events before that
+# runs/NAME/buffer/ledger-000000123456.checkpoint   the state at that position of the log
+# runs/NAME/buffer/segments/NODE/                   the columns of rows in flight, on each node
+
+
+def ledger_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of the ledgers in a buffer's folder, latest first."""
+    return sorted(folder.glob("ledger-*.checkpoint"), reverse=True)
+
+
+def checkpoint_path(folder: Path, position: Position) -> Path:
+    """The checkpoint of this position of the log; it need not exist."""
+    return folder / f"ledger-{position.offset:012d}.checkpoint"
+
+
+# Replay
+#
+# Replay: a ledger does again what the records of a log say, by the verbs that noted them.
+
+
+def replay(ledger: Ledger, record: Record) -> None:
+    """Do again what a record says; nothing is logged.
+
+    Raises:
+        ValueError: when this ledger is not where it was when the record was written.
+    """
+    log, ledger.log = ledger.log, None
+    try:
+        _apply(ledger, from_record(record))
+    finally:
+        ledger.log = log
+
+
+def _apply(ledger: Ledger, event: Event) -> None:
+    match event:
+        case Issue():
+            if (event.first, event.group) != (ledger.ids.next_id, ledger.ids.next_group):
+                raise ValueError(f"rows were issued from id {event.first}, but {ledger.ids.next_id} is next")
+            ledger.issue(event.positions, event.tokens, step=event.step)
+        case SetSource():
+            ledger.set_source(Segment.from_json(event.segment))
+        case Claim():
+            ledger.claim_again(event)
+        case Publish():
+            arrays = (event.ids, event.tokens, event.versions, event.parents, event.finished)
+            written = Segment.from_json(event.segment) if event.segment else None
+            if event.segments is not None:
+                written = Spread.from_json(event.segments)
+            ledger.publish(ledger.leases[event.lease], Published.of_lists(*arrays), written)
+        case Finish():
+            ledger.finish(ledger.leases[event.lease], step=event.step)
+        case Release():
+            ledger.release(ledger.leases[event.lease], event.why, ids=event.ids)
+        case Drop():
+            ledger.drop(ledger.graph[event.node], event.ids, event.why)
+        case Lose():
+            ledger.lose(event.group, event.why, issue_again=event.again)
+        case Offer():
+            ledger.offer(ledger.graph[event.node], ledger.live.groups[event.group])
+
+
+@dataclass
+class RestoredState:
+    """The state of a run at a position of its log."""
+
+    ledgers: dict[str, Ledger]
+    ids: Ids
+    notes: dict[str, Any]
+    end: Position
+    """Behind the last record that was read."""
+    checkpoints: list[Path]
+    """The checkpoints that are sound and not behind the end, latest first."""
+    damage: list[str]
+    """What was found damaged, and what is used instead."""
+    unwritten: list[str] = field(default_factory=list)
+    """Graphs that the log does not name, because the run ended while it was being created."""
+    pinned: set[Segment] = field(default_factory=set)
+    """Segments that the latest checkpoint refers to."""
+
+
+def restore(
+    folder: Path,
+    graphs: Mapping[str, Graph] | None = None,
+    *,
+    at: Position | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> RestoredState:
+    """The ledgers of a run as its log says they were. Reads only, and may do so while the run goes on.
+
+    Args:
+        folder: the folder of the buffer, which holds the log.
+        graphs: the graphs of the run; None takes their outlines from the log, for looking only.
+        at: the position to go back to; None: the end of what is sound.
+        clock: seconds since any moment, for deadlines.
+
+    Raises:
+        UserError: the graphs are not those of the run.
+        RecoveryError: the log does not fit the ledgers.
+    """
+    damage: list[str] = []
+    start, state, sound = _latest_checkpoint(folder, at, damage)
+    restored = RestoredState({}, Ids(), {}, start, sound, damage)
+    for record in state:
+        _take(restored, record, graphs, clock)
+    for name, ledger in restored.ledgers.items():
+        load(ledger, [r for r in state if r.get("graph") == name])
+    restored.pinned = segments_of(restored.ledgers.values())
+    begun = bool(state)
+    if start != at:  # a checkpoint of this position says everything
+        begun |= _replay_log(restored, folder / LOG, at, graphs, clock)
+    if at is not None and restored.end != at:
+        damage.append(
+            f"{folder / LOG} is sound to byte {restored.end.offset}: the state at byte {at.offset} is not there"
+        )
+    if graphs is not None and not begun:
+        restored.unwritten = [name for name in graphs if name not in restored.ledgers]
+        for name in restored.unwritten:
+            restored.ledgers[name] = Ledger(graphs[name], ids=restored.ids, name=name, clock=clock)
+    if graphs is not None and set(graphs) != set(restored.ledgers):
+        raise UserError(f"{folder} is of a run of the graphs {sorted(restored.ledgers)}, not {sorted(graphs)}")
+    return restored
+
+
+def _replay_log(
+    restored: RestoredState,
+    log: Path,
+    at: Position | None,
+    graphs: Mapping[str, Graph] | None,
+    clock: Callable[[], float],
+) -> bool:
+    """Replay the log from the end of the restored state to a position. Returns whether anything had begun there."""
+    begun = False
+    reader = LogReader(log, restored.end)
+    for record in reader:
+        if at is not None and reader.end.offset > at.offset:
+            break
+        restored.end = reader.end
+        begun |= record["do"] not in ("epoch", "ids", "graph")
+        try:
+            _take(restored, record, graphs, clock)
+        except (AttributeError, LookupError, ValueError, TypeError, LeaseError) as error:
+            raise RecoveryError(f"{log}, byte {restored.end.offset}: {record['do']}: {error}") from error
+    if reader.damage:
+        restored.damage.append(f"{reader.damage}; the state before it is used")
+    return begun
+
+
+def _take(
+    restored: RestoredState, record: Record, graphs: Mapping[str, Graph] | None, clock: Callable[[], float]
+) -> None:
+    match record["do"]:
+        case "graph":
+            name = record["graph"]
+            if name not in restored.ledgers:
+                graph = _same_graph(name, record, graphs)
+                restored.ledgers[name] = Ledger(graph, ids=restored.ids, name=name, clock=clock)
+        case "ids":
+            restored.ids.next_id, restored.ids.next_group = record["next_id"], record["next_group"]
+        case "note":
+            restored.notes[record["key"]] = record["value"]
+        case "ledger" | "group" | "lease":
+            pass  # the state of a ledger: loaded together
+        case "epoch":
+            pass  # of a writer
+        case _:
+            replay(restored.ledgers[record["graph"]], record)
+
+
+def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -> Graph:
+    then, outline = described_graph(record), record["outline"]
+    if graphs is None:
+        return then
+    if name not in graphs:
+        raise UserError(f"the run has a graph {name!r}, which is not given{nearest(name, list(graphs))}")
+    now = graphs[name]
+    if json.loads(json.dumps(now.outline())) != outline:
+        names = [n.name for n in then.nodes]
+        changed = [n.name for n in now.nodes if n.name not in names] or [
+            n["name"]
+            for n, m in zip(json.loads(json.dumps(now.outline()["nodes"])), outline["nodes"], strict=False)
+            if n != m
+        ]
+        raise UserError(
+            f"graph {name!r} is not what it was when the run was started; see {', '.join(changed) or 'its source'}"
+        )
+    return now
+
+
+def _latest_checkpoint(
+    folder: Path, at: Position | None, damage: list[str]
+) -> tuple[Position, list[dict[str, Any]], list[Path]]:
+    best: tuple[Position, list[dict[str, Any]]] | None = None
+    sound: list[Path] = []
+    for path in ledger_checkpoints(folder):
+        try:
+            position = checkpoint_position(path)
+            if at is not None and position.offset > at.offset:
+                continue
+            # Only the one that is used is parsed; of the others it is enough that they are sound.
+            if best is None or not is_sound_checkpoint(path, position):
+                position, state = read_checkpoint(path)
+                best = best or ((position, state) if has_position(folder / LOG, position) else None)
+        except (ValueError, OSError) as error:
+            damage.append(f"{error}; the checkpoint before it is used")
+            continue
+        if not has_position(folder / LOG, position):
+            damage.append(
+                f"{path} is of byte {position.offset} of the log, which has no record with its checksum there: part of it "
+                "is missing, or it went on otherwise"
+            )
+            continue
+        sound.append(path)
+    start, records = best or (Position(), [])
+    return start, records, sound
+
+
+def segments_of(ledgers: Iterable[Ledger]) -> set[Segment]:
+    """The segments that rows in flight refer to, with those of the sources."""
+    sources = {ledger.source for ledger in ledgers if ledger.source is not None}
+    return sources.union(*(ledger.parts.segments for ledger in ledgers))

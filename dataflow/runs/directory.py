@@ -1,0 +1,450 @@
+"""RunDirectory: what a run leaves behind, under `runs/NAME/`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from ..config import Config
+from ..errors import UserError
+from ..graph import TRAIN, Graph
+from ..safe_files import read_json
+from ..untrusted_text import redacted, without_secrets
+from .files import (
+    BUFFER,
+    CHECKPOINTS,
+    CONFIG,
+    GRAPH,
+    LOCK,
+    LOG,
+    LOGS,
+    MERMAID,
+    METRICS,
+    PARQUET,
+    PARTIAL,
+    SAMPLES,
+    SEGMENTS,
+    SKIPPED,
+    STREAM,
+    TIMELINE,
+    Disk,
+    is_full,
+    make_folder,
+    set_aside,
+)
+from .finished_leases import samples_by_step
+from .lock import RunLock, epochs
+from .log import Position, last_epoch
+from .samples import sample_files, unfinished_files
+from .tables import (
+    BY_RANK,
+    CALLS,
+    VALUES,
+    TableStream,
+    begin_again,
+    by_step,
+    calls_kept,
+    present,
+    read_metrics,
+    read_timeline,
+    to_parquet,
+    values_from,
+    values_of,
+)
+
+TABLES = tuple(name + ending for name in (METRICS, TIMELINE) for ending in (PARQUET, STREAM))
+FILES = (CONFIG, MERMAID, GRAPH, *TABLES)
+"""Files of a run that are meant for people. A run can be resumed without them."""
+FOLDERS = (BUFFER, f"{BUFFER}/{SEGMENTS}", CHECKPOINTS, LOGS, SAMPLES, SKIPPED)
+RESUMES = ("none", "latest", "weights")
+"""Values of `resume` that cannot name a run."""
+MAX_NAME_BYTES = 200
+"""File systems allow 255, and something is appended to a name."""
+RECENT = 64
+"""Steps whose metrics are remembered, for what is measured of them later."""
+
+
+class RunDirectory:
+    """`config.json`, `graph.mmd`, metrics and timeline (`dataflow/runs/tables.py`), `samples/`, `logs/`, `checkpoints/`."""
+
+    flush_interval_s = 0.5
+    """Longest delay, in seconds, before new metrics and timeline entries are on disk."""
+
+    def __init__(self, path: Path, lock: RunLock | None = None, *, origin: str = "begins with step 1") -> None:
+        self.path = path
+        self.lock = lock
+        """The process that writes into a run holds its lock."""
+        self.notes: list[str] = []
+        """Lines to print at the start: why the run starts or resumes at this step, and which damaged files were set aside."""
+        self.origin = origin
+        """The step at which the run starts or resumes, and the reason."""
+        self._disk = Disk()
+        self._metrics = TableStream(path / f"{METRICS}{STREAM}", VALUES, disk=self._disk)
+        self._timeline = TableStream(path / f"{TIMELINE}{STREAM}", CALLS, disk=self._disk)
+        self._recent: dict[float, dict[str, float]] = {}
+        self._flushed = time.monotonic()
+
+    @classmethod
+    def create(cls, root: Path, name: str | None, *, aside: bool = False, why: str = "") -> RunDirectory:
+        """A new directory; a used one is never written into.
+
+        Args:
+            root: the folder of all runs.
+            name: of the run; default: the time.
+            aside: move a used directory of that name to `NAME.begun-1` (or -2, ...).
+            why: the run begins anew, although it was to go on.
+
+        Raises:
+            UserError: when `name` is taken already.
+        """
+        require_folder(root, f"root {str(root)!r}", private=False)
+        path = _unused(root.resolve()) if name is None else root.resolve() / name
+        if aside and is_used(path):
+            set_run_aside(path)
+        require_folder(path, f"run directory {str(root / path.name)!r}")
+        lock = hold(path)
+        if is_used(path):
+            lock.give_back()
+            raise UserError(f"run directory {path} is used already; give the run another name, or remove it")
+        require_folder(path / LOGS, f"run directory {str(path)!r}")
+        if not why:
+            return cls(path, lock)
+        directory = cls(path, lock, origin=f"{why}; the run begins with step 1")
+        directory.notes.append(directory.origin)
+        return directory
+
+    @classmethod
+    def reopen(
+        cls, path: Path, step: int, time_s: float, position: Position, lock: RunLock, *, origin: str
+    ) -> RunDirectory:
+        """The directory of a run that goes on. What is damaged is set aside and named in `notes`: none of it is needed to go on.
+
+        Args:
+            step: after which it goes on; metrics and calls of later steps are forgotten.
+            time_s: seconds from the start of the run to the end of that step.
+            position: in the log of the buffer.
+            lock: of the run, which this process holds.
+            origin: where the run goes on, and why there.
+        """
+        directory = cls(path, lock, origin=origin)
+        directory._set_aside_what_is_no_file()
+        directory._set_aside_damaged_config()
+        metrics = directory._read(METRICS, read_metrics, ("step",))
+        rows = {row["step"]: present(row) for row in metrics.to_pylist() if row["step"] is not None} if metrics else {}
+        if any(earlier not in rows for earlier in range(step + 1)):
+            rows = {row["step"]: row for row in samples_by_step(path / BUFFER / LOG, step, position)} | rows
+        kept = [value for at in sorted(rows) if at <= step for value in values_from(rows[at])]
+        begin_again(path, METRICS, pa.Table.from_pylist(kept, VALUES))
+        calls = directory._read(TIMELINE, read_timeline, [name for name in CALLS.names if name != BY_RANK])
+        begin_again(path, TIMELINE, calls_kept(calls, time_s) if calls is not None else CALLS.empty_table())
+        return directory
+
+    def give_up_rows(self) -> None:
+        """Set the log aside, and the samples, which count by what the log says: the run goes on without its rows in flight."""
+        for name in (BUFFER, SAMPLES):
+            if (self.path / name).exists():
+                aside = set_aside(self.path / name, "given-up")
+                shutil.rmtree(aside / SEGMENTS, ignore_errors=True)
+                self.origin += f"; {name} is in {aside.name}"
+        self.notes.append(self.origin)
+
+    def _set_aside_what_is_no_file(self) -> None:
+        """Each name must be of its kind: a file, or a folder. (A link counts as what it points to, if there is such a thing.)"""
+        for name in (*FILES, *(name + PARTIAL for name in FILES)):
+            if os.path.lexists(self.path / name) and not (self.path / name).is_file():
+                self._set_aside(name, "it is not a file")
+        for name in FOLDERS:
+            if os.path.lexists(self.path / name) and not (self.path / name).is_dir():
+                self._set_aside(name, "it is not a folder")
+
+    def _set_aside(self, name: str, why: object) -> None:
+        aside = set_aside(self.path / name, "damaged")
+        self.notes.append(f"damaged: {self.path / name} ({why}); it is set aside as {aside.name}")
+
+    def _set_aside_damaged_config(self) -> None:
+        try:
+            read_json(self.path / CONFIG)
+        except FileNotFoundError:
+            self.notes.append(f"{self.path / CONFIG} is gone; it is written again")
+        except (OSError, ValueError) as error:
+            self._set_aside(CONFIG, error)
+
+    @property
+    def starts(self) -> int:
+        """How often the run was started again: a name that a writer of segments had is never used again."""
+        return self.lock.epoch - 1 if self.lock else 0
+
+    def check(self, *, sure: bool = False) -> None:
+        """Before anything is written; raises TakenOverError when another driver goes on with the run. See `RunLock.check`."""
+        if self.lock is not None:
+            self.lock.check(sure=sure)
+
+    def _read(self, name: str, read: Callable[[Path], pa.Table | None], columns: Sequence[str]) -> pa.Table | None:
+        """Metrics or timeline, which have these columns; None, and a note, where they are damaged or gone."""
+        stream, path = self.path / f"{name}{STREAM}", self.path / f"{name}{PARQUET}"
+        path = stream if stream.exists() else path
+        try:
+            table = read(self.path)
+            if table is None:
+                self.notes.append(f"{path} is gone; it begins anew")
+            elif missing := [column for column in columns if column not in table.column_names]:
+                raise ValueError(f"it has no column {missing[0]!r}")
+            return table
+        except (OSError, ValueError) as error:  # pyarrow's errors are among them
+            self._set_aside(path.name, error)
+            return None
+
+    def forget_samples(self, is_void: Callable[[str, int], bool]) -> None:
+        """Remove samples of void leases, and files that were never finished.
+
+        Args:
+            is_void: whether a lease (its graph and number) no longer counts, because the run was restored to an earlier step.
+        """
+        for part in sample_files(self.path):
+            if is_void(part.graph, part.lease):
+                part.path.unlink()
+        for path in unfinished_files(self.path):
+            path.unlink(missing_ok=True)
+
+    def write_config(self, config: Mapping[str, Any], graphs: Mapping[str, Graph]) -> None:
+        """Write `config.json`, `graph.mmd` and `graph.json`, without secrets.
+
+        Args:
+            config: the resolved configuration; values that JSON lacks are written as text.
+            graphs: of the run, by name; the one of training is drawn in Mermaid.
+
+        Raises:
+            TakenOverError: another driver goes on with the run.
+        """
+        self.check()
+        plain = json.loads(json.dumps({**config, "starts": self.starts, "origin": self.origin}, default=_plain))
+        described = json.dumps(without_secrets(plain), indent=2) + "\n"
+        self._disk.write_whole(self.path / CONFIG, described.encode())
+        self._disk.write_whole(self.path / MERMAID, redacted(graphs[TRAIN].mermaid()).encode())
+        structure = {name: graph.structure() for name, graph in graphs.items()}
+        self._disk.write_whole(self.path / GRAPH, json.dumps(without_secrets(structure, by_name=False)).encode())
+
+    def add_metrics(self, row: Mapping[str, float]) -> Mapping[str, float]:
+        """Note metrics of a step. They reach the disk with the next `flush`.
+
+        Args:
+            row: metrics by name, with the number of the step under "step".
+
+        Returns:
+            All metrics of that step, those that were noted before among them.
+        """
+        for value in values_from(row):
+            self._metrics.add(**value)
+        known = self._recent.setdefault(row["step"], {})
+        known |= row
+        if len(self._recent) > RECENT:
+            del self._recent[next(iter(self._recent))]
+        return known
+
+    def add_call(self, **entry: Any) -> None:
+        """Note a call that has ended in the timeline; `entry` has the columns of `run_tables.CALLS`."""
+        self._timeline.add(**entry)
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """Metrics of every step, read from the disk."""
+        if rows := by_step(self._metrics.read()):
+            return rows
+        table = read_metrics(self.path)
+        return [present(row) for row in table.to_pylist()] if table is not None else []
+
+    def values(self, name: str) -> dict[int, float]:
+        """Step -> one metric, where it was measured; while the run goes on, from any thread."""
+        return values_of(self._metrics.read(), name)
+
+    @property
+    def timeline(self) -> list[dict[str, Any]]:
+        """Every call that has ended, read from the disk."""
+        if calls := self._timeline.read().to_pylist():
+            return calls
+        table = read_timeline(self.path)
+        return table.to_pylist() if table is not None else []
+
+    def flush(self, *, when_due: bool = False) -> None:
+        """Append what was noted since to the files of metrics and timeline.
+
+        Args:
+            when_due: only if what is on the disk is older than `flush_interval_s`.
+
+        Raises:
+            TakenOverError: another driver goes on with the run.
+            OSError: the disk is full, say. To flush again is allowed.
+        """
+        if when_due and time.monotonic() - self._flushed <= self.flush_interval_s:
+            return
+        self.check()
+        self._metrics.flush()
+        self._timeline.flush()
+        self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        """Make Parquet files of metrics and timeline: the run is over."""
+        self.check()
+        for stream in (self._metrics, self._timeline):
+            stream.close()
+        to_parquet(self.path)
+
+
+def check_name(name: object, what: str) -> None:
+    """Refuse a name that is part of paths (of a run, a worker group, an evaluation) and leads elsewhere.
+
+    Args:
+        name: as the user gave it.
+        what: the argument that it was given as, for the message.
+
+    Raises:
+        UserError: the rule, and the nearest name that is right.
+    """
+    text = str(name)
+    leads_on = not text.isprintable() or text.startswith((".", "-")) or text != text.strip() or {*text} & {"/", "\\"}
+    if isinstance(name, str) and name and not leads_on and len(text.encode()) <= MAX_NAME_BYTES:
+        return
+    plain = re.sub(r"[^\w.=,+@ -]+", "-", text).strip(" .-")[: MAX_NAME_BYTES // 4]
+    raise UserError(
+        f"{what}={name!r} cannot name a folder: a name has at least one character and at most {MAX_NAME_BYTES} bytes, no slash, "
+        "no control character, and neither a dot, a dash nor a space at its beginning"
+        + (f"; did you mean {plain!r}?" if plain else "")
+    )
+
+
+def check_run_name(name: object, what: str) -> None:
+    """Refuse an invalid name for a run: see `check_name`. Also refuses the values of `resume`, which would be ambiguous.
+
+    Raises:
+        UserError: the rule, and the nearest name that is right.
+    """
+    check_name(name, what)
+    if str(name).casefold() in RESUMES:
+        raise UserError(
+            f"{what}={name!r} cannot name a run: resume={str(name).casefold()!r} has another meaning; choose another name, such as "
+            f"'{name}-run'"
+        )
+
+
+def check_rights(run: Path) -> None:
+    """Refuse a run whose folders this user may not read and write.
+
+    Args:
+        run: its directory, which need not be there.
+
+    Raises:
+        UserError: naming the first such folder.
+    """
+    for folder in (run, *(run / name for name in (LOCK, *FOLDERS))):
+        if folder.is_dir() and not os.access(
+            folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids
+        ):
+            raise UserError(f"run {run} cannot be used: this user may not read and write {folder}")
+
+
+def hold(run: Path) -> RunLock:
+    """Take the lock of a run that is there.
+
+    Args:
+        run: its directory.
+
+    Returns:
+        The lock. Its epoch is larger than all before, also when the folder of the lock was removed.
+
+    Raises:
+        UserError: somebody else holds it.
+    """
+    return RunLock.take(run, after=0 if epochs(run) else _last_epoch(run))
+
+
+def _last_epoch(run: Path) -> int:
+    try:
+        return int(read_json(run / CONFIG)["starts"]) + 1
+    except (OSError, ValueError, TypeError, KeyError):
+        return last_epoch(run / BUFFER / LOG)
+
+
+def set_run_aside(path: Path) -> Path:
+    """Move what stands where a run is to be to `NAME.begun-1` (or -2, ...); returns where it is then.
+
+    Raises:
+        UserError: its driver lives.
+    """
+    lock = hold(path) if path.is_dir() else None
+    aside = set_aside(path, "begun")
+    if lock is not None:
+        lock.release()
+    return aside
+
+
+def make_aside(run: Path) -> Path:
+    """Make a private folder `NAME.begun-1` (or -2, ...) for what is in the directory of a run, which stays; returns the folder."""
+    for number in itertools.count(1):
+        with suppress(FileExistsError):
+            folder = run.with_name(f"{run.name}.begun-{number}")
+            folder.mkdir(mode=0o700)
+            return folder
+    raise AssertionError
+
+
+def is_used(path: Path) -> bool:
+    """Whether a run was begun there."""
+    return path.exists() and (not path.is_dir() or any(inside.name != LOCK for inside in path.iterdir()))
+
+
+def _unused(root: Path) -> Path:
+    """Make a new folder, named after the time; of two that ask at once each gets its own."""
+    taken = root / time.strftime("%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        path = taken if number == 1 else taken.with_name(f"{taken.name}-{number}")
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+            return path
+    raise AssertionError
+
+
+def require_folder(path: Path, what: str, *, private: bool = True) -> None:
+    """Make a folder, and those above it.
+
+    Args:
+        path: of the folder, which may be there already.
+        what: names it in messages, as the user gave it.
+        private: other users may not look into it.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    try:
+        if private:
+            make_folder(path)
+        else:
+            path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if is_full(error):
+            raise
+        at = next((p for p in (path, *path.parents) if os.path.lexists(p)), path)
+        why = f"{at} is no folder" if not at.is_dir() else f"nothing can be written into {at} ({error.strerror})"
+        raise UserError(f"{what} cannot be used: {why}") from None
+
+
+def _plain(value: object) -> Any:
+    """Configuration values as JSON: models by field, functions and classes by name, paths as text."""
+    if isinstance(value, Config):
+        return {name: getattr(value, name) for name in type(value).model_fields}
+    if hasattr(value, "__qualname__"):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}"
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: getattr(value, name) for name in getattr(value, "__dataclass_fields__", {})}
+    return repr(value)

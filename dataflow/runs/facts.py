@@ -1,0 +1,183 @@
+"""RunFacts: what the directory of a run says of it, whatever state it is in: live, ended, killed, damaged, or empty."""
+
+from __future__ import annotations
+
+import calendar
+import math
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UserError
+from ..metric_names import metric_of
+from ..safe_files import read_json
+from ..untrusted_text import without_secrets
+from .alerts import Alert, read_alerts
+from .files import CONFIG, METRICS, PARQUET, STREAM
+from .lock import Holder, Life, life_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+MOST_CONFIG = 16 << 20
+"""Most bytes of a configuration that are read: it is read each time that somebody asks for the run."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run as its directory shows it."""
+
+    path: Path
+    life: Life
+    holder: Holder | None
+    config: Mapping[str, Any]
+    """As the run was started; empty where it cannot be read."""
+    last: Mapping[str, float]
+    """Metrics of the last step; empty before the first."""
+    alerts: tuple[Alert, ...]
+    damage: tuple[str, ...]
+    """What could not be read."""
+
+    @property
+    def step(self) -> int:
+        """Steps that are over."""
+        step = self.last.get("step", 0)
+        return int(step) if math.isfinite(step) else 0
+
+    @property
+    def steps(self) -> int | None:
+        """Steps that the schedule wants; None: the configuration does not say."""
+        found = self.config.get("schedule")
+        steps = found.get("steps") if isinstance(found, Mapping) else None
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def error(self) -> str | None:
+        """What ended the run; None: no error did. An older start of it may have ended with one."""
+        ended = bool(self.alerts) and self.alerts[-1].ends and self.alerts[-1].time >= self.since
+        return self.alerts[-1].text if ended else None
+
+    @property
+    def since(self) -> float:
+        """Seconds since 1970 at which the latest driver took the run; 0 where nobody says."""
+        with suppress(ValueError):
+            return calendar.timegm(time.strptime(self.holder.since if self.holder else "", "%Y-%m-%d %H:%M:%S UTC"))
+        return 0.0
+
+    @property
+    def status(self) -> str:
+        """One word: running, done, stopped (before its last step), failed, killed, empty, or unknown."""
+        if self.life is Life.ALIVE:
+            return "running"
+        if self.life is Life.DEAD:
+            return "killed"
+        if self.life is Life.UNKNOWN:
+            return "unknown" if self.config or self.last else "empty"
+        if self.error is not None:
+            return "failed"
+        return "done" if self.steps is not None and self.step >= self.steps else "stopped"
+
+    @property
+    def trouble(self) -> str:
+        """The first line of the last alert; empty: there is none."""
+        return self.alerts[-1].text.partition("\n")[0] if self.alerts else ""
+
+    @property
+    def reward(self) -> float | None:
+        """Mean reward of the last step, or None if it measured none (SFT, DPO)."""
+        return self._last_of("mean")
+
+    @property
+    def loss(self) -> float | None:
+        """Loss of the last step, or None if it measured none."""
+        return self._last_of("loss")
+
+    def _last_of(self, metric: str) -> float | None:
+        name = metric_of(self.last, metric)
+        return None if name is None else self.last[name]
+
+    @property
+    def for_programs(self) -> dict[str, Any]:
+        """The values of JSON."""
+        return {
+            "run": self.path.name,
+            "path": str(self.path),
+            "status": self.status,
+            "step": self.step,
+            "steps": self.steps,
+            "time_s": self.last.get("time_s"),
+            "reward": self.reward,
+            "loss": self.loss,
+            "trouble": self.trouble or None,
+            "holder": None if self.holder is None else str(self.holder),
+            "damage": list(self.damage),
+        }
+
+
+def facts_of(run: Path, last: Mapping[str, float] | None = None) -> RunFacts:
+    """What is known of a run. No error is raised for a damaged one, and nothing is written.
+
+    Args:
+        run: its directory.
+        last: metrics of its last step, where they are known; None: they are read.
+    """
+    damage: list[str] = []
+    life, holder = life_of(run)
+    alerts = read_alerts(run)
+    last = _last(run, damage) if last is None else last
+    return RunFacts(run, life, holder, _config(run, damage), last, tuple(alerts), tuple(damage))
+
+
+def _config(run: Path, damage: list[str]) -> Mapping[str, Any]:
+    try:
+        return without_secrets(read_json(run / CONFIG, MOST_CONFIG))
+    except FileNotFoundError:
+        return {}
+    except UserError as error:  # it names the file
+        damage.append(str(error))
+    except OSError as error:
+        damage.append(f"{run / CONFIG}: {error}")
+    return {}
+
+
+def _last(run: Path, damage: list[str]) -> Mapping[str, float]:
+    import pyarrow as pa
+
+    from .tables import StreamTail
+
+    stream, parquet = run / f"{METRICS}{STREAM}", run / f"{METRICS}{PARQUET}"
+    try:
+        if stream.is_file():
+            values: dict[str, float] = {}
+            for batch in StreamTail(stream).read():
+                values = _after(values, batch)
+            return values
+        return _last_row(parquet) if parquet.is_file() else {}
+    except (OSError, ValueError, pa.ArrowException) as error:
+        damage.append(f"{stream if stream.is_file() else parquet}: {error}")
+        return {}
+
+
+def _after(values: dict[str, float], batch: pa.RecordBatch) -> dict[str, float]:
+    """The metrics of the last step, once those of a batch are known: rows of (step, name, value)."""
+    steps = batch["step"].to_pylist()
+    last = max((step for step in steps if step is not None), default=-math.inf)
+    if last < values.get("step", 0.0):
+        return values
+    rows = zip(steps, batch["name"].to_pylist(), batch["value"].to_pylist(), strict=True)
+    new = {name: value for step, name, value in rows if step == last}
+    return new if last > values.get("step", -math.inf) else values | new
+
+
+def _last_row(path: Path) -> Mapping[str, float]:
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(path)
+    if not file.metadata.num_rows:
+        return {}
+    table = file.read_row_group(file.metadata.num_row_groups - 1)
+    [row] = table.slice(len(table) - 1).to_pylist()
+    return {name: float(value) for name, value in row.items() if isinstance(value, int | float)}

@@ -1,0 +1,688 @@
+"""Log: the write-ahead log of a run. One JSON record a line, each with the checksum of everything up to it.
+
+    1f0c5a33 {"do":"claim","graph":"train","lease":7,"node":"reward.score","ids":[4096,4097]}
+
+The checksum is the CRC-32 of this record, started from the checksum of the record before. A torn, changed, missing or repeated
+line is detected, and the lines before it are known to be sound. Records are written together (group commit): `append` makes no
+system call, `commit` makes one. A position in the log is a number of bytes; a checkpoint names one.
+
+The file of a log may begin at a later position, after it was cut (`cut`): what was before lies in an archive (`log_history.py`), and
+`LogReader` reads both.
+
+A log has one writer. A new writer copies what it keeps into a new file, which replaces the old one. A previous writer that is still
+alive then appends to a file without a name; a `Fence` tells it that it was replaced before it acts on its records.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import FormatError, TakenOverError, UserError
+from ..graph import Graph
+from ..safe_files import open_file
+from .files import PARTIAL, Disk, remove
+from .log_archive import (
+    HISTORY,
+    FileStart,
+    archive,
+    copy_records,
+    drop_parts_behind,
+    file_start,
+    header,
+    parts,
+    raw,
+    split,
+    start_of,
+)
+
+Record = Mapping[str, Any]
+"""An event: `do` names its kind, and the other fields depend on the kind. Values are those of JSON."""
+
+FORMAT = 6
+"""Format of the records of a log and of the graphs described in it. The reader also accepts older formats: format 3 has all rows of a
+record in one segment, format 4 writes every number of a record separately (see `unpacked`), and a claim of format 5 has no `too_old`."""
+OLDEST = 3
+"""The oldest format that is read."""
+
+_CHUNK_BYTES = 1 << 20
+_CUT = ".cutting"
+"""Suffix of the file that a log goes on in after it was cut."""
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+SYNC_INTERVAL_S = 0.5
+"""Seconds of a log that a loss of power may cost. A sync takes milliseconds, and the rows of half a second are soon made again."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place between two records of a log, with the checksum that the next one starts from."""
+
+    offset: int = 0
+    checksum: int = 0
+
+
+class Fence(Protocol):
+    """Ensures that a run has only one writer."""
+
+    def check(self, *, sure: bool = False) -> None:
+        """Check that this process may write.
+
+        Args:
+            sure: ask the file server, too; else what this machine remembers of it is enough.
+
+        Raises:
+            TakenOverError: another process has taken the run over.
+        """
+        ...
+
+    def record(self) -> Record:
+        """The first record of this writer: `do` is "epoch", and `epoch` is larger than all earlier ones."""
+        ...
+
+
+@dataclass(frozen=True)
+class PreparedCut:
+    """A file for a log to go on in, open until the log takes it (`Log.cut`) or it is dropped."""
+
+    path: Path
+    descriptor: int
+    start: FileStart
+    """Where the file begins."""
+    copied: int
+    """Up to which byte of the log the file holds the records."""
+    disk: Disk
+
+    def drop(self) -> None:
+        """Close the file and remove it, unless another writer's file has its name by now."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(self.path.stat(), os.fstat(self.descriptor)):
+                self.path.unlink()
+        self.disk.close(self.descriptor)
+
+
+class Log:
+    """The log of a run, open for writing at its end (`Log(path)` of a new run, `Log(path, at=end)` of one that goes on)."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        at: Position = Position(),
+        sync_interval_s: float = SYNC_INTERVAL_S,
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        fence: Fence | None = None,
+    ) -> None:
+        """Records after `at` are cut off, and kept beside the log as `NAME.cut-OFFSET`.
+
+        Args:
+            path: the file of the log.
+            at: where the log goes on.
+            sync_interval_s: at most this many seconds of the log are lost in a power loss. The death of a process loses nothing
+                that was committed.
+            disk: the disk that the log is written to; None: the real one.
+            clock: seconds, for `sync_interval_s`.
+            fence: checked by `commit`; its record is the first that this writer appends.
+        """
+        self.path = path
+        self._disk = disk or Disk()
+        self._clock = clock
+        self._sync_interval_s = sync_interval_s
+        self._pending: tuple[int, list[bytes]] = at.offset, []
+        """The lines that are not written yet, and where they go: one value, so that an interrupt (Ctrl-C) cannot separate them."""
+        self._torn = False
+        """Part of a failed write may stand where the pending lines go."""
+        self._end = at.offset, at.checksum
+        self._unsynced = False
+        self._fence = fence
+        remove(path.with_name(path.name + _CUT))
+        if path.exists():
+            self._keep_what_is_cut(at.offset)
+        self.start = self._start_after(at)
+        """Where the file of the log begins."""
+        self._descriptor = self._begin_file(at.offset)
+        drop_parts_behind(path, self.start)
+        self._synced = clock()
+        if fence is not None:
+            self.append(fence.record())
+
+    def _start_after(self, at: Position) -> FileStart:
+        """Where the file begins when the log goes on from a position, which may lie before what the file holds now."""
+        start = start_of(self.path)
+        if start.offset <= at.offset:
+            return start
+        with suppress(UserError):  # the part is gone; the run goes on without it
+            split(self.path, at.offset, at.checksum, self._disk)
+        return _file_start(at)
+
+    def _begin_file(self, end: int) -> int:
+        """Replace the log, atomically, by a file of this writer that holds the records up to this byte."""
+        unnamed = self.path.with_name(self.path.name + PARTIAL)
+        remove(unnamed)
+        descriptor = self._disk.open(unnamed)
+        try:
+            if self.start.offset:
+                self._disk.write(descriptor, header(self.start.offset, self.start.checksum))
+            if end > self.start.offset:
+                with open_file(self.path) as before:
+                    copy_records(before.fileno(), self.start, self.start.offset, end, descriptor, self._disk)
+            self._disk.sync(descriptor)
+            self._disk.rename(unnamed, self.path)
+            self._disk.sync_folder(self.path.parent)
+        except OSError:
+            self._disk.close(descriptor)
+            unnamed.unlink(missing_ok=True)
+            raise
+        return descriptor
+
+    def _keep_what_is_cut(self, offset: int) -> None:
+        chunks = raw(self.path, offset)
+        try:
+            first = next(chunks, b"")
+        except UserError:  # it lay in the history, which is gone
+            chunks = raw(self.path, start_of(self.path).offset)
+            first = next(chunks, b"")
+        if not first:
+            return
+        number, name = 1, f"{self.path.name}.cut-{offset}"
+        unnamed, kept = self.path.with_name(name + PARTIAL), self.path.with_name(name)
+        try:
+            self._write_new(unnamed, chain([first], chunks))
+            while kept.exists() and not _begins_with(unnamed, kept):  # of another cut at the same place
+                number += 1
+                kept = self.path.with_name(f"{name}-{number}")
+            self._disk.rename(unnamed, kept)
+        finally:
+            unnamed.unlink(missing_ok=True)
+        self._disk.sync_folder(self.path.parent)
+
+    def _write_new(self, path: Path, chunks: Iterable[bytes]) -> None:
+        remove(path)
+        descriptor = self._disk.open(path)
+        try:
+            for data in chunks:
+                self._disk.write(descriptor, data)
+            self._disk.sync(descriptor)
+        finally:
+            self._disk.close(descriptor)
+
+    @property
+    def position(self) -> Position:
+        """The end of the appended records, committed or not."""
+        return Position(*self._end)
+
+    def append(self, record: Record) -> None:
+        """Add a record, which the next `commit` writes."""
+        self.append_json(_encode(record))
+
+    def append_json(self, record: str) -> None:
+        """Add a record that is in JSON already, on one line."""
+        offset, checksum = self._end
+        payload = record.encode()
+        checksum = zlib.crc32(payload, checksum)
+        line = b"%08x %b\n" % (checksum, payload)
+        self._pending[1].append(line)
+        self._end = offset + len(line), checksum
+
+    def commit(self, *, sync: bool = False, fenced: bool = True) -> None:
+        """Write the appended records with one system call.
+
+        Args:
+            sync: sync the file as well; it is also synced when the last sync is longer ago than the interval.
+            fenced: check first that this process still owns the log. Without it, nothing may act on the records before the next fenced
+                commit: a writer that was taken over appends them to a file without a name.
+
+        Raises:
+            TakenOverError: another process has taken the log over.
+            OSError: the disk is full, for example. The records are written by the next commit.
+        """
+        if fenced:
+            self._check()
+        offset, lines = self._pending
+        if self._torn:
+            self._disk.truncate(self._descriptor, self.start.place(offset))
+            self._torn = False
+        if lines:
+            data = b"".join(lines)
+            self._torn = self._unsynced = True
+            try:
+                self._disk.write(self._descriptor, data)
+                self._pending = offset + len(data), []
+            except OSError:  # for example, the disk is full: the next commit writes all of it again
+                self._disk.truncate(self._descriptor, self.start.place(offset))
+                raise
+            self._torn = False
+        if self._unsynced and (sync or self._clock() - self._synced >= self._sync_interval_s):
+            self._disk.sync(self._descriptor)
+            self._synced = self._clock()
+            self._unsynced = False
+
+    def prepare_cut(self, at: Position) -> Callable[[], PreparedCut]:
+        """Prepare to move the records before a position to the archive. Everything before the end must be committed.
+
+        Args:
+            at: between two records that the file holds.
+
+        Returns:
+            The work, for any thread. It returns the file that `cut` takes, or raises OSError when the disk is full, say, and leaves nothing
+            then.
+        """
+        start, end, descriptor = self.start, self.position.offset, os.dup(self._descriptor)
+        unnamed = self.path.with_name(self.path.name + _CUT)
+
+        def work() -> PreparedCut:
+            cut: PreparedCut | None = None
+            try:
+                archive(self.path, descriptor, start, at.offset, at.checksum, self._disk)
+                remove(unnamed)
+                cut = PreparedCut(unnamed, self._disk.open(unnamed), _file_start(at), end, self._disk)
+                self._disk.write(cut.descriptor, header(at.offset, at.checksum))
+                copy_records(descriptor, start, at.offset, end, cut.descriptor, self._disk)
+                self._disk.sync(cut.descriptor)
+                return cut
+            except Exception:
+                if cut is not None:
+                    cut.drop()
+                raise
+            finally:
+                os.close(descriptor)
+
+        return work
+
+    def cut(self, cut: PreparedCut) -> None:
+        """Go on in a file that `prepare_cut` made. Everything before the end must be committed.
+
+        Args:
+            cut: the file. It is dropped if the log cannot go on in it.
+
+        Raises:
+            TakenOverError: another process has taken the log over.
+            OSError: the disk is full, say. The log goes on as it was.
+        """
+        new = cut.descriptor
+        try:
+            copy_records(self._descriptor, self.start, cut.copied, self.position.offset, new, self._disk)
+            self._disk.sync(new)
+            self._check(sure=True)
+            self._disk.rename(cut.path, self.path)
+        except Exception:
+            cut.drop()
+            raise
+        before, self._descriptor, self.start = self._descriptor, new, cut.start
+        self._disk.close(before)
+        self._disk.sync_folder(self.path.parent)
+
+    def _check(self, *, sure: bool = False) -> None:
+        if self._descriptor < 0:  # closed: nothing is pending
+            return
+        if self._fence is not None:
+            self._fence.check(sure=sure)
+        try:
+            own = os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
+        except (FileNotFoundError, NotADirectoryError):
+            own = False
+        if not own:
+            raise TakenOverError(
+                f"{self.path} is not the file that this process writes any more: another process goes on with it"
+            )
+
+    def close(self) -> None:
+        """Commit, sync, and close the file."""
+        if self._descriptor >= 0:
+            try:
+                self.commit(sync=True)
+            finally:
+                self._disk.close(self._descriptor)
+                self._descriptor = -1
+
+
+class LogReader:
+    """The sound records of a log, in order, those in its archive among them. The log may be written at the same time.
+
+    An iteration raises UserError if a part of the archive is not there. After it, `end` is the position after the last sound record, and
+    `damage` describes what is wrong there.
+    """
+
+    def __init__(self, path: Path, start: Position = Position()) -> None:
+        self.path = path
+        self.end = start
+        self.damage: str | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.damage = None
+        with open_file(self.path) as file:
+            start = file_start(file)
+            for part in parts(self.path, start, self.end.offset):
+                yield from self._sound(lines(part.chunks(self.end.offset)))
+                if self.damage is None and self.end != Position(*part.end):
+                    self.damage = f"{part.path} ends at byte {self.end.offset}"
+                if self.damage:
+                    return
+            file.seek(start.place(self.end.offset))
+            yield from self._sound(file)
+
+    def _sound(self, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+        for line in lines:
+            checksum = self._checksum(line)
+            if checksum is None:
+                return
+            try:
+                record = json.loads(line[9:])
+            except (ValueError, RecursionError):
+                record = None
+            if not isinstance(record, dict):
+                self.damage = f"{self.path}, byte {self.end.offset}: a record is no object of JSON"
+                return
+            self.end = Position(self.end.offset + len(line), checksum)
+            yield unpacked(record)
+
+    def _checksum(self, line: bytes) -> int | None:
+        where = f"{self.path}, byte {self.end.offset}"
+        if not line.endswith(b"\n"):
+            self.damage = f"{where}: the last record is torn after {len(line)} bytes"
+            return None
+        checksum = zlib.crc32(line[9:-1], self.end.checksum)
+        if line[:9] != b"%08x " % checksum:
+            self.damage = f"{where}: a record's checksum is {line[:8].decode(errors='replace')!r}, not {checksum:08x}"
+            return None
+        return checksum
+
+
+DAMAGED = "damaged: "
+"""Prefix of the lines that report lost records or files."""
+
+
+def lost_records(path: Path, end: Position) -> str:
+    """Describe the complete lines behind the sound part of a log. Empty if there are none. A kill leaves one incomplete line. Complete
+    lines mean that the log was changed or that the disk lost a part of it.
+
+    Args:
+        path: the log.
+        end: end of its sound part.
+    """
+    behind = sum(1 for line in lines(raw(path, end.offset)) if line.endswith(b"\n"))
+    if not behind:
+        return ""
+    fork = find_fork(path, end)
+    why = (
+        ""
+        if fork is None
+        else f"; the log continues from byte {fork}: two processes appended to this log at the same time"
+    )
+    return f"{behind} complete lines from there on are not read{why}"
+
+
+def damage_note(reader: LogReader) -> list[str]:
+    """A line about lost records, for a reader at the end of a log. No line if only the last line of the log is torn."""
+    lost = lost_records(reader.path, reader.end) if reader.damage else ""
+    return [f"{DAMAGED}{reader.damage}; {lost}"] if lost else []
+
+
+def unpacked(record: dict[str, Any]) -> dict[str, Any]:
+    """A record with every number by itself: ids that follow each other are written as [first, number], and tokens or versions that are
+    all the same as that one value.
+
+    >>> unpacked({"ids": [3, [8, 4]], "tokens": 0})
+    {'ids': [3, 8, 9, 10, 11], 'tokens': [0, 0, 0, 0, 0]}
+    """
+    ids = record.get("ids")
+    if not isinstance(ids, list):
+        return record
+    if any(type(one) is list for one in ids):
+        runs = (range(one[0], one[0] + one[1]) if type(one) is list else (one,) for one in ids)
+        record["ids"] = ids = list(chain.from_iterable(runs))
+    for name in ("tokens", "versions"):
+        if isinstance(record.get(name), int):
+            record[name] = [record[name]] * len(ids)
+    return record
+
+
+def graph_record(name: str, outline: Record) -> Record:
+    """The record that describes a graph of the run and gives the format of the log."""
+    return {"do": "graph", "graph": name, "format": FORMAT, "outline": outline}
+
+
+def described_graph(record: Record) -> Graph:
+    """The graph that a record describes. A checker or a ledger can walk it, but it cannot be run.
+
+    Raises:
+        FormatError: another version of Weft wrote the log.
+    """
+    found = record.get("format", 1)
+    if not OLDEST <= found <= FORMAT:
+        which = "an earlier" if found < FORMAT else "a later"
+        where = f"graph {record['graph']!r} is described in format {found}, by {which} version of Weft"
+        raise FormatError(f"the log cannot be read: {where}; this version reads formats {OLDEST} to {FORMAT}")
+    return Graph.from_outline(record["outline"])
+
+
+def has_position(path: Path, position: Position) -> bool:
+    """Whether a record of the log ends at this position, with this checksum. The checksum differs if the log was cut and then went on.
+    Before the beginning of the file, nothing shows the contrary."""
+    with open_file(path) as file:
+        start = file_start(file)
+        if position.offset <= start.offset:
+            return position.offset < start.offset or position.checksum == start.checksum
+        place = start.place(position.offset)
+        file.seek(0, 2)
+        if file.tell() < place:
+            return False
+        size, tail = 1 << 12, b""
+        while tail.count(b"\n", 0, -1) == 0 and len(tail) < place:
+            begin = max(0, place - size)
+            file.seek(begin)
+            tail, size = file.read(place - begin), 4 * size
+    return tail.endswith(b"\n") and tail[tail.rfind(b"\n", 0, -1) + 1 :].startswith(b"%08x " % position.checksum)
+
+
+def damage_before(path: Path, end: Position) -> str | None:
+    """What is wrong with the records of a log's file before a position that `has_position`; None if nothing is. Its archive is not read."""
+    if _is_sound_before(path, end):
+        return None
+    start = start_of(path)
+    reader = LogReader(path, Position(start.offset, start.checksum))
+    for _ in reader:
+        if reader.end.offset >= end.offset:
+            break
+    return reader.damage
+
+
+def _is_sound_before(path: Path, end: Position) -> bool:
+    """Whether each record before a position has its checksum. Nothing is parsed, and no record is copied by itself."""
+    with open_file(path) as file:
+        start = file_start(file)
+        checksum, rest, place, last = start.checksum, b"", start.header_bytes, start.place(end.offset)
+        while place < last and (read := file.read(min(_CHUNK_BYTES, last - place))):
+            place += len(read)
+            data, begin = rest + read, 0
+            view = memoryview(data)
+            while (line_end := data.find(b"\n", begin)) >= 0:
+                checksum = zlib.crc32(view[begin + 9 : line_end], checksum)
+                if data[begin : begin + 9] != b"%08x " % checksum:
+                    return False
+                begin = line_end + 1
+            rest = data[begin:]
+    return checksum == end.checksum
+
+
+def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a text that comes in chunks, each with its end."""
+    rest = b""
+    for data in chunks:
+        *whole, rest = (rest + data).split(b"\n")
+        yield from (line + b"\n" for line in whole)
+    if rest:
+        yield rest
+
+
+def last_epoch(path: Path) -> int:
+    """The largest epoch in a log; 0 if it has none."""
+    try:
+        return max((r["epoch"] for r in LogReader(path) if r.get("do") == "epoch"), default=0)
+    except OSError:
+        return 0
+
+
+def find_fork(path: Path, damage: Position, *, look_back: int = 1000) -> int | None:
+    """Find out whether two writers appended to a log.
+
+    Args:
+        path: the log.
+        damage: the end of its sound records.
+        look_back: how many of the last sound records are tried.
+
+    Returns:
+        Byte at which the earlier record ends that the damaged one follows, written by a process that did not know the records in
+        between; None if there is none.
+    """
+    reader = LogReader(path)
+    places = deque([reader.end], look_back)
+    for _ in reader:
+        places.append(reader.end)
+    line = next(lines(raw(path, damage.offset)), b"")
+    after = (p.offset for p in reversed(places) if line[:9] == b"%08x " % zlib.crc32(line[9:-1], p.checksum))
+    return next(after, None)
+
+
+def _file_start(at: Position) -> FileStart:
+    return FileStart(at.offset, at.checksum, len(header(at.offset, at.checksum))) if at.offset else FileStart()
+
+
+def _begins_with(path: Path, beginning: Path) -> bool:
+    """Whether a file begins with the bytes of another one."""
+    with open_file(path) as file, open_file(beginning) as first:
+        while data := first.read(_CHUNK_BYTES):
+            if file.read(len(data)) != data:
+                return False
+    return True
+
+
+def line_of(record: Record, checksum: int) -> bytes:
+    """A record as a line of a log.
+
+    Args:
+        record: the record.
+        checksum: that of the record before.
+    """
+    payload = _encode(record).encode()
+    return b"%08x %b\n" % (zlib.crc32(payload, checksum), payload)
+
+
+# Log cutting
+#
+# LogCutting: moves what no checkpoint needs any more from a run's log to its archive, in a thread.
+
+
+Work = Callable[[], PreparedCut]
+
+logger = logging.getLogger(__name__)
+
+
+class LogCutting:
+    """Cuts a log when enough of it lies before the oldest checkpoint that is kept.
+
+        IDLE ──begin──> ARCHIVING, in a thread ──finish──> IDLE
+
+    The driver appends to the log meanwhile. A failure costs disk space alone: it is reported, and the next checkpoint tries again.
+
+    Args:
+        log: the log.
+        min_bytes: how much must lie before the checkpoint.
+        run: begins work and returns its future; None: in a thread.
+        timeout_s: how long `finish(wait=True)` and `close` wait for the archive at most.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        min_bytes: int,
+        run: Callable[[Work], Future[PreparedCut]] | None = None,
+        *,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._log = log
+        self._min_bytes = min_bytes
+        self._run = run or _in_thread
+        self._timeout_s = timeout_s
+        self._work: Future[PreparedCut] | None = None
+
+    def begin(self, needed: Position) -> None:
+        """Archive what lies before a position, if that is enough and nothing is being archived.
+
+        Args:
+            needed: of the oldest checkpoint that is kept. The log is committed up to its end.
+        """
+        if self._work is None and needed.offset - self._log.start.offset >= self._min_bytes:
+            self._work = self._run(self._log.prepare_cut(needed))
+
+    def finish(self, *, wait: bool = False) -> None:
+        """Have the log go on in its shorter file, if that is ready. The log is committed up to its end.
+
+        Args:
+            wait: until it is ready, or the time is over. Then a warning says so, and the log stays as it is.
+
+        Raises:
+            TakenOverError: another process has taken the log over.
+        """
+        if self._work is None or not (wait or self._work.done()):
+            return
+        work, self._work = self._work, None
+        if not self._ends_in_time(work):
+            work.add_done_callback(_drop)
+            return
+        try:
+            self._log.cut(work.result())
+        except OSError as error:
+            logger.warning("the log %s cannot be cut for now: %s", self._log.path, error)
+
+    def close(self) -> None:
+        """Wait until nothing is being archived, or the time is over. A file that the log has not gone on in is dropped."""
+        work, self._work = self._work, None
+        if work is not None:
+            self._ends_in_time(work)
+            work.add_done_callback(_drop)
+
+    def _ends_in_time(self, work: Future[PreparedCut]) -> bool:
+        if wait_for([work], self._timeout_s).done:
+            return True
+        logger.warning(
+            "the log %s is not cut: the thread that archives it in %s was waited for, and did not end in %g s",
+            self._log.path,
+            self._log.path.parent / HISTORY,
+            self._timeout_s,
+        )
+        return False
+
+
+def _drop(work: Future[PreparedCut]) -> None:
+    if work.exception() is None:
+        work.result().drop()
+
+
+def _in_thread(work: Work) -> Future[PreparedCut]:
+    """Begin work in a thread that does not keep the process from ending."""
+    future: Future[PreparedCut] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="log-cutting", daemon=True).start()
+    return future

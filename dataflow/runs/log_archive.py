@@ -1,0 +1,255 @@
+"""What lies before the file of a log that was cut: compressed parts of it, each a file of its own.
+
+    buffer/ledger.log     {"do":"cut","offset":16779311,…}, then the records from there on
+    buffer/history/ledger-000000000000.00000000-000016779311.1f0c5a33.log.zst   the records from byte 0 to byte 16779311, as they were
+
+A position is a number of bytes of the whole log, whatever of it lies where. The name of a part says where it begins and ends, with the
+checksums there. A run goes on without these parts; `weft buffer check`, `table` and `why` read them. `zstd -d` unpacks one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+
+from ..errors import UserError
+from ..safe_files import open_file
+from .files import PARTIAL, Disk, make_folder, remove
+
+HISTORY = "history"
+"""The folder of the parts, beside the log."""
+CHUNK_BYTES = 4 << 20
+_NAME = re.compile(r".+-(\d{12,})\.([0-9a-f]{8})-(\d{12,})\.([0-9a-f]{8})\.log\.zst")
+
+
+@dataclass(frozen=True)
+class FileStart:
+    """Where the file of a log begins."""
+
+    offset: int = 0
+    """Bytes of the log that lie before the file."""
+    checksum: int = 0
+    """The one that its first record starts from."""
+    header_bytes: int = 0
+    """Bytes of the file before that record."""
+
+    def place(self, offset: int) -> int:
+        """Where a byte of the log lies in the file."""
+        return offset - self.offset + self.header_bytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """Records that were cut off a log."""
+
+    path: Path
+    begin: tuple[int, int]
+    """Byte of the log, and the checksum there."""
+    end: tuple[int, int]
+
+    def chunks(self, start: int) -> Iterator[bytes]:
+        """The bytes of the log from `start` to the end of the part.
+
+        Raises:
+            OSError: the file is damaged.
+        """
+        skip = start - self.begin[0]
+        with pa.input_stream(str(self.path), compression="zstd") as file:
+            while data := file.read(CHUNK_BYTES):
+                if skip < len(data):
+                    yield data[skip:]
+                skip = max(0, skip - len(data))
+
+
+def header(offset: int, checksum: int) -> bytes:
+    """The first line of a file that begins at this byte of its log."""
+    payload = json.dumps({"do": "cut", "offset": offset, "checksum": checksum}, separators=(",", ":")).encode()
+    return b"%08x %b\n" % (zlib.crc32(payload), payload)
+
+
+def file_start(file: BinaryIO) -> FileStart:
+    """Read where the file of a log begins. Afterwards the file stands at its first record."""
+    line = file.readline(1 << 10)
+    if line.endswith(b"\n") and line[9:20] == b'{"do":"cut"' and line[:9] == b"%08x " % zlib.crc32(line[9:-1]):
+        fields = json.loads(line[9:])
+        return FileStart(fields["offset"], fields["checksum"], len(line))
+    file.seek(0)
+    return FileStart()
+
+
+def start_of(log: Path) -> FileStart:
+    """Where the file of a log begins; at byte 0 if there is no such file."""
+    try:
+        with open_file(log) as file:
+            return file_start(file)
+    except FileNotFoundError:
+        return FileStart()
+
+
+def parts(log: Path, start: FileStart, since: int = 0) -> list[Part]:
+    """The parts between a byte of a log and its file, in order.
+
+    Args:
+        log: the file of the log.
+        start: where it begins.
+        since: the first byte that is needed.
+
+    Raises:
+        UserError: one of them is not there.
+    """
+    there = {part.end: part for part in _found(log)}
+    chain: list[Part] = []
+    end = start.offset, start.checksum
+    while end[0] > since:
+        if end not in there:
+            raise UserError(
+                f"{log} begins at byte {start.offset}; the part of its history that ends at byte {end[0]} is not in "
+                f"{log.parent / HISTORY}. A run goes on without it, but what was before cannot be read"
+            )
+        chain.append(there[end])
+        end = there[end].begin
+    return chain[::-1]
+
+
+def archive(log: Path, descriptor: int, start: FileStart, end: int, checksum: int, disk: Disk) -> None:
+    """Compress the records from the start of a log's file to a position between two of them into a part.
+
+    Args:
+        log: the file of the log.
+        descriptor: of the same file, also when another has its name by now.
+        start: where it begins.
+        end: byte of the log behind the last record.
+        checksum: of that record.
+        disk: the disk that the part is written to.
+
+    Raises:
+        OSError: the disk is full, say. Nothing is left of the part.
+    """
+    part = _part(log, (start.offset, start.checksum), (end, checksum))
+    _write_part(part, _bounded(descriptor, start.header_bytes, start.place(end)), disk)
+
+
+def part_before(log: Path, end: int, checksum: int) -> tuple[str, Iterator[bytes]] | None:
+    """The records of a log's file before a position as a part, for another place.
+
+    Args:
+        log: the file of the log.
+        end: byte of the log behind the last record of the part.
+        checksum: of that record.
+
+    Returns:
+        The name of the part and its compressed bytes; None if the file begins there or later.
+    """
+    start = start_of(log)
+    if start.offset >= end:
+        return None
+
+    def packed() -> Iterator[bytes]:
+        with open_file(log) as file:
+            now = file_start(file)
+            if now != start:
+                raise OSError(f"{log} was cut meanwhile")
+            for data in _bounded(file.fileno(), now.header_bytes, now.place(end)):
+                yield pa.compress(data, codec="zstd", asbytes=True)
+
+    return _part(log, (start.offset, start.checksum), (end, checksum)).path.name, packed()
+
+
+def drop_parts_behind(log: Path, start: FileStart) -> None:
+    """Remove parts of records that do not lie before the log's file: the log was never cut there, or the run went back."""
+    for part in _found(log):
+        if part.end[0] >= start.offset and part.end != (start.offset, start.checksum):
+            remove(part.path)
+
+
+def split(log: Path, at: int, checksum: int, disk: Disk) -> None:
+    """Make the part that holds a position end there as well: the log will go on from it.
+
+    Raises:
+        UserError: there is no such part.
+        OSError: the disk is full, say.
+    """
+    for part in parts(log, start_of(log), at):
+        if part.begin[0] < at < part.end[0]:
+            size = at - part.begin[0]
+            _write_part(_part(log, part.begin, (at, checksum)), _first_bytes(part.chunks(part.begin[0]), size), disk)
+
+
+def copy_records(descriptor: int, start: FileStart, begin: int, end: int, into: int, disk: Disk) -> None:
+    """Append the records between two bytes of a log to another file.
+
+    Args:
+        descriptor: of the file of the log.
+        start: where it begins.
+        begin, end: bytes of the log, both in the file.
+        into: descriptor of the other file.
+        disk: the disk of the other file.
+    """
+    for data in _bounded(descriptor, start.place(begin), start.place(end)):
+        disk.write(into, data)
+
+
+def raw(log: Path, since: int) -> Iterator[bytes]:
+    """The bytes of a log from one on, in chunks, wherever they lie.
+
+    Raises:
+        UserError: they are not there.
+    """
+    with open_file(log) as file:
+        start = file_start(file)
+        for part in parts(log, start, since):
+            yield from part.chunks(max(since, part.begin[0]))
+        file.seek(start.place(max(since, start.offset)))
+        while data := file.read(CHUNK_BYTES):
+            yield data
+
+
+def _found(log: Path) -> list[Part]:
+    found = ((path, _NAME.fullmatch(path.name)) for path in (log.parent / HISTORY).glob(f"{log.stem}-*"))
+    return [Part(path, (int(n[1]), int(n[2], 16)), (int(n[3]), int(n[4], 16))) for path, n in found if n]
+
+
+def _part(log: Path, begin: tuple[int, int], end: tuple[int, int]) -> Part:
+    name = f"{log.stem}-{begin[0]:012d}.{begin[1]:08x}-{end[0]:012d}.{end[1]:08x}.log.zst"
+    return Part(log.parent / HISTORY / name, begin, end)
+
+
+def _write_part(part: Part, chunks: Iterator[bytes], disk: Disk) -> None:
+    """Each chunk becomes a frame of its own; frames that follow each other are one stream of zstd."""
+    make_folder(part.path.parent)
+    partial = part.path.with_name(part.path.name + PARTIAL)
+    remove(partial)
+    descriptor = disk.open(partial)
+    try:
+        for data in chunks:
+            disk.write(descriptor, pa.compress(data, codec="zstd", asbytes=True))
+        disk.sync(descriptor)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    finally:
+        disk.close(descriptor)
+    disk.rename(partial, part.path)
+    disk.sync_folder(part.path.parent)
+
+
+def _bounded(descriptor: int, begin: int, end: int) -> Iterator[bytes]:
+    while begin < end and (data := os.pread(descriptor, min(CHUNK_BYTES, end - begin), begin)):
+        begin += len(data)
+        yield data
+
+
+def _first_bytes(chunks: Iterator[bytes], size: int) -> Iterator[bytes]:
+    for data in chunks:
+        yield data[:size]
+        size -= len(data)
+        if size <= 0:
+            return

@@ -1,0 +1,159 @@
+"""Manifest: the size and checksum of every file below a folder, so that a checkpoint is known to be complete before it is read.
+
+    {"files": {"actor/rank_0.json": {"bytes": 8112, "xxh3_64": "0f3c…"}, …}, "xxh3_64": "77ab…"}
+
+The checksum at the end covers the list of files, and the text has only one form: a change of any byte of the manifest is detected.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ..errors import UserError
+from ..safe_files import open_file, parse_object, read_file
+from .files import PARTIAL, Disk, make_private
+
+MANIFEST = "manifest.json"
+_PARTIAL = MANIFEST + PARTIAL
+_CHUNK_BYTES = 4 << 20
+_THREADS = 4
+"""Files that are read at the same time. Reading and hashing both release the interpreter's lock."""
+
+_Entry = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A problem with one file of a folder."""
+
+    file: str
+    """Path below the folder, with `/` between its parts."""
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.problem}"
+
+
+def write_manifest(folder: Path, *, disk: Disk | None = None, advance: Callable[[], None] = lambda: None) -> None:
+    """Sync every file below a folder and make it private, then write their sizes and checksums. The manifest is written last,
+    atomically.
+
+    Args:
+        folder: the folder of the files; an earlier manifest in it is removed first.
+        disk: the disk that syncs and writes; None: the real one.
+        advance: called after each chunk that is read, from several threads.
+
+    Raises:
+        OSError: a file cannot be read, or the disk is full. There is then no manifest.
+    """
+    disk = disk or Disk()
+    (folder / MANIFEST).unlink(missing_ok=True)
+    (folder / _PARTIAL).unlink(missing_ok=True)
+    names = _files(folder)
+    for path in (folder, *(p for p in folder.rglob("*") if not p.is_symlink())):
+        make_private(path)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        files = dict(zip(names, pool.map(lambda name: describe(folder / name, disk, advance), names), strict=True))
+    for inside in sorted({folder / parent for name in names for parent in Path(name).parents}, reverse=True):
+        disk.sync_folder(inside)
+    disk.write_whole(folder / MANIFEST, _render(files))
+
+
+def verify_manifest(folder: Path) -> list[Damage]:
+    """Compare the files below a folder with its manifest.
+
+    Returns:
+        The damage, sorted by file; empty when every file is as it was written. A file is named when it is missing, changed,
+        unreadable, of another size, or not in the manifest. When the manifest itself is damaged, only that is named.
+    """
+    try:
+        written = read_file(folder / MANIFEST)
+    except FileNotFoundError:
+        return [Damage(MANIFEST, "is missing")]
+    except OSError as error:
+        return [Damage(MANIFEST, f"cannot be read: {error.strerror}")]
+    except UserError as error:
+        return [Damage(MANIFEST, f"cannot be read: {error}")]
+    files = _parse(written)
+    if files is None:
+        return [Damage(MANIFEST, f"is damaged: its {len(written)} bytes do not have the checksum that it names")]
+    found = set(_files(folder))
+    strange = [Damage(name, "is not in the manifest") for name in found - files.keys()]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        checked = pool.map(lambda name: _check(folder, name, files[name]) if name in found else "is missing", files)
+        wrong = [Damage(name, problem) for name, problem in zip(files, checked, strict=True) if problem]
+    return sorted([*wrong, *strange], key=lambda damage: damage.file)
+
+
+def _check(folder: Path, name: str, entry: _Entry) -> str:
+    """The problem with a file; empty when there is none."""
+    try:
+        size = (folder / name).stat().st_size
+        if size != entry["bytes"]:
+            return f"is {size} bytes, not {entry['bytes']}"
+        checksum = describe(folder / name)["xxh3_64"]
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except UserError as error:
+        return f"cannot be read: {error}"
+    return f"has checksum {checksum}, not {entry['xxh3_64']}" if checksum != entry["xxh3_64"] else ""
+
+
+def describe(path: Path, sync: Disk | None = None, advance: Callable[[], None] = lambda: None) -> _Entry:
+    """The size and checksum of a file, as a manifest lists them.
+
+    Args:
+        path: of the file.
+        sync: the disk that syncs it once it is read; None: it is not synced.
+        advance: called after each chunk that is read.
+
+    Returns:
+        `bytes` and `xxh3_64`.
+
+    Raises:
+        OSError: it cannot be read.
+        UserError: the path is not a regular file.
+    """
+    digest, size = xxhash.xxh3_64(), 0
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    with open_file(path) as file:
+        descriptor = file.fileno()
+        while count := os.readv(descriptor, [buffer]):
+            advance()
+            digest.update(buffer[:count])
+            size += count
+        if sync is not None:
+            sync.sync(descriptor)
+    return {"bytes": size, "xxh3_64": digest.hexdigest()}
+
+
+def _files(folder: Path) -> list[str]:
+    """Every file below the folder except its manifest. Links are followed."""
+    found: Iterable[Path] = (path for path in folder.rglob("*") if not path.is_dir())
+    return sorted(name for path in found if (name := path.relative_to(folder).as_posix()) != MANIFEST)
+
+
+def _parse(written: bytes) -> Mapping[str, _Entry] | None:
+    """The files that a manifest lists; None when it is damaged."""
+    try:
+        files = parse_object(written, MANIFEST)["files"]
+        sound = all(isinstance(entry["bytes"], int) and isinstance(entry["xxh3_64"], str) for entry in files.values())
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+    if not sound:
+        return None
+    return files if _render(files) == written else None
+
+
+def _render(files: Mapping[str, _Entry]) -> bytes:
+    listed = json.dumps(files, sort_keys=True)
+    document = {"files": files, "xxh3_64": xxhash.xxh3_64_hexdigest(listed.encode())}
+    return json.dumps(document, indent=1, sort_keys=True).encode() + b"\n"

@@ -1,0 +1,180 @@
+"""Samples: the rows that a run recorded, in `samples/`.
+
+    runs/NAME/samples/train_000012.57.0.arrow     rows of the graph train and of step 12, written under lease 57 by rank 0
+
+Each file is written under a lease of the recorder. The log tells which leases were finished. Readers skip the files of other leases: they
+were being written when the run was killed, or the run went back to a point before them. So each row appears once.
+
+`checksums.RANK.txt` has the checksum of each file that a rank has written. `weft buffer check` compares the files with it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..errors import UserError
+from ..safe_files import read_file
+from .files import BUFFER, LOG, PARTIAL, SAMPLES, SAMPLES_ARCHIVE, replacing
+from .finished_leases import finished_leases
+from .manifest import describe
+
+NAME = re.compile(r"(?P<graph>.+)_(?P<step>\d+)\.(?P<lease>\d+)\.(?P<rank>\d+)\.arrow")
+
+
+def sample_file_name(graph: str, step: int, lease: int, rank: int) -> str:
+    """The name of a file of samples.
+
+    >>> sample_file_name("train", 12, lease=57, rank=0)
+    'train_000012.57.0.arrow'
+    """
+    return f"{graph}_{step:06d}.{lease}.{rank}.arrow"
+
+
+CHECKSUMS = re.compile(r"checksums\.\d+\.txt")
+"""Files in the folder of samples, one for each rank that writes them, with a line for each of its files."""
+_CHECKSUM = re.compile(r"(?P<checksum>[0-9a-f]{1,16}) (?P<name>.+)")
+
+
+def note_checksum(path: Path, written: Path, rank: int) -> None:
+    """Note the checksum of a file of samples, before it has its name.
+
+    Args:
+        path: its final path in the folder of samples.
+        written: its current path.
+        rank: that has written it.
+    """
+    line = f"\n{describe(written)['xxh3_64']} {path.name}\n"  # a line before may be torn
+    with open(path.with_name(f"checksums.{rank}.txt"), "ab", opener=_private) as file:
+        file.write(line.encode())
+
+
+def noted_checksums(run: Path) -> dict[str, str]:
+    """Name of a file of samples -> its checksum when it was written, as far as it is known."""
+    found: dict[str, str] = {}
+    for path in (run / SAMPLES).glob("checksums.*.txt"):
+        if CHECKSUMS.fullmatch(path.name):
+            with suppress(OSError, UserError):
+                lines = read_file(path).decode(errors="replace").splitlines()
+                matches = (_CHECKSUM.fullmatch(line) for line in lines)
+                found |= {match["name"]: match["checksum"] for match in matches if match}
+    return found
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+@dataclass(frozen=True)
+class SampleFile:
+    """A file of samples."""
+
+    path: Path
+    graph: str
+    step: int
+    lease: int
+
+    def read(self) -> pa.Table:
+        """The rows of the file, with their graph and step.
+
+        Raises:
+            OSError, pyarrow.ArrowException: the file is damaged.
+        """
+        with pa.memory_map(str(self.path)) as file:
+            table = pa.ipc.open_file(file).read_all()
+        table.validate(full=True)  # else reading the values of a damaged file may go out of bounds
+        graph, step = pa.array([self.graph] * len(table), pa.string()), pa.array([self.step] * len(table), pa.int64())
+        return table.add_column(0, "graph", graph).add_column(1, "step", step)
+
+
+def sample_files(run: Path) -> list[SampleFile]:
+    """All files of samples of a run, of finished leases and of others, sorted by graph and step."""
+    found: list[SampleFile] = []
+    for path in (run / SAMPLES).glob("*.arrow"):
+        name = NAME.fullmatch(path.name)
+        if name is not None and path.is_file():
+            found.append(SampleFile(path, name["graph"], int(name["step"]), int(name["lease"])))
+    return sorted(found, key=lambda part: (part.graph, part.step, part.lease, part.path.name))
+
+
+def unfinished_files(run: Path) -> list[Path]:
+    """Files that are being written, or that a writer left unfinished."""
+    found = (run / SAMPLES).glob(f"*{PARTIAL}")
+    return [path for path in found if NAME.fullmatch(path.name.removesuffix(PARTIAL)) and path.is_file()]
+
+
+def recorded(run: Path, notes: list[str] | None = None) -> list[SampleFile]:
+    """The files of samples whose leases were finished; all files if the run has no log any more, or no recorder.
+
+    Args:
+        run: the folder of the run.
+        notes: gets a line if records of the log are lost: samples that they tell of are missing.
+
+    Raises:
+        FormatError: another version of Weft wrote the log.
+    """
+    log = run / BUFFER / LOG
+    everything = sample_files(run)
+    if not everything or not log.is_file():
+        return everything
+    leases = finished_leases(log, lambda node: node.operation.behind, notes=notes)
+    if leases is None:
+        return everything
+    finished = {(lease.graph, lease.number) for lease in leases}
+    return [part for part in everything if (part.graph, part.lease) in finished]
+
+
+def tables(found: Sequence[SampleFile], notes: list[str]) -> Iterator[pa.Table]:
+    """The rows of each file. A file that cannot be read is left out, with a line in `notes`."""
+    for part in found:
+        try:
+            yield part.read()
+        except (pa.ArrowException, OSError) as error:
+            notes.append(f"left out: {part.path}: {error}")
+
+
+def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
+    """The samples that a run recorded, with their graph and step.
+
+    Args:
+        run: the folder of the run.
+        notes: gets a line for each file that could not be read, and one if records of the log are lost.
+
+    Returns:
+        All samples as one table; None if the run recorded none.
+    """
+    notes = [] if notes is None else notes
+    found = list(tables(recorded(run, notes), notes))
+    return pa.concat_tables(found, promote_options="permissive") if found else None
+
+
+def archive(run: Path) -> Path:
+    """Write all samples of a run to one Parquet file, compressed with zstd. The folder of samples stays.
+
+    Returns:
+        The path of the file, `samples.parquet` in the folder of the run.
+
+    Raises:
+        UserError: the run recorded no samples, or some of them cannot be read.
+    """
+    path = run / SAMPLES_ARCHIVE
+    wrong: list[str] = []
+    found = recorded(run, wrong)
+    schemas = [table.schema for table in tables(found, wrong)]
+    if wrong:
+        raise UserError(f"the archive would be incomplete: {wrong[0]}")
+    if not schemas:
+        raise UserError(f"{run} has no samples ({SAMPLES}/*.arrow); Driver(record_every=...) records them")
+    schema = pa.unify_schemas(schemas, promote_options="permissive")
+    with replacing(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+        for table in tables(found, wrong):
+            complete = pa.concat_tables([schema.empty_table(), table], promote_options="permissive")
+            writer.write_table(complete.select(schema.names).cast(schema))
+    return path

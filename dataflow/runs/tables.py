@@ -1,0 +1,388 @@
+"""Run tables: the metrics and the timeline of a run, each a table that rows are appended to while the run goes on.
+
+    metrics.arrows    a row for each value of a step: (step, name, value)   -> metrics.parquet, a row for each step
+    timeline.arrows   a row for each call of a worker group                 -> timeline.parquet, the same
+    processes.arrows  memory of each process, every few seconds
+
+Each is an Arrow IPC stream. What a flush costs does not depend on how long the run has gone on, and any Arrow tool reads what is there so
+far. A kill leaves at most a torn message at the end, which readers pass over. When the run ends, the streams become Parquet files;
+`read_metrics` and `read_timeline` read whichever is there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from ..safe_files import open_file
+from ..untrusted_text import beginning, one_line
+from .files import METRICS, PARQUET, STREAM, TIMELINE, Disk, replacing
+
+ROW_GROUP = 1 << 16
+"""Rows of the timeline in one row group of its Parquet file."""
+
+VALUES = pa.schema([("step", pa.float64()), ("name", pa.string()), ("value", pa.float64())])
+"""Metrics as they are noted. Steps differ in what they measure, and some values of a step are measured after its end."""
+
+CALLS = pa.schema(
+    [
+        ("step", pa.int64()),  # the step that the call is part of
+        ("graph", pa.string()),  # empty for calls beside the graphs
+        ("group", pa.string()),
+        ("node", pa.string()),
+        ("start_s", pa.float64()),  # since the start of the run
+        ("end_s", pa.float64()),
+        ("worker_s", pa.float64()),  # what the slowest rank itself took
+        ("rows", pa.int64()),
+        ("tokens", pa.int64()),
+        ("last", pa.bool_()),  # of an update in several calls: this one completes its batch
+        # of a call on several ranks: when each had answered, and what it itself took
+        ("by_rank", pa.list_(pa.struct([("rank", pa.int32()), ("end_s", pa.float64()), ("worker_s", pa.float32())]))),
+    ]
+)
+"""The timeline: a row per call, in the order in which they ended."""
+BY_RANK = "by_rank"
+"""Column of `CALLS` that timelines from before Weft noted single ranks do not have."""
+
+READINGS = pa.schema(
+    [
+        ("time_s", pa.float64()),  # since the start of the run
+        ("host", pa.string()),
+        ("worker", pa.string()),  # such as actor[0], or driver
+        ("resident_bytes", pa.int64()),
+        ("shared_bytes", pa.int64()),
+    ]
+)
+"""Memory of the processes of a run, every few seconds."""
+
+
+class TableStream:
+    """A file to which one writer appends rows of one schema."""
+
+    def __init__(self, path: Path, schema: pa.Schema, *, disk: Disk | None = None) -> None:
+        self.path = path
+        self.schema = schema
+        self._disk = disk or Disk()
+        self._descriptor = -1
+        self._size = 0
+        self._pending: list[Mapping[str, Any]] = []
+
+    def add(self, **row: Any) -> None:
+        """Add a row. The next `flush` writes it to the file."""
+        self._pending.append(row)
+
+    def flush(self) -> None:
+        """Append the added rows to the file.
+
+        Raises:
+            OSError: for example, the disk is full. A partly written message is cut off, and the next flush tries again.
+        """
+        if not self._pending:
+            return
+        number = len(self._pending)
+        data = pa.RecordBatch.from_pylist([dict(row) for row in self._pending], self.schema).serialize().to_pybytes()
+        if self._descriptor < 0:
+            self._descriptor = self._disk.open(self.path)
+            self._size = os.fstat(self._descriptor).st_size
+        data = data if self._size else self.schema.serialize().to_pybytes() + data
+        try:
+            self._disk.write(self._descriptor, data)
+        except OSError:
+            self._disk.truncate(self._descriptor, self._size)
+            raise
+        self._size += len(data)
+        del self._pending[:number]
+
+    def read(self) -> pa.Table:
+        """All rows so far, written or not. Another thread may add rows and flush at the same time."""
+        pending = pa.Table.from_pylist(
+            [dict(row) for row in self._pending], self.schema
+        )  # first: a flush moves them to the file
+        return pa.concat_tables([pa.Table.from_batches(batches(self.path), self.schema), pending])
+
+    def close(self) -> None:
+        """Flush, and close the file."""
+        try:
+            self.flush()
+        finally:
+            if self._descriptor >= 0:
+                self._disk.close(self._descriptor)
+                self._descriptor = -1
+
+
+def batches(path: Path) -> Iterator[pa.RecordBatch]:
+    """The complete messages of a stream; none if the file does not exist."""
+    if not path.is_file():
+        return
+    with open_file(path) as file:
+        try:
+            yield from pa.ipc.open_stream(file)
+        except (pa.ArrowException, OSError):
+            return
+
+
+# Metrics, a row per step
+
+
+def by_step(table: pa.Table) -> list[dict[str, float]]:
+    """Rows of `VALUES` as one mapping per step. A later value of a metric replaces an earlier one.
+
+    >>> table = pa.Table.from_pylist([{"step": s, "name": n, "value": v} for s, n, v in [(0, "a", 1), (1, "a", 2), (0, "b", 3)]], VALUES)
+    >>> by_step(table)
+    [{'step': 0.0, 'a': 1.0, 'b': 3.0}, {'step': 1.0, 'a': 2.0}]
+    """
+    rows: dict[float, dict[str, float]] = {}
+    for step, name, value in zip(*(table[c].to_pylist() for c in VALUES.names), strict=True):
+        rows.setdefault(step, {"step": step})[name] = value
+    return list(rows.values())
+
+
+def values_of(table: pa.Table, name: str) -> dict[int, float]:
+    """Step -> value of one metric, for the steps that measured it."""
+    own = table.filter(pc.field("name") == name)
+    return {int(step): value for step, value in zip(own["step"].to_pylist(), own["value"].to_pylist(), strict=True)}
+
+
+def wide(rows: Sequence[Mapping[str, float]]) -> pa.Table:
+    """A table with a column for each metric, null where a step did not measure it."""
+    return pa.table({key: [row.get(key) for row in rows] for key in dict.fromkeys(k for row in rows for k in row)})
+
+
+# Readers
+
+
+def read_metrics(run: Path) -> pa.Table | None:
+    """The metrics of a run so far, a row for each step and a column for each metric; None where there are none.
+
+    Raises:
+        OSError, pyarrow.ArrowException: the Parquet file is damaged.
+    """
+    if (run / f"{METRICS}{STREAM}").is_file():
+        return wide(by_step(_streamed(run / f"{METRICS}{STREAM}", VALUES)))
+    return read_parquet(run / f"{METRICS}{PARQUET}")
+
+
+def last_step(run: Path) -> int | None:
+    """The last step of which metrics are there; None: there are none, or they cannot be read."""
+    stream = run / f"{METRICS}{STREAM}"
+    try:
+        if stream.is_file():
+            last = max((_largest(batch["step"]) for batch in batches(stream)), default=None)
+        else:
+            table = read_parquet(run / f"{METRICS}{PARQUET}")
+            there = table is not None and "step" in table.column_names
+            last = _largest(table["step"]) if table is not None and there else None
+    except (OSError, pa.ArrowException):
+        return None
+    return None if last is None else int(last)
+
+
+def _largest(steps: pa.Array | pa.ChunkedArray) -> float:
+    return max((step for step in steps.to_pylist() if step is not None), default=0.0)
+
+
+def read_timeline(run: Path) -> pa.Table | None:
+    """The calls of a run so far, a row each, in the order in which they ended; None where there are none.
+
+    Raises:
+        OSError, pyarrow.ArrowException: the Parquet file is damaged.
+    """
+    if (run / f"{TIMELINE}{STREAM}").is_file():
+        return _streamed(run / f"{TIMELINE}{STREAM}", CALLS)
+    return read_parquet(run / f"{TIMELINE}{PARQUET}")
+
+
+def calls_kept(table: pa.Table, until_s: float) -> pa.Table:
+    """The calls of a timeline that ended by a moment, in the schema of today.
+
+    Args:
+        table: with all columns of `CALLS`; BY_RANK may be missing.
+        until_s: in seconds since the start of the run.
+    """
+    if BY_RANK not in table.column_names:
+        table = table.append_column(BY_RANK, pa.nulls(len(table), CALLS.field(BY_RANK).type))
+    return table.select(CALLS.names).filter(pc.field("end_s") <= until_s).cast(CALLS)
+
+
+def _streamed(path: Path, schema: pa.Schema) -> pa.Table:
+    """The rows of a stream, in the columns that it was begun with; of none, in those of today."""
+    found = list(batches(path))
+    return pa.Table.from_batches(found, found[0].schema if found else schema)
+
+
+def read_parquet(path: Path) -> pa.Table | None:
+    """The table in a Parquet file; None if the file does not exist."""
+    if not path.is_file():
+        return None
+    with pq.ParquetFile(path) as file:  # `read_table` imports a good deal for one file
+        return file.read()
+
+
+# The end of a run, and going on
+
+
+def to_parquet(run: Path) -> None:
+    """Turn the streams of a finished run into Parquet files. At any moment, a complete table exists in one of the two forms."""
+    _replace(run, METRICS, lambda: (t for t in [read_metrics(run)] if t is not None))
+    _replace(run, TIMELINE, lambda: _row_groups(batches(run / f"{TIMELINE}{STREAM}")))
+
+
+def _row_groups(parts: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """The rows of all parts, in tables of about ROW_GROUP rows."""
+    held: list[pa.RecordBatch] = []
+    for part in parts:
+        held.append(part)
+        if sum(map(len, held)) >= ROW_GROUP:
+            yield pa.Table.from_batches(held).combine_chunks()
+            held = []
+    if held:
+        yield pa.Table.from_batches(held).combine_chunks()
+
+
+def _replace(run: Path, name: str, read: Callable[[], Iterable[pa.Table]]) -> None:
+    stream, target = run / f"{name}{STREAM}", run / f"{name}{PARQUET}"
+    if not stream.is_file():
+        return
+    tables = iter(read())
+    first = next(tables, None)
+    if first is None:
+        return
+    with replacing(target) as partial, pq.ParquetWriter(partial, first.schema) as writer:
+        for table in itertools.chain([first], tables):
+            writer.write_table(table)
+    stream.unlink()
+
+
+def begin_again(run: Path, name: str, table: pa.Table) -> None:
+    """Replace a table of a run that goes on.
+
+    Args:
+        run: the folder of the run.
+        name: `METRICS` or `TIMELINE`.
+        table: the rows to keep, in the schema of the stream.
+    """
+    stream = run / f"{name}{STREAM}"
+    if len(table):
+        parts = [table.schema, *table.combine_chunks().to_batches()]
+        Disk().write_whole(stream, b"".join(part.serialize().to_pybytes() for part in parts))
+    else:
+        stream.unlink(missing_ok=True)
+    (run / f"{name}{PARQUET}").unlink(missing_ok=True)
+
+
+def values_from(row: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+    """A step's metrics as rows of `VALUES`."""
+    step = float(row["step"])
+    yield from ({"step": step, "name": name, "value": float(value)} for name, value in row.items())
+
+
+def present(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without its nulls.
+
+    >>> present({"step": 0.0, "loss": None})
+    {'step': 0.0}
+    """
+    return {name: value for name, value in row.items() if value is not None}
+
+
+# Stream tail
+#
+# StreamTail: what was appended to an Arrow stream since one looked last. The cost of a look is
+# that of what is new.
+
+
+class StreamTail:
+    """A stream that another process appends to (`run_tables.TableStream`).
+
+    Args:
+        path: of the stream, which need not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._file: tuple[int, int] | None = None
+        """Device and number of the file that the offset is of."""
+        self.begun = 0
+        """How often it was read from the beginning: what was read before counts no more when this has grown."""
+        self._schema: pa.Schema | None = None
+
+    def read(self) -> list[pa.RecordBatch]:
+        """The complete messages that are new; none where there is no file. Where the file was replaced, or cut, all of them are.
+
+        Raises:
+            pyarrow.ArrowException: what is there is no stream.
+        """
+        try:
+            with open_file(self._path) as file:
+                found = os.fstat(file.fileno())
+                this = found.st_dev, found.st_ino
+                if this != self._file or found.st_size < self._offset:
+                    self._file, self._offset, self._schema = this, 0, None
+                    self.begun += 1
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        return self._take(data)
+
+    def _take(self, data: bytes) -> list[pa.RecordBatch]:
+        batches: list[pa.RecordBatch] = []
+        reader, start = pa.BufferReader(data), self._offset
+        while True:
+            try:
+                message = pa.ipc.read_message(reader)
+            except (EOFError, pa.ArrowInvalid, OSError):  # the rest of it is being written
+                return batches
+            if self._schema is None:
+                self._schema = pa.ipc.read_schema(message)
+            else:
+                batches.append(pa.ipc.read_record_batch(message, self._schema))
+            self._offset = start + reader.tell()
+
+
+# Text table
+#
+# Tables as text for a terminal.
+
+
+def render_table(table: pa.Table, *, limit: int = 20, width: int = 32) -> str:
+    """The first rows of a table for a terminal, long values cut.
+
+    >>> print(render_table(pa.table({"level": ["prompts", "generate"], "tokens": [3, None], "done": [["generate"], []]})))
+    level     tokens  done
+    prompts        3  generate
+    generate       -
+    """
+    table = table.rename_columns(list(map(one_line, table.column_names)))
+    shown = [{name: _plain(value, width) for name, value in row.items()} for row in table.slice(0, limit).to_pylist()]
+    widths = {name: max([len(name), *(len(row[name]) for row in shown)]) for name in table.column_names}
+    right = {f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)}
+    lines = [
+        "  ".join(text.rjust(widths[name]) if name in right else text.ljust(widths[name]) for name, text in row.items())
+        for row in [{name: name for name in table.column_names}, *shown]
+    ]
+    if len(table) > limit:
+        lines.append(f"... {len(table) - limit} more")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _plain(value: Any, width: int) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        text = ", ".join(
+            one_line(str(v["writer"])) if isinstance(v, dict) and "writer" in v else _plain(v, width) for v in value
+        )
+    elif isinstance(value, float):
+        text = f"{value:.6g}"
+    else:
+        text = one_line(str(value))
+    return beginning(text, width)

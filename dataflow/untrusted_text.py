@@ -1,0 +1,323 @@
+"""Print untrusted text: no terminal escapes, no secrets, and only characters that the stream can encode."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import unicodedata
+from collections.abc import Mapping
+from typing import Any, TextIO
+from urllib.parse import quote
+
+# Redaction
+#
+# Redaction: hide secrets in every message and file of a run. It hides the values of secret
+# environment variables, settings with the name of a secret, and texts that look like a secret:
+# passwords in URLs, bearer tokens, `password=...`, and keys of known services.
+
+
+SECRET_WORDS = {
+    "token",
+    "secret",
+    "secrets",
+    "password",
+    "passwords",
+    "passwd",
+    "passphrase",
+    "credential",
+    "credentials",
+}
+"""Words that make a name that of a secret. `key` and `auth` do where they are the last: `WANDB_API_KEY`, but not `KEY_COLUMN`."""
+PLACES = {"path", "file", "dir", "id", "ids", "env", "variable", "name", "url"}
+"""Last words of names that say where a secret is, and not what it is."""
+SHORTEST = 8
+"""Characters of a value that may be a secret. Shorter ones ("true", "0") stand in many a text."""
+HIDDEN = "[hidden]"
+_LONGEST = 1000
+"""Characters of the longest secret that a cut may fall into."""
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a variable, or a field of settings, of this name holds a secret.
+
+    >>> all(map(is_secret_name, ("HF_TOKEN", "WANDB_API_KEY", "dbPassword", "AWS_SECRET_ACCESS_KEY", "api_keys", "PROXY_AUTH")))
+    True
+    >>> any(map(is_secret_name, ("max_tokens", "TOKENIZERS_PARALLELISM", "tokenizer", "eos_token_id", "key_variable")))
+    False
+    """
+    words = [word for word in re.split(r"[^a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()) if word]
+    if not words or words[-1] in PLACES:
+        return False
+    return words[-1] in ("key", "auth", "apikey") or words[-2:] == ["api", "keys"] or not SECRET_WORDS.isdisjoint(words)
+
+
+_KEY_FORMATS = (
+    r"sk-(?=[\w-]*\d)[\w-]{10,}|hf_(?=[A-Za-z0-9]*\d)[A-Za-z0-9]{10,}|gh[pousr]_[A-Za-z0-9]{10,}|github_pat_\w{10,}|glpat-[\w-]{10,}"
+    r"|xox[abeprs]-[\w-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{20,}|ya29\.[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?"
+    r"|[rs]k_(?:live|test)_\w{10,}|(?:r8|npm|gsk|nvapi|tgp|lsv2)[_-](?=[\w-]*\d)[\w-]{16,}|pypi-[\w-]{20,}|SG\.[\w-]{10,}\.[\w-]{10,}|dapi[0-9a-f]{20,}"
+)
+_ASSIGNED = (
+    r"(?P<name>[\w-]*(?:passwords?|passwd|pwd|passphrase|secrets?|secret[_-]?key|api[_-]?keys?|access[_-]?key(?:[_-]id)?|private[_-]?key"
+    r"|account[_-]?key|signature|credentials?|(?:access|auth|api|refresh|bearer|hf|hub|github|gitlab|wandb|session|security|id)[_-]?tokens?))"
+    r"(?P<sign>[\"']?\s*(?:=(?!=)\s*[\"']?|:\s*(?=[\"']|[^\s\"',]*\d)[\"']?))(?!\[hidden|\[value of )(?P<value>[^\s\"'&,;<>)}\]]{3,})"
+)
+VIEW = "weft-view-"
+"""Begins the token of a dashboard beside a run. It is shown, because the user opens the address that has it."""
+_PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (
+        re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL),
+        "[hidden]",
+    ),
+    (  # must not take a port for a password
+        re.compile(
+            r"(?P<scheme>\b[a-z][a-z0-9+.-]*://[^\s/:@\"'<>]*:)(?!\d{1,5}(?:[/?#,]|\s|$))(?!\[hidden\]@|\[value of )(?:(?!://)[^\s\"'<>])+@(?=[\w\[%])",
+            re.IGNORECASE,
+        ),
+        r"\g<scheme>[hidden]@",
+    ),
+    (re.compile(rf"(?<![A-Za-z0-9])(?:{_KEY_FORMATS})"), "[hidden]"),
+    (re.compile(r"(?P<kind>\bbearer[ :=]+)(?=\S*\d|\S{20,})[\w.~+/=-]{6,}", re.IGNORECASE), r"\g<kind>[hidden]"),
+    (
+        re.compile(
+            r"(?P<kind>\b(?:proxy-)?authorization[\"']?\s*[:=]\s*[\"']?)(?!(?:\w+\s+)?\[(?:hidden|value of))"
+            r"(?:(?:basic|token|digest|bearer)\s+)?[^\s\"',}]{6,}",
+            re.IGNORECASE,
+        ),
+        r"\g<kind>[hidden]",
+    ),
+    (
+        re.compile(
+            r"(?P<kind>[?&](?:token|sig|signature|key|auth|code|x-amz-[a-z-]+)=)(?!\[hidden|\[value of )[^\s\"'&#<>]{4,}",
+            re.IGNORECASE,
+        ),
+        r"\g<kind>[hidden]",
+    ),
+    (re.compile(rf"(?<![\w-]){_ASSIGNED}", re.IGNORECASE), r"\g<name>\g<sign>[hidden]"),
+)
+"""What looks like a secret -> how it is shown."""
+_SUSPICIOUS = (
+    *(
+        "@",
+        "?",
+        "&",
+        "begin",
+        "bearer",
+        "authorization",
+        "pass",
+        "pwd",
+        "secret",
+        "key",
+        "signature",
+        "credential",
+        "token",
+    ),
+    *(
+        "sk-",
+        "hf_",
+        "ghp_",
+        "gho_",
+        "ghu_",
+        "ghs_",
+        "ghr_",
+        "github_pat_",
+        "glpat-",
+        "xox",
+        "akia",
+        "asia",
+        "aiza",
+        "ya29.",
+    ),
+    *(
+        "eyj",
+        "k_live_",
+        "k_test_",
+        "r8_",
+        "r8-",
+        "npm_",
+        "npm-",
+        "gsk_",
+        "gsk-",
+        "nvapi",
+        "tgp_",
+        "tgp-",
+        "lsv2",
+        "pypi-",
+    ),
+    *("sg.", "dapi"),
+)
+"""Lower-case texts, one of which is in every secret that the patterns find. Searching for them is a hundred times as fast."""
+
+
+def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
+    """Replace the secrets in a text: a value from the environment by the name of its variable, a text that looks like a secret by
+    `[hidden]`.
+
+    >>> redacted("401 for hf_0123456789", {"HF_TOKEN": "hf_0123456789"})
+    '401 for [value of HF_TOKEN]'
+    >>> redacted("postgres://ann:s3cret@db:5432/runs refused sk-proj-0123456789; Authorization: Bearer abc123def", {})
+    'postgres://ann:[hidden]@db:5432/runs refused [hidden]; Authorization: Bearer [hidden]'
+
+    Args:
+        text: for a person, or a file.
+        environment: default: that of this process.
+    """
+    found = os.environ if environment is None else environment
+    values = {value: name for name, value in found.items() if len(value) >= SHORTEST and is_secret_name(name)}
+    for value in sorted(values, key=len, reverse=True):  # one may be part of another
+        for written in (value, quote(value, safe="")):
+            text = text.replace(written, f"[value of {values[value]}]")
+    lowered = text.lower()
+    if any(sign in lowered for sign in _SUSPICIOUS):
+        for pattern, shown in _PATTERNS:
+            text = pattern.sub(lambda found, shown=shown: found[0] if VIEW in found[0] else found.expand(shown), text)
+    return text
+
+
+def beginning(text: str, most: int) -> str:
+    """The beginning of a text, without secrets. They are hidden before the cut: half a secret looks like none.
+
+    >>> beginning("postgres://ann:s3cret@db:5432/runs is gone", 24)
+    'postgres://ann:[hidde...'
+
+    Args:
+        most: characters to return.
+    """
+    text = redacted(text[: most + _LONGEST])
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def both_ends(text: str, most: int) -> str:
+    """The same with the beginning and the end of the text.
+
+    >>> both_ends("a" * 20 + "b" * 20, 20)
+    'aaaaaaaa ... bbbbbbbb'
+    """
+    kept = most + _LONGEST
+    text = redacted(text if len(text) <= 2 * kept else text[:kept] + text[-kept:])
+    half = (most - 5) // 2
+    return text if len(text) <= most else f"{text[: half + 1]} ... {text[-half - 1 :]}"
+
+
+def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> Any:
+    """Hide the secrets in JSON settings: fields named like a secret become `[hidden]`, and `redacted` cleans all other texts.
+
+    Args:
+        settings: one value, or all of them.
+        name: of the field.
+        by_name: whether names hide fields. Turn it off for data with fixed names, such as `token` in pages of samples.
+
+    >>> without_secrets({"judge": {"api_key": "sk-1"}, "max_tokens": 8, "token": None, "passwords": ["a"], "password": ["a"]})
+    {'judge': {'api_key': '[hidden]'}, 'max_tokens': 8, 'token': None, 'passwords': ['[hidden]'], 'password': ['[hidden]']}
+    >>> without_secrets({"base_url": "http://ann:pw@host/v1"})
+    {'base_url': 'http://ann:[hidden]@host/v1'}
+    """
+    if isinstance(settings, dict):
+        return {
+            redacted(str(key)): without_secrets(value, str(key), by_name=by_name) for key, value in settings.items()
+        }
+    if isinstance(settings, list | tuple):
+        return [without_secrets(value, name, by_name=by_name) for value in settings]
+    if not isinstance(settings, str):
+        return settings
+    return HIDDEN if by_name and settings and is_secret_name(name) else redacted(settings)
+
+
+JOINERS = "\u200c\u200d"
+"""Parts of words and of emoji; they steer nothing."""
+STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Control characters, formats (which reverse text, or hide it), surrogates, separators of lines and of paragraphs."""
+
+
+def readable(text: str) -> str:
+    r"""The text with everything that would steer a terminal written as an escape; lines stay lines.
+
+    >>> print(readable("\x1b[31mred\r\u202etxt.exe"))
+    \x1b[31mred\r\u202etxt.exe
+    >>> readable("one\n\ttwo")
+    'one\n    two'
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        c if c == "\n" or c in JOINERS or unicodedata.category(c) not in STEERING else _escape(c) for c in text
+    )
+
+
+def _escape(character: str) -> str:
+    return "    " if character == "\t" else character.encode("unicode_escape").decode("ascii")
+
+
+def show(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
+    """Print a text that may quote prompts, responses, paths or other people's errors. All prints of such text go through here.
+
+    Args:
+        text: for a person.
+        stream: default: standard error.
+        end: printed after it.
+    """
+    stream = sys.stderr if stream is None else stream
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    print(encodable(readable(redacted(text)), encoding), file=stream, end=end, flush=True)
+
+
+def show_json(value: Any, stream: TextIO | None = None) -> None:
+    """Print a value as one line of JSON, in ASCII without control characters. Default stream: standard output."""
+    line = json.dumps(value, default=str).replace("\x7f", "\\u007f")
+    print(line, file=sys.stdout if stream is None else stream, flush=True)
+
+
+def one_line(text: str) -> str:
+    r"""The text in one readable line.
+
+    >>> print(one_line("\x1b[2Jtwo\nlines"))
+    \x1b[2Jtwo\nlines
+    """
+    return readable(text).replace("\n", "\\n")
+
+
+def encodable(text: str, encoding: str) -> str:
+    """The text with an escape for each character that the encoding lacks.
+
+    >>> print(encodable("0.5 ±0.1 \u732b", "ascii"))
+    0.5 +/-0.1 \u732b
+    """
+    try:
+        text.encode(encoding)
+        return text
+    except (UnicodeEncodeError, LookupError):
+        known = "ascii" if encoding.lower() in ("ascii", "us-ascii", "ansi_x3.4-1968") else encoding
+        try:
+            "±".encode(known)
+        except (UnicodeEncodeError, LookupError):
+            text = text.replace("±", "+/-")
+        try:
+            return text.encode(known, "backslashreplace").decode(known)
+        except LookupError:
+            return text.encode("ascii", "backslashreplace").decode("ascii")
+
+
+def cut(text: str, characters: int) -> str:
+    """How a long text begins and how it ends.
+
+    >>> cut("0123456789", 4)
+    '01 ... (6 characters) ... 89'
+    """
+    if len(text) <= characters:
+        return text
+    half = characters // 2
+    return f"{text[:half]} ... ({len(text) - 2 * half:,} characters) ... {text[-half:]}"
+
+
+def cut_lines(text: str, lines: int) -> str:
+    r"""The same of a text of many lines.
+
+    >>> cut_lines("1\n2\n3\n4\n5\n6", 4)
+    '1\n2\n... (2 lines) ...\n5\n6'
+    """
+    every = text.split("\n")
+    if len(every) <= lines:
+        return text
+    half = lines // 2
+    return "\n".join([*every[:half], f"... ({len(every) - 2 * half:,} lines) ...", *every[-half:]])

@@ -1,0 +1,26 @@
+"""The page of metrics: `python docs/generate/metrics_page.py > docs/metrics.md` writes it."""
+
+from __future__ import annotations
+
+from weft.dataflow.metric_names import INTRODUCTION, SECTIONS, MetricEntry
+
+
+def page() -> str:
+    """`docs/metrics.md`."""
+    parts = [INTRODUCTION]
+    for section in SECTIONS:
+        rows = [
+            f"| `{_shown(e)}` | {e.unit} | {e.meaning.replace('|', chr(92) + '|')} | {e.good or '-'} | {e.bad or '-'} |"
+            for e in section.entries
+        ]
+        head = "| metric | unit | what it is | good | bad |\n|---|---|---|---|---|"
+        parts.append("\n".join([f"## {section.title}\n\n{section.text}\n", head, *rows]) + "\n")
+    return "\n".join(parts)
+
+
+def _shown(entry: MetricEntry) -> str:
+    return {"run": entry.name, "group": f"GROUP/{entry.name}", "either": f"[GROUP/]{entry.name}"}[entry.place]
+
+
+if __name__ == "__main__":
+    print(page(), end="")

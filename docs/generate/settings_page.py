@@ -1,0 +1,269 @@
+"""The page of settings: what a run can be set to, read from the classes and docstrings that say so.
+
+`python docs/generate/settings_page.py > docs/settings.md` writes the page. A docstring of a setting begins with its unit in brackets,
+where it is a number, says what it is, and has a sentence on when to change it; the class has range and default.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic.fields import FieldInfo
+
+from weft.algorithms.aggregation import AggregatedLoss
+from weft.algorithms.corrections import Rejection, TruncatedImportance
+from weft.algorithms.graders.form import LengthReward, TagFormat
+from weft.algorithms.graders.gsm8k import Gsm8k
+from weft.algorithms.graders.json_schema import JsonSchema
+from weft.algorithms.graders.math import Math
+from weft.algorithms.graders.text import Exact, RegularExpression
+from weft.algorithms.kl import AdaptiveCoefficient, KlPenalty
+from weft.algorithms.policy_loss import PolicyLoss
+from weft.algorithms.preference_loss import (
+    DesirabilityLoss,
+    Logistic,
+    LogLikelihood,
+    LogRatio,
+    PreferenceLoss,
+    RobustLogistic,
+    Squared,
+)
+from weft.algorithms.reward_model import RewardLoss
+from weft.algorithms.sampling import Sampling
+from weft.algorithms.surrogates import Cispo, Clipped, Sapo
+from weft.algorithms.values import ValueLoss
+from weft.controllers.driver import Driver
+from weft.controllers.prechecks.simulated_costs import (
+    CostModel,
+    FixedLengths,
+    Generation,
+    LinearCost,
+    LogNormal,
+    PipelineCost,
+    SequenceParallelCost,
+)
+from weft.controllers.recovery.checkpoints import CheckpointConfig
+from weft.controllers.schedule import Asynchronous, InParts, Stepwise
+from weft.dataflow.buffer.sample_buffer import BufferConfig
+from weft.dataflow.config import Config
+from weft.dataflow.prompts.settings import ReadSettings
+from weft.workers.actor import ActorConfig
+from weft.workers.adaptive_kl import AdaptiveKlConfig
+from weft.workers.critic import CriticConfig
+from weft.workers.generation.vllm_settings import VllmSettings
+from weft.workers.reward import RewardConfig
+from weft.workers.rewards.function import Reward
+from weft.workers.rewards.judge import Judge
+from weft.workers.rollout_config import RolloutConfig
+from weft.workers.training.engine import ModelConfig, OptimizerConfig, TrainingConfig
+from weft.workers.training.lora import Lora
+
+FILLED = {
+    "RolloutConfig.adapter": "a run takes it over from the actor that is followed",
+    "RecorderConfig.tokenizer": "a run finds it among its groups",
+}
+"""Fields that a run fills in: nobody sets them."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting, as the page has it."""
+
+    owner: str
+    """Class that has it."""
+    name: str
+    unit: str
+    """Empty: it is no number."""
+    default: str
+    allowed: str
+    text: str
+    """What it is, and when to change it."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Settings that are read together."""
+
+    title: str
+    text: str
+    owners: Sequence[type]
+
+
+SECTIONS = (
+    Section(
+        "A run",
+        "Arguments of `weft.Driver`, and the values that some of them take.",
+        (Driver, Stepwise, InParts, Asynchronous, CheckpointConfig, BufferConfig),
+    ),
+    Section("Data", "Arguments of `Prompts.read` and `Prompts.from_rows`.", (ReadSettings,)),
+    Section(
+        "Models that are trained",
+        "Arguments of `weft.group(weft.ActorWorker, ...)` and of the other workers with a model.",
+        (ModelConfig, OptimizerConfig, TrainingConfig, ActorConfig, CriticConfig, Lora),
+    ),
+    Section(
+        "Generation",
+        "Arguments of `weft.group(weft.RolloutWorker, ...)`, and of a call of `generate`.",
+        (RolloutConfig, VllmSettings, Sampling),
+    ),
+    Section("Rewards", "Arguments of `weft.group(weft.RewardWorker, ...)`.", (RewardConfig, Reward, Judge)),
+    Section(
+        "Losses",
+        "Values that an algorithm is made of: they say what is optimised, not how a run goes.",
+        (
+            *(AggregatedLoss, PolicyLoss, Clipped, Cispo, Sapo, KlPenalty, TruncatedImportance, Rejection, ValueLoss),
+            *(AdaptiveKlConfig, AdaptiveCoefficient, PreferenceLoss, LogRatio, LogLikelihood, Logistic, RobustLogistic),
+            *(Squared, DesirabilityLoss, RewardLoss),
+        ),
+    ),
+    Section(
+        "Graders",
+        "Reward functions that Weft brings, with what they take.",
+        (Math, Gsm8k, Exact, RegularExpression, JsonSchema, TagFormat, LengthReward),
+    ),
+    Section(
+        "Simulated runs",
+        "What the costs of `weft.Simulated` are made of: measurements of a machine.",
+        (CostModel, LinearCost, PipelineCost, SequenceParallelCost, Generation, LogNormal, FixedLengths),
+    ),
+)
+
+
+def settings_of(owner: type) -> list[Setting]:
+    """The settings that a class brings itself, without those of its parents."""
+    return list(_fields(owner)) if issubclass(owner, Config) else list(_arguments(owner))
+
+
+def counts() -> dict[str, int]:
+    """Section -> number of its settings; of the first without the arguments of `Driver`, which stand under that name."""
+    found = {"Driver": len(settings_of(Driver))}
+    return found | {s.title: sum(len(settings_of(o)) for o in s.owners if o is not Driver) for s in SECTIONS}
+
+
+def _fields(owner: type[Config]) -> Iterator[Setting]:
+    for name in inspect.get_annotations(owner):
+        field = owner.model_fields.get(name)
+        if field is not None and f"{owner.__name__}.{name}" not in FILLED:
+            unit, text = _parts(field.description or "")
+            default = "" if field.is_required() else _shown(field.get_default(call_default_factory=True))
+            yield Setting(owner.__name__, name, unit, default, _allowed(field), text)
+
+
+def _arguments(owner: Any) -> Iterator[Setting]:
+    """The arguments of a constructor, from the section Args of its docstring."""
+    text = inspect.getdoc(owner.__init__) or ""
+    _, _, args = text.partition("Args:\n")
+    about = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", args.partition("\n\n")[0], re.MULTILINE))
+    hints = typing.get_type_hints(owner.__init__, vars(inspect.getmodule(owner)))
+    for name, parameter in list(inspect.signature(owner.__init__).parameters.items())[1:]:
+        unit, what = _parts(" ".join(about[name].split()))
+        default = "" if parameter.default is parameter.empty else _shown(parameter.default)
+        yield Setting(owner.__name__, name, unit, default, _kinds(hints[name]), what)
+
+
+def _parts(docstring: str) -> tuple[str, str]:
+    """Unit and text of a docstring."""
+    found = re.fullmatch(r"(?:\[([^\]]+)\] )?(.*)", " ".join(docstring.split()))
+    return (found[1] or "", found[2]) if found else ("", docstring)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Config | types.FunctionType):
+        return getattr(value, "__name__", f"{type(value).__name__}()")
+    if isinstance(value, str):
+        return f'"{value}"' if len(value) < 40 else "a text"
+    return str(value)
+
+
+def _allowed(field: FieldInfo) -> str:
+    """The range of a number, or what kinds of values there may be."""
+    bounds = {type(rule).__name__: rule for rule in field.metadata}
+    signs = {"Ge": "≥", "Gt": ">", "Le": "≤", "Lt": "<"}
+    limits = [f"{sign} {getattr(bounds[kind], kind.lower())}" for kind, sign in signs.items() if kind in bounds]
+    if not limits:
+        return _kinds(field.annotation)
+    return ", ".join(limits) + (" or None" if type(None) in typing.get_args(field.annotation) else "")
+
+
+_PLAIN = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "True or False",
+    Path: "path",
+    type(None): "None",
+    object: "anything",
+}
+
+
+def _kinds(annotation: Any) -> str:
+    """A type in words."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return ", ".join(f'"{each}"' for each in inner)
+    if origin is typing.Annotated:
+        return _kinds(inner[0])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_kinds(each) for each in inner))
+    if origin is not None and getattr(origin, "__name__", "") == "Callable":
+        return "function"
+    if origin is not None:
+        kinds = list(dict.fromkeys(_kinds(each) for each in inner if each is not Ellipsis))
+        return f"{'mapping' if origin.__name__ == 'Mapping' else 'sequence'} of {', '.join(kinds)}"
+    return _PLAIN.get(annotation, f"`{getattr(annotation, '__name__', annotation)}`")
+
+
+# The page
+
+INTRODUCTION = """\
+# Settings
+
+Everything that a run can be set to, with unit, default and what is allowed, and when one would change it. This page is made from the
+classes themselves (`python docs/generate/settings_page.py > docs/settings.md`), and a test compares the two.
+
+A class has the settings of its parents, too: an `ActorConfig` those of `ModelConfig`, `TrainingConfig` and `OptimizerConfig`. Settings of a
+worker are given to `weft.group` by name: `weft.group(weft.ActorWorker, model=..., learning_rate=1e-6)`. A name that does not exist is
+refused with the nearest one that does, and a value that is not allowed with the range, before anything starts.
+"""
+
+
+def page() -> str:
+    """`docs/settings.md`."""
+    number = counts()
+    run = sum(number[s.title] for s in SECTIONS if s.title not in ("Losses", "Graders", "Simulated runs"))
+    parts = [
+        INTRODUCTION,
+        f"There are {run} settings of a run, {number['Driver']} arguments of the driver, {number['Losses']} values of losses, "
+        f"{number['Graders']} of graders, and {number['Simulated runs']} costs of simulated runs.\n",
+    ]
+    for section in SECTIONS:
+        parts.append(f"## {section.title}\n\n{section.text}\n")
+        parts += [_table(owner) for owner in section.owners]
+    return "\n".join(parts)
+
+
+def _table(owner: type) -> str:
+    parents = [each.__name__ for each in owner.__mro__[1:] if issubclass(each, Config) and settings_of(each)]
+    about = (inspect.getdoc(owner) or "").split("\n\n")[0].replace("\n", " ")
+    also = f" It also has the settings of {', '.join(f'`{name}`' for name in parents)}." if parents else ""
+    rows = [
+        f"| `{s.name}` | {s.unit or '-'} | {f'`{s.default}`' if s.default else 'must be given'} | {_cell(s.allowed)} | {_cell(s.text)} |"
+        for s in settings_of(owner)
+    ]
+    head = "| setting | unit | default | allowed | what it is, and when to change it |\n|---|---|---|---|---|"
+    return "\n".join([f"### {owner.__name__}\n\n{about}{also}\n", head, *rows]) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,319 @@
+"""Images: what a model's own processor makes of the images of a row, and of the placeholders in its prompt.
+
+A row keeps its images encoded, and one placeholder for each in `prompt_ids`. How many tokens an image takes, and what the model gets of it,
+is for the processor in the model's folder to say; so whoever reads a row with a model, to sample, to train or as a reference, asks the
+processor of that model here, and all that have the same folder read the same tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import io
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...dataflow.column import IMAGES, PROMPT_IDS
+from ...dataflow.errors import UserError
+from ...dataflow.lazy import torch
+from ...dataflow.prompts.images import PROGRAM
+from ...dataflow.source import file_columns
+from .model_folder import causal_lm_types, read_model_config, refusals_named, sees_images
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...dataflow.source import Source
+
+_CACHED_BYTES = 256 << 20
+"""Of what the processor made of images: the samples of a prompt come one after the other."""
+
+
+def check_images(model: str | Path, source: Source) -> None:
+    """Compare the images of a source with the model that is to see them, and with the placeholders of their prompts.
+
+    Raises:
+        UserError: the model sees none, or a prompt has more or fewer placeholders than images.
+    """
+    made = {*source.columns} - file_columns(source)
+    if not {str(IMAGES), str(PROMPT_IDS)} <= made:
+        return
+    counts = _counts(source, str(IMAGES))
+    if not counts.any():
+        return
+    settings = read_model_config(model)
+    if not sees_images(settings):
+        kind = settings.get("model_type")
+        known = ", which is trained on text alone, whatever it could see" if kind in causal_lm_types() else ""
+        raise UserError(
+            f"{source.name}: column {str(IMAGES)!r} holds images, and the model in {model} is given text alone (type {kind!r}{known}); "
+            "leave the column out, or rename it if only a reward function is to have it"
+        )
+    token = image_token(settings)
+    if token is None:
+        return
+    places = np.concatenate([_counts_of(chunk, token) for chunk in source.table.column(str(PROMPT_IDS)).chunks])
+    wrong = np.flatnonzero(places != counts)
+    if len(wrong):
+        row = int(wrong[0])
+        raise UserError(f"{source.name}: row {row} {_misplaced(counts[row], places[row], token, model)}")
+
+
+def image_token(settings: Mapping[str, Any]) -> int | None:
+    """The token id that stands for an image, by the settings of a model; None: they do not say.
+
+    >>> image_token({"image_token_id": 5}), image_token({"image_token_index": 7}), image_token({})
+    (5, 7, None)
+    """
+    return next(
+        (settings[name] for name in ("image_token_id", "image_token_index") if settings.get(name) is not None), None
+    )
+
+
+def _misplaced(images: int, places: int, token: int, model: str | Path) -> str:
+    return (
+        f"has {images} images, and its prompt has {places} placeholders (token id {token} of the model in {model}); each image has one, "
+        "which the chat template writes"
+    )
+
+
+def _counts(source: Source, column: str) -> np.ndarray:
+    """[rows] items of a list column."""
+    chunks = [chunk.value_lengths().fill_null(0).to_numpy() for chunk in source.table.column(column).chunks]
+    return np.concatenate([np.empty(0, np.int64), *chunks])
+
+
+def _counts_of(chunk: Any, token: int) -> np.ndarray:
+    """[rows] how often a token stands in each list."""
+    found = np.concatenate([[0], np.cumsum(chunk.flatten().to_numpy() == token)])
+    ends = np.concatenate([[0], np.cumsum(chunk.value_lengths().fill_null(0).to_numpy())])
+    return np.diff(found[ends])
+
+
+@dataclass(frozen=True)
+class SeenImage:
+    """What a model is given of one image."""
+
+    tokens: np.ndarray
+    """[tokens] int32: what stands in the prompt for its placeholder."""
+    inputs: Mapping[str, Tensor]
+    """Arguments of the model by name, such as `pixel_values` [patches, values]; those of several images are concatenated."""
+
+
+@dataclass(frozen=True)
+class SeenPrompt:
+    """A prompt as a model reads it."""
+
+    ids: np.ndarray
+    """[P] int32, with all tokens of its images."""
+    is_image: np.ndarray
+    """[P] bool: where the model puts what it sees in the place of a token."""
+    images: tuple[SeenImage, ...] = ()
+
+
+class ImageReader:
+    """The processor of a model.
+
+    Args:
+        model: what the user calls it.
+        folder: of the model.
+
+    Raises:
+        UserError: there is no processor in the folder, or none that `transformers` reads.
+    """
+
+    def __init__(self, model: str | Path, folder: Path) -> None:
+        self._model = model
+        with refusals_named(model, "cannot be shown images"):
+            self._processor = _load_processor(folder)
+        token = image_token(read_model_config(folder))
+        self.token = int(self._processor.image_token_id if token is None else token)
+        """Token id of an image's placeholder."""
+        self._seen: OrderedDict[bytes, SeenImage] = OrderedDict()
+        self._bytes = 0
+
+    def read(self, prompt_ids: np.ndarray, images: Sequence[Any]) -> SeenPrompt:
+        """A prompt with the tokens of its images.
+
+        Args:
+            prompt_ids: [P] int32, with one placeholder for each image.
+            images: encoded; bytes or what has their buffer.
+
+        Raises:
+            UserError: there are more or fewer placeholders than images, or an image cannot be read.
+        """
+        places = np.flatnonzero(prompt_ids == self.token)
+        if not len(images):  # without an image the token is one as any other
+            return SeenPrompt(prompt_ids, np.zeros(len(prompt_ids), bool))
+        if len(places) != len(images):
+            raise UserError(f"it {_misplaced(len(images), len(places), self.token, self._model)}")
+        seen = tuple(self.see(image) for image in images)
+        pieces: list[np.ndarray] = []
+        end = 0
+        for place, image in zip(places.tolist(), seen, strict=True):
+            pieces += [prompt_ids[end:place], image.tokens]
+            end = place + 1
+        ids = np.concatenate([*pieces, prompt_ids[end:]]).astype(np.int32)
+        return SeenPrompt(ids, ids == self.token, seen)
+
+    def see(self, encoded: Any) -> SeenImage:
+        """What the processor makes of an image (bytes, or what has their buffer); the last ones are kept.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        encoded = memoryview(encoded)
+        key = hashlib.blake2b(encoded, digest_size=16).digest()
+        if key in self._seen:
+            self._seen.move_to_end(key)
+            return self._seen[key]
+        found = self._process(encoded)
+        self._seen[key] = found
+        self._bytes += _num_bytes(found)
+        while self._bytes > _CACHED_BYTES and len(self._seen) > 1:
+            self._bytes -= _num_bytes(self._seen.popitem(last=False)[1])
+        return found
+
+    def _process(self, encoded: memoryview) -> SeenImage:
+        processor = self._processor
+        try:
+            made = processor.image_processor(images=[open_image(encoded)], return_tensors="pt")
+            text = processor.replace_image_token(made, 0)
+        except Exception as error:  # a decoder, or a processor, can fail in any way
+            raise UserError(
+                f"an image of {len(encoded):,} bytes cannot be read ({type(error).__name__}: {error})"
+            ) from error
+        tokens = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        inputs = {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
+        return SeenImage(np.asarray(tokens, np.int32), inputs)
+
+
+def open_image(encoded: Any) -> Any:
+    """An image of Pillow, decoded, in RGB, the way up that its EXIF data say (as `datasets` and `transformers` turn it)."""
+    from PIL import Image, ImageOps
+
+    with Image.open(io.BytesIO(encoded)) as image:
+        if image.format == "EPS":
+            raise ValueError(PROGRAM)
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def probe_images() -> list[bytes]:
+    """Two images of different sizes, to try models with."""
+    from PIL import Image
+
+    files: list[bytes] = []
+    for size in ((64, 40), (40, 96)):
+        file = io.BytesIO()
+        colors = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+        Image.fromarray(colors).save(file, "PNG")
+        files.append(file.getvalue())
+    return files
+
+
+def _num_bytes(image: SeenImage) -> int:
+    return sum(tensor.nbytes for tensor in image.inputs.values())
+
+
+def _load_processor(folder: Path) -> Any:
+    """The processor of a model: that of images, the tokenizer, and what writes the tokens of an image. One that needs torchvision for
+    videos is made without what reads videos, where torchvision is not installed."""
+    from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+    from transformers.utils.import_utils import is_torchvision_available
+
+    if is_torchvision_available():
+        return AutoProcessor.from_pretrained(folder, local_files_only=True)
+    kind: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder, local_files_only=True))]
+    if "video_processor" not in kind.get_attributes():
+        return AutoProcessor.from_pretrained(folder, local_files_only=True)
+
+    class WithoutVideos(kind):  # pyright: ignore[reportGeneralTypeIssues]
+        """It takes None for what reads videos."""
+
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
+
+    parts = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}
+    made = {
+        name: parts[name].from_pretrained(folder, local_files_only=True) if name in parts else None
+        for name in kind.get_attributes()
+    }
+    return WithoutVideos(**made)
+
+
+# Vision
+#
+# Vision: how a model of `transformers` that sees reads a prompt with images.
+#
+# Its own forward pass puts what its vision tower makes of the images into the places of all tokens
+# that are an image's, those of a response among them, which a policy may sample. Here the places
+# are given, and everything else is the model's own: tower, embeddings, positions
+# (`get_rope_index`, where it has any of its own), layers. `training/agreement.py` compares the
+# result with the model's own forward pass.
+
+
+LANGUAGE = "language_model"
+"""What backbones that see call the model of the text."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The images of the rows of a pass."""
+
+    places: Tensor
+    """[B, L] bool, or [T] of packed rows: where the model puts what it sees in the place of a token."""
+    inputs: Mapping[str, Tensor]
+    """Arguments of the vision tower by name, those of all images, in the order of their places."""
+
+    @classmethod
+    def of(cls, places: Tensor, images: Sequence[SeenImage]) -> Shown:
+        """On the device of `places`."""
+        names = images[0].inputs
+        return cls(
+            places, {name: torch.cat([image.inputs[name] for image in images]).to(places.device) for name in names}
+        )
+
+
+def is_type_that_sees(settings: Any) -> bool:
+    """Whether settings of `transformers` are those of a model for images and text (`sees_images`)."""
+    return sees_images({"model_type": settings.model_type})
+
+
+def embed(backbone: Any, input_ids: Tensor, shown: Shown) -> Tensor:
+    """[B, L, hidden] what the layers of the text get: embeddings of tokens [B, L], and what is seen in the places of images."""
+    embedded = backbone.get_input_embeddings()(input_ids)
+    features = backbone.get_image_features(**shown.inputs, return_dict=True).pooler_output
+    if not isinstance(features, torch.Tensor):
+        features = torch.cat([*features])
+    return embedded.masked_scatter(shown.places[..., None], features.flatten(0, -2).to(embedded.dtype))
+
+
+def positions(backbone: Any, input_ids: Tensor, shown: Shown, inside: Tensor | None = None) -> Tensor | None:
+    """Positions of the tokens [B, L] by the model's own rule, such as [3, B, L] for time, height and width (m-rope, arXiv:2409.12191).
+
+    Args:
+        inside: [B, L] bool, what is no padding; None: there is none, or it is on the right.
+
+    Returns:
+        None: the model counts the positions of images as those of all tokens.
+    """
+    rule = getattr(backbone, "get_rope_index", None)
+    if rule is None:
+        return None
+    takes = inspect.signature(rule).parameters
+    grids = {name: value for name, value in shown.inputs.items() if name in takes}
+    mask = None if inside is None else inside.to(torch.int64)
+    return rule(input_ids, mm_token_type_ids=shown.places.to(torch.int32), attention_mask=mask, **grids)[0]
+
+
+def tower_parameters(backbone: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that rows without images do not reach, and rows with images not always all of."""
+    for name, parameter in backbone.named_parameters():
+        if not name.startswith(f"{LANGUAGE}."):
+            yield parameter

@@ -1,0 +1,438 @@
+"""A model's folder: what its config.json says, read without torch, so that a wrong path is reported at once."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...dataflow.column import CHOSEN_IDS, PROMPT_IDS, REJECTED_IDS, RESPONSE_IDS
+from ...dataflow.errors import UserError, nearest
+from ...dataflow.model_location import find_cached, find_model_folder, folders_near
+from ...dataflow.safe_files import read_json
+
+if TYPE_CHECKING:
+    from ...dataflow.source import Source
+
+CONFIG_FILE = "config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+"""The same of an adapter (LoRA) in the format of `peft`."""
+SCALAR_HEAD = "score.weight"
+"""The weight of a scalar head, [1, hidden], without a bias."""
+_CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+_SIZES = ("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer")
+_TOKEN_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id")
+_HEADS_NAMES = ("num_attention_heads", "n_head", "n_heads")
+_HIDDEN_NAMES = ("hidden_size", "n_embd", "d_model")
+EXPERTS_NAMES = ("num_local_experts", "num_experts", "n_routed_experts")
+"""What models call the number of experts of a layer."""
+
+
+def read_model_config(model: str | Path) -> dict[str, Any]:
+    """The model's `config.json`: of a folder, or of a Hugging Face id that is already in the local cache.
+
+    Raises:
+        UserError: naming the path, what was found there, and the nearest model folder.
+
+    >>> read_model_config("/no/such/folder")
+    Traceback (most recent call last):
+    weft.dataflow.errors.UserError: model '/no/such/folder': no such folder
+    """
+    file = find_model_config(model)
+    config = _read_settings(model, file)
+    _check_types(model, file, config)
+    return config
+
+
+def _read_settings(model: str | Path, file: Path) -> dict[str, Any]:
+    try:
+        return read_json(file)
+    except (OSError, UserError) as error:
+        raise UserError(f"model {str(model)!r}: {file} cannot be read ({error})") from None
+
+
+def _check_types(model: str | Path, file: Path, config: Mapping[str, Any]) -> None:
+    """Check the settings that Weft reads by itself; `transformers` checks all of them when it makes the model.
+
+    Raises:
+        UserError: names the file, the setting, its value and the expected type.
+    """
+    wanted: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "model_type": ("text", lambda value: isinstance(value, str)),
+        "text_config": ("an object", lambda value: isinstance(value, Mapping)),
+        **dict.fromkeys(_SIZES, ("a number of at least 1", _is_size)),
+        **dict.fromkeys(
+            (*_CONTEXT_NAMES, *_HEADS_NAMES, "num_key_value_heads", "head_dim"), ("an integer", _is_integer)
+        ),
+        "layer_types": ("a list", lambda value: isinstance(value, list)),
+        **dict.fromkeys(_TOKEN_NAMES, ("an integer, or a list of them", _is_token)),
+    }
+    text = config.get("text_config")
+    for section, settings in (("", config), ("text_config.", text if isinstance(text, Mapping) else {})):
+        for name, (kind, is_right) in wanted.items():
+            value = settings.get(name)
+            if value is not None and not is_right(value):
+                raise UserError(
+                    f"model {str(model)!r}: {section}{name} in {file} is {value!r}, not {kind}; correct it, or fetch the file again"
+                )
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
+
+
+def _is_size(value: Any) -> bool:
+    return _is_integer(value) and value >= 1
+
+
+def _is_token(value: Any) -> bool:
+    return all(_is_integer(each) for each in value) if isinstance(value, list) else _is_integer(value)
+
+
+def find_model_config(model: str | Path) -> Path:
+    """The file `config.json` of a model's folder or cached Hugging Face id; raises `UserError` as above."""
+    folder = find_model_folder(model, CONFIG_FILE)
+    if not (folder / CONFIG_FILE).is_file():
+        raise UserError(f"model {str(model)!r}: the folder has no {CONFIG_FILE}{folders_near(model, CONFIG_FILE)}")
+    return folder / CONFIG_FILE
+
+
+def read_index(file: Path) -> dict[str, str]:
+    """The index of a model whose weights lie in several files.
+
+    Returns:
+        Tensor -> name of its file.
+
+    Raises:
+        UserError: the index is damaged; the message names it.
+    """
+    try:
+        files = read_json(file)["weight_map"]
+        if not (isinstance(files, dict) and files and all(isinstance(name, str) for name in files.values())):
+            raise ValueError("its weight_map names no files")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"the index of a model's weights, {file}, is damaged ({error}): put the file there again; "
+            "in the cache of the Hugging Face hub, remove it and the file that it leads to"
+        ) from None
+    return files
+
+
+def read_stop_tokens(model: str | Path) -> tuple[int, ...]:
+    """The ids that end a response: the model's settings name some, and the training texts end with others."""
+    named = _named_stop_tokens(model)
+    return (*named, *(token for token in _end_tokens(model) if token not in named))
+
+
+def unnamed_stop_tokens(model: str | Path) -> dict[int, str]:
+    """The ids that end a response in training data, and that the model's settings do not name -> what writes them."""
+    named = _named_stop_tokens(model)
+    return {token: what for token, what in _end_tokens(model).items() if token not in named}
+
+
+def stop_token_notes(model: str | Path) -> tuple[str, ...]:
+    """Notes about such ids for the start of a run."""
+    from ...dataflow.prompts.tokenizer import Tokenizer
+
+    try:
+        unnamed, named = unnamed_stop_tokens(model), _named_stop_tokens(model)
+        backend = Tokenizer.load(model).backend if unnamed else None
+    except UserError:  # the checks of the run say it
+        return ()
+    if backend is None:
+        return ()
+    texts = ", ".join(f"{backend.id_to_token(token)!r} ({what})" for token, what in unnamed.items())
+    others = ", ".join(repr(backend.id_to_token(token) or token) for token in named) or "none"
+    return (
+        f"model {str(model)!r}: training texts end with {texts}, and its settings name {others} as end of a response; "
+        "rollouts stop at all of them, and saved models name all",
+    )
+
+
+def _end_tokens(model: str | Path) -> dict[int, str]:
+    """The end tokens of the model's tokenizer; empty if the folder has none that can be read, which whatever reads texts reports."""
+    from ...dataflow.prompts.tokenizer import Tokenizer  # commands import this module, and print their help at once
+
+    if not find_model_config(model).with_name("tokenizer.json").is_file():
+        return {}
+    try:
+        return Tokenizer.load(find_model_config(model).parent).end_tokens
+    except UserError:
+        return {}
+
+
+def _named_stop_tokens(model: str | Path) -> tuple[int, ...]:
+    """`eos_token_id` of `generation_config.json`, or else of `config.json`.
+
+    Chat models name the end of a turn only in the former; both may hold one id or several.
+    """
+    file = find_model_config(model).with_name("generation_config.json")
+    if not file.is_file() and not Path(model).expanduser().is_dir():
+        file = find_cached(model, file.name) or file
+    found = _read_settings(model, file).get("eos_token_id") if file.is_file() else None
+    if found is not None and not _is_token(found):
+        raise UserError(
+            f"model {str(model)!r}: eos_token_id in {file} is {found!r}, not an integer, or a list of them; correct it"
+        )
+    if found is None:
+        found = text_settings(read_model_config(model)).get("eos_token_id")
+    return () if found is None else tuple(found) if isinstance(found, list) else (found,)
+
+
+def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with those of the text put over them, which models that also see or hear keep in a section of their own.
+
+    >>> text_settings({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "vocab_size": 97}})
+    {'model_type': 'gemma3', 'vocab_size': 97}
+    """
+    text = settings.get("text_config")
+    rest = {name: value for name, value in settings.items() if name != "text_config"}
+    return {**rest, **text, "model_type": settings.get("model_type")} if isinstance(text, Mapping) else rest
+
+
+def context_of(settings: Mapping[str, Any]) -> int | None:
+    """Tokens that a model takes at most; None: its settings leave it to the defaults of `transformers`, or it has no limit.
+
+    Rotary positions may be stretched (YaRN) beyond the number that the settings name.
+
+    >>> context_of({"n_positions": 1024}), context_of({"text_config": {"max_position_embeddings": 64}}), context_of({})
+    (1024, 64, None)
+    >>> yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    >>> context_of({"max_position_embeddings": 32768, "rope_scaling": yarn})
+    131072
+    """
+    text = text_settings(settings)
+    context = _first(text, _CONTEXT_NAMES)
+    rope = text.get("rope_scaling") or text.get("rope_parameters")
+    if context is None or not isinstance(rope, Mapping):
+        return context
+    factor, trained = rope.get("factor"), rope.get("original_max_position_embeddings")
+    stretched = factor * trained if isinstance(factor, int | float) and isinstance(trained, int) else 0
+    return max(context, int(stretched))
+
+
+def num_heads(settings: Mapping[str, Any]) -> int | None:
+    """Attention heads of each layer, as far as the settings say."""
+    return _first(text_settings(settings), _HEADS_NAMES)
+
+
+def head_dim(settings: Mapping[str, Any]) -> int | None:
+    """Size of one attention head, given or as hidden size over heads, as far as the settings say.
+
+    >>> head_dim({"hidden_size": 64, "num_attention_heads": 2}), head_dim({})
+    (32, None)
+    """
+    text = text_settings(settings)
+    hidden, heads = _first(text, _HIDDEN_NAMES), num_heads(settings)
+    return text.get("head_dim") or (hidden // heads if hidden and heads else None)
+
+
+def num_experts(settings: Any) -> int | None:
+    """Experts of a layer; None: the model is no mixture of experts.
+
+    Args:
+        settings: of its text, as `transformers` completes them (`complete_text_settings`).
+    """
+    counts = (getattr(settings, name, None) for name in EXPERTS_NAMES)
+    return next((count for count in counts if isinstance(count, int) and count > 1), None)
+
+
+def _first(settings: Mapping[str, Any], names: Iterable[str]) -> int | None:
+    return next((int(settings[name]) for name in names if settings.get(name)), None)
+
+
+@contextmanager
+def refusals_named(model: str | Path, cannot: str, file: Path | None = None) -> Iterator[None]:
+    """Turn a refusal by `transformers` into a UserError that names the model and what it cannot be used for.
+
+    >>> with refusals_named("gpt-9", "cannot be trained"):
+    ...     raise KeyError("gpt9")
+    Traceback (most recent call last):
+    weft.dataflow.errors.UserError: model 'gpt-9' cannot be trained: transformers refuses it ('gpt9')
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # settings of wrong types or sizes can fail anywhere
+        lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+        reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+        where = "" if file is None else f"; correct {file}, or fetch it again"
+        raise UserError(f"model {str(model)!r} {cannot}: transformers refuses it ({reason}){where}") from error
+
+
+def complete_text_settings(model: str | Path) -> Any:
+    """Settings of the text with the defaults and the common names of `transformers`, which takes seconds to import.
+
+    Raises:
+        UserError: `transformers` does not know the model.
+    """
+    from transformers import AutoConfig
+
+    with refusals_named(model, "cannot be read", find_model_config(model)):
+        return AutoConfig.from_pretrained(find_model_config(model).parent, local_files_only=True).get_text_config()
+
+
+def check_causal_lm(model: str | Path, settings: Mapping[str, Any]) -> None:
+    """See that `transformers` has a causal language model of this kind, and that it can be trained.
+
+    Raises:
+        UserError: naming the model and its type.
+    """
+    kind, quantised = settings.get("model_type"), settings.get("quantization_config")
+    known = causal_lm_types()
+    why = None
+    if known and kind not in known and not sees_images(settings):
+        why = f"transformers has no causal language model of type {kind!r}{nearest(str(kind), known)}"
+    elif settings.get("is_encoder_decoder"):
+        why = f"models of type {kind!r} read with an encoder, and are no causal language models"
+    elif isinstance(quantised, Mapping):
+        how = quantised.get("quant_method", "quantization_config")
+        why = f"its weights are quantised ({how}); train the model that they were made from"
+    if why is not None:
+        raise UserError(f"model {str(model)!r} cannot be trained: {why}")
+
+
+def sees_images(settings: Mapping[str, Any]) -> bool:
+    """Whether a model is one for images and text, which `transformers` has no causal language model for text alone of.
+
+    >>> sees_images({"model_type": "qwen2_5_vl"}), sees_images({"model_type": "qwen2"}), sees_images({"model_type": "gemma3"})
+    (True, False, False)
+    """
+    kind, causal = settings.get("model_type"), causal_lm_types()
+    return bool(causal) and kind not in causal and kind in _types("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
+
+
+def check_scalar_head(model: str | Path, settings: Mapping[str, Any]) -> None:
+    """See that a model of this kind can have a scalar head in the place of its own.
+
+    Raises:
+        UserError: it sees images.
+    """
+    if sees_images(settings):
+        raise UserError(
+            f"model {str(model)!r} (type {settings['model_type']!r}) sees images, and gets no scalar head: take a critic or a reward model "
+            "of text alone"
+        )
+
+
+def causal_lm_types() -> frozenset[str]:
+    """Types of models that the installed `transformers` has a causal language model of; empty where that cannot be read: the worker
+    finds out when it starts."""
+    return _types("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+
+
+@functools.cache
+def _types(table: str) -> frozenset[str]:
+    """The types of models in a table of `transformers`, read without importing it, which would take seconds and torch; empty where it is
+    not written as expected."""
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None:
+        return frozenset()
+    try:
+        text = (Path(found.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    content = re.search(rf"^{table} = OrderedDict\((.*?)^\)", text, re.DOTALL | re.MULTILINE)
+    return frozenset(re.findall(r'\("([\w.-]+)", "\w+"\)', content.group(1)) if content else ())
+
+
+# Vocabulary
+#
+# A model's vocabulary against all that speaks in its ids: its tokenizer, its own settings, and the
+# rows of a source.
+#
+# Ids beyond it would end a worker in the middle of its work, with an error of the embedding.
+
+
+_IDS = (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
+_NAMED = ("bos_token", "eos_token", "unk_token")
+"""Tokens of a tokenizer that are used though no text has them; nothing here is ever padded with one."""
+
+
+def read_vocabulary(model: str | Path) -> int | None:
+    """The number of a model's token ids; None: its `config.json` leaves it to the defaults of `transformers`."""
+    return text_settings(read_model_config(model)).get("vocab_size")
+
+
+def check_vocabulary(model: str | Path, source: Source) -> None:
+    """Compare the largest ids with those that the model has.
+
+    Raises:
+        UserError: naming both.
+    """
+    size = read_vocabulary(model)
+    if size is None:
+        return
+    for what, largest in (*_of_settings(model), *_of_tokenizer(model), *_of_rows(source)):
+        if largest >= size:
+            raise UserError(
+                f"{what} {largest}, and the model in {model} has ids 0 to {size - 1} (its vocab_size is {size})"
+            )
+
+
+def _of_settings(model: str | Path) -> Iterator[tuple[str, int]]:
+    file = find_model_config(model)
+    generation = file.with_name("generation_config.json")
+    for name, settings in (
+        (CONFIG_FILE, text_settings(read_model_config(model))),
+        (generation.name, _read(generation)),
+    ):
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            ids = settings.get(key)
+            for one in ids if isinstance(ids, list) else [ids]:
+                if isinstance(one, int):
+                    yield f"{model}: {key} in {name} is", one
+
+
+def _of_tokenizer(model: str | Path) -> Iterator[tuple[str, int]]:
+    """Largest id of its ordinary tokens, and those of its named ones. Further special ones, which only a text that spells them has,
+    may lie beyond: Gemma 3's text models leave out the token of an image."""
+    file = find_model_config(model).with_name("tokenizer.json")
+    if not file.is_file():
+        return
+    stamp = file.stat()
+    largest, ids = _tokenizer_ids(file, stamp.st_mtime_ns, stamp.st_size)
+    yield f"the tokenizer in {model} has ids up to", largest
+    named = {**_read(file.with_name("special_tokens_map.json")), **_read(file.with_name("tokenizer_config.json"))}
+    for name in _NAMED:
+        token = named.get(name)
+        content = token.get("content") if isinstance(token, Mapping) else token
+        if isinstance(content, str) and content in ids:
+            yield f"the tokenizer in {model} has as its {name} the id", ids[content]
+
+
+@functools.lru_cache(maxsize=4)
+def _tokenizer_ids(file: Path, _changed: int, _size: int) -> tuple[int, dict[str, int]]:
+    """(Largest id of an ordinary token, -1 if there is none; the ids of special tokens by their text)."""
+    content = _read(file)
+    vocabulary = (content.get("model") or {}).get("vocab") or {}
+    added = [token for token in content.get("added_tokens") or () if isinstance(token.get("id"), int)]
+    special = {token["content"]: token["id"] for token in added if token.get("special")}
+    if isinstance(vocabulary, list):  # of a unigram model: token and score, by id
+        vocabulary = {token: number for number, (token, *_) in enumerate(vocabulary)}
+    ordinary = [number for token, number in vocabulary.items() if token not in special]
+    ordinary += [token["id"] for token in added if not token.get("special")]
+    return max(ordinary, default=-1), special
+
+
+def _of_rows(source: Source) -> Iterator[tuple[str, int]]:
+    for column in map(str, _IDS):
+        if column not in source.columns:
+            continue
+        for chunk in source.table.column(column).chunks:
+            ids = chunk.flatten()
+            if len(ids):
+                yield f"{source.name}: column {column!r} has token id", int(ids.to_numpy(zero_copy_only=False).max())
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The content of a JSON file; empty if the file is missing or not JSON, which is reported where the content is needed."""
+    try:
+        return read_json(file)
+    except (OSError, UserError):
+        return {}

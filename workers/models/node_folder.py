@@ -1,0 +1,404 @@
+"""The folder of a model on this node: given by its path, or of a Hugging Face id, which is downloaded once on each node."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...dataflow.errors import RunError, UserError, WorkerError
+from ...dataflow.model_location import find_cached, find_model_folder
+from ...dataflow.runs.files import make_folder
+from .model_folder import CONFIG_FILE, read_index
+from .weight_files import read_header
+
+# Once a node
+#
+# What one process of a node does for all of them: the others wait for it, and learn how far it is.
+
+
+WAIT_S = 7200.0
+"""Longest wait for another process of the node."""
+_POLL_S = 0.5
+_LOOK_S = 2.0
+"""Seconds between two looks at how much there is."""
+
+
+@contextmanager
+def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[None]:
+    """Held by one process of the node at a time; a process that dies gives it up.
+
+    Args:
+        lock: the file that is locked. It is made with its folder, and several users may share it.
+        what: is done, for messages: "model 'x': process 17 of this node {downloads it}".
+        wait_s: longest wait for the process that holds it.
+
+    Raises:
+        OSError: the file can be neither made nor read.
+        RunError: the process that holds it did not give it up in time.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = _open(lock)
+    try:
+        end = time.monotonic() + wait_s
+        while not _is_locked(descriptor):
+            if time.monotonic() > end:
+                holder = os.pread(descriptor, 20, 0).decode() or "unknown"
+                raise RunError(f"process {holder} of this node {what}, and did not end in {wait_s:g} s")
+            time.sleep(min(_POLL_S, wait_s))
+        with suppress(OSError):  # another user's, who has kept it from others: nobody learns the process then
+            lock.write_text(str(os.getpid()))
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def growth_told(folder: Path, advance: Callable[[], None]) -> Iterator[None]:
+    """Within it, a thread calls `advance` whenever there is more in a folder than before, whoever puts it there."""
+    over = threading.Event()
+
+    def look() -> None:
+        before = _bytes_in(folder)
+        while not over.wait(_LOOK_S):
+            now = _bytes_in(folder)
+            if now != before:
+                advance()
+            before = now
+
+    thread = threading.Thread(target=look, name="growth", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _bytes_in(folder: Path) -> int:
+    """Bytes of the files in a folder, which need not exist, nor keep its name."""
+    total = 0
+    for path, _, names in os.walk(folder):  # it passes over a folder that is gone
+        for name in names:
+            with suppress(OSError):  # it has another name now
+                file = Path(path, name)
+                total += 0 if file.is_symlink() else file.stat().st_size
+    return total
+
+
+def _open(lock: Path) -> int:
+    """Open a lock file; whoever makes it lets all others write to it."""
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:
+        return os.open(lock, os.O_RDONLY)  # to lock it takes no right to write
+    if os.fstat(descriptor).st_uid == os.geteuid():
+        os.fchmod(descriptor, 0o666)  # whatever the umask
+    return descriptor
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Whether this process holds the lock now."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+# Folder copy
+#
+# Folder copies: the folder of a model or a tokenizer that lies on one node only, in the cache of
+# another.
+#
+#     CACHE/folders/qwen2-3f5a.../        a copy, named after its contents; it is there when it is complete
+#     CACHE/folders/.qwen2-3f5a.../       a copy that is being written; whoever comes next begins it anew
+#     CACHE/folders/.qwen2-3f5a....lock   held by the process of the node that writes it
+#
+# The cache is `~/.cache/weft`, or `WEFT_CACHE`. Copies that nobody has used for MAX_AGE_S are
+# removed when another is made.
+
+
+MARKS = ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "adapter_config.json")
+"""A folder that has one of these is that of a model or a tokenizer."""
+PIECE_BYTES = 16 << 20
+MAX_AGE_S = 30 * 86400.0
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+_FOREIGN = (".gguf", ".h5", ".msgpack", ".onnx", ".ot")
+"""Weights in formats that are never read here."""
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+"""Places of a file that are compared, where a format does not say where its tensors are; and bytes at each."""
+_SMALL_BYTES = 32 << 20
+"""Files up to so many bytes are compared as a whole."""
+
+
+@dataclass(frozen=True)
+class FolderListing:
+    """What a folder holds."""
+
+    name: str
+    contents: str
+    """Checksum of names, sizes, all small files, and samples of each tensor: equal for the same model on two nodes."""
+    key: str
+    """Name of a copy. It also depends on when the files were changed, which samples may miss."""
+    files: Mapping[str, int]
+    """Name -> bytes."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.files.values())
+
+
+def is_model_folder(path: Path) -> bool:
+    """Whether this is the folder of a model or a tokenizer."""
+    return any((path / mark).is_file() for mark in MARKS)
+
+
+def list_folder(folder: Path, *, weights: bool) -> FolderListing:
+    """List what workers read of the folder of a model.
+
+    Args:
+        weights: also those; False for a tokenizer.
+
+    Raises:
+        OSError: it is not there, or cannot be read.
+    """
+    found = sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
+    has_safetensors = any(path.suffix == ".safetensors" for path in found)
+    kept: dict[str, int] = {}
+    contents, times = hashlib.sha256(), hashlib.sha256()
+    for path in found:
+        is_kept = not has_safetensors or path.suffix == ".safetensors"
+        if path.suffix in _FOREIGN or (path.suffix in _WEIGHTS and not (weights and is_kept)):
+            continue
+        stat = path.stat()
+        kept[path.name] = stat.st_size
+        contents.update(f"{path.name} {stat.st_size} {_sampled(path, stat.st_size)}\n".encode())
+        times.update(f"{stat.st_mtime_ns} ".encode())
+    both = hashlib.sha256(contents.digest() + times.digest()).hexdigest()
+    plain = "".join(c if c.isalnum() or c in "_-" else "_" for c in folder.resolve().name)[:40]
+    return FolderListing(str(folder), contents.hexdigest(), f"{plain}-{both[:24]}", kept)
+
+
+def _sampled(path: Path, size: int) -> str:
+    """Checksum of a file: of all of it if it is small, else of samples."""
+    with path.open("rb") as file:
+        if size <= _SMALL_BYTES:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        taken = hashlib.sha256()
+        for start in _places(path, size):
+            file.seek(start)
+            taken.update(file.read(_SAMPLE_BYTES))
+        return taken.hexdigest()
+
+
+def _places(path: Path, size: int) -> list[int]:
+    """Where a large file is sampled: at its ends, at even distances, and in the middle of each tensor."""
+    places = [0, size - _SAMPLE_BYTES, *(size * i // _SAMPLES for i in range(1, _SAMPLES))]
+    if path.suffix == ".safetensors":
+        with suppress(ValueError):
+            places += [(entry.start + entry.end) // 2 for entry in read_header(path)[0].values()]
+    return sorted(min(max(0, place), size - _SAMPLE_BYTES) for place in places)
+
+
+def read_piece(path: Path, start: int) -> tuple[bytes, bytes]:
+    """A piece of a file, PIECE_BYTES at most, and its checksum."""
+    with path.open("rb") as file:
+        file.seek(start)
+        piece = file.read(PIECE_BYTES)
+    return piece, hashlib.sha256(piece).digest()
+
+
+def cache_folder() -> Path:
+    """Where copies lie on this node."""
+    given = os.environ.get("WEFT_CACHE")
+    if given:
+        return Path(given).expanduser() / "folders"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "weft" / "folders"
+
+
+def copy_of(
+    listing: FolderListing,
+    pieces: Callable[[str, int], Iterable[tuple[bytes, bytes]]],
+    *,
+    advance: Callable[[], None] = lambda: None,
+) -> Path:
+    """The copy of a folder in the cache of this node, which one process of the node makes.
+
+    Args:
+        pieces: yields the pieces of a file of that size, each with its checksum.
+        advance: called whenever more of it has come, to whichever process of the node.
+
+    Raises:
+        UserError: the cache cannot be written, or has no room.
+        WorkerError: what came is damaged.
+    """
+    cache = cache_folder()
+    copy, partial = cache / listing.key, cache / f".{listing.key}"
+    try:
+        make_folder(cache)
+        with growth_told(partial, advance), once_a_node(Path(f"{partial}.lock"), f"copies {listing.name}"):
+            if not copy.is_dir():
+                _check_room(listing, cache)
+                _remove_old(cache)
+                _write(listing, pieces, partial)
+                partial.rename(copy)
+            os.utime(copy)  # it was used
+    except OSError as error:
+        raise UserError(
+            f"{listing.name} lies on the driver's node only, and no copy of it can be written to {cache} of this node "
+            f"({error.strerror or error}); WEFT_CACHE in the environment of its Ray node names another folder"
+        ) from None
+    return copy
+
+
+def _write(listing: FolderListing, pieces: Callable[[str, int], Iterable[tuple[bytes, bytes]]], partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    make_folder(partial)
+    for name, size in listing.files.items():
+        if Path(name).name != name or name.startswith("."):
+            raise WorkerError(f"{listing.name} names a file {name!r}, which lies elsewhere")
+        descriptor = os.open(partial / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            for piece, checksum in pieces(name, size):
+                if hashlib.sha256(piece).digest() != checksum:
+                    raise WorkerError(f"{listing.name}: a piece of {name} came damaged")
+                file.write(piece)
+            if file.tell() != size:
+                raise WorkerError(f"{listing.name}: {name} changed while it was copied; start again")
+
+
+def _check_room(listing: FolderListing, cache: Path) -> None:
+    free = shutil.disk_usage(cache).free
+    if free < listing.num_bytes:
+        raise UserError(
+            f"{listing.name} ({listing.num_bytes / 1e9:.1f} GB) lies on the driver's node only, and {cache} of this node has room for "
+            f"{free / 1e9:.1f} GB; WEFT_CACHE in the environment of its Ray node names another folder"
+        )
+
+
+def _remove_old(cache: Path) -> None:
+    """Remove copies that were not used for long, and those that were not finished by then."""
+    oldest = time.time() - MAX_AGE_S
+    for path in cache.iterdir():
+        with suppress(OSError):  # another user's, or gone
+            if path.is_dir() and path.stat().st_mtime < oldest:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def pieces_of(size: int) -> Iterator[int]:
+    """Where the pieces of a file begin.
+
+    >>> list(pieces_of(PIECE_BYTES + 1)) == [0, PIECE_BYTES], list(pieces_of(0))
+    (True, [])
+    """
+    return iter(range(0, size, PIECE_BYTES))
+
+
+_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+"""What is downloaded: settings, weights, tokenizer, chat template."""
+
+
+def node_folder(model: str | Path, *, wait_s: float = WAIT_S, advance: Callable[[], None] = lambda: None) -> Path:
+    """The folder of a model with its weights. The driver has seen that its own node knows the id; another node may not.
+
+    Args:
+        model: a folder, or a Hugging Face id.
+        wait_s: how long to wait for another process that downloads it.
+        advance: called whenever more of it was downloaded, by whichever process of the node (`Context.advance`).
+
+    Raises:
+        UserError: there is no such model, or it cannot be downloaded.
+        RunError: the process that downloads it did not finish in time; it is named.
+    """
+    if Path(model).expanduser().is_dir() or not _may_be_downloaded(model):
+        return find_model_folder(model, CONFIG_FILE)
+    found = cached_folder(model, weights=True)
+    if found is None:
+        with _one_of_the_node(str(model), wait_s, advance):
+            found = cached_folder(model, weights=True) or _download(str(model))
+    return found
+
+
+def cached_folder(name: str | Path, *, weights: bool) -> Path | None:
+    """The snapshot of a Hugging Face id in the cache of this node; None if it lacks a part, or this is no such id.
+
+    Args:
+        name: of a model or a tokenizer.
+        weights: whether it must hold a model with all of its weights.
+
+    Raises:
+        UserError: the index of the weights is damaged.
+    """
+    marks = (CONFIG_FILE,) if weights else MARKS
+    found = next((path for mark in marks if (path := find_cached(name, mark)) is not None), None)
+    return found.parent if found is not None and (not weights or _has_weights(found.parent)) else None
+
+
+def _may_be_downloaded(model: str | Path) -> bool:
+    """Whether a name is a Hugging Face id, and no path of a folder that is not there."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(str(model))
+    except HFValidationError:
+        return False
+    return not ("/" in str(model) and Path(model).parent.is_dir())
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether all files of the weights are there, as safetensors files or as torch's own.
+
+    Raises:
+        UserError: the index of the files is damaged.
+    """
+    for index in (folder / "model.safetensors.index.json", folder / "pytorch_model.bin.index.json"):
+        if index.is_file():
+            return all((folder / name).is_file() for name in read_index(index).values())
+    return any((folder / name).is_file() for name in ("model.safetensors", "pytorch_model.bin"))
+
+
+def _download(model: str) -> Path:
+    import huggingface_hub
+
+    try:
+        folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=list(_FILES)))
+    except (OSError, ValueError, RuntimeError) as error:  # not on the hub; no network
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"model {model!r} is not on this node, and cannot be downloaded ({reason})") from None
+    if not _has_weights(folder):
+        raise UserError(f"model {model!r}: {folder} has no complete weights in safetensors files")
+    return folder
+
+
+@contextmanager
+def _one_of_the_node(model: str, wait_s: float, advance: Callable[[], None]) -> Iterator[None]:
+    """Held by one process of the node at a time, which may download a model.
+
+    Raises:
+        UserError: this user may not write to the cache.
+        RunError: the process that holds it did not give it up in time.
+    """
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    name = model.replace("/", "--")
+    lock = Path(HF_HUB_CACHE) / ".locks" / f"weft--{name}.lock"
+    with growth_told(Path(HF_HUB_CACHE) / f"models--{name}", advance), ExitStack() as held:
+        try:
+            held.enter_context(once_a_node(lock, f"downloads model {model!r}", wait_s=wait_s))
+        except OSError as error:
+            raise UserError(
+                f"model {model!r} is not on this node, and cannot be downloaded: {lock} cannot be written ({error.strerror}); "
+                "HF_HOME names another cache"
+            ) from None
+        yield

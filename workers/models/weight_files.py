@@ -1,0 +1,209 @@
+"""Weight files: the safetensors files of a model, of which only headers are read. Without torch, so that a file that is damaged or missing
+is named before a process starts."""
+
+from __future__ import annotations
+
+import math
+import pickletools
+import zipfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from ...dataflow.errors import UserError
+from ...dataflow.safe_files import open_file, parse_object
+from .model_folder import find_model_config, read_index
+
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+INTEGERS: Mapping[str, int] = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+DTYPES: Mapping[str, int] = {**FLOATS, **INTEGERS}
+"""Name of a dtype in these files -> bytes of an element. Others are not read."""
+_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """What a header says of a tensor."""
+
+    file: Path
+    dtype: str
+    """As safetensors names it."""
+    shape: tuple[int, ...]
+    start: int
+    """First byte of it in the file; `end` is the one behind the last."""
+    end: int
+
+
+def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The tensors of a safetensors file by name, and its metadata.
+
+    Raises:
+        OSError: the file cannot be opened or read.
+        ValueError: it is damaged, or no safetensors file; the message names it.
+    """
+    size = file.stat().st_size
+    with open_file(file) as opened:
+        first = opened.read(8)
+        start = 8 + int.from_bytes(first, "little")
+        if len(first) < 8 or start > size:
+            if (first + opened.read(len(_POINTER))).startswith(_POINTER):
+                raise ValueError(f"{file} is a pointer of Git LFS, not the file itself: `git lfs pull` fetches it")
+            raise ValueError(f"{file} is damaged, or no safetensors file: its {size} bytes end before its header does")
+        text = opened.read(start - 8)
+    try:
+        header = parse_object(text, file)
+        metadata = header.pop("__metadata__", {})
+        entries = {name: _entry(file, start, about) for name, about in header.items()}
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ValueError(f"{file} is damaged, or no safetensors file: the header cannot be read") from None
+    end = max((entry.end for entry in entries.values()), default=start)
+    if end != size:
+        raise ValueError(f"{file} is {size} bytes, not {end} as its header says; fetch or copy it again")
+    for name, entry in entries.items():
+        taken = math.prod(entry.shape) * DTYPES.get(entry.dtype, 0)
+        if taken != entry.end - entry.start and entry.dtype in DTYPES:
+            raise ValueError(
+                f"{file} is damaged: {name!r} of shape {list(entry.shape)} and dtype {entry.dtype} takes {taken} bytes, and the header "
+                f"gives it {entry.end - entry.start}"
+            )
+    return entries, metadata
+
+
+def _entry(file: Path, start: int, about: Any) -> TensorEntry:
+    first, last = about["data_offsets"]
+    shape = tuple(int(extent) for extent in about["shape"])
+    if not 0 <= first <= last or min(shape, default=0) < 0:
+        raise ValueError
+    return TensorEntry(file, str(about["dtype"]), shape, start + first, start + last)
+
+
+def weight_files(model: str | Path, folder: Path) -> list[Path]:
+    """The safetensors files of a model; empty if it has none.
+
+    Args:
+        model: what the user calls it.
+        folder: where it lies.
+
+    Raises:
+        UserError: the index is damaged, or names a file that is not there.
+    """
+    if (folder / FILE).is_file():
+        return [folder / FILE]
+    if not (folder / INDEX).is_file():
+        return []
+    index = read_index(folder / INDEX)
+    files = [folder / name for name in sorted(set(index.values()))]
+    lacking = [file.name for file in files if not file.is_file()]
+    if lacking:
+        more = f" ({len(lacking)} of {len(files)} files are not)" if len(lacking) > 1 else ""
+        raise UserError(f"model {str(model)!r}: {INDEX} names {lacking[0]}, which is not there{more}")
+    return files
+
+
+def stored_tensors(model: str | Path, folder: Path) -> dict[str, TensorEntry]:
+    """All tensors of a model's safetensors files by name; empty if it has none.
+
+    Raises:
+        UserError: a file is damaged, lacks a tensor that the index says it has, or is not there.
+    """
+    files = weight_files(model, folder)
+    found: dict[str, TensorEntry] = {}
+    try:
+        for file in files:
+            found |= read_header(file)[0]
+    except OSError as error:
+        raise UserError(f"model {str(model)!r}: {error.filename} cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"model {str(model)!r}: {error}") from None
+    if not (folder / FILE).is_file() and (folder / INDEX).is_file():
+        for name, file in read_index(folder / INDEX).items():
+            if name not in found or found[name].file.name != file:
+                raise UserError(f"model {str(model)!r}: {INDEX} says that {file} holds {name!r}, which it does not")
+    return found
+
+
+def check_weights(model: str | Path, *, trained: bool) -> None:
+    """Find mistakes that the headers of a model's files tell of. A model that is downloaded when workers start is not checked.
+
+    Args:
+        trained: by `FsdpEngine`, whose weights are of floating point.
+
+    Raises:
+        UserError: naming the file, and what is wrong with it.
+    """
+    if not Path(model).expanduser().is_dir():
+        return
+    folder = find_model_config(model).parent
+    stored = stored_tensors(model, folder)
+    for file in () if stored else sorted(folder.glob("pytorch_model*.bin")):
+        if reason := _not_only_tensors(file):
+            raise UserError(
+                f"model {str(model)!r}: {file} {reason}; Weft runs no code of files. Fetch the model as safetensors, or, if you trust the "
+                "file, load it where it was made and write it with save_pretrained()"
+            )
+    for name, entry in stored.items():
+        if trained and entry.dtype not in (FLOATS if name.endswith(".weight") else DTYPES):
+            raise UserError(
+                f"model {str(model)!r} cannot be trained: {name!r} in {entry.file.name} has the dtype {entry.dtype}, and weights have one "
+                f"of {', '.join(FLOATS)}"
+            )
+
+
+def _not_only_tensors(file: Path) -> str:
+    """The reason why a file of `torch.save` does not hold only tensors, by the names in its pickle. Empty if it does. The check executes
+    no code from the file, and `torch` reads such files with `weights_only=True`."""
+    try:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive, archive.open(_pickle_in(archive)) as opened:
+                found = _foreign_names(opened)
+        else:  # written before torch 1.6: pickles one after the other
+            with file.open("rb") as opened:
+                found = _foreign_names(opened)
+                with suppress(ValueError):
+                    for _ in range(4):
+                        found += _foreign_names(opened)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        return f"is damaged, or no file of torch.save ({error})"
+    return f"holds more than tensors: a pickle that calls {', '.join(sorted(set(found))[:3])}" if found else ""
+
+
+def _pickle_in(archive: zipfile.ZipFile) -> str:
+    """The name of the pickle in an archive of `torch.save`."""
+    for name in archive.namelist():
+        if name.endswith("data.pkl"):
+            return name
+    raise ValueError("it holds no data.pkl")
+
+
+def _foreign_names(pickled: IO[bytes]) -> list[str]:
+    """Functions and classes that a pickle names, except the ones that `torch.save` uses for tensors."""
+    texts: list[str] = []
+    named: list[str] = []
+    for code, argument, _ in pickletools.genops(pickled):
+        if code.name == "GLOBAL":
+            named.append(str(argument).replace(" ", ".", 1))
+        elif code.name == "STACK_GLOBAL":
+            named.append(".".join(texts[-2:]))
+        elif isinstance(argument, str):
+            texts.append(argument)
+    return [name for name in named if not name.startswith(("torch.", "collections.OrderedDict", "numpy.", "_codecs."))]
+
+
+def find_tensor(model: str | Path, name: str) -> Path | None:
+    """The safetensors file of a model that holds the tensor of this name; None: there is none.
+
+    Raises:
+        UserError: there is no such model, or a file is damaged.
+    """
+    return _files_of_tensors(model).get(name)
+
+
+def _files_of_tensors(model: str | Path) -> dict[str, Path]:
+    """The file of each tensor: by the index where there is one, so that a model can be looked at whose files are still to come."""
+    folder = find_model_config(model).parent
+    if (folder / FILE).is_file() or not (folder / INDEX).is_file():
+        return {name: entry.file for name, entry in stored_tensors(model, folder).items()}
+    return {name: folder / file for name, file in read_index(folder / INDEX).items()}
