@@ -10,6 +10,7 @@ from typing import Any
 from ..dataflow.column import REFERENCE_LOGPROBS
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.graph import Graph
+from ..dataflow.tracing import graph
 from .advantages import (
     best_of_group,
     greedy_baseline,
@@ -21,12 +22,23 @@ from .advantages import (
 from .aggregation import FixedLength, sequence_mean
 from .grpo import grpo
 from .kl import KlPenalty
-from .policy_loss import PolicyLoss
+from .loss import Loss
+from .policy_loss import NegativeLogLikelihood, PolicyLoss
 from .ppo import ppo
 from .preference import dpo, kto, online_dpo
 from .preference_loss import LogLikelihood, LogOdds, LogRatio, PreferenceLoss, Squared
-from .supervised import supervised
+from .protocols import Trainable
 from .surrogates import Cispo, Clipped, PlainPolicyGradient, sequence_product, sequence_ratio
+
+# Supervised
+#
+# Supervised fine-tuning: one node.
+
+
+@graph
+def supervised(rows: Any, *, actor: Trainable, loss: Loss = NegativeLogLikelihood()) -> Any:
+    """Make the given responses (`prompt_ids`, `response_ids`) more likely."""
+    return actor.update(rows, loss=loss)
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,10 @@ from ..dataflow.column import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, RESP
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Mean, Metric, Metrics
 from .aggregation import AggregatedLoss
-from .corrections import MAX_LOG_RATIO, Correction, combined
 from .kl import KlPenalty, k3
 from .loss import Loss, PackedRows, observed
 from .protocols import Policy
-from .surrogates import Clipped, Surrogate, token_ratio
+from .surrogates import MAX_LOG_RATIO, Clipped, Correction, Surrogate, combined, token_ratio
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike

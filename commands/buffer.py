@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from ..dataflow.errors import RunError
-from .command import Answer, Command, RunName
-from .run_folder import find_run, run_path
+from .command import Answer, Command, RunName, find_run, run_path
 
 if TYPE_CHECKING:
     from ..dataflow.buffer.check import Report

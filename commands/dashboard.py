@@ -11,8 +11,7 @@ from tyro.conf import Positional, arg
 
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.untrusted_text import show
-from .command import Answer, Command
-from .run_folder import RUNS, run_names
+from .command import RUNS, Answer, Command, run_names
 
 
 @dataclass(frozen=True, kw_only=True)

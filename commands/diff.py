@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import Positional, arg
 
 from ..dataflow.untrusted_text import beginning
-from .command import Answer, Command
-from .run_folder import find_run
+from .command import Answer, Command, find_run
 
 if TYPE_CHECKING:
     from ..dashboard.reading.comparison import SampleDifference

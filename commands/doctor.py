@@ -8,8 +8,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from .command import Answer, Command, Switch
-from .run_folder import RUNS
+from .command import RUNS, Answer, Command, Switch
 
 
 @dataclass(frozen=True, kw_only=True)

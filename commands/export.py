@@ -13,8 +13,7 @@ from tyro.conf import Positional, arg
 
 from ..dataflow.errors import RunError, UserError, nearest
 from ..workers.models.model_folder import ADAPTER_CONFIG_FILE
-from .command import Answer, Command, RunName, Switch
-from .run_folder import find_run
+from .command import Answer, Command, RunName, Switch, find_run
 
 MODEL = "model"
 
@@ -46,7 +45,7 @@ class Export(Command):
         is_adapter = (model / ADAPTER_CONFIG_FILE).is_file()
         with _written(self.out) as partial:
             if self.merged and is_adapter:
-                from ..workers.training.model_files import write_merged
+                from ..workers.training.safetensors_files import write_merged
 
                 write_merged(model, self.out)
             else:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from ..dataflow.byte_units import GIB, MIB
+from ..dataflow.config import GIB, MIB
 from ..dataflow.errors import Planned, UserError
 from .command import Answer, ScriptCommand
 from .run import run_script, script_file
@@ -39,7 +39,7 @@ class PlanRun(ScriptCommand):
     def answer(self) -> Answer:
         from ..controllers.prechecks.dry_run import planning
         from ..controllers.prechecks.plan import plan_of
-        from .run_folder import find_run
+        from .command import find_run
 
         path, other = script_file(self.script), None if self.machine is None else _other(self.machine)
         like = None if self.like is None else find_run(self.like).resolve()

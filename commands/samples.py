@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import arg
 
 from ..dataflow.errors import UserError, nearest
-from .command import Answer, Command, RunName
-from .run_folder import find_run
+from .command import Answer, Command, RunName, find_run
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from ..dataflow.errors import RunError
 from ..dataflow.runs.files import CHECKPOINTS
 from ..dataflow.untrusted_text import show
-from .command import Answer, Command, RunName
-from .run_folder import find_run
+from .command import Answer, Command, RunName, find_run
 
 if TYPE_CHECKING:
     from ..dataflow.runs.facts import RunFacts

@@ -8,8 +8,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from .command import Answer, Command, RunName
-from .run_folder import run_path
+from .command import Answer, Command, RunName, run_path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..dataflow.byte_units import GIB
+from ..dataflow.config import GIB
 from ..dataflow.errors import UserError
 
 if TYPE_CHECKING:
@@ -354,8 +354,7 @@ CHECKS = (
 def _pair(folder: Path, gpu: bool) -> tuple[ActorWorker, RolloutWorker]:
     """An actor and a rollout of the same random model, both in bfloat16 and in this process."""
     from ..workers.actor import ActorConfig, ActorWorker
-    from ..workers.rollout import RolloutWorker
-    from ..workers.rollout_config import RolloutConfig
+    from ..workers.rollout import RolloutConfig, RolloutWorker
 
     model = str(save_random_model(folder / "model", large=gpu))
     engine = "vllm" if gpu else "transformers"

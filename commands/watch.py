@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..dataflow.runs.files import CHECKPOINTS, METRICS, PARQUET, SAMPLES, STREAM
-from .command import Answer, Command, RunName, Switch
-from .run_folder import find_run
+from .command import Answer, Command, RunName, Switch, find_run
 
 if TYPE_CHECKING:
     from ..controllers.reports.displays import Display

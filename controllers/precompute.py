@@ -19,8 +19,8 @@ from ..dataflow.operation import declaration_of, node
 from ..dataflow.runs.directory import require_folder
 from ..dataflow.source import TableSource, file_columns
 from .backends.backend import Backend
+from .backends.jobs import root_of
 from .driver import Driver
-from .job_environment import root_of
 from .placement import Placement
 from .prechecks.checks import with_rows_that_fit
 from .prechecks.dry_run import is_planning, note_pass

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..dataflow.arguments import names_arguments
 from ..dataflow.buffer.sample_buffer import BufferConfig
 from ..dataflow.errors import UserError
 from ..dataflow.graph import Graph, Handle, ParameterEdge
+from ..dataflow.operation import names_arguments
 from .backends.backend import Backend
 from .placement import Place
 from .recovery.changed_settings import Rule, recorded_settings

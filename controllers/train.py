@@ -13,10 +13,10 @@ from ..algorithms.evaluation import evaluate
 from ..algorithms.methods import Method, method_of
 from ..algorithms.preference import kto, preference_accuracy
 from ..algorithms.sampling import Sampling
-from ..dataflow.arguments import names_parameters
 from ..dataflow.column import CHOSEN_IDS, RESPONSE_IDS
 from ..dataflow.errors import Ended, UserError
 from ..dataflow.graph import Graph, group
+from ..dataflow.operation import names_parameters
 from ..dataflow.prompts.files import is_rows
 from ..dataflow.prompts.prompts import Prompts
 from ..dataflow.prompts.settings import ReadArguments

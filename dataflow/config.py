@@ -140,3 +140,20 @@ def flattened(settings: Any, name: str = "") -> dict[str, Any]:
         return {name: settings}
     of = f"{name}." if name else ""
     return {full: value for key, inner in settings.items() for full, value in flattened(inner, f"{of}{key}").items()}
+
+
+# Byte units
+#
+# Byte units, by IEC 80000-13.
+
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes in words.
+
+    >>> gib(1.5 * GIB), gib(3 << 20)
+    ('1.5 GiB', '3 MiB')
+    """
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 2 else f"{num_bytes / MIB:.0f} MiB"

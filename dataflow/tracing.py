@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .arguments import bind, bind_signature
 from .column import DRAW_PATH, IDENTITY, Column, not_inherited
 from .errors import GraphError, NoSuchNodeError, UserError
 from .graph import SOURCE, Graph, Handle, Node, refuse, rows_problems
-from .operation import ALL_COLUMNS, CONFIG, Declaration, Shape
+from .operation import ALL_COLUMNS, CONFIG, Declaration, Shape, bind, bind_signature
 from .source import Source, file_columns
 
 NO_VALUES = "rows have no values while a graph is traced"

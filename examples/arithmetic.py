@@ -19,7 +19,7 @@ from pydantic import Field
 
 import weft
 from weft.algorithms.evaluation import evaluate
-from weft.algorithms.supervised import supervised
+from weft.algorithms.methods import supervised
 from weft.dataflow.runs.directory import require_folder
 
 HELD_OUT = 512

@@ -19,9 +19,9 @@ from pydantic import Field
 
 import weft
 from weft.algorithms.evaluation import evaluate
+from weft.algorithms.methods import supervised
 from weft.algorithms.preference import best_and_worst, dpo, reference_of_pairs
 from weft.algorithms.preference_loss import PreferenceLoss
-from weft.algorithms.supervised import supervised
 from weft.dashboard.pictures import draw_curve
 
 ACCURACY = "eval/reward/mean"

@@ -19,7 +19,7 @@ from typing import Any
 import weft
 from weft.algorithms.evaluation import evaluate
 from weft.algorithms.graders.math import Math
-from weft.algorithms.supervised import supervised
+from weft.algorithms.methods import supervised
 from weft.dataflow.runs.directory import require_folder
 
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import string
 from collections import Counter
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
 
 import pydantic
 
@@ -110,3 +113,116 @@ def _candidates(response: str) -> tuple[str, ...]:
         return (", ".join(boxed),)
     said = after_hashes(text) or extraction.after_phrase(text)
     return (text, said) if said else (text,)
+
+
+# Form
+#
+# Rewards for the form of a response: its tags, and its length.
+
+
+class TagFormat(Grader):
+    """1 when the response consists of tagged parts in their order, each once and not empty, otherwise 0.
+
+    >>> TagFormat()("<think>6 * 7</think> 42"), TagFormat()("42"), TagFormat()("<think>6 * 7</think>")
+    (1.0, 0.0, 0.0)
+    >>> TagFormat(tags=("think", "answer"), rest=False)("<think>6 * 7</think>\\n<answer>42</answer>")
+    1.0
+    """
+
+    tags: tuple[str, ...] = pydantic.Field(default=("think",), min_length=1)
+    """Names of the tags, in their order. Nothing but spaces stands before the first and between two. Give those that the system prompt
+    asks for."""
+    rest: bool = True
+    """Whether text must follow the last tag; False: none may. Set it to False where the answer stands in a tag of its own."""
+    opened: bool = False
+    """Whether the chat template has opened the first tag already, so that the response begins inside it. Set it for templates that do."""
+
+    def __call__(self, response: str) -> float:
+        """Check a response."""
+        text = f"<{self.tags[0]}>{response}" if self.opened else response
+        parts = r"\s*".join(rf"<{tag}>\s*\S(?:(?!</?{tag}>).)*</{tag}>" for tag in map(re.escape, self.tags))
+        after = r"\s*\S.*" if self.rest else r"\s*"
+        found = re.fullmatch(rf"\s*{parts}{after}", text, re.DOTALL)
+        once = all(text.count(f"<{tag}>") == 1 and text.count(f"</{tag}>") == 1 for tag in self.tags)
+        return float(found is not None and once)
+
+
+class LengthReward(Grader):
+    """1 for a response of at most `full_tokens`, falling linearly to 0 at `no_tokens`.
+
+    >>> [LengthReward(full_tokens=2, no_tokens=6)([7] * tokens) for tokens in (2, 4, 9)]
+    [1.0, 0.5, 0.0]
+    """
+
+    full_tokens: int = pydantic.Field(ge=0)
+    """[tokens] Longest response that has the full reward. Give it; there is no default."""
+    no_tokens: int
+    """[tokens] Shortest response that has none. Give it; there is no default."""
+
+    @pydantic.model_validator(mode="after")
+    def _falls(self) -> LengthReward:
+        if self.no_tokens <= self.full_tokens:
+            raise ValueError(f"no_tokens must be more than full_tokens={self.full_tokens}, not {self.no_tokens}")
+        return self
+
+    def __call__(self, response_ids: Sequence[int]) -> float:
+        """The reward for the length of a response, in tokens."""
+        share = (self.no_tokens - len(response_ids)) / (self.no_tokens - self.full_tokens)
+        return min(max(share, 0.0), 1.0)
+
+
+# Json schema
+#
+# JsonSchema: whether a response is JSON, and what a schema asks for.
+
+
+_FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+class JsonSchema(Grader):
+    """1 when the response is JSON that a schema accepts, otherwise 0. The JSON may stand in a fenced block, or after the reasoning.
+
+    With `json_schema={}` any JSON will do.
+    """
+
+    is_verdict: ClassVar[bool] = True
+
+    json_schema: Mapping[str, Any]
+    """A JSON Schema, of the draft that its `$schema` names; without one, draft 2020-12. Give it; there is no default."""
+
+    @pydantic.field_validator("json_schema")
+    @classmethod
+    def _is_schema(cls, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+        import jsonschema
+        from jsonschema.validators import validator_for
+
+        try:
+            validator_for(schema).check_schema(dict(schema))
+        except jsonschema.SchemaError as error:
+            raise ValueError(f"it is no JSON Schema: {error.message} at {error.json_path}") from None
+        return schema
+
+    @cached_property
+    def _validator(self) -> Any:
+        from jsonschema.validators import validator_for
+
+        return validator_for(self.json_schema)(self.json_schema)
+
+    def __call__(self, response: str) -> float:
+        """Check a response.
+
+        >>> person = JsonSchema(json_schema={"type": "object", "required": ["name"]})
+        >>> person('{"name": "Ada"}'), person('{"age": 36}'), person("Ada")
+        (1.0, 0.0, 0.0)
+        """
+        text = extraction.without_tag(extraction.without_reasoning(response)).strip()
+        fenced = _FENCE.findall(text)
+        try:
+            value = json.loads(fenced[-1] if fenced else text, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            return 0.0
+        return float(self._validator.is_valid(value))
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"JSON has no {constant}")

@@ -14,8 +14,8 @@ import numpy as np
 import weft
 from examples.tiny_qwen3 import make_model
 from weft.algorithms.advantages import group_advantages
+from weft.algorithms.methods import supervised
 from weft.algorithms.sampling import Sampling
-from weft.algorithms.supervised import supervised
 from weft.dataflow.prompts.tokenizer import Tokenizer
 from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response
 

@@ -33,12 +33,22 @@ from preferences import COMPARED_OTHERWISE, PREFERENCES
 
 from weft.algorithms import advantages as estimators
 from weft.algorithms.aggregation import Aggregation, FixedLength, sequence_mean, token_mean
-from weft.algorithms.corrections import Correction, Level, Rejection, TruncatedImportance
 from weft.algorithms.kl import AdaptiveCoefficient, KlPenalty, StraightThrough, absolute, full_kl, k1, k2, k3
 from weft.algorithms.loss import Loss, PackedRows
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
 from weft.algorithms.rewards import overlong_penalty, penalized_token_rewards
-from weft.algorithms.surrogates import Cispo, Clipped, PlainPolicyGradient, Sapo, sequence_product, sequence_ratio
+from weft.algorithms.surrogates import (
+    Cispo,
+    Clipped,
+    Correction,
+    Level,
+    PlainPolicyGradient,
+    Rejection,
+    Sapo,
+    TruncatedImportance,
+    sequence_product,
+    sequence_ratio,
+)
 from weft.algorithms.values import ValueLoss, discounted_returns, generalized_advantages, whitened
 
 ON_PURPOSE = {

@@ -19,8 +19,7 @@ from workloads import reward as share_of_sevens
 
 import weft
 from weft.algorithms.grpo import grpo
-from weft.workers.rollout import RolloutWorker
-from weft.workers.rollout_config import RolloutConfig
+from weft.workers.rollout import RolloutConfig, RolloutWorker
 
 SAMPLES = 4
 """Responses to a prompt."""

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.algorithms.graders.choice import MultipleChoice
-from weft.algorithms.graders.gsm8k import Gsm8k
-from weft.algorithms.graders.math import Math
+from weft.algorithms.graders.math import Gsm8k, Math
 from weft.dataflow.errors import SampleError
 
 FILE = Path(__file__).resolve().parent / "graded_answers.jsonl"

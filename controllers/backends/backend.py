@@ -18,9 +18,9 @@ from ...dataflow.graph import Handle, ParameterEdge
 from ...dataflow.runs.files import BUFFER, LOGS
 from ..group import Call, WorkerGroup
 from ..placement import Place, machine_gpus
-from ..ranks.row_io import DataAccess
-from ..ranks.tasks import Reply
-from .process_memory import Memory
+from .row_io import DataAccess
+from .tasks import Reply
+from .witness import Memory
 
 START_TIMEOUT_S = 300.0
 """Longest wait for workers to be up: vLLM's imports and a large model's loading are in it."""

@@ -24,17 +24,16 @@ from ...dataflow.errors import DeadlineError, Silent, UserError
 from ...dataflow.graph import Handle
 from ...dataflow.metric_names import DRIVER
 from ...dataflow.runs.log import SYNC_INTERVAL_S
-from ...workers.node_memory import node_memory
+from ...workers.device import node_memory
 from ...workers.worker import Context, Worker
 from ..bundles import shares_gpus, start_turns
 from ..group import Call, WorkerGroup
 from ..placement import Place
-from ..ranks.executor import Executor
-from ..ranks.row_io import DataAccess
-from ..ranks.tasks import Task
 from .backend import Event, Setup, check_machine, this_node
-from .process_memory import Memory, memory_of
-from .witness import SIGNAL, shown
+from .executor import Executor
+from .row_io import DataAccess
+from .tasks import Task
+from .witness import SIGNAL, Memory, memory_of, shown
 
 # Silence watch
 #

@@ -6,6 +6,7 @@ nodes by Arrow Flight.
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections import Counter
@@ -15,10 +16,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ...dataflow.arguments import names_arguments
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.errors import UserError, WorkerError
 from ...dataflow.graph import Handle
+from ...dataflow.metric_names import entry_of, undeclared
+from ...dataflow.operation import names_arguments
 from ...dataflow.runs.files import LOGS
 from ...dataflow.runs.log import SYNC_INTERVAL_S
 from ...dataflow.untrusted_text import redacted
@@ -28,19 +30,65 @@ from ...workers.worker import Context
 from ..bundles import lay_out, position, shares_gpus, start_turns
 from ..group import REGISTER, Call, WorkerGroup
 from ..placement import Place
-from ..ranks.tasks import Failure, FailureKind, Reply, Task
 from .backend import START_TIMEOUT_S, Event, Setup, check_machine, this_node
 from .model_folders import SentFolders
 from .nodes import POLL_S, NodeLinks, Process, node_names
 from .pools import WAIT_S, Reservations
-from .process_memory import Memory
 from .rank import CONTROL, RankFiles, Standing, start_rank
 from .ray_cluster import RayCluster
-from .ray_gauges import RayGauges
 from .sample_note import SampleNote
+from .tasks import Failure, FailureKind, Reply, Task
 from .user_code import UserCode, cannot_import
-from .witness import log_name
+from .witness import Memory, log_name
 from .witnesses import Witnesses
+
+# Ray gauges
+#
+# RayGauges: the metrics of a run at the Prometheus endpoint of its Ray cluster, each as
+# `ray_weft_NAME`.
+
+
+class RayGauges:
+    """A gauge for each metric, labelled with the run and the evaluation (empty: training). A gauge keeps the latest value."""
+
+    def __init__(self) -> None:
+        self._gauges: dict[str, Any] = {}
+
+    def report(self, run: str, metrics: Mapping[str, float]) -> None:
+        """Set the gauges.
+
+        Args:
+            run: its name.
+            metrics: of a step, as a run writes them.
+        """
+        for name, value in metrics.items():
+            gauge, evaluation = labelled(name)
+            if gauge not in self._gauges:
+                self._gauges[gauge] = _new_gauge(gauge, name)
+            self._gauges[gauge].set(value, tags={"run": run, "evaluation": evaluation})
+
+
+def _new_gauge(gauge: str, metric: str) -> Any:
+    from ray.util.metrics import Gauge
+
+    described = metric if undeclared([metric]) else f"{(entry := entry_of(metric)).meaning} ({entry.unit})"
+    return Gauge(gauge, description=described, tag_keys=("run", "evaluation"))
+
+
+def labelled(name: str) -> tuple[str, str]:
+    """The gauge of a metric, and its evaluation.
+
+    >>> labelled("actor/entropy"), labelled("heldout/failed_rows"), labelled("eval/reward/mean"), labelled("reward/my own")
+    (('weft_actor_entropy', ''), ('weft_failed_rows', 'heldout'), ('weft_reward_mean', 'eval'), ('weft_reward_my_own', ''))
+    """
+    parts, evaluation = name.split("/"), ""
+    if not undeclared([name]):
+        entry = entry_of(name)
+        own = 1 + entry.name.count("/") + (entry.place == "group")
+        evaluation, parts = "/".join(parts[:-own]), parts[-own:]
+    plain = re.sub(r"[^A-Za-z0-9]+", "_", "_".join(parts).replace("@", "_at_"))
+    return f"weft_{plain}", evaluation
+
 
 LOOK_S = 1.0
 """Longest wait, while workers start, before their memory is read."""

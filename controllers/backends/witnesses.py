@@ -11,8 +11,7 @@ from typing import Any
 
 from ...dataflow.metric_names import DRIVER
 from .backend import this_node
-from .process_memory import Memory
-from .witness import EXIT_S, SAMPLE_S, Witness, said_by_ray
+from .witness import EXIT_S, SAMPLE_S, Memory, Witness, said_by_ray
 
 ASK_S = 10.0
 """Seconds between two questions to other nodes."""

@@ -10,7 +10,7 @@ from ...dataflow.errors import NoSignalError, StalledError
 from ..graph_run import EvaluationRun
 from ..reports.symptoms import FIRST_WITHOUT_SIGNAL, all_filtered, rewards_of
 from ..schedule import MAX_REFILLS
-from .run_parts import RunParts
+from .calls import RunParts
 
 FEW_PASS = (
     "Try easier prompts if the rewards are low, harder ones if they are high, more responses to each prompt (n), a higher temperature, "

@@ -13,11 +13,15 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from ...dataflow.buffer.sample_buffer import SampleBuffer
 from ...dataflow.runs.directory import RunDirectory
-from ..graph_run import TrainingRun
+from ..graph_run import GraphRuns, TrainingRun
 from ..group import Call, UnderWay, WorkerGroup, gather_s
 from ..recovery.failures import Failures
 from ..request import CallRequest, NodeRequest, Then
+from ..schedule import EvaluationRules, Training
+from ..weight_sync import WeightSync
+from .recording import Recording
 
 # Device turns
 #
@@ -275,3 +279,27 @@ class Calls:
         """End calls whose last ranks were lost."""
         for call in [c for c in self.under_way if c.done]:
             self.end(call)
+
+
+# Run parts
+#
+# RunParts: what the verbs of a run's loop (admit, dispatch, close) work on.
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """The parts of one life of a run. No part holds this record: the verbs do."""
+
+    schedule: Training
+    buffer: SampleBuffer
+    groups: Mapping[str, WorkerGroup]
+    graph_runs: GraphRuns
+    weights: WeightSync
+    recording: Recording
+    calls: Calls
+    evaluation_rules: EvaluationRules
+
+    @property
+    def train(self) -> TrainingRun:
+        """The training graph of the run."""
+        return self.graph_runs.train

@@ -13,7 +13,7 @@ from ...dataflow.runs.directory import RunDirectory
 from ...dataflow.runs.files import CHECKPOINTS, METRICS, PARQUET, SAMPLES
 from ...dataflow.runs.requests import StopRequests
 from ..backends.backend import Backend
-from ..backends.process_memory import Memory
+from ..backends.witness import Memory
 from ..graph_run import EvaluationRun
 from ..own_groups import RESERVED
 from ..recovery.checkpoints import complete_checkpoints
@@ -21,7 +21,7 @@ from ..recovery.saving import Saving
 from ..reports.records import Ending, ending_of
 from ..reports.symptoms import Seen
 from ..run_spec import RunHistory, RunSpec
-from .run_parts import RunParts
+from .calls import RunParts
 
 # Memory ledger
 #

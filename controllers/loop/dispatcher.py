@@ -27,7 +27,7 @@ from ..group import MANY_RANKS, Call, UnderWay, WorkerGroup, gather_s, publishes
 from ..own_groups import RECORDER, group_of
 from ..request import CallRequest, NodeRequest
 from ..schedule import OnePass, Share
-from .run_parts import RunParts
+from .calls import RunParts
 
 # Gathering
 #

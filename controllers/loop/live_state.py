@@ -28,10 +28,10 @@ from ...dataflow.runs.files import LIVE, PARTIAL, PROCESSES, STREAM, make_file
 from ...dataflow.runs.requests import StacksRequests
 from ...dataflow.runs.tables import READINGS, TableStream, batches, begin_again
 from ..backends.backend import Backend
-from ..backends.process_memory import Memory
+from ..backends.witness import Memory
 from ..graph_run import GraphRun
 from ..group import WorkerGroup
-from .run_parts import RunParts
+from .calls import RunParts
 
 EVERY_S = 1.0
 """Seconds between two looks."""

@@ -39,13 +39,12 @@ from ..schedule import Asynchronous
 from ..signals import asked_to_end
 from ..weight_sync import WeightSync
 from .admission import Admission
-from .calls import Calls, CallTimes
+from .calls import Calls, CallTimes, RunParts
 from .closing import Closing
 from .dispatcher import Dispatcher
 from .live_state import LiveState
 from .recording import Recording
 from .replies import Remedies, Replies
-from .run_parts import RunParts
 
 DEBUGGER = "To step through it under a debugger, run the same script with backend=weft.Local()."
 """Advice where a call on a process has failed."""

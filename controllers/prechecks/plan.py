@@ -12,16 +12,24 @@ import numpy as np
 
 from ...dataflow.graph import TRAIN
 from ...dataflow.metric_names import FUNCTIONS
+from ...workers.device import node_memory
 from ...workers.dispatch import RowCost, balance
-from ...workers.node_memory import node_memory
 from ...workers.training.engine import ModelConfig
 from ...workers.training.microbatch_plan import OptimizerSteps
 from ..placement import OTHER, machine_cpus, machine_gpus
 from ..run_spec import RunSpec
 from ..schedule import Synchronous
 from .plan_memory import GroupMemory, driver_bytes, group_memory
-from .plan_sizes import StepSizes, UpdateSizes, sample_bytes, step_sizes, update_sizes
-from .plan_stages import PipelinePlan, chunks_of, pipeline_plan
+from .plan_sizes import (
+    PipelinePlan,
+    StepSizes,
+    UpdateSizes,
+    chunks_of,
+    pipeline_plan,
+    sample_bytes,
+    step_sizes,
+    update_sizes,
+)
 from .simulated import Simulated
 from .simulated_bound import bound, calibrate
 from .simulated_costs import CostModel, Generation, SequenceParallelCost

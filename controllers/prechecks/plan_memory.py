@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...dataflow.byte_units import GIB, MIB
+from ...dataflow.config import GIB, MIB
 from ...dataflow.errors import UserError
 from ...dataflow.graph import TRAIN, Handle
 from ...dataflow.metric_names import FUNCTIONS
@@ -18,8 +18,7 @@ from ...workers.training.engine import Head, ModelConfig
 from ...workers.training.memory import BYTES, ModelSize, TrainingMemory, checkpoint_bytes, model_size, training_memory
 from ..placement import Place
 from ..run_spec import RunSpec
-from .plan_sizes import StepSizes, UpdateSizes, update_sizes
-from .plan_stages import StageMemory, stage_memory
+from .plan_sizes import StageMemory, StepSizes, UpdateSizes, stage_memory, update_sizes
 
 # Resident
 #

@@ -16,9 +16,8 @@ from ...dataflow.errors import UserError
 from ...dataflow.runs.files import BUFFER, LOG
 from ...dataflow.runs.lock import Life
 from ...dataflow.runs.requests import request_stacks, request_stop
-from .buffer_page import buffer_page
 from .follow import CallLog
-from .graph_page import RECEIVE, graph_page
+from .graph_page import RECEIVE, buffer_page, graph_page
 from .lanes import Lanes, Window
 from .metrics import MetricLog
 from .run_reader import RunReader, read_graphs, read_live

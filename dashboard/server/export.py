@@ -23,9 +23,8 @@ from ...dataflow.errors import UserError
 from ...dataflow.runs.files import replacing
 from ...dataflow.untrusted_text import without_secrets
 from ..reading.catalogue import Catalogue, joined
-from .app import PAGES, new_app
+from .app import PAGES, new_app, vendored
 from .safety import Access
-from .vendored import vendored
 
 GROUPS = 50
 """Groups of samples in a list, as pages ask for them."""

@@ -42,10 +42,9 @@ from .files import (
     make_folder,
     set_aside,
 )
-from .finished_leases import samples_by_step
 from .lock import RunLock, epochs
 from .log import Position, last_epoch
-from .samples import sample_files, unfinished_files
+from .samples import sample_files, samples_by_step, unfinished_files
 from .tables import (
     BY_RANK,
     CALLS,

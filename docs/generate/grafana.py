@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from weft.controllers.backends.ray_gauges import labelled
+from weft.controllers.backends.ray_backend import labelled
 
 PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Reward", "none", ("reward/mean", "reward/std")),

@@ -18,12 +18,8 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from weft.algorithms.aggregation import AggregatedLoss
-from weft.algorithms.corrections import Rejection, TruncatedImportance
-from weft.algorithms.graders.form import LengthReward, TagFormat
-from weft.algorithms.graders.gsm8k import Gsm8k
-from weft.algorithms.graders.json_schema import JsonSchema
-from weft.algorithms.graders.math import Math
-from weft.algorithms.graders.text import Exact, RegularExpression
+from weft.algorithms.graders.math import Gsm8k, Math
+from weft.algorithms.graders.text import Exact, JsonSchema, LengthReward, RegularExpression, TagFormat
 from weft.algorithms.kl import AdaptiveCoefficient, KlPenalty
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.preference_loss import (
@@ -37,7 +33,7 @@ from weft.algorithms.preference_loss import (
 )
 from weft.algorithms.reward_model import RewardLoss
 from weft.algorithms.sampling import Sampling
-from weft.algorithms.surrogates import Cispo, Clipped, Sapo
+from weft.algorithms.surrogates import Cispo, Clipped, Rejection, Sapo, TruncatedImportance
 from weft.algorithms.values import ValueLoss
 from weft.controllers.driver import Driver
 from weft.controllers.prechecks.simulated_costs import (
@@ -61,7 +57,7 @@ from weft.workers.generation.vllm_settings import VllmSettings
 from weft.workers.reward import RewardConfig
 from weft.workers.rewards.function import Reward
 from weft.workers.rewards.judge import Judge
-from weft.workers.rollout_config import RolloutConfig
+from weft.workers.rollout import RolloutConfig
 from weft.workers.training.engine import ModelConfig, OptimizerConfig, TrainingConfig
 from weft.workers.training.lora import Lora
 

@@ -9,9 +9,8 @@ import pyarrow as pa
 import pytest
 
 from weft.algorithms.evaluation import evaluate, interval, pass_at_k, score_prompts, student_t
-from weft.algorithms.graders.form import TagFormat
 from weft.algorithms.graders.math import Math
-from weft.algorithms.graders.text import F1
+from weft.algorithms.graders.text import F1, TagFormat
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import group

@@ -7,14 +7,13 @@ import pyarrow as pa
 import pytest
 
 from weft.algorithms.advantages import greedy_baseline, leave_one_out
-from weft.algorithms.corrections import TruncatedImportance
 from weft.algorithms.grpo import grpo
 from weft.algorithms.kl import KlPenalty
+from weft.algorithms.methods import supervised
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.ppo import ppo
 from weft.algorithms.sampling import Sampling
-from weft.algorithms.supervised import supervised
-from weft.algorithms.surrogates import sequence_product, sequence_ratio
+from weft.algorithms.surrogates import TruncatedImportance, sequence_product, sequence_ratio
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import group
 from weft.dataflow.source import TableSource
@@ -122,7 +121,7 @@ def test_remax_samples_a_greedy_response_to_each_prompt_first():
 
 def test_algorithms_and_training_workers_are_imported_without_torch():
     code = (
-        "import sys, weft.algorithms.grpo, weft.algorithms.supervised, weft.workers.actor, weft.workers.reference; "
+        "import sys, weft.algorithms.grpo, weft.algorithms.methods, weft.workers.actor, weft.workers.reference; "
         "print(*{'torch', 'transformers', 'ray', 'vllm'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

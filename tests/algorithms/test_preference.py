@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from weft.algorithms.methods import supervised
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.preference import (
     best_and_worst,
@@ -20,7 +21,6 @@ from weft.algorithms.preference import (
     reference_point,
 )
 from weft.algorithms.preference_loss import LogLikelihood, PreferenceLoss
-from weft.algorithms.supervised import supervised
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import group

@@ -5,8 +5,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from weft.algorithms.methods import supervised
 from weft.algorithms.policy_loss import NegativeLogLikelihood
-from weft.algorithms.supervised import supervised
 from weft.controllers.backends.backend import Backend
 from weft.controllers.driver import Driver
 from weft.controllers.placement import Place

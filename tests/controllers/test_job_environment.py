@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from saved_runs import SCHEDULES, Killed, run
 
-from weft.controllers.job_environment import resume_of, root_of
+from weft.controllers.backends.jobs import resume_of, root_of
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.dataflow.errors import UserError
 

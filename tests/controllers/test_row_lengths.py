@@ -11,9 +11,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 import weft
+from weft.algorithms.methods import supervised
 from weft.algorithms.ppo import ppo
 from weft.algorithms.preference import dpo, reference_of_pairs
-from weft.algorithms.supervised import supervised
 from weft.workers.reference import ReferenceConfig
 
 SHORT, LONG = 16, 64

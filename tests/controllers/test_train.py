@@ -15,9 +15,8 @@ from tokenizers.pre_tokenizers import Whitespace
 
 import weft
 from weft.algorithms.grpo import grpo
-from weft.algorithms.methods import METHODS
+from weft.algorithms.methods import METHODS, supervised
 from weft.algorithms.policy_loss import PolicyLoss
-from weft.algorithms.supervised import supervised
 from weft.controllers.bundles import THIS_MACHINE, Nodes
 from weft.controllers.program import Program
 from weft.controllers.train import shared_devices

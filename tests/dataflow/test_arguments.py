@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from weft.dataflow.arguments import bind, names_arguments, parameter_names
 from weft.dataflow.errors import UserError
+from weft.dataflow.operation import bind, names_arguments, parameter_names
 
 
 def takes(self: object, rows: object, n: int, *, sampling: str = "greedy", **rest: Any) -> None: ...

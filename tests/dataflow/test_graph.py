@@ -12,8 +12,7 @@ import pytest
 from weft.algorithms import preference
 from weft.algorithms.advantages import group_normalized, leave_one_out
 from weft.algorithms.evaluation import evaluate
-from weft.algorithms.graders.gsm8k import Gsm8k
-from weft.algorithms.graders.math import Math
+from weft.algorithms.graders.math import Gsm8k, Math
 from weft.algorithms.grpo import grpo
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.preference_loss import LogLikelihood, PreferenceLoss

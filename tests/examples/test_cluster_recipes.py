@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from weft.controllers.job_environment import RESUME, ROOT
+from weft.controllers.backends.jobs import RESUME, ROOT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = REPOSITORY / "examples" / "clusters"

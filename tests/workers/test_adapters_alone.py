@@ -14,12 +14,10 @@ import weft
 from weft.algorithms.grpo import grpo
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import GenerationError, UserError
-from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.adapters_alone import agree_on_adapters
+from weft.workers.actor import ActorConfig, ActorWorker, agree_on_adapters
 from weft.workers.generation.engine import GenerationRequest
 from weft.workers.reference import ReferenceWorker
-from weft.workers.rollout import RolloutWorker
-from weft.workers.rollout_config import RolloutConfig
+from weft.workers.rollout import RolloutConfig, RolloutWorker
 from weft.workers.training.lora import Lora
 
 LORA = Lora(rank=4, alpha=8)

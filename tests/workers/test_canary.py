@@ -17,8 +17,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import WeftError, WeightSyncError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.canary import Canary, check_canary
-from weft.workers.rollout import RolloutWorker
-from weft.workers.rollout_config import RolloutConfig
+from weft.workers.rollout import RolloutConfig, RolloutWorker
 
 
 def rollout_of(model: Path, **settings: Any) -> RolloutWorker:

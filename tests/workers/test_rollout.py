@@ -23,11 +23,10 @@ from weft.dataflow.operation import Shape, declaration_of
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import whole
 from weft.workers import rollout as rollouts
+from weft.workers.device import NodeMemory
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.models.model_folder import read_model_config, read_stop_tokens
-from weft.workers.node_memory import NodeMemory
-from weft.workers.rollout import RolloutWorker
-from weft.workers.rollout_config import RolloutConfig
+from weft.workers.rollout import RolloutConfig, RolloutWorker
 from weft.workers.worker import Children, Context
 
 
@@ -386,7 +385,7 @@ def test_checking_needs_neither_torch_nor_vllm(tmp_path: Path) -> None:
     program = (
         "import sys, types, pyarrow as pa\n"
         "from weft.workers.rollout import RolloutWorker\n"
-        "from weft.workers.rollout_config import RolloutConfig\n"
+        "from weft.workers.rollout import RolloutConfig\n"
         "source = types.SimpleNamespace(name='s', columns=(), table=pa.table({}))\n"
         f"RolloutWorker.check(RolloutConfig(model={str(tmp_path / 'm')!r}), [], source)\n"
         "assert not {'torch', 'vllm', 'transformers', 'ray'} & set(sys.modules)\n"

@@ -31,8 +31,7 @@ from weft.workers.critic import CriticConfig, CriticWorker
 from weft.workers.models.images import ImageReader, Shown, open_image
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
 from weft.workers.reward_model import RewardModelConfig, RewardModelWorker
-from weft.workers.rollout import RolloutWorker
-from weft.workers.rollout_config import RolloutConfig
+from weft.workers.rollout import RolloutConfig, RolloutWorker
 from weft.workers.training.lora import Lora
 from weft.workers.training.packed_sequences import PackedSequences
 from weft.workers.training.response_model import ResponseModel

@@ -14,8 +14,7 @@ from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.models.model_folder import check_vocabulary
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
-from weft.workers.rollout import RolloutWorker
-from weft.workers.rollout_config import RolloutConfig
+from weft.workers.rollout import RolloutConfig, RolloutWorker
 
 SETTINGS = {"model_type": "qwen2", "num_attention_heads": 2, "hidden_size": 64, "max_position_embeddings": 64}
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from ...dataflow.byte_units import GIB
-from ...dataflow.config import Config
+from ...dataflow.config import GIB, Config
 from ...dataflow.errors import UserError
 from ..models.model_folder import complete_text_settings, find_model_config, head_dim, num_heads, text_settings
 

@@ -32,8 +32,7 @@ from ..models.images import LANGUAGE, is_type_that_sees
 from ..models.model_folder import ADAPTER_CONFIG_FILE, SCALAR_HEAD, find_model_config, refusals_named
 from .causal_lm import auto_class, training_settings
 from .lora import Lora, check_targets
-from .model_files import copy_companions
-from .safetensors_files import write_file, write_tensors
+from .safetensors_files import copy_companions, write_file, write_tensors
 
 _NAME = "default"
 """What `peft` calls the one adapter."""

@@ -16,11 +16,11 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from ...algorithms.loss import Loss
-from ...dataflow.arguments import bind_signature
 from ...dataflow.batch import Batch
 from ...dataflow.config import Config
 from ...dataflow.errors import UserError
 from ...dataflow.metrics import Metrics
+from ...dataflow.operation import bind_signature
 from ..dispatch import Coordinates
 from ..models.model_folder import (
     check_causal_lm,

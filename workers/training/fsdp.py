@@ -35,10 +35,10 @@ from .adapter import is_trained
 from .engine import Head, ModelConfig, OptimizerStep, TrainingConfig
 from .loading import load_model
 from .memory import CPU_TOKENS, GPU_TOKENS
+from .microbatch_plan import SharingCost
 from .microbatches import Microbatches, tokens_of
 from .optimizer import PlainMoments, in_8_bits, make_optimizer
 from .packed_attention import VARLEN
-from .prompt_sharing import SharingCost
 from .routers import Balance, Routers
 from .sharding import MeshOfOne, check_alike, gradient_norm, join_mesh, local_part
 from .snapshot import Snapshot, SnapshotWriter, set_random_states

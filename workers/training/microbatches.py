@@ -19,9 +19,16 @@ from ...dataflow.column import IMAGES, PROMPT_IDS, RESPONSE_IDS, ROUTES, TEMPERA
 from ...dataflow.errors import UserError
 from ..dispatch import RowCost
 from ..models.images import ImageReader, Shown
-from .microbatch_plan import even_microbatches, level_microbatches, plan_microbatches
+from .microbatch_plan import (
+    Placement,
+    SharingCost,
+    equal_prompts,
+    even_microbatches,
+    level_microbatches,
+    plan_microbatches,
+    plan_shared,
+)
 from .packed_sequences import PackedSequences, SharedPrompts, to_device
-from .prompt_sharing import Placement, SharingCost, equal_prompts, plan_shared
 from .routers import Routers, Routing
 
 

@@ -29,8 +29,8 @@ from .causal_lm import move_buffers, scalar_settings
 from .engine import ModelConfig
 from .head_logprobs import HeadForm
 from .memory import gathers_once
-from .model_files import write_model
 from .response_model import ResponseModel, follows_length
+from .safetensors_files import write_model
 from .sequence_parallel import join_stretches
 from .sharding import box_of, full_tensor, local_part, lying_as, offset_of, writes
 from .stored_weights import CheckpointNames, WeightReader

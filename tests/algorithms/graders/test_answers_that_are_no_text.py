@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from weft.algorithms.graders.choice import MultipleChoice
-from weft.algorithms.graders.gsm8k import Gsm8k
-from weft.algorithms.graders.math import Math
+from weft.algorithms.graders.math import Gsm8k, Math
 from weft.algorithms.graders.text import F1, Exact, RegularExpression
 from weft.dataflow.errors import SampleError
 

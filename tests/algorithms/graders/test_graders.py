@@ -3,10 +3,8 @@
 import pytest
 
 from weft.algorithms.graders.choice import MultipleChoice, letter_of
-from weft.algorithms.graders.form import LengthReward, TagFormat
-from weft.algorithms.graders.gsm8k import Gsm8k
-from weft.algorithms.graders.json_schema import JsonSchema
-from weft.algorithms.graders.text import F1, Exact, RegularExpression
+from weft.algorithms.graders.math import Gsm8k
+from weft.algorithms.graders.text import F1, Exact, JsonSchema, LengthReward, RegularExpression, TagFormat
 from weft.dataflow.errors import SampleError, UserError
 
 RATIONALE = "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs, for 9 * 2 = $18.\n#### 18"

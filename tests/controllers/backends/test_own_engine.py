@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 import weft
-from weft.algorithms.supervised import supervised
+from weft.algorithms.methods import supervised
 from weft.dataflow.source import TableSource
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -11,8 +11,7 @@ from grafana import PANELS
 from toy import prompts, toy_evaluation, toy_grpo
 from toy_runs import drive, handles
 
-from weft.controllers.backends.ray_backend import RayBackend
-from weft.controllers.backends.ray_gauges import RayGauges, labelled
+from weft.controllers.backends.ray_backend import RayBackend, RayGauges, labelled
 from weft.controllers.driver import Evaluation
 
 RUN = "measured"

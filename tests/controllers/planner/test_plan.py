@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 
-from weft.algorithms.supervised import supervised
+from weft.algorithms.methods import supervised
 from weft.controllers.driver import Driver
 from weft.controllers.placement import OtherMachine, Place, ResourcePool
 from weft.controllers.prechecks import plan_memory

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from weft.controllers.prechecks.plan import sequence_plan
-from weft.controllers.prechecks.plan_sizes import StepSizes, UpdateSizes
-from weft.controllers.prechecks.plan_stages import chunks_of, pipeline_plan, stage_memory
+from weft.controllers.prechecks.plan_sizes import StepSizes, UpdateSizes, chunks_of, pipeline_plan, stage_memory
 from weft.controllers.prechecks.simulated_costs import (
     CostModel,
     FixedLengths,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from grafana import PANELS, dashboard
 
-from weft.controllers.backends.ray_gauges import labelled
+from weft.controllers.backends.ray_backend import labelled
 from weft.dataflow.metric_names import undeclared
 
 FILE = Path(__file__).resolve().parents[3] / "docs" / "grafana.json"

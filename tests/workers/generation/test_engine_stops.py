@@ -14,8 +14,7 @@ from weft.algorithms.sampling import Sampling
 from weft.dataflow.errors import UserError
 from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response, StopStrings, stop_strings
 from weft.workers.generation.transformers_engine import TransformersEngine
-from weft.workers.rollout import RolloutWorker
-from weft.workers.rollout_config import RolloutConfig
+from weft.workers.rollout import RolloutConfig, RolloutWorker
 
 LETTERS = "abcdefgh"
 STOPS = ("ab", "c", "hgf")

@@ -12,8 +12,7 @@ from weft.algorithms.policy_loss import NegativeLogLikelihood
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.rollout import RolloutWorker
-from weft.workers.rollout_config import RolloutConfig
+from weft.workers.rollout import RolloutConfig, RolloutWorker
 
 pytestmark = pytest.mark.vllm
 pytest.importorskip("torchvision")

@@ -19,8 +19,7 @@ from weft.dataflow.errors import GenerationError
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import whole
 from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response
-from weft.workers.rollout import RolloutWorker
-from weft.workers.rollout_config import RolloutConfig
+from weft.workers.rollout import RolloutConfig, RolloutWorker
 
 LAYERS, CHOSEN = 2, 2
 SETTINGS = {

@@ -23,9 +23,9 @@ from training_rows import make_pairs, make_rows
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.batch import Batch
 from weft.workers.training.causal_lm import put_scalar_head
+from weft.workers.training.microbatch_plan import SharingCost
 from weft.workers.training.microbatches import Microbatches
 from weft.workers.training.packed_sequences import SharedPrompts, to_device
-from weft.workers.training.prompt_sharing import SharingCost
 from weft.workers.training.response_model import ResponseModel
 from weft.workers.training.routers import Balance
 from weft.workers.training.sequence_parallel import Stretches

@@ -29,7 +29,7 @@ from weft.dataflow.metric_names import untimed
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.training.lora import Lora
-from weft.workers.training.model_files import write_merged
+from weft.workers.training.safetensors_files import write_merged
 
 NO_ROWS = TableSource("no rows", pa.table({"x": []}))
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from weft.dataflow.batch import Batch
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.dispatch import RowCost
+from weft.workers.training.microbatch_plan import Placement, SharingCost, equal_prompts, plan_shared
 from weft.workers.training.microbatches import Microbatches
 from weft.workers.training.packed_sequences import SharedPrompts
-from weft.workers.training.prompt_sharing import Placement, SharingCost, equal_prompts, plan_shared
 
 CPU = torch.device("cpu")
 SHARED = ("Qwen2", "Qwen3", "Llama", "Mistral", "Mixtral", "Gemma 2", "Gemma 3", "Phi-3", "OLMo 2", "GPT-2", "GPT-OSS")

@@ -3,8 +3,8 @@
 import mmap
 from pathlib import Path
 
-from weft.controllers.backends.process_memory import course, memory_of, object_store
-from weft.dataflow.byte_units import GIB
+from weft.controllers.backends.witness import course, memory_of, object_store
+from weft.dataflow.config import GIB
 
 
 def write(file: Path, text: str) -> None:
