@@ -21,8 +21,8 @@ from ..dataflow.metrics import Metric, Metrics, merge
 from ..dataflow.operation import Shape
 from ..workers.dispatch import Coordinates, Dispatch, RowCost, RowSizes
 from ..workers.worker import Worker, dispatch_of
-from .backends.tasks import Failure, FailureKind, Reply, RowTask, Task
 from .placement import Place
+from .ranks.tasks import Failure, FailureKind, Reply, RowTask, Task
 
 # Gather time
 #

@@ -41,7 +41,7 @@ from turns import Turns
 from weft_nodes import NODE, PROCESSES, Reply, block, get, queue, serve, streaming
 
 from weft.controllers.backends.backend import FILE_BYTES
-from weft.controllers.backends.tasks import RowTask
+from weft.controllers.ranks.tasks import RowTask
 from weft.dataflow.buffer.leases import Lease, Pieces, Published
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from weft.dataflow.buffer.segments import Segment

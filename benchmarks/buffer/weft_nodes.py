@@ -27,8 +27,8 @@ from rows import (
 
 import weft
 from weft.controllers.backends.backend import Files
-from weft.controllers.backends.row_io import DataAccess, gather
-from weft.controllers.backends.tasks import RowTask
+from weft.controllers.ranks.row_io import DataAccess, gather
+from weft.controllers.ranks.tasks import RowTask
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.segments import Segment

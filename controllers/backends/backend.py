@@ -18,8 +18,8 @@ from ...dataflow.graph import Handle, ParameterEdge
 from ...dataflow.runs.files import BUFFER, LOGS
 from ..group import Call, WorkerGroup
 from ..placement import Place, machine_gpus
-from .row_io import DataAccess
-from .tasks import Reply
+from ..ranks.row_io import DataAccess
+from ..ranks.tasks import Reply
 from .witness import Memory
 
 START_TIMEOUT_S = 300.0

@@ -29,10 +29,10 @@ from ...workers.worker import Context, Worker
 from ..bundles import shares_gpus, start_turns
 from ..group import Call, WorkerGroup
 from ..placement import Place
+from ..ranks.executor import Executor
+from ..ranks.row_io import DataAccess
+from ..ranks.tasks import Task
 from .backend import Event, Setup, check_machine, this_node
-from .executor import Executor
-from .row_io import DataAccess
-from .tasks import Task
 from .witness import SIGNAL, Memory, memory_of, shown
 
 # Silence watch

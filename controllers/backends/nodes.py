@@ -27,10 +27,10 @@ from ...dataflow.buffer.segments import Segment
 from ...dataflow.errors import WorkerDied, WorkerError
 from ...dataflow.runs.files import LOGS, make_folder
 from ..group import Call
+from ..ranks.tasks import Failure, FailureKind, Reply
 from .backend import Event, Files, plain_name, this_node
 from .rank import Standing
 from .sample_note import SampleNote
-from .tasks import Failure, FailureKind, Reply
 from .witness import SAMPLE_S, Witness
 
 if TYPE_CHECKING:

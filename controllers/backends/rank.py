@@ -23,12 +23,12 @@ from ...workers.rendezvous import Rendezvous, take_port
 from ...workers.worker import Context, Worker
 from ..bundles import devices, position
 from ..placement import Place
+from ..ranks.executor import Activity, ExecutorThread
+from ..ranks.tasks import Failure, Reply, Task
 from .backend import Files
-from .executor import Activity, ExecutorThread
 from .model_folders import ModelFolders
 from .pools import ReservedPool
 from .sample_note import SampleNote
-from .tasks import Failure, Reply, Task
 from .witness import write_on_request
 
 if TYPE_CHECKING:

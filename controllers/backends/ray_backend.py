@@ -30,6 +30,7 @@ from ...workers.worker import Context
 from ..bundles import lay_out, position, shares_gpus, start_turns
 from ..group import REGISTER, Call, WorkerGroup
 from ..placement import Place
+from ..ranks.tasks import Failure, FailureKind, Reply, Task
 from .backend import START_TIMEOUT_S, Event, Setup, check_machine, this_node
 from .model_folders import SentFolders
 from .nodes import POLL_S, NodeLinks, Process, node_names
@@ -37,7 +38,6 @@ from .pools import WAIT_S, Reservations
 from .rank import CONTROL, RankFiles, Standing, start_rank
 from .ray_cluster import RayCluster
 from .sample_note import SampleNote
-from .tasks import Failure, FailureKind, Reply, Task
 from .user_code import UserCode, cannot_import
 from .witness import Memory, log_name
 from .witnesses import Witnesses

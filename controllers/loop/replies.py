@@ -9,9 +9,9 @@ from ...dataflow.buffer.leases import Published, Spread, Written
 from ...dataflow.buffer.sample_buffer import SampleBuffer
 from ...dataflow.buffer.segments import Segment
 from ..backends.backend import Backend, Event
-from ..backends.tasks import FailureKind, Reply
 from ..graph_run import GraphRuns
 from ..group import Call, UnderWay
+from ..ranks.tasks import FailureKind, Reply
 from ..recovery.elastic import Elastic, LostNodes
 from ..recovery.failures import Failures
 from ..recovery.full_disk import FullDisk

@@ -17,9 +17,9 @@ from ...dataflow.graph import SOURCE, TRAIN, Graph
 from ...dataflow.runs.directory import RunDirectory
 from ...dataflow.source import CURSOR, Cursor, positions
 from ..backends.backend import FILE_BYTES, Backend, Files, Setup, this_node
-from ..backends.row_io import num_tokens
 from ..graph_run import EvaluationRun, GraphRuns, TrainingRun
 from ..own_groups import RECORDER
+from ..ranks.row_io import num_tokens
 from ..recovery.checkpoints import has_state
 from ..recovery.resume import ResumePoint, open_buffer
 from ..reports.progress import Progress

@@ -32,10 +32,10 @@ from ...dataflow.operation import Shape
 from ...workers.dispatch import Coordinates
 from ...workers.training.microbatch_plan import OptimizerSteps
 from ..backends.backend import Event, Setup
-from ..backends.tasks import Reply, Task
 from ..backends.witness import Memory
 from ..group import Call, WorkerGroup
 from ..placement import Place
+from ..ranks.tasks import Reply, Task
 from .simulated_costs import CostModel, Generation, LinearCost, PipelineCost, SequenceParallelCost
 from .simulated_replica import Generating, Replica, Work
 

@@ -22,8 +22,8 @@ from ...dataflow.runs.tables import read_timeline
 from ...dataflow.safe_files import read_json
 from ...dataflow.source import positions
 from ...workers.training.microbatch_plan import OptimizerSteps
-from ..backends.row_io import num_tokens
 from ..placement import Placement, resolve
+from ..ranks.row_io import num_tokens
 from .simulated import draw_key
 from .simulated_costs import CostModel, Generation, LinearCost
 

@@ -16,9 +16,9 @@ from ...dataflow.buffer.leases import Published
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.metrics import Mean, Metrics, Sum
-from ..backends.executor import CallOrder
-from ..backends.tasks import Reply, RowTask, Task
 from ..group import Call
+from ..ranks.executor import CallOrder
+from ..ranks.tasks import Reply, RowTask, Task
 from .simulated_costs import Generation
 
 BYTES_PER_TOKEN = 12

@@ -19,8 +19,8 @@ from ...dataflow.errors import DeadlineError, UserError, WorkerError
 from ...dataflow.graph import TRAIN
 from ...workers.worker import MAX_FAILED
 from ..backends.backend import Backend, Event
-from ..backends.tasks import Failure, FailureKind
 from ..group import REGISTER, Call, WorkerGroup, publishes_as_it_goes
+from ..ranks.tasks import Failure, FailureKind
 from ..reports.progress import Progress
 from ..request import CallRequest
 from ..weight_sync import WeightSync

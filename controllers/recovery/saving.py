@@ -23,8 +23,8 @@ from ...dataflow.errors import DeadlineError, RunError
 from ...dataflow.runs.files import is_full
 from ...dataflow.runs.log import Position
 from ..backends.backend import Event
-from ..backends.tasks import FailureKind
 from ..group import Call, WorkerGroup
+from ..ranks.tasks import FailureKind
 from ..request import CallRequest
 from .checkpoints import CheckpointConfig, CheckpointFolder, RunState, Values
 

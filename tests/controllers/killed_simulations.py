@@ -11,11 +11,11 @@ import xxhash
 from simulated_runs import Actor, Rollout, apart
 from toy import ToyCritic, ToyReward, prompts, toy_dapo, toy_evaluation, toy_grpo, toy_ppo
 
-from weft.controllers.backends.tasks import Task
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.group import Call
 from weft.controllers.prechecks.simulated import NODE, Simulated
 from weft.controllers.prechecks.simulated_costs import CostModel, FixedLengths, Generation, LinearCost
+from weft.controllers.ranks.tasks import Task
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.dataflow.buffer.sample_buffer import BufferConfig

@@ -11,8 +11,8 @@ from toy import (
 from toy_runs import drive, handles, training
 
 from weft.controllers.backends.local import Local
-from weft.controllers.backends.tasks import Task
 from weft.controllers.group import Call
+from weft.controllers.ranks.tasks import Task
 from weft.controllers.schedule import Share, Synchronous
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import DeadlineError, StalledError, UserError, WorkerError

@@ -6,10 +6,10 @@ import pytest
 from toy import SlowRollout, ToyActor, ToyConfig, ToyTeacher, ToyWeights, prompts, toy_reinforce
 from worker_groups import Asked, answer
 
-from weft.controllers.backends.tasks import Reply
 from weft.controllers.group import Call, WorkerGroup
 from weft.controllers.loop.calls import DeviceTurns
 from weft.controllers.placement import ResourcePool
+from weft.controllers.ranks.tasks import Reply
 from weft.controllers.request import CallRequest
 from weft.controllers.weight_sync import WeightSync
 from weft.dataflow.errors import WeightSyncError

@@ -4,9 +4,9 @@ from typing import Any
 
 from toy import ToyActor, ToyRollout
 
-from weft.controllers.backends.tasks import Reply, Task
 from weft.controllers.group import Call, WorkerGroup
 from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.ranks.tasks import Reply, Task
 from weft.dataflow.graph import group
 from weft.workers.dispatch import Coordinates
 

@@ -10,9 +10,9 @@ from worker_groups import Asked
 
 from weft.controllers.backends.backend import Event, Files
 from weft.controllers.backends.nodes import CONNECT_TIMEOUT_S, NodeLinks, Process, SegmentServers
-from weft.controllers.backends.tasks import FailureKind, Reply
 from weft.controllers.group import Call
 from weft.controllers.placement import ResourcePool
+from weft.controllers.ranks.tasks import FailureKind, Reply
 from weft.dataflow.errors import WorkerDied, WorkerError
 
 

@@ -33,10 +33,10 @@ from weft.controllers.backends.backend import Backend
 from weft.controllers.backends.local import Local
 from weft.controllers.backends.rank import MAX_CALLS
 from weft.controllers.backends.ray_backend import RayBackend
-from weft.controllers.backends.tasks import RowTask, Task
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.group import Call
 from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.ranks.tasks import RowTask, Task
 from weft.controllers.schedule import Synchronous
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import DeadlineError, WorkerError

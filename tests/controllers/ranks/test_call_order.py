@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from weft.controllers.backends.executor import CallOrder
+from weft.controllers.ranks.executor import CallOrder
 
 
 @dataclass(eq=False)

@@ -12,8 +12,8 @@ import pytest
 from toy import ToyConfig
 
 from weft.controllers.backends.backend import Files
-from weft.controllers.backends.executor import KEEPALIVE_S, Executor
-from weft.controllers.backends.tasks import FailureKind, Reply, RowTask, Task
+from weft.controllers.ranks.executor import KEEPALIVE_S, Executor
+from weft.controllers.ranks.tasks import FailureKind, Reply, RowTask, Task
 from weft.dataflow.batch import Batch
 from weft.dataflow.metrics import Max, Metrics
 from weft.dataflow.operation import Shape, declaration_of

@@ -7,8 +7,8 @@ from pathlib import Path
 from toy import ToyConfig
 
 from weft.controllers.backends.backend import Files
-from weft.controllers.backends.executor import Activity, ExecutorThread, replies_of
-from weft.controllers.backends.tasks import Failure, Reply, Task
+from weft.controllers.ranks.executor import Activity, ExecutorThread, replies_of
+from weft.controllers.ranks.tasks import Failure, Reply, Task
 from weft.workers.worker import Worker
 
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from weft.controllers.backends.executor import Gathered
 from weft.controllers.group import MANY_RANKS, MAX_S, gather_s
+from weft.controllers.ranks.executor import Gathered
 from weft.dataflow.batch import Batch
 from weft.dataflow.metrics import Sum
 from weft.workers.worker import Children

@@ -11,8 +11,8 @@ import pytest
 from saved_runs import SCHEDULES, SavingActor, trained
 from toy import SlowRollout, ToyReward, prompts, toy_grpo
 
-from weft.controllers.backends import row_io
 from weft.controllers.driver import Driver
+from weft.controllers.ranks import row_io
 from weft.controllers.recovery import full_disk
 from weft.controllers.recovery.checkpoints import CheckpointConfig, complete_checkpoints
 from weft.controllers.recovery.full_disk import FullDisk

@@ -12,8 +12,8 @@ from saved_runs import SavingActor
 from worker_groups import Asked, answer
 
 from weft.controllers.backends.backend import Event
-from weft.controllers.backends.tasks import Failure, FailureKind, Reply
 from weft.controllers.placement import ResourcePool
+from weft.controllers.ranks.tasks import Failure, FailureKind, Reply
 from weft.controllers.recovery.checkpoints import (
     CheckpointConfig,
     CheckpointFolder,

@@ -62,7 +62,7 @@ def test_all_deadlines_are_ten_minutes_and_each_claim_names_a_page_that_exists()
     assert sum(one.deadline_s for one in trials.CHECKS) <= 600
     for one in trials.CHECKS:
         page = one.claim.rpartition("(")[2].partition(".md")[0]
-        assert (Path(__file__).parents[2] / f"{page}.md").is_file()
+        assert (Path(__file__).parents[3] / f"{page}.md").is_file()
 
 
 @pytest.mark.slow

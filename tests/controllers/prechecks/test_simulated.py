@@ -15,13 +15,13 @@ from weft.__main__ import main
 from weft.algorithms.grpo import first_of_group
 from weft.controllers.backends.backend import Event
 from weft.controllers.backends.local import Local
-from weft.controllers.backends.tasks import Failure, FailureKind, Reply, Task
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.group import MANY_RANKS, Call
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.prechecks.simulated import Simulated
 from weft.controllers.prechecks.simulated_bound import bound
 from weft.controllers.prechecks.simulated_costs import CostModel, FixedLengths, Generation, LinearCost, LogNormal
+from weft.controllers.ranks.tasks import Failure, FailureKind, Reply, Task
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.errors import DeadlineError, UserError

@@ -12,7 +12,6 @@ from simulated_runs import apart, calls, costs
 from simulated_runs import run as simulated
 from toy import centred, prompts
 
-from weft.controllers.backends.row_io import num_tokens
 from weft.controllers.prechecks.plan_sizes import UpdateSizes, pipeline_plan
 from weft.controllers.prechecks.simulated import Simulated
 from weft.controllers.prechecks.simulated_costs import (
@@ -22,6 +21,7 @@ from weft.controllers.prechecks.simulated_costs import (
     PipelineCost,
     SequenceParallelCost,
 )
+from weft.controllers.ranks.row_io import num_tokens
 from weft.controllers.schedule import Synchronous
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
