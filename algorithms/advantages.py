@@ -46,8 +46,12 @@ class Outcomes:
         """From tensors or lists; without lengths, every response has one token."""
         values = torch.as_tensor(rewards)
         index = torch.as_tensor(groups, dtype=torch.int64)
-        counts = torch.ones_like(index) if lengths is None else torch.as_tensor(lengths, dtype=torch.int64)
-        return cls(values, index, counts, {name: torch.as_tensor(column) for name, column in columns.items()})
+        counts = (
+            torch.ones_like(index) if lengths is None else torch.as_tensor(lengths, dtype=torch.int64)
+        )
+        return cls(
+            values, index, counts, {name: torch.as_tensor(column) for name, column in columns.items()}
+        )
 
     def __getitem__(self, column: object) -> Tensor:
         name = str(column)
@@ -272,7 +276,11 @@ def groups_without_signal(
     measure=groups_without_signal,
 )
 def group_advantages(
-    samples: Batch, *, estimator: Estimator = group_normalized, reward: str = str(REWARD), whiten: bool = False
+    samples: Batch,
+    *,
+    estimator: Estimator = group_normalized,
+    reward: str = str(REWARD),
+    whiten: bool = False,
 ) -> Batch:
     """Advantages relative to the rest of the group, the same for every token of a response.
 
@@ -292,7 +300,9 @@ def group_advantages(
     others = _columns_of(estimator)
     rows = response_rows(samples, RESPONSE_IDS, reward, *others)
     groups = torch.from_numpy(index.astype(np.int64, copy=False))
-    outcomes = Outcomes(rows[reward], groups, rows.trained_lengths.long(), {name: rows[name] for name in others})
+    outcomes = Outcomes(
+        rows[reward], groups, rows.trained_lengths.long(), {name: rows[name] for name in others}
+    )
     advantages_T = rows.per_token(estimator(outcomes))
     if whiten:
         advantages_T = whitened(advantages_T, rows)

@@ -38,7 +38,9 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     (0.25, 0.5, 1.0, 0.0)
     """
     if not 1 <= k <= num_samples or not 0 <= num_solved <= num_samples:
-        raise ValueError(f"pass@{k} of {num_samples} samples, {num_solved} of which solve the prompt, is not defined")
+        raise ValueError(
+            f"pass@{k} of {num_samples} samples, {num_solved} of which solve the prompt, is not defined"
+        )
     if num_samples - num_solved < k:
         return 1.0
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
@@ -81,7 +83,8 @@ def score_prompts(
     metrics: Metrics = {f"avg@{n}": Estimate.of(means.tolist())}
     counts = list(zip(numbers.tolist(), solving.tolist(), strict=True))
     metrics |= {
-        f"pass@{one}": Estimate.of([pass_at_k(*count, one) for count in counts if count[0] >= one]) for one in k
+        f"pass@{one}": Estimate.of([pass_at_k(*count, one) for count in counts if count[0] >= one])
+        for one in k
     }
     return {**metrics, "prompts": Sum(float(len(groups)))}
 
@@ -129,7 +132,11 @@ def evaluate(
         return score_prompts(samples, n=n, k=())
     which = {} if found is None else {"verdict": found}
     return score_prompts(
-        samples, n=n, k=tuple(dict.fromkeys(k or (1, n))), solved=1.0 if solved is None else solved, **which
+        samples,
+        n=n,
+        k=tuple(dict.fromkeys(k or (1, n))),
+        solved=1.0 if solved is None else solved,
+        **which,
     )
 
 

@@ -23,7 +23,9 @@ from .sampling import Sampling
 
 
 @graph
-def greedy_baselines(prompts: Any, *, rollout: Rollout, reward: Rewarder, sampling: Sampling = Sampling()) -> Any:
+def greedy_baselines(
+    prompts: Any, *, rollout: Rollout, reward: Rewarder, sampling: Sampling = Sampling()
+) -> Any:
     """The greedy response to each prompt, with its reward as `baseline_reward` (ReMax, arXiv:2310.10505, algorithm 1).
 
     What is generated from these rows carries it: the estimator `greedy_baseline` takes it off the reward. `grpo` has this node
@@ -73,7 +75,9 @@ def grpo(
 
 
 @node(shape=Shape.FILTER, reads=lambda by: (by,), takes=Quorum)
-def first_of_group(samples: Batch, n: int, *, by: str = "reward", deadline_s: float | None = None) -> Batch:
+def first_of_group(
+    samples: Batch, n: int, *, by: str = "reward", deadline_s: float | None = None
+) -> Batch:
     """The first `n` rows of each group that have the column `by`; the others are cancelled and counted as over-issued.
 
     Generate more samples than are needed, and no group waits for its slowest: `rollout.generate(prompts, n=10)`, then

@@ -48,7 +48,9 @@ class PackedRows:
     @classmethod
     def of(cls, lengths: Iterable[int] | Tensor, **columns: object) -> PackedRows:
         """Rows from their lengths and columns given as tensors or lists."""
-        lengths_B = torch.as_tensor(lengths if hasattr(lengths, "dtype") else list(lengths), dtype=torch.int64)
+        lengths_B = torch.as_tensor(
+            lengths if hasattr(lengths, "dtype") else list(lengths), dtype=torch.int64
+        )
         cu_seqlens = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0))
         return cls(cu_seqlens, {name: torch.as_tensor(values) for name, values in columns.items()})
 
@@ -126,7 +128,9 @@ def response_rows(samples: Batch, ragged: object, *columns: object) -> PackedRow
     """
     values, cu_seqlens = samples.ragged(ragged)
     names = [*map(str, columns), *([str(RESPONSE_MASK)] if RESPONSE_MASK in samples else [])]
-    return PackedRows(cu_seqlens.long(), {str(ragged): values} | {name: _tensor_of(samples, name) for name in names})
+    return PackedRows(
+        cu_seqlens.long(), {str(ragged): values} | {name: _tensor_of(samples, name) for name in names}
+    )
 
 
 def _tensor_of(samples: Batch, column: str) -> Tensor:
@@ -197,7 +201,9 @@ class FrozenLoss(Config):
             value = getattr(self, name)
             for part in value if isinstance(value, tuple) else (value,):
                 if isinstance(part, type):
-                    raise ValueError(f"{name}={part.__name__} is a class; make a value of it: {part.__name__}()")
+                    raise ValueError(
+                        f"{name}={part.__name__} is a class; make a value of it: {part.__name__}()"
+                    )
         return self
 
     @property

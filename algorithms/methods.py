@@ -90,7 +90,11 @@ class Method:
                 "`beta` of their loss, which a program can set (explain=True prints one)"
             )
         penalty = KlPenalty(coefficient=coefficient)
-        added = {"kl": coefficient} if self.graph is ppo else {"loss": loss.model_copy(update={"kl": penalty})}
+        added = (
+            {"kl": coefficient}
+            if self.graph is ppo
+            else {"loss": loss.model_copy(update={"kl": penalty})}
+        )
         return replace(self, settings={**self.settings, **added})
 
 
@@ -99,30 +103,51 @@ PAIRED = 5e-7
 
 METHODS: Mapping[str, Method] = {
     "grpo": Method(grpo),
-    "dr_grpo": Method(grpo, {"advantages": group_centred, "loss": PolicyLoss(aggregation=FixedLength(1024))}),
+    "dr_grpo": Method(
+        grpo, {"advantages": group_centred, "loss": PolicyLoss(aggregation=FixedLength(1024))}
+    ),
     "dapo": Method(grpo, {"loss": PolicyLoss(surrogate=Clipped(high=0.28))}),
     "gspo": Method(
         grpo,
-        {"loss": PolicyLoss(surrogate=Clipped(low=3e-4, high=4e-4), ratio=sequence_ratio, aggregation=sequence_mean)},
+        {
+            "loss": PolicyLoss(
+                surrogate=Clipped(low=3e-4, high=4e-4), ratio=sequence_ratio, aggregation=sequence_mean
+            )
+        },
     ),
     "cispo": Method(grpo, {"loss": PolicyLoss(surrogate=Cispo(high=4.0))}),
     "rloo": Method(
         grpo,
-        {"advantages": leave_one_out, "loss": PolicyLoss(ratio=sequence_product, aggregation=sequence_mean)},
+        {
+            "advantages": leave_one_out,
+            "loss": PolicyLoss(ratio=sequence_product, aggregation=sequence_mean),
+        },
     ),
-    "remax": Method(grpo, {"advantages": greedy_baseline, "loss": PolicyLoss(surrogate=PlainPolicyGradient())}),
-    "opo": Method(grpo, {"advantages": length_weighted, "loss": PolicyLoss(surrogate=PlainPolicyGradient())}),
-    "gpg": Method(grpo, {"advantages": valid_groups_centred, "loss": PolicyLoss(surrogate=PlainPolicyGradient())}),
+    "remax": Method(
+        grpo, {"advantages": greedy_baseline, "loss": PolicyLoss(surrogate=PlainPolicyGradient())}
+    ),
+    "opo": Method(
+        grpo, {"advantages": length_weighted, "loss": PolicyLoss(surrogate=PlainPolicyGradient())}
+    ),
+    "gpg": Method(
+        grpo, {"advantages": valid_groups_centred, "loss": PolicyLoss(surrogate=PlainPolicyGradient())}
+    ),
     "pass_at_k": Method(grpo, {"advantages": best_of_group}),
     "ppo": Method(ppo),
     "online_dpo": Method(online_dpo, learning_rate=PAIRED),
     "dpo": Method(dpo, learning_rate=PAIRED),
     "rpo": Method(dpo, {"loss": PreferenceLoss(likelihood=1)}, PAIRED),
     "ipo": Method(
-        dpo, {"loss": PreferenceLoss(beta=1, score=LogRatio(per_token=True), comparison=Squared(tau=0.1))}, PAIRED
+        dpo,
+        {"loss": PreferenceLoss(beta=1, score=LogRatio(per_token=True), comparison=Squared(tau=0.1))},
+        PAIRED,
     ),
-    "simpo": Method(dpo, {"loss": PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1)}, PAIRED),
-    "orpo": Method(dpo, {"loss": PreferenceLoss(beta=1, score=LogOdds(), weight=0.1, likelihood=1)}, PAIRED),
+    "simpo": Method(
+        dpo, {"loss": PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1)}, PAIRED
+    ),
+    "orpo": Method(
+        dpo, {"loss": PreferenceLoss(beta=1, score=LogOdds(), weight=0.1, likelihood=1)}, PAIRED
+    ),
     "kto": Method(kto, learning_rate=PAIRED),
     "sft": Method(supervised, learning_rate=1e-5),
 }

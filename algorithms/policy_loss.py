@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field, model_validator
 
-from ..dataflow.column import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_MASK
+from ..dataflow.column import (
+    ADVANTAGES,
+    OLD_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    RESPONSE_LOGPROBS,
+    RESPONSE_MASK,
+)
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Mean, Metric, Metrics
 from .aggregation import AggregatedLoss
@@ -71,7 +77,9 @@ class PolicyLoss(AggregatedLoss):
     def _ratio_counts_once(self) -> PolicyLoss:
         weighing = [repr(one) for one in self._corrections if one.weighs]
         if len(weighing) > 1:
-            raise ValueError(f"the ratio to the generator must be weighed with once, not by {' and '.join(weighing)}")
+            raise ValueError(
+                f"the ratio to the generator must be weighed with once, not by {' and '.join(weighing)}"
+            )
         if weighing and self.old == str(RESPONSE_LOGPROBS):
             raise ValueError(
                 f"{weighing[0]} weighs with the ratio to the generator, which is in the clipped ratio already when "
@@ -100,7 +108,9 @@ class PolicyLoss(AggregatedLoss):
     @property
     def may_read(self) -> tuple[str, ...]:
         trainer = (str(OLD_LOGPROBS),) if self._compares_with_trainer and not self.old else ()
-        return tuple(c for c in (str(RESPONSE_MASK), str(RESPONSE_LOGPROBS), *trainer) if c not in self.reads)
+        return tuple(
+            c for c in (str(RESPONSE_MASK), str(RESPONSE_LOGPROBS), *trainer) if c not in self.reads
+        )
 
     @property
     def _corrections(self) -> tuple[Correction, ...]:
@@ -170,7 +180,10 @@ class PolicyLoss(AggregatedLoss):
                 corrected = combined(self._corrections, off, rows)
                 losses = torch.where(corrected.masked, 0.0, losses * corrected.weights)
                 watched["mean_importance_weight"] = corrected.weights
-                watched |= {"truncated_fraction": corrected.truncated, "masked_fraction": corrected.masked}
+                watched |= {
+                    "truncated_fraction": corrected.truncated,
+                    "masked_fraction": corrected.masked,
+                }
                 counted["masked_tokens"] = trained & corrected.masked
                 left = rows.sums((trained & ~corrected.masked).float())
                 counted["masked_rows"] = rows.counted & (left == 0)

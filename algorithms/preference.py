@@ -72,7 +72,9 @@ def pairs(preferences: Batch) -> Batch:
 def pairs_with_reference(preferences: Batch) -> Batch:
     """The same of preferences whose reference log-probabilities are known already (graph `reference_of_pairs`)."""
     reference = (CHOSEN_REFERENCE_LOGPROBS, REJECTED_REFERENCE_LOGPROBS)
-    return _two_of_each(preferences, {RESPONSE_IDS: (CHOSEN_IDS, REJECTED_IDS), REFERENCE_LOGPROBS: reference})
+    return _two_of_each(
+        preferences, {RESPONSE_IDS: (CHOSEN_IDS, REJECTED_IDS), REFERENCE_LOGPROBS: reference}
+    )
 
 
 @node(shape=Shape.FILTER, reads=(REWARD,), writes=(PREFERRED,), takes=GROUPS)
@@ -126,15 +128,21 @@ def mismatched(rows: Batch) -> Batch:
     largest = int(np.bincount(starts).max(initial=0))
     in_group = np.arange(number) - starts
     other = np.empty(number, np.int64)
-    other[order] = order[(starts + largest + in_group % (number - largest or number)) % number] if number else order
+    other[order] = (
+        order[(starts + largest + in_group % (number - largest or number)) % number] if number else order
+    )
     responses = rows.take(other)
     ids, cu_seqlens = responses.ragged_numpy(RESPONSE_IDS)
-    counts = responses[RESPONSE_MASK] if RESPONSE_MASK in rows else (np.ones(len(ids), np.uint8), cu_seqlens)
+    counts = (
+        responses[RESPONSE_MASK] if RESPONSE_MASK in rows else (np.ones(len(ids), np.uint8), cu_seqlens)
+    )
     return rows.with_columns(mismatched_ids=responses[RESPONSE_IDS], mismatched_mask=counts)
 
 
 @node(
-    reads=(MISMATCHED_LOGPROBS, MISMATCHED_REFERENCE_LOGPROBS), may_read=(MISMATCHED_MASK,), writes=(REFERENCE_POINT,)
+    reads=(MISMATCHED_LOGPROBS, MISMATCHED_REFERENCE_LOGPROBS),
+    may_read=(MISMATCHED_MASK,),
+    writes=(REFERENCE_POINT,),
 )
 def reference_point(rows: Batch) -> Batch:
     """KTO's z0 (arXiv:2402.01306, §4.1): max(0, mean over rows of sum_t log p(y'_t) - log p_ref(y'_t)), of the responses to other
@@ -177,7 +185,9 @@ def compare(rows: Batch, *, score: str, against: str = "") -> Metrics:
 
 
 @graph
-def dpo(preferences: Any, *, actor: Trainable, reference: Scorer | None = None, loss: Loss = PreferenceLoss()) -> Any:
+def dpo(
+    preferences: Any, *, actor: Trainable, reference: Scorer | None = None, loss: Loss = PreferenceLoss()
+) -> Any:
     """Preference optimisation on given pairs (`prompt_ids`, `chosen_ids`, `rejected_ids`); DPO (arXiv:2305.18290) by default.
 
     The reference's log-probabilities are computed for the rows of each step; from columns of the source that have them
@@ -220,7 +230,9 @@ def online_dpo(
 
 
 @graph
-def kto(responses: Any, *, actor: Any, reference: Scorer, loss: Loss = DesirabilityLoss(), by: str = "label") -> Any:
+def kto(
+    responses: Any, *, actor: Any, reference: Scorer, loss: Loss = DesirabilityLoss(), by: str = "label"
+) -> Any:
     """KTO (arXiv:2402.01306) on single responses (`prompt_ids`, `response_ids`, and a column that says whether they are good), or on
     pairs, whose responses are then taken for themselves.
 

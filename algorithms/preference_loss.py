@@ -132,7 +132,9 @@ class Logistic(Config):
         log_sigmoid = torch.nn.functional.logsigmoid
         if not self.label_smoothing:
             return -log_sigmoid(ahead)
-        return -(1 - self.label_smoothing) * log_sigmoid(ahead) - self.label_smoothing * log_sigmoid(-ahead)
+        return -(1 - self.label_smoothing) * log_sigmoid(ahead) - self.label_smoothing * log_sigmoid(
+            -ahead
+        )
 
 
 class RobustLogistic(Config):
@@ -150,7 +152,9 @@ class RobustLogistic(Config):
     def __call__(self, ahead: Tensor) -> Tensor:
         log_sigmoid = torch.nn.functional.logsigmoid
         right, wrong = -log_sigmoid(ahead), -log_sigmoid(-ahead)
-        return ((1 - self.label_smoothing) * right - self.label_smoothing * wrong) / (1 - 2 * self.label_smoothing)
+        return ((1 - self.label_smoothing) * right - self.label_smoothing * wrong) / (
+            1 - 2 * self.label_smoothing
+        )
 
 
 class Squared(Config):
@@ -223,7 +227,11 @@ class PairLoss(FrozenLoss):
         order = (rows[PREFERRED] <= 0).to(torch.uint8).argsort(stable=True)
         order = order[groups[order].argsort(stable=True)]
         chosen, rejected = order[:-1], order[1:]
-        return chosen, rejected, (groups[chosen] == groups[rejected]) & rows.counted[chosen] & rows.counted[rejected]
+        return (
+            chosen,
+            rejected,
+            (groups[chosen] == groups[rejected]) & rows.counted[chosen] & rows.counted[rejected],
+        )
 
     def _observed(self, chosen: Tensor, rejected: Tensor, paired: Tensor, **more: Tensor) -> Observed:
         """Means over pairs: of their rewards, of how far one is ahead, and of what more there is."""
@@ -337,7 +345,9 @@ class DesirabilityLoss(FrozenLoss):
         point = torch.where(counted, rows[REFERENCE_POINT], 0.0)
         above = self.beta * (scores - point)
         losses = torch.where(
-            good, self.desirable_weight * torch.sigmoid(-above), self.undesirable_weight * torch.sigmoid(above)
+            good,
+            self.desirable_weight * torch.sigmoid(-above),
+            self.undesirable_weight * torch.sigmoid(above),
         )
         rewards = self.beta * scores
         metrics = observed(counted & good, {"chosen_reward": rewards})

@@ -47,7 +47,9 @@ class Trainable(Protocol):
 class Policy(Trainable, Scorer, Protocol):
     """Is trained, and says what it thinks of tokens before it is (`workers/actor.py`)."""
 
-    def logprobs(self, batch: Any, *, into: str, of: str = "response_ids", entropies: bool = False) -> Any:
+    def logprobs(
+        self, batch: Any, *, into: str, of: str = "response_ids", entropies: bool = False
+    ) -> Any:
         """Adds the column `into`, and with `entropies` the entropy of each token's distribution."""
         ...
 

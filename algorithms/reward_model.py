@@ -111,7 +111,9 @@ class StepLoss(FrozenLoss):
             right) and `step_accuracy` (probability and label are on the same side of a half).
         """
         ends = self._ends(rows)
-        logits, labels = (torch.where(ends, values, 0.0) for values in (rewards, rows[STEP_LABELS].to(rewards.dtype)))
+        logits, labels = (
+            torch.where(ends, values, 0.0) for values in (rewards, rows[STEP_LABELS].to(rewards.dtype))
+        )
         losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
         watched = {"step_reward": logits.sigmoid(), "step_accuracy": (logits > 0) == (labels > 0.5)}
         return torch.where(ends, losses, 0.0).sum(), observed(ends, watched)

@@ -6,7 +6,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..dataflow.batch import Batch
-from ..dataflow.column import REFERENCE_LOGPROBS, RESPONSE_IDS, RESPONSE_LOGPROBS, RESPONSE_MASK, REWARD, TOKEN_REWARDS
+from ..dataflow.column import (
+    REFERENCE_LOGPROBS,
+    RESPONSE_IDS,
+    RESPONSE_LOGPROBS,
+    RESPONSE_MASK,
+    REWARD,
+    TOKEN_REWARDS,
+)
 from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
 from ..dataflow.operation import node
@@ -35,7 +42,9 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int) ->
     [0.0, 0.0, -0.5, -1.0, -1.0]
     """
     if not 1 <= buffer_tokens <= max_tokens:
-        raise UserError(f"overlong_penalty: buffer_tokens must be 1 to max_tokens={max_tokens}, not {buffer_tokens}")
+        raise UserError(
+            f"overlong_penalty: buffer_tokens must be 1 to max_tokens={max_tokens}, not {buffer_tokens}"
+        )
     return ((max_tokens - buffer_tokens - lengths) / buffer_tokens).clamp(-1, 0).float()
 
 
@@ -124,7 +133,9 @@ def token_rewards(
     """
     rows = response_rows(samples, old, reward, REFERENCE_LOGPROBS)
     beta = coefficient.value if isinstance(coefficient, AdaptiveCoefficient) else coefficient
-    shaped = penalized_token_rewards(rows[reward], estimator(rows[old], rows[REFERENCE_LOGPROBS]), rows, beta)
+    shaped = penalized_token_rewards(
+        rows[reward], estimator(rows[old], rows[REFERENCE_LOGPROBS]), rows, beta
+    )
     return samples.with_columns(token_rewards=(shaped, rows.cu_seqlens))
 
 

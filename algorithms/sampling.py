@@ -59,7 +59,9 @@ class Sampling(Config):
     @classmethod
     def _is_drawn_at(cls, temperature: float) -> float:
         if 0 < temperature < LOWEST_TEMPERATURE:
-            raise ValueError(f"temperature must be 0 (greedy) or at least {LOWEST_TEMPERATURE}, not {temperature}")
+            raise ValueError(
+                f"temperature must be 0 (greedy) or at least {LOWEST_TEMPERATURE}, not {temperature}"
+            )
         return temperature
 
     @property

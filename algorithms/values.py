@@ -97,7 +97,9 @@ def discounted_returns(token_rewards: Tensor, rows: PackedRows, *, gamma: float 
     if not 0 <= gamma <= 1:
         raise UserError(f"discounted_returns: gamma must be between 0 and 1, not {gamma}")
 
-    def of_part(rewards_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
+    def of_part(
+        rewards_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float32], ...]:
         return (_discounted_sums(rewards_N, cu_seqlens, gamma),)
 
     return _by_parts(of_part, rows, token_rewards, num_outputs=1)[0]
@@ -183,7 +185,9 @@ class ValueLoss(AggregatedLoss):
 
 
 @node(reads=(TOKEN_REWARDS, VALUES), may_read=(RESPONSE_MASK,), writes=(ADVANTAGES, RETURNS))
-def critic_advantages(samples: Batch, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True) -> Batch:
+def critic_advantages(
+    samples: Batch, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True
+) -> Batch:
     """PPO's advantages and returns from token rewards and a critic's values, by generalised advantage estimation.
 
     Args:
@@ -199,9 +203,13 @@ def critic_advantages(samples: Batch, *, gamma: float = 1.0, lam: float = 0.95, 
     [{'advantages': [0.5, 0.5], 'returns': [1.0, 1.0]}]
     """
     rows = response_rows(samples, TOKEN_REWARDS, VALUES)
-    advantages, returns = generalized_advantages(rows[TOKEN_REWARDS], rows[VALUES], rows, gamma=gamma, lam=lam)
+    advantages, returns = generalized_advantages(
+        rows[TOKEN_REWARDS], rows[VALUES], rows, gamma=gamma, lam=lam
+    )
     advantages = whitened(advantages, rows) if whiten else advantages
-    return samples.with_columns(advantages=(advantages, rows.cu_seqlens), returns=(returns, rows.cu_seqlens))
+    return samples.with_columns(
+        advantages=(advantages, rows.cu_seqlens), returns=(returns, rows.cu_seqlens)
+    )
 
 
 @node(reads=(TOKEN_REWARDS,), may_read=(RESPONSE_MASK,), writes=(ADVANTAGES,))
@@ -224,7 +232,10 @@ def return_advantages(samples: Batch, *, gamma: float = 1.0, whiten: bool = True
 
 
 def _by_parts(
-    of_part: Callable[..., tuple[NDArray[np.float32], ...]], rows: PackedRows, *columns: Tensor, num_outputs: int
+    of_part: Callable[..., tuple[NDArray[np.float32], ...]],
+    rows: PackedRows,
+    *columns: Tensor,
+    num_outputs: int,
 ) -> tuple[Tensor, ...]:
     """What a function makes of the trained tokens, some rows at a time, so that what it makes on the way stays in the cache.
 
@@ -242,15 +253,22 @@ def _by_parts(
     first = 0
     while first < len(rows):
         last = max(first + 1, int(cu_seqlens.searchsorted(cu_seqlens[first] + _PART, side="right")) - 1)
-        part, starts = slice(cu_seqlens[first], cu_seqlens[last]), cu_seqlens[first : last + 1] - cu_seqlens[first]
+        part, starts = (
+            slice(cu_seqlens[first], cu_seqlens[last]),
+            cu_seqlens[first : last + 1] - cu_seqlens[first],
+        )
         if mask is None:
-            for output, made in zip(outputs, of_part(*(column[part] for column in inputs), starts), strict=True):
+            for output, made in zip(
+                outputs, of_part(*(column[part] for column in inputs), starts), strict=True
+            ):
                 output[part] = made
         else:
             kept = np.flatnonzero(mask[part] != 0)  # many times faster for bool than for integers
             found = of_part(*(column[part].take(kept) for column in inputs), kept.searchsorted(starts))
             for output, made in zip(outputs, found, strict=True):
-                torch.from_numpy(output[part]).zero_().scatter_(0, torch.from_numpy(kept), torch.from_numpy(made))
+                torch.from_numpy(output[part]).zero_().scatter_(
+                    0, torch.from_numpy(kept), torch.from_numpy(made)
+                )
         first = last
     return tuple(map(torch.from_numpy, outputs))
 
@@ -259,7 +277,9 @@ def _float32(column: Tensor) -> NDArray[np.float32]:
     return column.detach().to(torch.float32).numpy()
 
 
-def _discounted_sums(values_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64], c: float) -> NDArray[np.float32]:
+def _discounted_sums(
+    values_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64], c: float
+) -> NDArray[np.float32]:
     """y_t = x_t + c y_t+1 within each row, the recursion of every estimator here, without a loop over tokens.
 
     Rows are cut into blocks of `_BLOCK` tokens. What a block hands on to the one before it obeys the same recursion over blocks,
@@ -277,7 +297,9 @@ def _discounted_sums(values_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64
     blocks[taken] = values_N
     powers = np.float64(c) ** np.arange(_BLOCK)
     if num_blocks.max(initial=0) > 1:
-        heads = _discounted_sums(blocks @ powers.astype(np.float32), np.concatenate([[0], ends]), c**_BLOCK)
+        heads = _discounted_sums(
+            blocks @ powers.astype(np.float32), np.concatenate([[0], ends]), c**_BLOCK
+        )
         handed_on = np.append(heads[1:], np.float32(0))
         handed_on[ends[filled] - 1] = 0  # nothing comes after a row's last block
         blocks[:, -1] += np.float32(c) * handed_on

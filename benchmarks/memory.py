@@ -66,7 +66,9 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
 def main() -> None:
     from machine import load
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--quick", action="store_true", help="small sizes, for the tests")
     options = parser.parse_args()

@@ -55,7 +55,9 @@ class PeakBytes(TorchDispatchMode):
             self._mapped.add(made.untyped_storage().data_ptr())
         for leaf in tree_leaves(made):
             local = getattr(leaf, "_local_tensor", leaf)
-            if type(local) is torch.Tensor and not local.is_meta:  # torch's fake tensors are of another class
+            if (
+                type(local) is torch.Tensor and not local.is_meta
+            ):  # torch's fake tensors are of another class
                 self._count(local)
         return made
 
@@ -141,7 +143,8 @@ def measure(*, ranks: int = RANKS, small: bool = False) -> dict[str, float]:
         answers = forks.Queue()
         meeting = Rendezvous.at(take_port(LOOPBACK), "of this benchmark")
         started = [
-            forks.Process(target=load_rank, args=(folder, rank, ranks, meeting, answers)) for rank in range(ranks)
+            forks.Process(target=load_rank, args=(folder, rank, ranks, meeting, answers))
+            for rank in range(ranks)
         ]
         for process in started:
             process.start()
@@ -194,7 +197,9 @@ def start_bytes_per_rank_ratio() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--small", action="store_true", help="a tiny model on two ranks, for the tests")
     options = parser.parse_args()
     print(json.dumps(measure(ranks=2 if options.small else RANKS, small=options.small)))

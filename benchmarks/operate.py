@@ -44,7 +44,9 @@ PARTS = {
 def main() -> None:
     from machine import load
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     figures = dict.fromkeys(FIGURES)
     for part in parser.parse_args().only:

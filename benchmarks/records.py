@@ -24,10 +24,19 @@ def lane(calls: Rows, window: Window, *, group: str | None = None, node: str | N
     start, end = window
     chosen = [
         TimelineCall(
-            c.get("step", 0), c.get("group", ""), c["node"], c["start_s"], c["end_s"], c.get("worker_s", 0.0), 0
+            c.get("step", 0),
+            c.get("group", ""),
+            c["node"],
+            c["start_s"],
+            c["end_s"],
+            c.get("worker_s", 0.0),
+            0,
         )
         for c in calls
-        if group in (None, c.get("group")) and node in (None, c["node"]) and c["start_s"] < end and c["end_s"] > start
+        if group in (None, c.get("group"))
+        and node in (None, c["node"])
+        and c["start_s"] < end
+        and c["end_s"] > start
     ]
     return Lane(group or "", sorted(chosen, key=lambda call: call.start_s), start, end)
 

@@ -51,20 +51,30 @@ def plans(small: bool) -> dict[str, Any]:
     module = importlib.import_module("plans")
     print(module.projection({"8B": (8,)} if small else module.PROJECTED), flush=True)
     seconds = module.plan_70b_s(8 if small else 64)
-    return {"plan_70b_s": round(seconds, 3), **module.plan_equals_bound((1, 2) if small else (1, 2, 4, 8))}
+    return {
+        "plan_70b_s": round(seconds, 3),
+        **module.plan_equals_bound((1, 2) if small else (1, 2, 4, 8)),
+    }
 
 
 def wire(small: bool, rounds: int) -> dict[str, Any]:
     found = importlib.import_module("transfer").measure(rounds, small=small)
-    print("\n".join(f"{name:<28} {seconds:8.4f} s" for name, seconds in found["seconds"].items()), flush=True)
+    print(
+        "\n".join(f"{name:<28} {seconds:8.4f} s" for name, seconds in found["seconds"].items()),
+        flush=True,
+    )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=7, help="transfers in each way that count")
-    parser.add_argument("--small", action="store_true", help="a tiny model and few layouts, to see that it works")
+    parser.add_argument(
+        "--small", action="store_true", help="a tiny model and few layouts, to see that it works"
+    )
     asked = parser.parse_args()
     figures: dict[str, Any] = dict.fromkeys(FIGURES)
     if "wire" in asked.only:

@@ -41,27 +41,50 @@ def _of_all(counts: tuple[int, int]) -> str:
 
 def _reward_calls(_: object) -> dict[str, float]:
     together_s, in_turn_s = _figure("reward_calls", "reward_calls")
-    return {"reward_calls_s": round(together_s, 3), "reward_calls_s_ratio": round(in_turn_s / together_s, 1)}
+    return {
+        "reward_calls_s": round(together_s, 3),
+        "reward_calls_s_ratio": round(in_turn_s / together_s, 1),
+    }
 
 
 _NEW_ANSWERS = Path(__file__).resolve().parent / "tasks" / "graded_new.jsonl"
 FIGURES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "trials_ok": lambda given: {"trials_ok": _of_all(_figure("trials", "trials", given.seeds, given.backends))},
-    "gsm8k_tiny_s": lambda given: {"gsm8k_tiny_s": round(_figure("gsm8k", "gsm8k_tiny_s", given.gsm8k), 1)},
+    "trials_ok": lambda given: {
+        "trials_ok": _of_all(_figure("trials", "trials", given.seeds, given.backends))
+    },
+    "gsm8k_tiny_s": lambda given: {
+        "gsm8k_tiny_s": round(_figure("gsm8k", "gsm8k_tiny_s", given.gsm8k), 1)
+    },
     "graded_right": lambda _: {"graded_right": round(_figure("graded", "graded_right"), 4)},
     "graded_new": lambda _: {"graded_new": round(_figure("graded", "graded_right", _NEW_ANSWERS), 4)},
     "signatures": lambda _: {"signatures": _of_all(_figure("signatures", "signatures"))},
     "formats": lambda _: {"formats": _of_all(_figure("formats", "formats"))},
     "reward_calls_s_ratio": _reward_calls,
 }
-NAMES = ("trials_ok", "gsm8k_tiny_s", "graded_right", "graded_new", "signatures", "formats", "reward_calls_s_ratio")
+NAMES = (
+    "trials_ok",
+    "gsm8k_tiny_s",
+    "graded_right",
+    "graded_new",
+    "signatures",
+    "formats",
+    "reward_calls_s_ratio",
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(FIGURES), default=list(FIGURES), metavar="FIGURE")
-    parser.add_argument("--gsm8k", type=Path, metavar="FILE", help="rows of GSM8K for gsm8k_tiny_s; default: made")
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(10)), metavar="N", help="of trials_ok")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=list(FIGURES), default=list(FIGURES), metavar="FIGURE"
+    )
+    parser.add_argument(
+        "--gsm8k", type=Path, metavar="FILE", help="rows of GSM8K for gsm8k_tiny_s; default: made"
+    )
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=list(range(10)), metavar="N", help="of trials_ok"
+    )
     parser.add_argument(
         "--backends", nargs="+", choices=("local", "ray"), default=["local", "ray"], help="of trials_ok"
     )

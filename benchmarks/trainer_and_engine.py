@@ -59,7 +59,9 @@ def generate(pipe: Any, folder: Path, ranks: int, machine: str) -> None:
 def _batch(rows: list[tuple[list[int], list[int]]]) -> Any:
     from weft.dataflow.batch import Batch
 
-    return Batch.of(prompt_ids=[prompt for prompt, _ in rows], response_ids=[response for _, response in rows])
+    return Batch.of(
+        prompt_ids=[prompt for prompt, _ in rows], response_ids=[response for _, response in rows]
+    )
 
 
 def _told(target: Callable[..., None], pipe: Any, *arguments: Any) -> None:

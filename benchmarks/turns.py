@@ -63,7 +63,9 @@ class System:
         python: interpreter; the peers have one of their own.
     """
 
-    def __init__(self, script: Path, *arguments: object, log: Path, python: Path | str = sys.executable) -> None:
+    def __init__(
+        self, script: Path, *arguments: object, log: Path, python: Path | str = sys.executable
+    ) -> None:
         self.log = log
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "MKL_", "RAY_"))}
         path = [str(Path(__file__).resolve().parent), environment.get("PYTHONPATH", "")]
@@ -92,7 +94,9 @@ class System:
         line = self._process.stdout.readline()
         if not line:
             self.close()
-            raise RuntimeError(f"{self._process.args} ended; the end of its log:\n{self.log.read_text()[-3000:]}")
+            raise RuntimeError(
+                f"{self._process.args} ended; the end of its log:\n{self.log.read_text()[-3000:]}"
+            )
         return json.loads(line)
 
     def close(self) -> None:
@@ -144,8 +148,12 @@ def take_turns(
                 for name, more in made.items():
                     measured[name] += more
             what = f"round {number} of {len(rounds) - 1}" if number else "warm-up"
-            seconds = {name: ", ".join(f"{step['step_s']:.2f}" for step in more) for name, more in made.items()}
-            print(f"  {what}: {'  '.join(f'{name} {each}' for name, each in seconds.items())}", flush=True)
+            seconds = {
+                name: ", ".join(f"{step['step_s']:.2f}" for step in more) for name, more in made.items()
+            }
+            print(
+                f"  {what}: {'  '.join(f'{name} {each}' for name, each in seconds.items())}", flush=True
+            )
         return measured, {name: system.facts for name, system in systems.items()}
 
 

@@ -67,11 +67,21 @@ class Workload:
 
 
 _25M = Workload(
-    "b", num_prompts=8, max_tokens=64, vocabulary=32_000, hidden=384, layers=6, heads=6, mlp=1280, trl_microbatch=8
+    "b",
+    num_prompts=8,
+    max_tokens=64,
+    vocabulary=32_000,
+    hidden=384,
+    layers=6,
+    heads=6,
+    mlp=1280,
+    trl_microbatch=8,
 )
 
 WORKLOADS = {
-    "a": Workload("a", num_prompts=32, max_tokens=64, vocabulary=1024, hidden=128, layers=4, heads=4, mlp=512),
+    "a": Workload(
+        "a", num_prompts=32, max_tokens=64, vocabulary=1024, hidden=128, layers=4, heads=4, mlp=512
+    ),
     "b": _25M,
     "c": replace(_25M, name="c", max_tokens=256, mean_tokens=48),
 }
@@ -95,7 +105,9 @@ def prompts_of(workload: Workload) -> list[str]:
 def prepare(workload: Workload, folder: Path) -> Path:
     """Write `model/` (weights, tokenizer) and `prompts.jsonl`; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts_of(workload)))
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": text}) + "\n" for text in prompts_of(workload))
+    )
     make_tokenizer(workload, folder / "model")
     make_model(workload, folder / "model")
     return folder

@@ -48,7 +48,9 @@ class Check(Command):
 
 def _counts(graph: Any) -> dict[str, Any]:
     fates = ("issued", "waiting", "leased", "done")
-    return {fate: getattr(graph, fate) for fate in fates} | {"dropped": dict(sorted(graph.dropped.items()))}
+    return {fate: getattr(graph, fate) for fate in fates} | {
+        "dropped": dict(sorted(graph.dropped.items()))
+    }
 
 
 def _summary(report: Report) -> str:

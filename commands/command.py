@@ -17,7 +17,9 @@ from ..dataflow.runs.files import LEFT, is_run
 MAX_NUMBER = 2**63 - 1
 Switch: TypeAlias = Annotated[bool, arg(help_behavior_hint="")]
 """An option that is off unless it is given."""
-RunName: TypeAlias = Annotated[Positional[str], arg(metavar="RUN", help="A run's directory, or its name under runs/.")]
+RunName: TypeAlias = Annotated[
+    Positional[str], arg(metavar="RUN", help="A run's directory, or its name under runs/.")
+]
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,10 @@ class Command(ABC):
         for word in words[:at]:
             option = word.partition("=")[0]
             if option.startswith("--") and option.replace("_", "-") not in options:
-                hint = nearest(option, options) or f"; options before the script are {', '.join(sorted(options))}"
+                hint = (
+                    nearest(option, options)
+                    or f"; options before the script are {', '.join(sorted(options))}"
+                )
                 raise UserError(f"there is no option {option}{hint}")
         return [*words[:at], "--", *words[at:]]
 
@@ -142,7 +147,9 @@ def find_run(name: str) -> Path:
         runs = [name for name in run_names(path) if is_run(path / name)]
         if runs:
             raise UserError(f"{path} is a folder of runs: name one of them, such as {path / runs[0]}")
-        found = f"has none of what a run leaves behind ({', '.join(LEFT)})" if _entries(path) else "is empty"
+        found = (
+            f"has none of what a run leaves behind ({', '.join(LEFT)})" if _entries(path) else "is empty"
+        )
         raise UserError(f"{path} holds no run: it {found}")
     return path
 

@@ -103,7 +103,9 @@ def parse(words: Sequence[str]) -> Command:
     name, rest = "weft", list(words)
     while isinstance(tree, Mapping):
         if not rest or rest[0].startswith("-"):
-            return tyro.cli(_union(tree, stubs=True), prog=name, description=_about(name), args=rest or ["--help"])
+            return tyro.cli(
+                _union(tree, stubs=True), prog=name, description=_about(name), args=rest or ["--help"]
+            )
         if rest[0] not in tree:
             hint = nearest(rest[0], tree) or f"; it has {', '.join(tree)}"
             raise UserError(f"{name} has no command {rest[0]!r}{hint}")
@@ -224,4 +226,6 @@ class Completion(Command):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
             parse([PRINT_COMPLETION, self.shell])
-        return Answer({"shell": self.shell, "script": printed.getvalue()}, printed.getvalue().rstrip("\n"))
+        return Answer(
+            {"shell": self.shell, "script": printed.getvalue()}, printed.getvalue().rstrip("\n")
+        )

@@ -49,7 +49,10 @@ class Dashboard(Command):
         found = export_run(self._folder(), file)
         left = found["of_groups"] - found["groups"]
         more = f"; {left} more groups of samples are left out" if left else ""
-        return Answer(found, f"{file}: {found['bytes'] / 1e6:.1f} MB, with {found['groups']} groups of samples{more}")
+        return Answer(
+            found,
+            f"{file}: {found['bytes'] / 1e6:.1f} MB, with {found['groups']} groups of samples{more}",
+        )
 
     def _folder(self) -> Path:
         for path in (self.folder, RUNS / self.folder):

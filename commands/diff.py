@@ -23,11 +23,18 @@ MOST = 12
 class Diff(Command):
     """Say where two runs differ: settings, versions of packages, data, metrics, and the first sample that differs, token by token."""
 
-    run_a: Annotated[Positional[str], arg(metavar="RUN_A", help="A run's directory, or its name under runs/.")]
+    run_a: Annotated[
+        Positional[str], arg(metavar="RUN_A", help="A run's directory, or its name under runs/.")
+    ]
     run_b: Annotated[Positional[str], arg(metavar="RUN_B", help="The run that it is compared with.")]
 
     def answer(self) -> Answer:
-        from ..dashboard.reading.comparison import compare_configs, compare_metrics, first_difference, metrics_of
+        from ..dashboard.reading.comparison import (
+            compare_configs,
+            compare_metrics,
+            first_difference,
+            metrics_of,
+        )
         from ..dataflow.runs.facts import facts_of
 
         a, b = find_run(self.run_a), find_run(self.run_b)
@@ -42,7 +49,11 @@ class Diff(Command):
             "settings": settings,
             "versions": versions,
             "data": data,
-            "metrics": {"steps": len(set(measured[0]) & set(measured[1])), "first_step": step, "values": metrics},
+            "metrics": {
+                "steps": len(set(measured[0]) & set(measured[1])),
+                "first_step": step,
+                "values": metrics,
+            },
             "sample": sample.for_programs if sample else None,
         }
         return Answer(found, _text(found, sample), notes)
@@ -58,12 +69,17 @@ def _text(found: Mapping[str, Any], sample: SampleDifference | None) -> str:
     elif metrics["first_step"] is None:
         lines.append("metrics: the same")
     else:
-        lines.append(f"metrics: {len(metrics['values'])} differ at step {metrics['first_step']}, and none before it")
+        lines.append(
+            f"metrics: {len(metrics['values'])} differ at step {metrics['first_step']}, and none before it"
+        )
         shown = list(metrics["values"].items())
         lines += [f"  {name}: {a:.9g} | {b:.9g}" for name, (a, b) in shown[:MOST]]
         lines += [f"  ... {len(shown) - MOST} more"] if len(shown) > MOST else []
     return "\n".join(
-        [*lines, f"samples: {sample}" if sample else "samples: the same, as far as both have recorded them"]
+        [
+            *lines,
+            f"samples: {sample}" if sample else "samples: the same, as far as both have recorded them",
+        ]
     )
 
 

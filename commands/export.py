@@ -52,7 +52,12 @@ class Export(Command):
                 shutil.copytree(model, partial)
                 partial.rename(self.out)
         kind = "adapter" if is_adapter and not self.merged else "model"
-        found = {"folder": str(self.out), "kind": kind, "checkpoint": str(checkpoint), "group": model.parent.name}
+        found = {
+            "folder": str(self.out),
+            "kind": kind,
+            "checkpoint": str(checkpoint),
+            "group": model.parent.name,
+        }
         return Answer(found, f"{self.out}: the {kind} of {model.parent.name!r} in {checkpoint}")
 
 

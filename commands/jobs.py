@@ -110,7 +110,12 @@ def followed(jobs: Jobs, job: str, *, as_json: bool) -> Answer:
 def ended(job: Job) -> Answer:
     """The answer about a job that is over."""
     said = f"job {job.id} {job.status.lower()}"
-    found: dict[str, Any] = {"job": job.id, "status": job.status, "folder": job.folder, "message": job.message}
+    found: dict[str, Any] = {
+        "job": job.id,
+        "status": job.status,
+        "folder": job.folder,
+        "message": job.message,
+    }
     said += f"; its runs lie in {job.folder} on the head node" if job.folder else ""
     notes = [job.message] if job.status == "FAILED" and job.message else []
     return Answer(found, said, notes, exit_code=int(job.status == "FAILED"))
@@ -150,7 +155,9 @@ class List(Command):
             f"  {job.queue or '-'}  {job.entrypoint}"
             for job in jobs
         ]
-        return Answer({"jobs": [asdict(job) for job in jobs]}, "\n".join(lines) or "the cluster remembers no jobs")
+        return Answer(
+            {"jobs": [asdict(job) for job in jobs]}, "\n".join(lines) or "the cluster remembers no jobs"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

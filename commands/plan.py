@@ -90,7 +90,10 @@ def _found(plan: Plan, made: Planning) -> dict[str, Any]:
             "sequence_groups": [asdict(shared) for shared in plan.sequences],
             "pipelines": [asdict(pipeline) for pipeline in plan.pipelines],
         },
-        "groups": {g.group: {**asdict(g), "peak": g.peak, "host": g.host, "device": g.device} for g in plan.groups},
+        "groups": {
+            g.group: {**asdict(g), "peak": g.peak, "host": g.host, "device": g.device}
+            for g in plan.groups
+        },
         "driver_bytes": plan.driver_bytes,
         "host_bytes": plan.host_bytes,
         "device_bytes": dict(plan.device_bytes),
@@ -103,7 +106,10 @@ def _found(plan: Plan, made: Planning) -> dict[str, Any]:
 
 def _settings(settings: Composed) -> dict[str, Any]:
     values = settings.values
-    return {name: {"value": str(values[name]), "origin": str(origin)} for name, origin in settings.origins.items()}
+    return {
+        name: {"value": str(values[name]), "origin": str(origin)}
+        for name, origin in settings.origins.items()
+    }
 
 
 # Plan page
@@ -182,7 +188,10 @@ def _graphs(plan: Plan) -> Iterable[Sequence[str]]:
 
 
 def _chain(graph: Graph) -> str:
-    nodes = (f"{n.name}({n.arguments['n']})" if isinstance(n.arguments.get("n"), int) else n.name for n in graph.nodes)
+    nodes = (
+        f"{n.name}({n.arguments['n']})" if isinstance(n.arguments.get("n"), int) else n.name
+        for n in graph.nodes
+    )
     return " → ".join([f"{len(graph.source.table):,} rows of {graph.source.name}", *nodes])
 
 
@@ -191,7 +200,9 @@ def _step(plan: Plan) -> Iterator[str]:
     each = sizes.rows // max(1, sizes.prompts)
     yield f"  {_count(sizes.prompts, 'prompt')} × {each} → {_count(sizes.rows, 'row')}"
     if sizes.prompt_tokens:
-        response = f"{sizes.response_tokens:,.0f} of {'a response at most' if sizes.sampled else 'a response'}"
+        response = (
+            f"{sizes.response_tokens:,.0f} of {'a response at most' if sizes.sampled else 'a response'}"
+        )
         total = sizes.rows * sizes.tokens_a_row
         yield (
             f"  tokens: {sizes.prompt_tokens:,.1f} of a prompt on average + {response} → {total:,.0f} in a step, "
@@ -214,7 +225,11 @@ def _step(plan: Plan) -> Iterator[str]:
         )
     for shared in plan.sequences:
         groups = " + ".join(f"{number} × {degree}" for degree, number in Counter(shared.degrees).items())
-        where = f" (in the slowest of {shared.optimizer_steps:,} optimizer steps)" if shared.optimizer_steps > 1 else ""
+        where = (
+            f" (in the slowest of {shared.optimizer_steps:,} optimizer steps)"
+            if shared.optimizer_steps > 1
+            else ""
+        )
         yield (
             f"  {shared.node}: ranks in groups of {groups}{where} take {shared.seconds:,.3g} s, "
             f"at most {shared.gap:.1%} above the best there can be; groups of {shared.equal_degree} take {shared.equal_s:,.3g} s"
@@ -223,7 +238,9 @@ def _step(plan: Plan) -> Iterator[str]:
         how = "no schedule is quicker" if plan.time.at_best else "one call after the other"
         yield f"  time: {plan.time.seconds:,.3g} s a step, {_duration(plan.time.seconds * steps)} in all, by {plan.time.of} ({how})"
         if plan.time.nodes:
-            yield "    " + ", ".join(f"{name} {seconds:,.3g}" for name, seconds in plan.time.nodes.items())
+            yield "    " + ", ".join(
+                f"{name} {seconds:,.3g}" for name, seconds in plan.time.nodes.items()
+            )
 
 
 def _count(number: int, what: str) -> str:
@@ -253,9 +270,14 @@ def _duration(seconds: float) -> str:
 
 def _group(group: GroupMemory) -> Sequence[str]:
     where = _count(group.ranks, "rank") + ("" if group.pool.endswith("'s own") else f" on {group.pool}")
-    parts = {"libraries": group.libraries, **{f"{what} (host)": number for what, number in group.on_host.items()}}
+    parts = {
+        "libraries": group.libraries,
+        **{f"{what} (host)": number for what, number in group.on_host.items()},
+    }
     for phase, found in group.phases.items():
-        parts |= {what if phase == "at rest" else f"{what} ({phase})": number for what, number in found.items()}
+        parts |= {
+            what if phase == "at rest" else f"{what} ({phase})": number for what, number in found.items()
+        }
     parts = {what: number for what, number in parts.items() if number}
     small = [what for what, number in parts.items() if number < LEAST * sum(parts.values())]
     if len(small) > 1:

@@ -27,7 +27,11 @@ class Runs(Command):
             raise UserError(
                 f"there is no folder {self.folder}: name the one that your runs are in (the default is {RUNS}/)"
             )
-        paths = [self.folder] if is_run(self.folder) else [self.folder / name for name in run_names(self.folder)]
+        paths = (
+            [self.folder]
+            if is_run(self.folder)
+            else [self.folder / name for name in run_names(self.folder)]
+        )
         found = [facts_of(path) for path in paths if is_run(path)]
         notes = [f"damaged: {what}" for facts in found for what in facts.damage]
         if not found:

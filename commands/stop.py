@@ -37,14 +37,17 @@ class Stop(Command):
         facts = facts_of(run)
         if facts.life is not Life.ALIVE or facts.holder is None:
             return Answer(
-                {"asked": False, "ended": True, **facts.for_programs}, f"{run} is not going on: {_state(facts)}"
+                {"asked": False, "ended": True, **facts.for_programs},
+                f"{run} is not going on: {_state(facts)}",
             )
         try:
             request_stop(run, facts.holder.epoch)
         except OSError as error:
             raise RunError(f"{run} cannot be asked to end: {error}") from None
         if not self.timeout:
-            return Answer({"asked": True, "ended": False, **facts.for_programs}, f"{run} was asked to end")
+            return Answer(
+                {"asked": True, "ended": False, **facts.for_programs}, f"{run} was asked to end"
+            )
         show(f"{run} is asked to end, held by {facts.holder} ...")
         return self._ended(run, facts)
 
@@ -61,7 +64,9 @@ class Stop(Command):
                 )
             time.sleep(LOOK_S)
         facts = facts_of(run)
-        return Answer({"asked": True, "ended": True, **facts.for_programs}, f"{run} has ended: {_state(facts)}")
+        return Answer(
+            {"asked": True, "ended": True, **facts.for_programs}, f"{run} has ended: {_state(facts)}"
+        )
 
 
 def _state(facts: RunFacts) -> str:

@@ -29,8 +29,14 @@ class Timeline(Command):
         timeline = load_timeline(run, parse_steps(self.steps))
         picture = draw_timeline(timeline, self.out or run / "timeline.png", run.resolve().name)
         lanes = {
-            lane.group: {"calls": len(lane.calls), "idle": lane.idle, "idle_s": lane.idle_s} for lane in timeline.lanes
+            lane.group: {"calls": len(lane.calls), "idle": lane.idle, "idle_s": lane.idle_s}
+            for lane in timeline.lanes
         }
-        found = {"start_s": timeline.start_s, "end_s": timeline.end_s, "groups": lanes, "picture": str(picture)}
+        found = {
+            "start_s": timeline.start_s,
+            "end_s": timeline.end_s,
+            "groups": lanes,
+            "picture": str(picture),
+        }
         found["nodes"] = [asdict(node) for node in node_times(timeline)]
         return Answer(found, f"{summary(timeline)}\n\npicture: {picture}")

@@ -89,7 +89,9 @@ def table_of(records: list[Record]) -> str:
     lines: list[str] = []
     for record in records:
         figures = ", ".join(f"{name} {value}" for name, value in record.figures.items())
-        lines.append(f"{record.outcome:8}{record.name:22}{record.seconds:6.1f} s  {record.why or figures}")
+        lines.append(
+            f"{record.outcome:8}{record.name:22}{record.seconds:6.1f} s  {record.why or figures}"
+        )
         lines.append(f"{'':8}supports: {record.claim}")
     return "\n".join(lines)
 
@@ -152,12 +154,15 @@ def save_random_model(folder: Path, *, large: bool) -> Path:
     letters = ["<pad>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocabulary = 151_936 if large else 512
     names = {
-        name: number for number, name in enumerate([*letters, *(f"<{i}>" for i in range(len(letters), vocabulary))])
+        name: number
+        for number, name in enumerate([*letters, *(f"<{i}>" for i in range(len(letters), vocabulary))])
     }
     tokens = Tokenizer(models.BPE(names, []))
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokens.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", eos_token="<end>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokens, pad_token="<pad>", eos_token="<end>"
+    ).save_pretrained(folder)
     sizes = (896, 4864, 24, 14, 2) if large else (64, 128, 2, 2, 2)
     config = Qwen2Config(
         vocab_size=vocabulary,
@@ -194,12 +199,17 @@ def packed_attention(folder: Path, gpu: bool) -> Figures:
     from ..workers.actor import ActorConfig, ActorWorker
 
     model = save_random_model(folder / "model", large=gpu)
-    rows = [[3 + (7 * row + place) % 200 for place in range(length)] for row, length in enumerate((5, 130, 17, 64))]
+    rows = [
+        [3 + (7 * row + place) % 200 for place in range(length)]
+        for row, length in enumerate((5, 130, 17, 64))
+    ]
     actor = ActorWorker(ActorConfig(model=str(model)))
     engine: Any = actor.engine
     assert engine.model.packs, "the model is not packed"
     found = _logprobs(actor, [row[:1] for row in rows], [row[1:] for row in rows])
-    straight = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    straight = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    )
     straight = straight.to(engine.device).eval()
     off = 0.0
     for row, mine in zip(rows, found, strict=True):
@@ -263,7 +273,9 @@ def colocated(folder: Path, gpu: bool) -> Figures:
     rollout.offload()
     actor.onload()
     rollout.close()
-    assert asleep < both and away < asleep, f"sleep freed nothing: {both} GiB, asleep {asleep}, training away {away}"
+    assert asleep < both and away < asleep, (
+        f"sleep freed nothing: {both} GiB, asleep {asleep}, training away {away}"
+    )
     assert before == again, "the same weights sampled other tokens after the wake"
     return {"GiB with both": both, "GiB with vLLM asleep": asleep, "GiB with training away as well": away}
 
@@ -279,7 +291,9 @@ def collectives(folder: Path, gpu: bool) -> Figures:
     ranks = torch.cuda.device_count() if gpu else 2
     spawn = multiprocessing.get_context("spawn")
     answers = spawn.Queue()
-    started = [spawn.Process(target=_collect, args=(folder, rank, ranks, gpu, answers)) for rank in range(ranks)]
+    started = [
+        spawn.Process(target=_collect, args=(folder, rank, ranks, gpu, answers)) for rank in range(ranks)
+    ]
     for process in started:
         process.start()
     found = [answers.get(timeout=50) for _ in started]
@@ -288,7 +302,11 @@ def collectives(folder: Path, gpu: bool) -> Figures:
     wrong = [said for said, _ in found if said]
     assert not wrong, wrong[0]
     slowest = max(seconds for _, seconds in found)
-    return {"ranks": ranks, "backend": "nccl" if gpu else "gloo", "all-reduce of 64 MiB (ms)": round(1e3 * slowest, 1)}
+    return {
+        "ranks": ranks,
+        "backend": "nccl" if gpu else "gloo",
+        "all-reduce of 64 MiB (ms)": round(1e3 * slowest, 1),
+    }
 
 
 def grpo(folder: Path, gpu: bool) -> Figures:
@@ -316,7 +334,11 @@ def grpo(folder: Path, gpu: bool) -> Figures:
     last = steps[-1]
     assert int(last["step"]) == 20, f"the run ended after step {last['step']}"
     figures: dict[str, float | str] = {"steps": 20, "seconds": round(seconds, 1)}
-    figures |= {name: round(value, 4) for name, value in last.items() if name in _PHASES or name.startswith("time/")}
+    figures |= {
+        name: round(value, 4)
+        for name, value in last.items()
+        if name in _PHASES or name.startswith("time/")
+    }
     if gpu:
         free, total = torch.cuda.mem_get_info()
         figures["GiB still in use after its workers ended"] = round((total - free) / GIB, 2)
@@ -338,8 +360,18 @@ CHECKS = (
         packed_attention,
         90,
     ),
-    Check("collectives", "ranks of a group are joined over NCCL or gloo (docs/architecture.md)", collectives, 60),
-    Check("weight sync", "published weights arrive, by their checksum (docs/architecture.md)", weight_sync, 130),
+    Check(
+        "collectives",
+        "ranks of a group are joined over NCCL or gloo (docs/architecture.md)",
+        collectives,
+        60,
+    ),
+    Check(
+        "weight sync",
+        "published weights arrive, by their checksum (docs/architecture.md)",
+        weight_sync,
+        130,
+    ),
     Check(
         "colocated",
         "groups of one pool take turns on its devices (docs/architecture.md)",
@@ -372,7 +404,9 @@ def _sampled(rollout: RolloutWorker) -> tuple[list[list[int]], list[list[int]], 
     from ..workers.generation.engine import GenerationRequest
 
     prompts = [[5 + row, 6, 7 + row] for row in range(4)]
-    requests = [GenerationRequest(row, np.array(ids, np.int32), seed=row) for row, ids in enumerate(prompts)]
+    requests = [
+        GenerationRequest(row, np.array(ids, np.int32), seed=row) for row, ids in enumerate(prompts)
+    ]
     steps = rollout.engine.generate(requests, Sampling(max_tokens=16, ignore_stop=True))
     found = sorted((one for step in steps for one in step), key=lambda one: one.request_id)
     return prompts, [np.asarray(one.token_ids).tolist() for one in found], [one.logprobs for one in found]
@@ -394,7 +428,9 @@ def _collect(folder: Path, rank: int, ranks: int, gpu: bool, answers: Any) -> No
         if gpu:
             torch.cuda.set_device(device)
         rendezvous = f"file://{folder}/rendezvous"
-        dist.init_process_group("nccl" if gpu else "gloo", init_method=rendezvous, rank=rank, world_size=ranks)
+        dist.init_process_group(
+            "nccl" if gpu else "gloo", init_method=rendezvous, rank=rank, world_size=ranks
+        )
         numbers = torch.full((16 * 2**20,), float(rank + 1), device=device)
         dist.all_reduce(numbers)
         expected = ranks * (ranks + 1) / 2

@@ -47,7 +47,9 @@ class Watch(Command):
             "metrics": dict(facts.last),
             "alerts": [asdict(alert) for alert in facts.alerts[max(0, len(facts.alerts) - self.last) :]],
         }
-        return Answer({**facts.for_programs, **found}, notes=[f"damaged: {what}" for what in facts.damage])
+        return Answer(
+            {**facts.for_programs, **found}, notes=[f"damaged: {what}" for what in facts.damage]
+        )
 
 
 @dataclass
@@ -131,7 +133,9 @@ class View:
         from ..dataflow.runs.alerts import read_alerts
 
         alerts = read_alerts(self.run)
-        for alert in alerts[max(0, len(alerts) - self.last) :] if not self._alerts else alerts[self._alerts :]:
+        for alert in (
+            alerts[max(0, len(alerts) - self.last) :] if not self._alerts else alerts[self._alerts :]
+        ):
             when = "" if alert.text.startswith(("step ", "steps ")) else f"step {alert.step}"
             said = " at ".join(part for part in ("ended" * alert.ends, when) if part)
             self.display.say(f"{said}: {alert.text}" if said else alert.text, warning=True)

@@ -145,7 +145,9 @@ def bundles(pools: Iterable[ResourcePool]) -> dict[str, list[Bundle]]:
     return found
 
 
-def lay_out(placement: Mapping[str, Place], handles: Mapping[str, Handle], nodes: Nodes) -> dict[str, Place]:
+def lay_out(
+    placement: Mapping[str, Place], handles: Mapping[str, Handle], nodes: Nodes
+) -> dict[str, Place]:
     """The placement with a number of nodes for every pool.
 
     Args:
@@ -192,7 +194,11 @@ def _least(place: Place) -> ResourcePool:
     """What an elastic group has to have of its pool."""
     share, pool = (place.min_ranks or place.ranks), place.pool
     return replace(
-        pool, cpus=pool.cpus // place.ranks * share, gpus=pool.gpus // place.ranks * share, nodes=None, beside=None
+        pool,
+        cpus=pool.cpus // place.ranks * share,
+        gpus=pool.gpus // place.ranks * share,
+        nodes=None,
+        beside=None,
     )
 
 
@@ -228,13 +234,17 @@ def _check_totals(pools: Sequence[ResourcePool], nodes: Nodes) -> None:
 
 
 def _with_nodes(
-    family: Sequence[ResourcePool], places: Sequence[Place], blocks: Sequence[tuple[Place, int]], nodes: Nodes
+    family: Sequence[ResourcePool],
+    places: Sequence[Place],
+    blocks: Sequence[tuple[Place, int]],
+    nodes: Nodes,
 ) -> list[ResourcePool]:
     """Pools that share nodes, each with its number of nodes: as few as can hold them, if they do not say."""
     root = family[0]
     inner = [pool for pool in family if pool.nodes is None]  # these have as many as the root
     limit = math.gcd(
-        *(n for pool in inner for n in (pool.cpus, pool.gpus)), *(p.ranks for p in places if p.pool in inner)
+        *(n for pool in inner for n in (pool.cpus, pool.gpus)),
+        *(p.ranks for p in places if p.pool in inner),
     )
     numbers = [root.nodes] if root.nodes else [n for n in range(1, limit + 1) if limit % n == 0]
     fits: list[ResourcePool] = []
@@ -242,7 +252,9 @@ def _with_nodes(
         if inner and limit % number:
             break
         made = [pool if pool.nodes else replace(pool, nodes=number) for pool in family]
-        whole = all(_is_whole(place.ranks // number, replica) for place, replica in blocks if place.pool in inner)
+        whole = all(
+            _is_whole(place.ranks // number, replica) for place, replica in blocks if place.pool in inner
+        )
         if not whole or any((pool.nodes or 1) > number for pool in made):
             continue
         largest = max(bundles(made)[root.name], key=lambda bundle: (bundle.gpus, bundle.cpus))
@@ -268,14 +280,20 @@ def _cannot_lie(
         )
     one = bundles(made)[root.name][0]
     number = made[0].nodes or 1
-    ask = f"{one.cpus} CPUs and {one.gpus} GPUs on " + ("one node" if number == 1 else f"each of {number} nodes")
+    ask = f"{one.cpus} CPUs and {one.gpus} GPUs on " + (
+        "one node" if number == 1 else f"each of {number} nodes"
+    )
     have = ", ".join(f"{c} and {g}" for c, g in sorted(set(nodes.sizes), reverse=True))
     if root.nodes and nodes.that_hold(one.cpus, one.gpus):
         few = nodes.that_hold(one.cpus, one.gpus)
         return UserError(
             f"{who} asks for {ask}, but only {few} of {nodes.where} can hold that (CPUs and GPUs of its nodes: {have})"
         )
-    way = "; say how it is to lie on nodes that are still to come: nodes=..., gpus_per_node=..." if nodes.grow else ""
+    way = (
+        "; say how it is to lie on nodes that are still to come: nodes=..., gpus_per_node=..."
+        if nodes.grow
+        else ""
+    )
     return UserError(
         f"{who} asks for {ask}, but no node of {nodes.where} has both (CPUs and GPUs of its nodes: {have}){way}"
     )

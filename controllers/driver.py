@@ -168,7 +168,12 @@ class Driver:
         hold_streams()
         display = display_for(progress)
         check_kinds(
-            graph=graph, schedule=schedule, buffer=buffer, checkpoint=checkpoint, placement=placement, backend=backend
+            graph=graph,
+            schedule=schedule,
+            buffer=buffer,
+            checkpoint=checkpoint,
+            placement=placement,
+            backend=backend,
         )
         check_numbers(
             seed=seed,
@@ -205,7 +210,9 @@ class Driver:
         if self._point is not None and (changed := changed_settings(self._spec, self._point, "reported")):
             self.directory.notes.append(f"changed since the checkpoint: {'; '.join(changed)}")
         if at != Path(root):
-            self.directory.notes.append(f"the run's directory is {self.directory.path}: this is a job of a cluster")
+            self.directory.notes.append(
+                f"the run's directory is {self.directory.path}: this is a job of a cluster"
+            )
         shown = Progress(schedule.steps, self.directory.path, display)
         following = TrackerProcesses(
             trackers,
@@ -372,7 +379,9 @@ class Driver:
         """
         group = next((g for g in self.groups.values() if g.handle is handle), None)
         if group is None:
-            raise UserError(f"{handle!r} is no group of this run; its groups: {', '.join(self._spec.handles)}")
+            raise UserError(
+                f"{handle!r} is no group of this run; its groups: {', '.join(self._spec.handles)}"
+            )
         return self._usable().call(group, method, **arguments)
 
     def _usable(self) -> Run:
@@ -400,7 +409,9 @@ def _checked(
     check_best(settings["checkpoint"], evaluations, handles)
     agree_on_adapters(handles.values())
     every_handle = {**handles, **own_groups(graphs, handles, settings["record_every"])}
-    settings |= set_deadlines(settings["start_timeout_s"], settings["call_timeout_s"], every_handle.values())
+    settings |= set_deadlines(
+        settings["start_timeout_s"], settings["call_timeout_s"], every_handle.values()
+    )
     places = resolve(placement, {**handles, **RESERVED})
     check_elastic(places, every_handle)
     spec = RunSpec(
@@ -428,7 +439,8 @@ def _described(spec: RunSpec, handles: Mapping[str, Handle]) -> dict[str, Any]:
         "graphs": {n: str(g).splitlines() for n, g in spec.graphs.items()},
         "data": {n: g.source.understood for n, g in spec.graphs.items() if isinstance(g.source, Prompts)},
         "sources": {
-            n: {"rows": len(g.source.table), "checksum": fingerprint(g.source)} for n, g in spec.graphs.items()
+            n: {"rows": len(g.source.table), "checksum": fingerprint(g.source)}
+            for n, g in spec.graphs.items()
         },
         "versions": {"python": platform.python_version(), **versions()},
     }

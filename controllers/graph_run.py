@@ -66,7 +66,11 @@ class GraphRun(ABC):
         """Whether a node only looks at rows: it writes no column, drops no row and updates nothing, and the run waits for it."""
         if node.operation.behind:
             return False
-        return not node.writes and not node.operation.updates and node.operation.shape in (Shape.MAP, Shape.GROUP)
+        return (
+            not node.writes
+            and not node.operation.updates
+            and node.operation.shape in (Shape.MAP, Shape.GROUP)
+        )
 
     def issue(self, number: int, step: int) -> int:
         """Issue the next rows of the source; returns how many there were."""
@@ -144,7 +148,9 @@ class TrainingRun(GraphRun):
     @property
     def cursor(self) -> Cursor:
         """The place in the data from which the run could go on without its rows in flight."""
-        return self.start.after(self.ledger.prompts_issued, self.ledger.live.positions_before(self.updates))
+        return self.start.after(
+            self.ledger.prompts_issued, self.ledger.live.positions_before(self.updates)
+        )
 
     def issue(self, number: int, step: int) -> int:
         issued = super().issue(number, step)
@@ -187,7 +193,9 @@ class TrainingRun(GraphRun):
         if overlaps and self.updates and self.generated:  # else both are the same rows
             trained = self.lengths[self.updates[-1].name]
             self.metrics.append(
-                length_bias(np.concatenate([np.empty(0, np.int64), *trained]), np.concatenate(self.generated))
+                length_bias(
+                    np.concatenate([np.empty(0, np.int64), *trained]), np.concatenate(self.generated)
+                )
             )
         merged = values_of(merge(self.metrics))
         merged |= {f"stale/{fate}": float(groups) for fate, groups in self.ledger.claims.stale.items()}
@@ -237,7 +245,9 @@ class EvaluationRun(GraphRun):
         """Whether a group has to keep the version of the weights that it has until the evaluation that is due or under way is over."""
         if group not in self.graph.handles:
             return False
-        return bool(self.under_way) or any(version >= wanted.get(group, 0) for wanted in self.due.values())
+        return bool(self.under_way) or any(
+            version >= wanted.get(group, 0) for wanted in self.due.values()
+        )
 
     def mark(self, step: int, versions: Mapping[str, int]) -> None:
         """Queue a step for evaluation as soon as groups hold these versions, unless it has been evaluated."""
@@ -273,8 +283,14 @@ class EvaluationRun(GraphRun):
         self.closed_at = max(self.closed_at, step)
         metrics = values_of(merge(ended.metrics))
         if (overlaps and ended.versions) or len(ended.versions) > 1:
-            metrics |= {"oldest_version": float(min(ended.versions)), "newest_version": float(max(ended.versions))}
-        metrics |= {"prompts_lost": float(ended.asked - len(ended.answered)), "prompts_asked": float(ended.asked)}
+            metrics |= {
+                "oldest_version": float(min(ended.versions)),
+                "newest_version": float(max(ended.versions)),
+            }
+        metrics |= {
+            "prompts_lost": float(ended.asked - len(ended.answered)),
+            "prompts_asked": float(ended.asked),
+        }
         return {f"{self.name}/{name}": value for name, value in metrics.items()}
 
 

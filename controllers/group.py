@@ -141,7 +141,11 @@ class Call:
 
     def describe(self, rank: int | None = None) -> str:
         who = f"{self.group.name}[{rank}]" if rank is not None else self.group.name
-        return f"worker {who}, node {self.node.name!r}" if self.node else f"worker {who}, call {self.method!r}"
+        return (
+            f"worker {who}, node {self.node.name!r}"
+            if self.node
+            else f"worker {who}, call {self.method!r}"
+        )
 
     def _error(self, rank: int, failure: Failure) -> Exception:
         ids = failure.sample_ids or self.shares.get(rank, ())[:4]
@@ -159,7 +163,9 @@ class Call:
 
 def publishes_as_it_goes(node: Node) -> bool:
     """Whether what a call has published of some rows counts before it is through with all of them."""
-    return bool(node.writes) and not node.operation.takes_groups and node.operation.shape is not Shape.FILTER
+    return (
+        bool(node.writes) and not node.operation.takes_groups and node.operation.shape is not Shape.FILTER
+    )
 
 
 class UnderWay:
@@ -243,7 +249,9 @@ class Loads:
 class WorkerGroup:
     """The live side of a handle: ranks that registered their mesh coordinates, and how to call them."""
 
-    def __init__(self, name: str, handle: Handle, place: Place, mesh: Sequence[Coordinates], submit: Submit) -> None:
+    def __init__(
+        self, name: str, handle: Handle, place: Place, mesh: Sequence[Coordinates], submit: Submit
+    ) -> None:
         self.name = name
         self.handle = handle
         self.place = place
@@ -265,7 +273,9 @@ class WorkerGroup:
         for rank, at in enumerate(self.mesh):
             self._ranks_of.setdefault(at.dp, []).append(rank)
         self._replicas = sorted(self._ranks_of)
-        self._alone = {dp: [replace(self.mesh[rank], dp=0) for rank in ranks] for dp, ranks in self._ranks_of.items()}
+        self._alone = {
+            dp: [replace(self.mesh[rank], dp=0) for rank in ranks] for dp, ranks in self._ranks_of.items()
+        }
         """Replica -> the coordinates of its ranks in a call that goes to it alone."""
         self._loads = Loads(self._replicas)
 
@@ -311,7 +321,11 @@ class WorkerGroup:
     @property
     def up(self) -> list[int]:
         """Ranks whose processes are up."""
-        return [rank for rank in range(len(self.mesh)) if rank not in self.absent and rank not in self.starting]
+        return [
+            rank
+            for rank in range(len(self.mesh))
+            if rank not in self.absent and rank not in self.starting
+        ]
 
     @property
     def replicas(self) -> Sequence[int]:
@@ -322,7 +336,11 @@ class WorkerGroup:
     @property
     def at_work(self) -> UnderWay:
         """Calls under way that keep ranks busy which get rows."""
-        return UnderWay(c for c in self.calls if not self.out.issuperset(c.ranks)) if self.out else self.calls
+        return (
+            UnderWay(c for c in self.calls if not self.out.issuperset(c.ranks))
+            if self.out
+            else self.calls
+        )
 
     def is_free(self, *, to_join: bool) -> bool:
         """Whether the ranks that get rows can begin something; `to_join`: beside calls that give way."""
@@ -373,7 +391,9 @@ class WorkerGroup:
         shares, keep, begin = dict[int, Sequence[int]](), set[int](), 0
         for replica, number in [(None, lease.num_rows)] if by_load is None else by_load.items():
             part = slice(begin, begin + number)
-            if replica is not None and len(self._ranks_of[replica]) == 1:  # whatever the protocol, it gets all
+            if (
+                replica is not None and len(self._ranks_of[replica]) == 1
+            ):  # whatever the protocol, it gets all
                 shares[self._ranks_of[replica][0]] = range(begin, begin + number)
                 keep.add(self._ranks_of[replica][0])
                 begin += number
@@ -382,7 +402,9 @@ class WorkerGroup:
             costs = self._row_cost(tokens) if len(self._replicas) > 1 else None
             sizes = RowSizes(tokens, rows.group_ids[part], node.operation.whole_groups, costs)
             given, kept = self._distribute(self._dispatch(method), sizes, replica)
-            shares |= {rank: [begin + k for k in share] if begin else share for rank, share in given.items()}
+            shares |= {
+                rank: [begin + k for k in share] if begin else share for rank, share in given.items()
+            }
             keep |= kept
             begin += number
         self._check_shares(self._dispatch(method), shares, keep, lease.num_rows)
@@ -398,14 +420,17 @@ class WorkerGroup:
         own = {rank: tuple(share) for rank, share in shares.items()}
         different = list(dict.fromkeys(own.values()))  # the ranks of one replica get equal copies
         cut = {
-            share: (task, tuple(task.ids.tolist())) for share, task in zip(different, rows.cut(different), strict=True)
+            share: (task, tuple(task.ids.tolist()))
+            for share, task in zip(different, rows.cut(different), strict=True)
         }
         tasks: dict[tuple[tuple[int, ...], bool], Task] = {}
         for rank, share in own.items():
             part, call.shares[rank] = cut[share]
             task = tasks.get((share, rank in keep))
             if task is None:
-                task = tasks[share, rank in keep] = Task(method, arguments, part, rank in keep, call.number, waits_s)
+                task = tasks[share, rank in keep] = Task(
+                    method, arguments, part, rank in keep, call.number, waits_s
+                )
             self._submit(rank, task, call)
         for rank in keep if by_load else ():
             call.by_load[self.mesh[rank].dp] = call.shares[rank]
@@ -418,7 +443,9 @@ class WorkerGroup:
         chosen, mesh = self._part(replica)
         given = dispatch.distribute(sizes, mesh)
         if len(given) != len(mesh):
-            raise UserError(f"{dispatch!r} gave {len(given)} shares for the {len(mesh)} ranks of {self.name!r}")
+            raise UserError(
+                f"{dispatch!r} gave {len(given)} shares for the {len(mesh)} ranks of {self.name!r}"
+            )
         # A rank without rows is called all the same: it takes part in the collectives of its group.
         shares = {rank: share for rank, share in zip(chosen, given, strict=True) if share is not None}
         return shares, {chosen[k] for k in dispatch.collect(mesh)}

@@ -19,7 +19,9 @@ def group_of(node: Node) -> str:
     return node.group or FUNCTIONS
 
 
-def own_groups(graphs: Sequence[Graph], handles: Mapping[str, Handle], record_every: int) -> dict[str, Handle]:
+def own_groups(
+    graphs: Sequence[Graph], handles: Mapping[str, Handle], record_every: int
+) -> dict[str, Handle]:
     """Handles of the groups that a run has beside those of its graphs, by name.
 
     Raises:
@@ -34,6 +36,8 @@ def own_groups(graphs: Sequence[Graph], handles: Mapping[str, Handle], record_ev
     if any(node.group is None for graph in graphs for node in graph.nodes):
         own[FUNCTIONS] = Handle(FunctionWorker, FunctionConfig(), FUNCTIONS)
     if record_every:
-        tokenizer = next((str(h.config.model) for h in handles.values() if getattr(h.config, "model", None)), None)
+        tokenizer = next(
+            (str(h.config.model) for h in handles.values() if getattr(h.config, "model", None)), None
+        )
         own[RECORDER] = Handle(RecorderWorker, RecorderConfig(tokenizer=tokenizer), RECORDER)
     return own

@@ -65,7 +65,11 @@ class ResourcePool:
     ) -> None:
         who = f"resource pool {name!r}"
         given = {"cpus": cpus, "gpus": gpus, "nodes": nodes}
-        for field, value in {**given, "cpus_per_node": cpus_per_node, "gpus_per_node": gpus_per_node}.items():
+        for field, value in {
+            **given,
+            "cpus_per_node": cpus_per_node,
+            "gpus_per_node": gpus_per_node,
+        }.items():
             if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
                 raise UserError(f"{who}: {field} is a whole number, not {value!r}")
         if nodes is not None and nodes < 1:
@@ -93,9 +97,13 @@ class ResourcePool:
 def _in_all(who: str, kind: str, total: int | None, each: int | None, nodes: int | None) -> int | None:
     """Devices of one kind in all, from what was said: a total, or a number for each node; None: nothing was said."""
     if each is not None and nodes is None:
-        raise UserError(f"{who}: {kind}_per_node={each} is of each node; say nodes=..., too, or {kind}=... in all")
+        raise UserError(
+            f"{who}: {kind}_per_node={each} is of each node; say nodes=..., too, or {kind}=... in all"
+        )
     if each is not None and total is not None:
-        raise UserError(f"{who}: {kind}={total} and {kind}_per_node={each} say the same twice; leave one of them out")
+        raise UserError(
+            f"{who}: {kind}={total} and {kind}_per_node={each} say the same twice; leave one of them out"
+        )
     if each is not None and nodes is not None:
         return each * nodes
     if total is not None and nodes is not None and total % nodes:
@@ -134,7 +142,9 @@ class Place:
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
-            raise UserError(f"a group on pool {self.pool.name!r} needs at least one rank, not {self.ranks}")
+            raise UserError(
+                f"a group on pool {self.pool.name!r} needs at least one rank, not {self.ranks}"
+            )
         if self.pool.gpus and self.pool.gpus % self.ranks:
             raise UserError(
                 f"{self.ranks} ranks do not divide the {self.pool.gpus} GPUs of pool {self.pool.name!r} evenly"
@@ -155,7 +165,9 @@ class Place:
             raise UserError(f"{who}: min_ranks is a whole number from 1 to ranks={ranks}, not {least!r}")
         if pool.cpus % ranks:
             right = max(1, round(pool.cpus / ranks)) * ranks
-            raise UserError(f"{who}: {ranks} ranks do not divide its {pool.cpus} CPUs evenly; take cpus={right}, say")
+            raise UserError(
+                f"{who}: {ranks} ranks do not divide its {pool.cpus} CPUs evenly; take cpus={right}, say"
+            )
         if pool.beside is not None or pool.nodes not in (None, ranks):
             given = f"beside={pool.beside!r}" if pool.beside is not None else f"nodes={pool.nodes}"
             raise UserError(
@@ -218,7 +230,9 @@ def _check_alone(placement: Placement) -> None:
     """Check that elastic groups share their pools with nobody."""
     for name, place in placement.items():
         pool = place.pool
-        others = [n for n, p in placement.items() if n != name and pool.name in (p.pool.name, p.pool.beside)]
+        others = [
+            n for n, p in placement.items() if n != name and pool.name in (p.pool.name, p.pool.beside)
+        ]
         if place.is_elastic and others:
             raise UserError(
                 f"group {name!r} has min_ranks={place.min_ranks}, and its pool {pool.name!r} is used by {', '.join(map(repr, others))}, "

@@ -77,7 +77,9 @@ def precompute(
         nodes = (*graph.nodes, _writing(writers, folder))
         with Driver(
             replace(graph, source=numbered, nodes=nodes),
-            schedule=Synchronous(steps=steps, prompts_per_step=max(1, math.ceil(number / steps)), shuffle=False),
+            schedule=Synchronous(
+                steps=steps, prompts_per_step=max(1, math.ceil(number / steps)), shuffle=False
+            ),
             placement=placement,
             backend=backend,
             root=root,
@@ -112,14 +114,19 @@ def _writers(graph: Graph) -> dict[str, str]:
             f"precompute: node {updating!r} of graph {graph.name!r} makes new weights; what they give is not constant"
         )
     writers = {
-        column: n.name for n in graph.nodes if n.level == SOURCE and n.makes_level is None for column in n.writes
+        column: n.name
+        for n in graph.nodes
+        if n.level == SOURCE and n.makes_level is None
+        for column in n.writes
     }
     if not writers:
         raise UserError(
             f"precompute: no node of graph {graph.name!r} writes a column for the rows of {graph.source.name!r}"
         )
     if ROW_NUMBER in graph.source.columns:
-        raise UserError(f"precompute: source {graph.source.name!r} has a column {ROW_NUMBER!r}; rename it")
+        raise UserError(
+            f"precompute: source {graph.source.name!r} has a column {ROW_NUMBER!r}; rename it"
+        )
     return writers
 
 

@@ -64,7 +64,11 @@ class Script:
         self.module: ModuleType = sys.modules[MAIN]
         frame = _frame_of(self.module)
         self._line = frame.f_lineno if frame is not None else sys.maxsize
-        self._file = frame.f_code.co_filename if frame is not None else getattr(self.module, "__file__", None) or ""
+        self._file = (
+            frame.f_code.co_filename
+            if frame is not None
+            else getattr(self.module, "__file__", None) or ""
+        )
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -82,7 +86,11 @@ class Script:
 
     def name_of(self, value: Any) -> str | None:
         """The name that the script uses for an object."""
-        found = (name for name, each in vars(self.module).items() if each is value and not name.startswith("__"))
+        found = (
+            name
+            for name, each in vars(self.module).items()
+            if each is value and not name.startswith("__")
+        )
         return next((name for name in found if self.has(name)), None)
 
     def needed(self, names: set[str]) -> list[Part]:
@@ -99,7 +107,9 @@ class Script:
         if not needed:
             return []
         wanted = {*needed, *(part for part in self.parts if part.text.startswith("from __future__"))}
-        for path in (part for part in self.parts if part.text.startswith("sys.path.")):  # imports may depend on it
+        for path in (
+            part for part in self.parts if part.text.startswith("sys.path.")
+        ):  # imports may depend on it
             wanted |= {path, *(self.needed(set(path.reads)) if not path.reads <= known else ())}
             known |= path.reads
         return sorted(wanted, key=lambda part: part.place)
@@ -108,19 +118,27 @@ class Script:
         """Whether a call without a kept result may change one of these names: `table.update(...)`, `fill(table)`."""
         if not part.calls or part.calls in _PRINTS or self._is_weft(part.calls):
             return False
-        containers = {name for name in names if isinstance(vars(self.module).get(name), list | dict | set)}
+        containers = {
+            name for name in names if isinstance(vars(self.module).get(name), list | dict | set)
+        }
         return part.calls in names or bool(part.reads & containers)
 
     def _is_weft(self, name: str) -> bool:
         value = vars(self.module).get(name)
-        owner = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
+        owner = (
+            value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
+        )
         return owner.split(".")[0] == __name__.split(".")[0]
 
     def _by_star(self, name: str) -> int | None:
         """The `from module import *` that provides this name, if no other statement defines it."""
         if any(name in part.binds for part in self.parts) or name not in vars(self.module):
             return None
-        stars = [n for n, part in enumerate(self.parts) if part.star and hasattr(sys.modules.get(part.star), name)]
+        stars = [
+            n
+            for n, part in enumerate(self.parts)
+            if part.star and hasattr(sys.modules.get(part.star), name)
+        ]
         return stars[-1] if stars else None
 
     def _top_level(self, body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -128,7 +146,9 @@ class Script:
         for node in body:
             if node.lineno > self._line:
                 return
-            if node.lineno <= self._line <= (node.end_lineno or node.lineno) and isinstance(node, _BLOCKS):
+            if node.lineno <= self._line <= (node.end_lineno or node.lineno) and isinstance(
+                node, _BLOCKS
+            ):
                 blocks = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
                 blocks += [handler.body for handler in getattr(node, "handlers", [])]
                 yield from (each for block in blocks for each in self._top_level(block))
@@ -146,7 +166,9 @@ class Script:
             source = ast.unparse(node)
         else:
             first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
-            if node.col_offset == 0 or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if node.col_offset == 0 or isinstance(
+                node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+            ):
                 lines = text.splitlines()[first - 1 : node.end_lineno]
                 source = textwrap.dedent("\n".join(lines)) if ";" not in lines[-1] else ast.unparse(node)
             else:
@@ -155,10 +177,17 @@ class Script:
         roots = {
             _root(each)
             for each in ast.walk(node)
-            if isinstance(each, ast.Attribute | ast.Subscript) and isinstance(each.ctx, ast.Store | ast.Del)
+            if isinstance(each, ast.Attribute | ast.Subscript)
+            and isinstance(each.ctx, ast.Store | ast.Del)
         }
-        calls = _root(node.value.func) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else ""
-        defines = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom)
+        calls = (
+            _root(node.value.func)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+            else ""
+        )
+        defines = isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
+        )
         return Part(
             (node.lineno, node.col_offset),
             source,
@@ -178,7 +207,11 @@ def names_of(source: str) -> tuple[set[str], set[str]]:
     if source.startswith("from ") and source.endswith("import *"):
         return set(), set()
     table = symtable.symtable(source, "script", "exec")
-    binds = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
+    binds = {
+        s.get_name()
+        for s in table.get_symbols()
+        if s.is_assigned() or s.is_imported() or s.is_namespace()
+    }
     reads = {s.get_name() for s in table.get_symbols() if s.is_referenced()}
     inner = list(table.get_children())
     while inner:
@@ -211,7 +244,11 @@ def _node_of(code: CodeType, file: str, names: Mapping[str, Any]) -> ast.AST | N
     """The `def` or `lambda` that a code object was made of."""
     tree = ast.parse("".join(linecache.getlines(file, dict(names))))
     kind = ast.Lambda if code.co_name == "<lambda>" else (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [node for node in ast.walk(tree) if isinstance(node, kind) and _first_line(node) == code.co_firstlineno]
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, kind) and _first_line(node) == code.co_firstlineno
+    ]
     if len(found) > 1:  # several lambdas on one line: the one whose body is where the code is
         spots = {(line, column) for line, _, column, _ in code.co_positions() if column}
         found = [n for n in found if any(_holds(n, line or 0, column or 0) for line, column in spots)]
@@ -240,7 +277,9 @@ def _root(node: ast.expr) -> str:
 def _frame_of(module: ModuleType) -> FrameType | None:
     """The frame that executes the top level of a module."""
     frame: FrameType | None = inspect.currentframe()
-    while frame is not None and not (frame.f_code.co_name == "<module>" and frame.f_globals is vars(module)):
+    while frame is not None and not (
+        frame.f_code.co_name == "<module>" and frame.f_globals is vars(module)
+    ):
         frame = frame.f_back
     return frame
 
@@ -309,7 +348,10 @@ class Program:
         Raises:
             UserError: an argument was made elsewhere, and has no text.
         """
-        given = [*map(self.expression, positional), *(f"{n}={self.expression(v)}" for n, v in arguments.items())]
+        given = [
+            *map(self.expression, positional),
+            *(f"{n}={self.expression(v)}" for n, v in arguments.items()),
+        ]
         name = self._name_of(function)
         line = f"{name}({', '.join(given)})"
         if len(line) <= WIDEST:
@@ -331,7 +373,9 @@ class Program:
         if own & taken:
             self._renamed = own & taken
             lines = self._lines()
-        imports = [f"from {module} import {_names(names)}" for module, names in sorted(self._imports.items())]
+        imports = [
+            f"from {module} import {_names(names)}" for module, names in sorted(self._imports.items())
+        ]
         texts = [part.text for part in needed] + list(self._definitions.values())
         future = [text for text in texts if text.startswith("from __future__")]
         weft = [f"import {PACKAGE}"] if any(f"{PACKAGE}." in line for line in [*lines, *texts]) else []
@@ -355,7 +399,9 @@ class Program:
     def expression(self, value: Any) -> str:
         """A value as text; of settings only those that differ from their defaults."""
         for made, name in self._made:
-            if made is value and not isinstance(value, str | int | float | None):  # equal ones may be one object
+            if made is value and not isinstance(
+                value, str | int | float | None
+            ):  # equal ones may be one object
                 return self.named(name)
         if isinstance(value, enum.Enum):
             return f"{self._name_of(type(value))}.{value.name}"
@@ -372,7 +418,11 @@ class Program:
         if is_dataclass(value):
             return self.call(type(value), **_given_fields(value))
         if isinstance(value, Mapping):
-            return "{" + ", ".join(f"{self.expression(k)}: {self.expression(v)}" for k, v in value.items()) + "}"
+            return (
+                "{"
+                + ", ".join(f"{self.expression(k)}: {self.expression(v)}" for k, v in value.items())
+                + "}"
+            )
         if isinstance(value, list | tuple):
             inner = ", ".join(map(self.expression, value))
             return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
@@ -389,8 +439,15 @@ class Program:
             self._needs.add(name)
             return name
         for module in (sys.modules.get(type(value).__module__), *list(sys.modules.values())):
-            name = next((n for n, each in list(getattr(module, "__dict__", {}).items()) if each is value), None)
-            if isinstance(module, ModuleType) and module.__name__ != MAIN and name and not name.startswith("__"):
+            name = next(
+                (n for n, each in list(getattr(module, "__dict__", {}).items()) if each is value), None
+            )
+            if (
+                isinstance(module, ModuleType)
+                and module.__name__ != MAIN
+                and name
+                and not name.startswith("__")
+            ):
                 return self._import(module.__name__, name, value)
         try:
             arguments = _constructor_arguments(value)
@@ -423,7 +480,9 @@ class Program:
             return self._script_name(known or qualified)
         if inspect.isfunction(function):
             return self._closure(function)
-        raise UserError(f"{qualified} of {home} has no name that a program could import: define it at the top level")
+        raise UserError(
+            f"{qualified} of {home} has no name that a program could import: define it at the top level"
+        )
 
     def _script_name(self, qualified: str) -> str:
         name = qualified.partition(".")[0]
@@ -488,7 +547,10 @@ class Program:
     def _unused(self, name: str, text: str) -> str:
         """An unused name for a definition, or the name of an equal definition."""
         number, free = 1, name
-        while self._definitions.get(free, text) not in (text, text.replace(name, free, 1)) or self._script.has(free):
+        while self._definitions.get(free, text) not in (
+            text,
+            text.replace(name, free, 1),
+        ) or self._script.has(free):
             number += 1
             free = f"{name}_{number}"
         return free
@@ -496,11 +558,15 @@ class Program:
     def _import(self, module: str, name: str, value: Any, *, alias: bool = True) -> str:
         """Import a name; use an alias if the script or another import has it already."""
         names = self._imports.setdefault(module, {})
-        others = {n for other, imported in self._imports.items() if other != module for n in imported.values()}
+        others = {
+            n for other, imported in self._imports.items() if other != module for n in imported.values()
+        }
         here = vars(self._script.module).get(name, value)
         if name not in names:
             free, number = name, 1
-            while alias and (free in others or (free == name and here is not value and self._script.has(name))):
+            while alias and (
+                free in others or (free == name and here is not value and self._script.has(name))
+            ):
                 number += 1
                 free = f"{name}_{number}"
             names[name] = free
@@ -564,7 +630,9 @@ def _quoted(text: str) -> str:
 
 def _given_settings(value: Config) -> dict[str, Any]:
     """Settings that were given, in their order."""
-    return {name: getattr(value, name) for name in type(value).model_fields if name in value.model_fields_set}
+    return {
+        name: getattr(value, name) for name in type(value).model_fields if name in value.model_fields_set
+    }
 
 
 def _given_fields(value: Any) -> dict[str, Any]:

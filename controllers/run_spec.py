@@ -97,7 +97,9 @@ class RunSpec:
     @cached_property
     def recorded(self) -> tuple[dict[str, str], dict[str, Rule]]:
         """The settings that a resumed run is compared by, and the rule of each."""
-        of_graphs = {name: handle for graph in self.graphs.values() for name, handle in graph.handles.items()}
+        of_graphs = {
+            name: handle for graph in self.graphs.values() for name, handle in graph.handles.items()
+        }
         return recorded_settings(self.graphs, of_graphs, self.schedule)
 
     @property

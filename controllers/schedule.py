@@ -53,7 +53,9 @@ class Stepwise(Config):
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("steps",))
     fixed_on_resume: ClassVar[frozenset[str]] = frozenset(("shuffle",))
-    retired: ClassVar[Mapping[str, str]] = {"max_refills": f"a step issues more prompts {MAX_REFILLS} times at most"}
+    retired: ClassVar[Mapping[str, str]] = {
+        "max_refills": f"a step issues more prompts {MAX_REFILLS} times at most"
+    }
 
     @property
     def overlaps(self) -> bool:
@@ -64,7 +66,10 @@ class Stepwise(Config):
         """Groups that are wanted now: a batch for a new step, later as many as filters dropped. The buffer may have less capacity."""
         if not train.open:
             return self.prompts_per_step
-        arrived = all(train.ledger.readiness.settled(n) or train.ledger.readiness.exhausted(n) for n in train.updates)
+        arrived = all(
+            train.ledger.readiness.settled(n) or train.ledger.readiness.exhausted(n)
+            for n in train.updates
+        )
         return self.lacks(train) if arrived else 0
 
     def lacks(self, train: TrainingRun) -> int:
@@ -101,7 +106,9 @@ class Stepwise(Config):
             else None
         )
 
-    def _when_ready(self, train: TrainingRun, node: Node, part: int, replicas: int, reserved: int = 0) -> Share | None:
+    def _when_ready(
+        self, train: TrainingRun, node: Node, part: int, replicas: int, reserved: int = 0
+    ) -> Share | None:
         """What is ready; an update takes at least `part` groups, and one for each replica, or the rest of its batch.
 
         Args:
@@ -119,7 +126,11 @@ class Stepwise(Config):
         if number == left > 0:
             return Share(number)
         number = min(number, left - replicas)  # the last part has rows for every replica, too
-        return Share(number, last=False) if node.operation.accumulates and number >= max(part, replicas) else None
+        return (
+            Share(number, last=False)
+            if node.operation.accumulates and number >= max(part, replicas)
+            else None
+        )
 
 
 class Synchronous(Stepwise):
@@ -204,7 +215,9 @@ class Asynchronous(InParts):
     def over(self, train: TrainingRun) -> bool:
         if not self.overlaps:
             return super().over(train)
-        return bool(train.updates) and all(train.trained[n.name] >= self.size(train) for n in train.updates)
+        return bool(train.updates) and all(
+            train.trained[n.name] >= self.size(train) for n in train.updates
+        )
 
 
 Training = Synchronous | Pipelined | Asynchronous
@@ -225,7 +238,11 @@ class OnePass:
             return Share() if evaluation.ledger.readiness.settled(node) else None
         step, number = evaluation.ledger.live.ready_in_step(node)
         takes_groups = node.operation.takes_groups
-        partial = evaluation.observes(node) and takes_groups and number != evaluation.ledger.live.groups_of_step[step]
+        partial = (
+            evaluation.observes(node)
+            and takes_groups
+            and number != evaluation.ledger.live.groups_of_step[step]
+        )
         if not number or partial:
             return None
         return Share(max_groups=number) if takes_groups else Share(max_rows=number)

@@ -44,7 +44,9 @@ def read_settings_file(path: Path) -> dict[str, Placed]:
         UserError: it cannot be read, or is no mapping; the message has the file and the line.
     """
     if path.suffix not in SUFFIXES:
-        raise UserError(f"--config {path}: settings are read from files ending with {', '.join(SUFFIXES)}")
+        raise UserError(
+            f"--config {path}: settings are read from files ending with {', '.join(SUFFIXES)}"
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -67,7 +69,9 @@ def _yaml(path: Path, text: str) -> dict[str, Placed]:
         if root is None:
             return {}
         if not isinstance(root, yaml.MappingNode):
-            raise UserError(f"{path}:{root.start_mark.line + 1}: a file of settings has `name: value` in each line")
+            raise UserError(
+                f"{path}:{root.start_mark.line + 1}: a file of settings has `name: value` in each line"
+            )
         return _yaml_mapping(path, root, loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -104,11 +108,15 @@ def _toml(path: Path, text: str) -> dict[str, Placed]:
     return _toml_mapping(path, values, "", _toml_lines(text))
 
 
-def _toml_mapping(path: Path, values: Mapping[str, Any], above: str, lines: Mapping[str, int]) -> dict[str, Placed]:
+def _toml_mapping(
+    path: Path, values: Mapping[str, Any], above: str, lines: Mapping[str, int]
+) -> dict[str, Placed]:
     found: dict[str, Placed] = {}
     for name, value in values.items():
         full = f"{above}.{name}" if above else name
-        line = lines.get(full) or next((n for known, n in lines.items() if known.startswith(f"{full}.")), None)
+        line = lines.get(full) or next(
+            (n for known, n in lines.items() if known.startswith(f"{full}.")), None
+        )
         place = f"{path}:{line}" if line else str(path)
         made = _toml_mapping(path, value, full, lines) if isinstance(value, Mapping) else value
         found[name] = Placed(made, place)
@@ -167,7 +175,9 @@ class Composed:
         return {name: _at(self.settings, name) for name in self.origins}
 
 
-def compose(settings_class: type[Config], arguments: Sequence[str], description: str | None = None) -> Composed:
+def compose(
+    settings_class: type[Config], arguments: Sequence[str], description: str | None = None
+) -> Composed:
     """Read settings from the command line, and from a file if it names one.
 
     Args:
@@ -217,7 +227,12 @@ def _check_flags(settings_class: type[Config], arguments: Sequence[str]) -> None
     wrong: list[str] = []
     for word in arguments:  # as verl has them: actor.lr=1e-6
         name, is_override, _ = word.partition("=")
-        if is_override and not name.startswith("--") and "." in name and (hint := peer_hint(name, leaves)):
+        if (
+            is_override
+            and not name.startswith("--")
+            and "." in name
+            and (hint := peer_hint(name, leaves))
+        ):
             wrong.append(f"{word}: settings are given as --name value{hint}")
     for flag, values in _given_flags(arguments):
         name = flag.removeprefix("--").replace("-", "_")
@@ -227,7 +242,12 @@ def _check_flags(settings_class: type[Config], arguments: Sequence[str]) -> None
             flags = [f"--{known.replace('_', '-')}" for known in leaves]
             hint = peer_hint(flag, leaves) or nearest(flag, flags) or f"; there are {', '.join(flags)}"
             wrong.append(f"{said}: there is no such setting{hint}")
-        elif field is not None and len(values) == 1 and _takes_one(field.annotation) and values[0] != "None":
+        elif (
+            field is not None
+            and len(values) == 1
+            and _takes_one(field.annotation)
+            and values[0] != "None"
+        ):
             try:
                 _valid("", field, Placed(values[0], said))
             except UserError as error:
@@ -252,7 +272,9 @@ def _leaves(settings_class: type[Config], above: str = "") -> Iterator[tuple[str
             yield f"{above}{name}", field
 
 
-def check(settings_class: type[Config], found: Mapping[str, Placed], above: str = "") -> dict[str, Placed]:
+def check(
+    settings_class: type[Config], found: Mapping[str, Placed], above: str = ""
+) -> dict[str, Placed]:
     """Check each value of a file by itself: its name and its type.
 
     Args:
@@ -321,10 +343,16 @@ def _pydantic_config(made: Any) -> pydantic.ConfigDict | None:
 
 def _plain(value: Any) -> Any:
     """A value without places."""
-    return {name: _plain(each.value) for name, each in value.items()} if isinstance(value, Mapping) else value
+    return (
+        {name: _plain(each.value) for name, each in value.items()}
+        if isinstance(value, Mapping)
+        else value
+    )
 
 
-def _without_config(settings_class: type[Config], arguments: Sequence[str]) -> tuple[list[str], Path | None]:
+def _without_config(
+    settings_class: type[Config], arguments: Sequence[str]
+) -> tuple[list[str], Path | None]:
     """The other arguments, and the file; a script with a setting `config` of its own has no file."""
     if "config" in settings_class.model_fields:
         return list(arguments), None
@@ -338,7 +366,9 @@ def _without_config(settings_class: type[Config], arguments: Sequence[str]) -> t
         else:
             rest.append(word)
     if len(files) > 1:
-        raise UserError(f"{OPTION} is given {len(files)} times ({', '.join(files)}): one file of settings is read")
+        raise UserError(
+            f"{OPTION} is given {len(files)} times ({', '.join(files)}): one file of settings is read"
+        )
     if files and not files[0]:
         raise UserError(f"{OPTION} needs a file, such as {OPTION} settings.yaml")
     return rest, Path(files[0]) if files else None
@@ -357,7 +387,11 @@ def _default(settings_class: type[Config], given: Mapping[str, Placed], above: s
         elif inner is not None and any(key.startswith(f"{full}.") for key in given):
             values[name] = _default(inner, given, f"{full}.")
         else:
-            values[name] = tyro.MISSING_NONPROP if field.is_required() else field.get_default(call_default_factory=True)
+            values[name] = (
+                tyro.MISSING_NONPROP
+                if field.is_required()
+                else field.get_default(call_default_factory=True)
+            )
     return settings_class.model_construct(_fields_set=set(values), **values)
 
 
@@ -412,7 +446,10 @@ def _at(settings: Any, name: str) -> Any:
 
 
 def _placed(
-    settings_class: type[Config], error: SettingError, given: Mapping[str, Placed], arguments: Sequence[str]
+    settings_class: type[Config],
+    error: SettingError,
+    given: Mapping[str, Placed],
+    arguments: Sequence[str],
 ) -> Iterator[str]:
     """The problems of a class of settings, each with its place."""
     flags = _flags(arguments)

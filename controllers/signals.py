@@ -184,7 +184,9 @@ def _is_free(number: signal.Signals) -> bool:
 
 
 @contextmanager
-def _handlers(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
+def _handlers(
+    handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], None]],
+) -> Iterator[None]:
     """Set handlers where nobody has, for as long as the block lasts; only the main thread may."""
     main = threading.current_thread() is threading.main_thread()
     free = [number for number in handlers if main and _is_free(number)]
@@ -203,7 +205,9 @@ def signals_deferred(until: str) -> Iterator[None]:
     Args:
         until: what is waited for, for the line that says so.
     """
-    if threading.current_thread() is not threading.main_thread():  # no handler can be set, and none runs here
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # no handler can be set, and none runs here
         yield
         return
     before = {number: signal.getsignal(number) for number in ENDING}

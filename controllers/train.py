@@ -49,7 +49,9 @@ Data = str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]]
 """A file, several files, or rows; docs/data.md has the formats."""
 
 
-@names_parameters("weft.train", "; what else workers are set to goes into the program that explain=True prints")
+@names_parameters(
+    "weft.train", "; what else workers are set to goes into the program that explain=True prints"
+)
 def train(
     model: str | Path,
     data: Data,
@@ -123,7 +125,11 @@ def train(
     rate = usual if learning_rate is None else learning_rate
     trained = {"learning_rate": rate, **({} if lora is None else {"lora": lora})}
     groups = _groups(program, chosen, shared, model=model, rewards=rewards, trained=trained)
-    sampled = {"sampling": Sampling(max_tokens=max_tokens)} | ({} if n is None else {"n": n}) if chosen.samples else {}
+    sampled = (
+        {"sampling": Sampling(max_tokens=max_tokens)} | ({} if n is None else {"n": n})
+        if chosen.samples
+        else {}
+    )
     training = program.assign("training", chosen.graph, prompts, **groups, **sampled, **chosen.settings)
     evaluations: list[Evaluation] = []
     for number, (each, rows) in enumerate(_held_out_sets(held_out).items(), start=1):
@@ -132,9 +138,21 @@ def train(
         accuracy = _evaluated(program, f"accuracy{which}", chosen, source, groups, max_tokens)
         evaluations.append(Evaluation(accuracy, every=evaluate_every, name=each))
     schedule = Synchronous(steps=steps, prompts_per_step=prompts_per_step)
-    run = {"name": name, "root": root, "seed": seed, "checkpoint": checkpoint, "resume": resume, "progress": progress}
+    run = {
+        "name": name,
+        "root": root,
+        "seed": seed,
+        "checkpoint": checkpoint,
+        "resume": resume,
+        "progress": progress,
+    }
     run |= {"trackers": trackers, "dashboard": dashboard}
-    settings = {"schedule": schedule, **({"evaluations": evaluations} if evaluations else {}), **shared.run, **run}
+    settings = {
+        "schedule": schedule,
+        **({"evaluations": evaluations} if evaluations else {}),
+        **shared.run,
+        **run,
+    }
     if explain:
         _explain(program, training, settings)
         return []
@@ -154,7 +172,9 @@ def _checked(method: Method, name: str, rewards: object, held_out: object) -> Me
             f"method={name!r} trains on responses that are rewarded: give rewards=..., a function of `response`"
         )
     if not method.samples and rewards is not None:
-        raise UserError(f"method={name!r} trains on the responses in the data, without rewards; leave rewards out")
+        raise UserError(
+            f"method={name!r} trains on the responses in the data, without rewards; leave rewards out"
+        )
     if held_out is not None and not method.samples and not method.compares:
         raise UserError(f"method={name!r} has no evaluation; leave held_out out")
     return method
@@ -171,7 +191,10 @@ def _check_responses(method: Method, name: str, prompts: Source) -> None:
             (CHOSEN_IDS,),
         )
     else:
-        what, columns = "responses", (RESPONSE_IDS, CHOSEN_IDS) if method.graph is kto else (RESPONSE_IDS,)
+        what, columns = (
+            "responses",
+            (RESPONSE_IDS, CHOSEN_IDS) if method.graph is kto else (RESPONSE_IDS,),
+        )
         wanted = "responses are in columns such as 'messages', 'completion', 'response' or 'output', or in one that reading= names"
     if not any(str(column) in prompts.columns for column in columns):
         raise UserError(
@@ -232,7 +255,9 @@ def _run(training: Graph, actor: Any, settings: Mapping[str, Any]) -> list[dict[
     said = "the run ends after this step, and saves its model; a second one ends it at once, and saves nothing"
     checkpoint: CheckpointConfig = settings["checkpoint"]
     with (
-        endings_noted(said, of_systems=not checkpoint.writes) as noted,  # else a checkpoint is made at once
+        endings_noted(
+            said, of_systems=not checkpoint.writes
+        ) as noted,  # else a checkpoint is made at once
         Driver(training, stop=StopOnSignal(noted), **settings) as driver,
     ):
         path = driver.directory.path / MODEL
@@ -248,7 +273,9 @@ def _run(training: Graph, actor: Any, settings: Mapping[str, Any]) -> list[dict[
     return metrics
 
 
-def _read(program: Program, name: str, data: Data, model: str | Path, reading: ReadArguments | None) -> Source:
+def _read(
+    program: Program, name: str, data: Data, model: str | Path, reading: ReadArguments | None
+) -> Source:
     rows = is_rows(data)
     more = {**({"name": name} if rows else {}), **(reading or {})}
     return program.assign(name, Prompts.from_rows if rows else Prompts.read, data, model, **more)
@@ -316,7 +343,10 @@ def _equal_nodes(sizes: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
     ((12, 8, 2), (4, 0, 2))
     """
     kind = 1 if any(gpus for _, gpus in sizes) else 0
-    least = max((size[kind] for size in sizes), key=lambda each: (each * sum(s[kind] >= each for s in sizes), each))
+    least = max(
+        (size[kind] for size in sizes),
+        key=lambda each: (each * sum(s[kind] >= each for s in sizes), each),
+    )
     chosen = [size for size in sizes if size[kind] >= max(1, least)]
     return max(1, min((cpus for cpus, _ in chosen), default=1)), least if kind else 0, max(1, len(chosen))
 
@@ -334,5 +364,8 @@ def _evaluated(
     """Greedy responses to held-out prompts; or how often the better response of a pair is the likelier one."""
     if not method.samples:
         return program.assign(name, preference_accuracy, rows, actor=groups["actor"])
-    greedy, judges = Sampling(max_tokens=max_tokens, temperature=0), {n: groups[n] for n in ("rollout", "reward")}
+    greedy, judges = (
+        Sampling(max_tokens=max_tokens, temperature=0),
+        {n: groups[n] for n in ("rollout", "reward")},
+    )
     return program.assign(name, evaluate, rows, **judges, sampling=greedy)

@@ -111,14 +111,20 @@ class WeightSync:
         late = {e.follower for e in edges if not self._is_ready(self._groups[e.follower], group.version)}
         self._waiting = self._waiting - {e.follower for e in edges} | late
         ready = [e for e in edges if e.follower not in late]
-        shared = [e for e in ready if group.place.pool.gpus and self._groups[e.follower].place.pool == group.place.pool]
+        shared = [
+            e
+            for e in ready
+            if group.place.pool.gpus and self._groups[e.follower].place.pool == group.place.pool
+        ]
         if shared:  # one follower after the other has the devices
             ready = shared[:1]
         if not ready:
             return []
         followers = [self._groups[e.follower] for e in ready]
         self._owing[leader], self._taken[leader] = {f.name for f in followers}, []
-        receivers = [f"{f.name}[{rank}]" for f in followers for rank in sorted(self._receivers(f, group.version))]
+        receivers = [
+            f"{f.name}[{rank}]" for f in followers for rank in sorted(self._receivers(f, group.version))
+        ]
         request = CallRequest(
             group,
             "publish_weights",
@@ -132,7 +138,11 @@ class WeightSync:
 
     def publish_all(self) -> list[CallRequest]:
         """Send the present weights of every leader."""
-        return [request for leader in dict.fromkeys(e.leader for e in self._edges) for request in self.publish(leader)]
+        return [
+            request
+            for leader in dict.fromkeys(e.leader for e in self._edges)
+            for request in self.publish(leader)
+        ]
 
     def resend(self, follower: WorkerGroup, rank: int) -> list[CallRequest]:
         """A rank was replaced. If its group follows another, it gets no rows before it has received the present weights."""
@@ -157,17 +167,29 @@ class WeightSync:
         """Whether a follower can take weights now."""
         if follower.name in self._owing:  # its own followers take what it has
             return False
-        if self._keeps is not None and not follower.lacking and self._keeps(follower.name, follower.version):
+        if (
+            self._keeps is not None
+            and not follower.lacking
+            and self._keeps(follower.name, follower.version)
+        ):
             return False
         ranks = self._receivers(follower, version)
         finishes = self._partial_rollouts == "finish"
-        return not (finishes and any(c.interruptible and ranks.intersection(c.ranks) for c in follower.calls))
+        return not (
+            finishes and any(c.interruptible and ranks.intersection(c.ranks) for c in follower.calls)
+        )
 
-    def _published(self, call: Call, edges: Sequence[ParameterEdge], shared: bool) -> Iterable[CallRequest]:
+    def _published(
+        self, call: Call, edges: Sequence[ParameterEdge], shared: bool
+    ) -> Iterable[CallRequest]:
         weights = reduce(add, call.results)  # what the ranks publish adds up
         requests: list[CallRequest] = []
         if call.group.handle.vllm_backend:
-            requests.append(CallRequest(call.group, "send_weights", {"version": weights.version}, on_device=not shared))
+            requests.append(
+                CallRequest(
+                    call.group, "send_weights", {"version": weights.version}, on_device=not shared
+                )
+            )
         for edge in edges:
             follower = self._groups[edge.follower]
             ranks = self._receivers(follower, weights.version)
@@ -175,10 +197,14 @@ class WeightSync:
                 if other.interruptible and ranks.intersection(other.ranks):
                     self._requeue(other)
             arguments: dict[str, Any] = {"weights": weights}
-            if self._partial_rollouts == "recompute" and any(other.interruptible for other in follower.calls):
+            if self._partial_rollouts == "recompute" and any(
+                other.interruptible for other in follower.calls
+            ):
                 arguments["recompute"] = True
             then = partial(self._received, leader=edge.leader, weights=weights)
-            requests.append(CallRequest(follower, "receive_weights", arguments, sorted(ranks), then, on_device=True))
+            requests.append(
+                CallRequest(follower, "receive_weights", arguments, sorted(ranks), then, on_device=True)
+            )
         return requests
 
     def _requeue(self, call: Call) -> None:
@@ -207,7 +233,11 @@ class WeightSync:
 
     def _sampled(self, call: Call, received: Call, leader: str, weights: Any) -> Iterable[CallRequest]:
         received.lost |= call.lost
-        found = {rank: canary for rank, canary in sorted(call.values.items()) if rank not in call.lost and canary}
+        found = {
+            rank: canary
+            for rank, canary in sorted(call.values.items())
+            if rank not in call.lost and canary
+        }
         self._compared[call.group.name] |= found.keys()
         canaries = {f"{call.group.name}[{rank}]": canary for rank, canary in found.items()}
         if not canaries:
@@ -237,7 +267,9 @@ class WeightSync:
         if not self._owing[leader]:
             then = partial(self._finished, leader=leader)
             requests.append(
-                CallRequest(self._groups[leader], "finish_publishing", {"version": weights.version}, then=then)
+                CallRequest(
+                    self._groups[leader], "finish_publishing", {"version": weights.version}, then=then
+                )
             )
         return requests
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 INK, FAINT, ACCENT, SECOND = "#1f2430", "#d8dbe2", "#2a6fdb", "#d9622b"
 
 
-def draw_curve(metrics: Sequence[Mapping[str, float]], curves: Mapping[str, str], path: Path, title: str) -> Path:
+def draw_curve(
+    metrics: Sequence[Mapping[str, float]], curves: Mapping[str, str], path: Path, title: str
+) -> Path:
     """Draw some metrics over the steps of a run and save the picture.
 
     Args:
@@ -51,7 +53,12 @@ def draw_curve(metrics: Sequence[Mapping[str, float]], curves: Mapping[str, str]
         )
         if points:
             axes.annotate(
-                f"{points[-1][1]:.2f}", points[-1], textcoords="offset points", xytext=(6, 0), color=colour, va="center"
+                f"{points[-1][1]:.2f}",
+                points[-1],
+                textcoords="offset points",
+                xytext=(6, 0),
+                color=colour,
+                va="center",
             )
     axes.set_title(title, loc="left", color=INK)
     axes.set_xlabel("step (policy version)")
@@ -125,10 +132,19 @@ def draw_timeline(timeline: Timeline, path: Path, run: str) -> Path:
     _draw_side(side, timeline)
     figure.suptitle(f"{run}, {timeline.title}", x=0.01, ha="left", color=INK, fontsize=12)
     shown = [Patch(color=colours[node], label=node) for node in nodes[: len(COLOURS)]]
-    shown += [Patch(color=OTHER, label=f"{len(nodes) - len(COLOURS)} more")] if len(nodes) > len(COLOURS) else []
+    shown += (
+        [Patch(color=OTHER, label=f"{len(nodes) - len(COLOURS)} more")]
+        if len(nodes) > len(COLOURS)
+        else []
+    )
     shown += [Patch(facecolor=IDLE, edgecolor=FAINT, label="idle")]
     figure.legend(
-        handles=shown, loc="outside lower left", ncols=min(7, len(shown)), frameon=False, fontsize=8.5, labelcolor=INK
+        handles=shown,
+        loc="outside lower left",
+        ncols=min(7, len(shown)),
+        frameon=False,
+        fontsize=8.5,
+        labelcolor=INK,
     )
     try:
         figure.savefig(path)
@@ -154,7 +170,9 @@ def _draw_lane(
                 spans.setdefault((node, top + place_in * height, height), []).append((start, end - start))
         for (node, low, height), of_node in spans.items():
             # The edge keeps a call visible that is shorter than a pixel.
-            axes.broken_barh(of_node, (low, height), facecolor=colours[node], edgecolor=colours[node], linewidth=0.3)
+            axes.broken_barh(
+                of_node, (low, height), facecolor=colours[node], edgecolor=colours[node], linewidth=0.3
+            )
     else:
         shares = lane.shares(nodes, NUM_BINS)
         edges = np.linspace(lane.start_s, lane.end_s, NUM_BINS + 1)
@@ -166,9 +184,13 @@ def _draw_lane(
     gap = lane.longest_gap
     if gap is not None and gap.seconds > 0.02 * (lane.end_s - lane.start_s):
         under = place + HEIGHT / 2 + 0.07
-        axes.plot([gap.start_s, gap.end_s], [under, under], color=INK, linewidth=1.2, solid_capstyle="butt")
+        axes.plot(
+            [gap.start_s, gap.end_s], [under, under], color=INK, linewidth=1.2, solid_capstyle="butt"
+        )
         middle = (gap.start_s + gap.end_s) / 2
-        at = (middle - lane.start_s) / (lane.end_s - lane.start_s)  # near an end of the lane it would run over it
+        at = (middle - lane.start_s) / (
+            lane.end_s - lane.start_s
+        )  # near an end of the lane it would run over it
         axes.annotate(
             f"{seconds_text(gap.seconds)} idle",
             (gap.start_s if at < 0.04 else gap.end_s if at > 0.96 else middle, under),
@@ -194,9 +216,13 @@ def _draw_steps(axes: Axes, timeline: Timeline) -> None:
             last_line = end
             axes.axvline(end, color=INK, linewidth=0.6, alpha=0.55, linestyle=(0, (3, 2)))
         at = (start + end) / 2 if every == 1 else start
-        if (step % every == 0 or len(ends) == 1) and at >= last_label + (0.05 if few else 0.03) * timeline.seconds:
+        if (step % every == 0 or len(ends) == 1) and at >= last_label + (
+            0.05 if few else 0.03
+        ) * timeline.seconds:
             last_label = at
-            _write_above(axes, at, f"step {step}" if few else str(step), "center" if every == 1 else "left")
+            _write_above(
+                axes, at, f"step {step}" if few else str(step), "center" if every == 1 else "left"
+            )
 
 
 def _write_above(axes: Axes, at: float, text: str, align: Literal["left", "center", "right"]) -> None:

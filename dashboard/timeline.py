@@ -53,7 +53,9 @@ def idle_stretches(starts: np.ndarray, ends: np.ndarray, start_s: float, end_s: 
     free_from = np.maximum.accumulate(np.concatenate([[start_s], np.minimum(ends, end_s)]))
     free_until = np.concatenate([np.maximum(starts, start_s), [end_s]])
     # The last call to end so late: of equal ends the later call.
-    latest = np.concatenate([[-1], np.where(np.minimum(ends, end_s) >= free_from[1:], np.arange(len(ends)), -1)])
+    latest = np.concatenate(
+        [[-1], np.where(np.minimum(ends, end_s) >= free_from[1:], np.arange(len(ends)), -1)]
+    )
     before, after = np.maximum.accumulate(latest), np.append(np.arange(len(starts)), -1)
     found = free_until > free_from
     return IdleStretches(free_from[found], free_until[found], before[found], after[found])
@@ -135,7 +137,9 @@ class Lane:
     @cached_property
     def _times(self) -> tuple[np.ndarray, np.ndarray]:
         """Starts and ends of the calls."""
-        return np.array([call.start_s for call in self.calls]), np.array([call.end_s for call in self.calls])
+        return np.array([call.start_s for call in self.calls]), np.array(
+            [call.end_s for call in self.calls]
+        )
 
     def _node(self, place: int, otherwise: str) -> str:
         return self.calls[place].node if place >= 0 else otherwise
@@ -167,8 +171,12 @@ class Lane:
         for call in self.calls:
             for place in range(at[call.start_s], at[call.end_s]):
                 nodes[place].append(call.node)
-        moments = [(call.start_s, call.end_s, [call.node]) for call in self.calls if call.start_s == call.end_s]
-        return [(start, end, now) for (start, end), now in zip(pairwise(times), nodes, strict=False) if now] + moments
+        moments = [
+            (call.start_s, call.end_s, [call.node]) for call in self.calls if call.start_s == call.end_s
+        ]
+        return [
+            (start, end, now) for (start, end), now in zip(pairwise(times), nodes, strict=False) if now
+        ] + moments
 
     def shares(self, nodes: Sequence[str], num_bins: int) -> np.ndarray:
         """[nodes, bins] share of each stretch of the window that the group spent on each node; overlapping calls share it.
@@ -254,13 +262,17 @@ def load_timeline(run: Path, steps: tuple[int | None, int | None] = (None, None)
     try:
         table = run_tables.read_timeline(run)
         if table is None:
-            raise UserError(f"{run} has no timeline: nothing was called yet, or it is not the directory of a run")
+            raise UserError(
+                f"{run} has no timeline: nothing was called yet, or it is not the directory of a run"
+            )
         return _window(table.select(list(TimelineCall.__dataclass_fields__)), steps)
     except (pa.ArrowException, OSError, KeyError) as error:
         raise UserError(f"the timeline of {run} cannot be read: {error}") from None
 
 
-def window(calls: Sequence[TimelineCall], steps: tuple[int | None, int | None] = (None, None)) -> Timeline:
+def window(
+    calls: Sequence[TimelineCall], steps: tuple[int | None, int | None] = (None, None)
+) -> Timeline:
     """Of all calls of a run, what happened from the close of the step before the first to that of the last.
 
     A step is closed right after its last call has ended. Calls that began earlier or ended later are part of it too.
@@ -268,7 +280,9 @@ def window(calls: Sequence[TimelineCall], steps: tuple[int | None, int | None] =
     Raises:
         UserError: when there is none of these steps.
     """
-    columns = {name: [getattr(call, name) for call in calls] for name in TimelineCall.__dataclass_fields__}
+    columns = {
+        name: [getattr(call, name) for call in calls] for name in TimelineCall.__dataclass_fields__
+    }
     return _window(pa.table(columns), steps)
 
 
@@ -279,7 +293,9 @@ def _window(table: pa.Table, steps: tuple[int | None, int | None]) -> Timeline:
     ends = np.zeros(len(known))
     np.maximum.at(ends, of, end_s)
     first, stop = steps
-    chosen = (known >= (-np.inf if first is None else first)) & (known < (np.inf if stop is None else stop))
+    chosen = (known >= (-np.inf if first is None else first)) & (
+        known < (np.inf if stop is None else stop)
+    )
     if not chosen.any():
         has = f"it has steps {known[0]:.0f} to {known[-1]:.0f}" if len(known) else "it has none yet"
         asked = f"{'' if first is None else first}:{'' if stop is None else stop}"
@@ -287,10 +303,17 @@ def _window(table: pa.Table, steps: tuple[int | None, int | None]) -> Timeline:
     start = ends[known < known[chosen][0]].max(initial=0.0)
     end = ends[chosen][-1]
     within = ((end_s > start) & (start_s < end)) | chosen[of]
-    began = table.select(["group", "start_s"]).group_by("group", use_threads=False).aggregate([("start_s", "min")])
+    began = (
+        table.select(["group", "start_s"])
+        .group_by("group", use_threads=False)
+        .aggregate([("start_s", "min")])
+    )
     rows = table.filter(pa.array(within))
     return Timeline(
-        [TimelineCall(*row) for row in zip(*(column.to_pylist() for column in rows.columns), strict=True)],
+        [
+            TimelineCall(*row)
+            for row in zip(*(column.to_pylist() for column in rows.columns), strict=True)
+        ],
         float(start),
         float(end),
         list(zip(known[chosen].astype(int).tolist(), ends[chosen].tolist(), strict=True)),
@@ -356,7 +379,9 @@ def summary(timeline: Timeline) -> str:
             "calls": timeline.num_calls[lane.group],
             "busy %": f"{100 * (1 - lane.idle):.1f}".rjust(6),
             "idle %": f"{100 * lane.idle:.1f}".rjust(6),
-            "longest gap": seconds_text(gap.seconds).rjust(11) if (gap := lane.longest_gap) else "-".rjust(11),
+            "longest gap": seconds_text(gap.seconds).rjust(11)
+            if (gap := lane.longest_gap)
+            else "-".rjust(11),
             "between": f"{gap.before} and {gap.after}, at {seconds_text(gap.start_s)}" if gap else "",
         }
         for lane in timeline.lanes
@@ -374,7 +399,11 @@ def summary(timeline: Timeline) -> str:
         }
         for node in node_times(timeline)
     ]
-    tables = [render_table(pa.Table.from_pylist(rows), limit=1000, width=100) for rows in (groups, nodes) if rows]
+    tables = [
+        render_table(pa.Table.from_pylist(rows), limit=1000, width=100)
+        for rows in (groups, nodes)
+        if rows
+    ]
     return "\n\n".join([timeline.title, *tables])
 
 

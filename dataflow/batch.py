@@ -55,7 +55,9 @@ class Batch:
                 `[rows + 1]`. Columns that Weft declares (`dataflow/column.py`) get their declared type; others keep their own.
         """
         return cls(
-            pa.RecordBatch.from_arrays([_array(name, data) for name, data in columns.items()], names=list(columns))
+            pa.RecordBatch.from_arrays(
+                [_array(name, data) for name, data in columns.items()], names=list(columns)
+            )
         )
 
     @classmethod
@@ -102,11 +104,17 @@ class Batch:
         for record in records:
             if set(record.schema.names) != set(records[0].schema.names):
                 names = (", ".join(r.schema.names) or "none" for r in (records[0], record))
-                raise UserError("batches to concatenate must have the same columns, not {} and {}".format(*names))
+                raise UserError(
+                    "batches to concatenate must have the same columns, not {} and {}".format(*names)
+                )
         try:
-            table = pa.concat_tables([pa.Table.from_batches([r]) for r in records], promote_options="permissive")
+            table = pa.concat_tables(
+                [pa.Table.from_batches([r]) for r in records], promote_options="permissive"
+            )
         except (pa.ArrowTypeError, pa.ArrowInvalid) as error:
-            raise UserError(f"batches to concatenate must have columns of the same types: {error}") from None
+            raise UserError(
+                f"batches to concatenate must have columns of the same types: {error}"
+            ) from None
         return cls.of(**{name: table.column(name) for name in table.column_names})
 
     def __len__(self) -> int:
@@ -170,7 +178,9 @@ class Batch:
             return torch.from_numpy(array.to_numpy(zero_copy_only=False))
         if not _has_fixed_width(array.type):
             better = "ragged()" if is_ragged(array.type) else "numpy()"
-            raise UserError(f"column {str(column)!r} is {array.type}, not one number a row; read it with {better}")
+            raise UserError(
+                f"column {str(column)!r} is {array.type}, not one number a row; read it with {better}"
+            )
         return _tensor(array)
 
     def ragged(self, column: object) -> tuple[Tensor, Tensor]:
@@ -267,7 +277,9 @@ class Batch:
         for name, data in columns.items():
             merged[name] = _array(name, data)
             if len(merged[name]) != len(self):
-                raise UserError(f"column {name!r} has {len(merged[name])} values for a batch of {len(self)} rows")
+                raise UserError(
+                    f"column {name!r} has {len(merged[name])} values for a batch of {len(self)} rows"
+                )
         return Batch(pa.RecordBatch.from_arrays(list(merged.values()), names=list(merged)))
 
     def groups(self, by: object = "group_id") -> tuple[np.ndarray, np.ndarray]:
@@ -313,7 +325,9 @@ def ragged_array(values: np.ndarray, offsets: np.ndarray, item: pa.DataType | No
     """
     if offsets[-1] > MAX_OFFSET:
         return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values, type=item))
-    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32, copy=False)), pa.array(values, type=item))
+    return pa.ListArray.from_arrays(
+        pa.array(offsets.astype(np.int32, copy=False)), pa.array(values, type=item)
+    )
 
 
 def is_ragged(type: pa.DataType) -> bool:
@@ -366,7 +380,9 @@ def _array(name: str, data: Any) -> pa.Array:
     if isinstance(data, pa.ChunkedArray):
         data = _joined(name, data, MAX_OFFSET)
     if name == str(ANSWER) and isinstance(data, list):  # text, or any other value of a file
-        return exact_array(data) if any(value is not None for value in data) else pa.array(data, pa.string())
+        return (
+            exact_array(data) if any(value is not None for value in data) else pa.array(data, pa.string())
+        )
     if isinstance(data, pa.Array):
         return data if wanted is None or data.type == wanted else data.cast(wanted)
     if isinstance(data, tuple) and len(data) == 2:

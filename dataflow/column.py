@@ -40,7 +40,9 @@ int32, int64, float32, string = pa.int32(), pa.int64(), pa.float32(), pa.string(
 # Identity: every row has these. DRAW_PATH and MADE_BEFORE are given to the operations that name them.
 SAMPLE_ID = Column("sample_id", int64, "unique over all rows of a run")
 GROUP_ID = Column("group_id", int64, "the rows of one prompt instance share it")
-PARENT_ID = Column("parent_id", int64, "sample_id of the row that this one was made from; its own for rows of a source")
+PARENT_ID = Column(
+    "parent_id", int64, "sample_id of the row that this one was made from; its own for rows of a source"
+)
 DRAW_PATH = Column(
     "draw_path",
     ragged(int32),
@@ -63,12 +65,18 @@ IMAGES = Column(
     "the data has them: a column 'images' of encoded images, read by Prompts.read",
 )
 ANSWER = Column(
-    "answer", string, "ground truth that came with the prompt: text, or any other value of the file (`JsonType`)"
+    "answer",
+    string,
+    "ground truth that came with the prompt: text, or any other value of the file (`JsonType`)",
 )
 RESPONSE_IDS = Column("response_ids", ragged(int32), "[L] sampled token ids, the stop token included")
 RESPONSE = Column("response", string, "text of the response, special tokens skipped")
-RESPONSE_LOGPROBS = Column("response_logprobs", ragged(float32), "[L] nats, under the weights that sampled each token")
-RESPONSE_VERSIONS = Column("response_versions", ragged(int32), "[L] policy version that sampled each token")
+RESPONSE_LOGPROBS = Column(
+    "response_logprobs", ragged(float32), "[L] nats, under the weights that sampled each token"
+)
+RESPONSE_VERSIONS = Column(
+    "response_versions", ragged(int32), "[L] policy version that sampled each token"
+)
 ROUTES = Column(
     "routes",
     ragged(pa.uint16()),
@@ -76,20 +84,28 @@ ROUTES = Column(
     "token by token, layer by layer; 0 in layers without a router",
     "the generator records it: rollout = weft.group(weft.RolloutWorker, model=..., routes=True)",
 )
-RESPONSE_MASK = Column("response_mask", ragged(pa.uint8()), "[L] 1 where a token is trained on; absent: all of them")
+RESPONSE_MASK = Column(
+    "response_mask", ragged(pa.uint8()), "[L] 1 where a token is trained on; absent: all of them"
+)
 TEMPERATURE = Column("temperature", float32, "temperature that the response was sampled at; absent: 1")
-FINISH_REASON = Column("finish_reason", string, "'stop' (a stop token came) or 'length' (the limit was reached)")
+FINISH_REASON = Column(
+    "finish_reason", string, "'stop' (a stop token came) or 'length' (the limit was reached)"
+)
 
 # What training reads.
 REWARD = Column("reward", float32, "scalar reward of the complete response")
-REWARD_PARTS = Column("reward_parts", string, "JSON object: name -> number, the parts that the reward was made from")
+REWARD_PARTS = Column(
+    "reward_parts", string, "JSON object: name -> number, the parts that the reward was made from"
+)
 BASELINE_REWARD = Column(
     "baseline_reward",
     float32,
     "reward of the greedy response to the same prompt",
     "sample the greedy response first: prompts = greedy_baselines(prompts, rollout=rollout, reward=reward) (weft.algorithms.grpo)",
 )
-TOKEN_REWARDS = Column("token_rewards", ragged(float32), "[L] reward of each token; they add up to the response's")
+TOKEN_REWARDS = Column(
+    "token_rewards", ragged(float32), "[L] reward of each token; they add up to the response's"
+)
 VALUES = Column(
     "values",
     ragged(float32),
@@ -121,7 +137,9 @@ REFERENCE_LOGPROBS = Column(
 
 # Reward models.
 TOKEN_SCORES = Column(
-    "token_scores", ragged(float32), "[L] a reward model's score of the response up to and including each token"
+    "token_scores",
+    ragged(float32),
+    "[L] a reward model's score of the response up to and including each token",
 )
 STEP_LABELS = Column(
     "step_labels",
@@ -132,19 +150,31 @@ STEP_LABELS = Column(
 # Preferences.
 CHOSEN_IDS = Column("chosen_ids", ragged(int32), "[L] tokens of the preferred response")
 REJECTED_IDS = Column("rejected_ids", ragged(int32), "[L] tokens of the other response")
-CHOSEN_MASK = Column("chosen_mask", ragged(pa.uint8()), "[L] 1 where a token of chosen_ids counts; absent: all of them")
+CHOSEN_MASK = Column(
+    "chosen_mask", ragged(pa.uint8()), "[L] 1 where a token of chosen_ids counts; absent: all of them"
+)
 REJECTED_MASK = Column(
     "rejected_mask", ragged(pa.uint8()), "[L] 1 where a token of rejected_ids counts; absent: all of them"
 )
 PREFERRED = Column(
-    "preferred", pa.uint8(), "1: the response is the better one of its pair, or good by itself; 0: it is not"
+    "preferred",
+    pa.uint8(),
+    "1: the response is the better one of its pair, or good by itself; 0: it is not",
 )
-REFERENCE_POINT = Column("reference_point", float32, "nats; KTO's z0: the divergence that a response is compared with")
+REFERENCE_POINT = Column(
+    "reference_point", float32, "nats; KTO's z0: the divergence that a response is compared with"
+)
 MISMATCHED_IDS = Column("mismatched_ids", ragged(int32), "[L] tokens of the response to another prompt")
-MISMATCHED_MASK = Column("mismatched_mask", ragged(pa.uint8()), "[L] 1 where a token of mismatched_ids counts")
-MISMATCHED_LOGPROBS = Column("mismatched_logprobs", ragged(float32), "[L] nats, of mismatched_ids under the actor")
+MISMATCHED_MASK = Column(
+    "mismatched_mask", ragged(pa.uint8()), "[L] 1 where a token of mismatched_ids counts"
+)
+MISMATCHED_LOGPROBS = Column(
+    "mismatched_logprobs", ragged(float32), "[L] nats, of mismatched_ids under the actor"
+)
 MISMATCHED_REFERENCE_LOGPROBS = Column(
-    "mismatched_reference_logprobs", ragged(float32), "[L] nats, of mismatched_ids under the reference model"
+    "mismatched_reference_logprobs",
+    ragged(float32),
+    "[L] nats, of mismatched_ids under the reference model",
 )
 CHOSEN_REFERENCE_LOGPROBS = Column(
     "chosen_reference_logprobs", ragged(float32), "[L] nats, of chosen_ids under the reference model"
@@ -156,7 +186,16 @@ REJECTED_REFERENCE_LOGPROBS = Column(
 DESCRIBED: dict[Column, tuple[Column, ...]] = {
     PROMPT_IDS: (ROUTES,),
     RESPONSE_IDS: (
-        *(RESPONSE_LOGPROBS, RESPONSE_VERSIONS, ROUTES, RESPONSE_MASK, TOKEN_REWARDS, VALUES, RETURNS, ADVANTAGES),
+        *(
+            RESPONSE_LOGPROBS,
+            RESPONSE_VERSIONS,
+            ROUTES,
+            RESPONSE_MASK,
+            TOKEN_REWARDS,
+            VALUES,
+            RETURNS,
+            ADVANTAGES,
+        ),
         *(OLD_LOGPROBS, ENTROPIES, REFERENCE_LOGPROBS, TOKEN_SCORES, STEP_LABELS),
     ),
     CHOSEN_IDS: (CHOSEN_REFERENCE_LOGPROBS, CHOSEN_MASK),

@@ -51,7 +51,9 @@ class Config(pydantic.BaseModel):
             super().__init__(**settings)
         except pydantic.ValidationError as error:
             problems = error.errors()
-            told = [(".".join(str(part) for part in each["loc"]), self.problem(each)) for each in problems]
+            told = [
+                (".".join(str(part) for part in each["loc"]), self.problem(each)) for each in problems
+            ]
             text = "\n".join(self._explain(problem) for problem in problems)
             raise SettingError(text, type(self).__name__, told) from None
 
@@ -89,8 +91,14 @@ class Config(pydantic.BaseModel):
     def hint(cls, name: str) -> str:
         """The end of a message about a setting that the class does not have: what became of it, or the nearest one that there is."""
         known = list(cls.model_fields)
-        gone = next((each.retired[name] for each in cls.__mro__ if name in vars(each).get("retired", {})), "")
-        return f"; {gone}" if gone else peer_hint(name, known) or nearest(name, known) or f"; it has {', '.join(known)}"
+        gone = next(
+            (each.retired[name] for each in cls.__mro__ if name in vars(each).get("retired", {})), ""
+        )
+        return (
+            f"; {gone}"
+            if gone
+            else peer_hint(name, known) or nearest(name, known) or f"; it has {', '.join(known)}"
+        )
 
     @staticmethod
     def problem(problem: Any) -> str:
@@ -121,7 +129,9 @@ def _of_kind(value: Any, field: Any) -> Any:
     if isinstance(value, np.bool_ | np.integer | np.floating):
         return value.item()
     if isinstance(value, Mapping):
-        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)), None)
+        inner = next(
+            (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)), None
+        )
         return value if inner is None else inner(**value)
     return value
 
@@ -139,7 +149,11 @@ def flattened(settings: Any, name: str = "") -> dict[str, Any]:
     if not isinstance(settings, Mapping):
         return {name: settings}
     of = f"{name}." if name else ""
-    return {full: value for key, inner in settings.items() for full, value in flattened(inner, f"{of}{key}").items()}
+    return {
+        full: value
+        for key, inner in settings.items()
+        for full, value in flattened(inner, f"{of}{key}").items()
+    }
 
 
 # Byte units

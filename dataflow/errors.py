@@ -100,14 +100,21 @@ class UserError(WeftError, ValueError):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        if sys.excepthook is sys.__excepthook__:  # else a notebook, a debugger or the user decides what is shown
+        if (
+            sys.excepthook is sys.__excepthook__
+        ):  # else a notebook, a debugger or the user decides what is shown
             sys.excepthook = _end_script
 
 
 def _end_script(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     """End a script with the message of its `UserError` and exit code 2. Other exceptions, an interactive session and Python's
     development mode (`python -X dev`) keep the traceback and the exit code."""
-    if not isinstance(error, UserError) or sys.flags.dev_mode or sys.flags.interactive or hasattr(sys, "ps1"):
+    if (
+        not isinstance(error, UserError)
+        or sys.flags.dev_mode
+        or sys.flags.interactive
+        or hasattr(sys, "ps1")
+    ):
         sys.__excepthook__(kind, error, traceback)
         return
     from .untrusted_text import show
@@ -239,9 +246,7 @@ class DamagedSegment(RunError):
 
     def __str__(self) -> str:
         segment, path, problem = self.args
-        return (
-            f"segment of node {segment.node!r} in {path}, offset {segment.offset}, {segment.num_bytes} bytes: {problem}"
-        )
+        return f"segment of node {segment.node!r} in {path}, offset {segment.offset}, {segment.num_bytes} bytes: {problem}"
 
 
 class LeaseError(RunError):
@@ -253,7 +258,9 @@ class LeaseError(RunError):
 class DivergedError(RunError):
     """Too many optimizer steps in a row were bad. Weights and optimizer are those of the last step that was applied."""
 
-    advice = "Try a smaller learning rate or stronger clipping, and look at the rows that the message names."
+    advice = (
+        "Try a smaller learning rate or stronger clipping, and look at the rows that the message names."
+    )
 
     def __init__(self, message: str, sample_ids: Iterable[int] = ()) -> None:
         super().__init__(message)

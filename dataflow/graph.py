@@ -80,7 +80,9 @@ def _from_here(config: Any) -> Any:
         if isinstance(value, str | Path) and ("model" in name or "tokenizer" in name):
             folder = Path(value).expanduser()
             if not Path(value).is_absolute() and folder.is_dir():
-                found[name] = type(value)(folder.absolute()) if isinstance(value, str) else folder.absolute()
+                found[name] = (
+                    type(value)(folder.absolute()) if isinstance(value, str) else folder.absolute()
+                )
     return config.model_copy(update=found) if found else config
 
 
@@ -133,13 +135,17 @@ class Handle:
             UserError: `leader` is not a handle or has no weights to publish, or this group cannot receive any.
         """
         if not isinstance(leader, Handle):
-            raise UserError(f"{self.name or self.worker_class.__name__}.follows() takes a handle, not {leader!r}")
+            raise UserError(
+                f"{self.name or self.worker_class.__name__}.follows() takes a handle, not {leader!r}"
+            )
         if not isinstance(every, int) or every < 1:
             raise UserError(f"{self!r}.follows(every={every!r}): every must be an integer of at least 1")
         wanted = ((leader, "publish_weights"), (leader, "finish_publishing"), (self, "receive_weights"))
         for handle, method in wanted:
             if not hasattr(handle.worker_class, method):
-                raise UserError(f"{self!r} cannot follow {leader!r}: {handle.worker_class.__name__} has no {method}()")
+                raise UserError(
+                    f"{self!r} cannot follow {leader!r}: {handle.worker_class.__name__} has no {method}()"
+                )
         if self.leader is not None and self.leader is not leader:
             raise UserError(f"{self!r} follows {self.leader!r} already; a group has one leader")
         self.leader, self.follows_every = leader, every
@@ -202,10 +208,17 @@ def group(worker_class: type[W], *, name: str | None = None, **settings: Any) ->
 
 
 def graph_text(
-    name: str, source: Source, nodes: Sequence[Node], edges: Sequence[ParameterEdge], levels: Mapping[int, str]
+    name: str,
+    source: Source,
+    nodes: Sequence[Node],
+    edges: Sequence[ParameterEdge],
+    levels: Mapping[int, str],
 ) -> str:
     """A line for the source and each edge, two or three for each node."""
-    lines = [f"graph {name}", f"  source {source.name}: {', '.join(source.columns) or 'no columns declared'}"]
+    lines = [
+        f"graph {name}",
+        f"  source {source.name}: {', '.join(source.columns) or 'no columns declared'}",
+    ]
     for number, node in enumerate(nodes, 1):
         rows = levels[node.level]
         if node.makes_level is not None:
@@ -225,7 +238,11 @@ def as_mermaid(source: Source, nodes: Sequence[Node], edges: Sequence[ParameterE
     lines = ["flowchart LR", f"  source[({_quoted(source.name)})]"]
     for path in dict.fromkeys(n.path for n in nodes):
         drawn = [f"  {ids[n.name]}{_box(n)}" for n in nodes if n.path == path]
-        lines += [f"  subgraph {_quoted('/'.join(path))}", *("  " + d for d in drawn), "  end"] if path else drawn
+        lines += (
+            [f"  subgraph {_quoted('/'.join(path))}", *("  " + d for d in drawn), "  end"]
+            if path
+            else drawn
+        )
     for node in nodes:
         carried: dict[str, list[str]] = {w: [] for w in node.after}
         for column in node.reads:
@@ -236,7 +253,9 @@ def as_mermaid(source: Source, nodes: Sequence[Node], edges: Sequence[ParameterE
     return "\n".join([*lines, *_parameter_edges(ids, nodes, edges)]) + "\n"
 
 
-def _parameter_edges(ids: Mapping[str, str], nodes: Sequence[Node], edges: Sequence[ParameterEdge]) -> list[str]:
+def _parameter_edges(
+    ids: Mapping[str, str], nodes: Sequence[Node], edges: Sequence[ParameterEdge]
+) -> list[str]:
     """Lines of the dotted edges. Each leaves the node that updates, and reaches every node that uses the weights. A group that has
     no such node here (it may have one in another graph of the run) has a box of its own."""
     groups = dict.fromkeys(g for e in edges for g in (e.leader, e.follower))
@@ -247,7 +266,9 @@ def _parameter_edges(ids: Mapping[str, str], nodes: Sequence[Node], edges: Seque
         updates = [ids[n.name] for n in nodes if n.group == edge.leader and n.operation.updates]
         start = updates[-1] if updates else alone[edge.leader]
         ends = [ids[n.name] for n in nodes if n.group == edge.follower] or [alone[edge.follower]]
-        drawn_alone |= dict.fromkeys(g for g in (edge.leader, edge.follower) if alone[g] in (start, *ends))
+        drawn_alone |= dict.fromkeys(
+            g for g in (edge.leader, edge.follower) if alone[g] in (start, *ends)
+        )
         label = _quoted(f"weights, {_every(edge.every)}")
         lines += [f"  {start} -. {label} .-> {end}" for end in ends]
     return [f"  {alone[g]}[{_quoted(g)}]" for g in drawn_alone] + lines
@@ -257,7 +278,9 @@ _BOXES = {Shape.MAP: "[{}]", Shape.GROUP: "[[{}]]", Shape.FILTER: "{{{}}}", Shap
 
 
 def _box(node: Node) -> str:
-    return ("([{}])" if node.operation.updates else _BOXES[node.operation.shape]).format(_quoted(node.name))
+    return ("([{}])" if node.operation.updates else _BOXES[node.operation.shape]).format(
+        _quoted(node.name)
+    )
 
 
 def _taken(operation: Operation) -> str:
@@ -286,7 +309,11 @@ def refuse(problems: Sequence[str]) -> None:
 
 def rows_problems(source: Source, nodes: Sequence[Node], edges: Sequence[ParameterEdge]) -> list[str]:
     """Problems of a graph by itself: columns, groups and cycles."""
-    return [*_column_problems(source, nodes), *_group_problems(source, nodes), *_cycle_problems(nodes, edges)]
+    return [
+        *_column_problems(source, nodes),
+        *_group_problems(source, nodes),
+        *_cycle_problems(nodes, edges),
+    ]
 
 
 def following_problems(edges: Sequence[ParameterEdge], updated: Sequence[str | None]) -> Iterable[str]:
@@ -322,7 +349,9 @@ def _column_problems(source: Source, nodes: Sequence[Node]) -> Iterable[str]:
 def _why_missing(column: str, position: int, source: Source, nodes: Sequence[Node]) -> str:
     """Why a column does not reach the node at this position."""
     reader = nodes[position]
-    at, writer = next(((i, n.name) for i, n in reversed([*enumerate(nodes)]) if column in n.writes), (position, ""))
+    at, writer = next(
+        ((i, n.name) for i, n in reversed([*enumerate(nodes)]) if column in n.writes), (position, "")
+    )
     if writer == reader.name:
         return "which it writes itself"
     if at > position:
@@ -423,7 +452,9 @@ class Graph:
         for node in self.nodes:
             if node.name == name:
                 return node
-        raise KeyError(f"graph {self.name!r} has no node {name!r}{nearest(name, [n.name for n in self.nodes])}")
+        raise KeyError(
+            f"graph {self.name!r} has no node {name!r}{nearest(name, [n.name for n in self.nodes])}"
+        )
 
     @property
     def follows(self) -> tuple[ParameterEdge, ...]:
@@ -440,7 +471,9 @@ class Graph:
     @property
     def levels(self) -> dict[int, str]:
         """Level -> name of its rows: the source's, or the node that made them."""
-        return {SOURCE: self.source.name} | {n.makes_level: n.name for n in self.nodes if n.makes_level is not None}
+        return {SOURCE: self.source.name} | {
+            n.makes_level: n.name for n in self.nodes if n.makes_level is not None
+        }
 
     def parent_level(self, level: int) -> int:
         """The level whose rows were expanded into this one."""

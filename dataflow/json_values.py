@@ -98,7 +98,9 @@ def as_json(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """A column as JSON text; raises as `json_array` does."""
     if is_json(column.type):
         return column
-    chunks = [json_array(column.slice(start, _CHUNK).to_pylist()) for start in range(0, len(column), _CHUNK)]
+    chunks = [
+        json_array(column.slice(start, _CHUNK).to_pylist()) for start in range(0, len(column), _CHUNK)
+    ]
     return pa.chunked_array(chunks, JsonType())
 
 
@@ -142,7 +144,9 @@ def _holds_all(kinds: Sequence[pa.DataType]) -> pa.DataType | None:
         return None
     try:
         kind = (
-            pa.unify_schemas([pa.schema([("x", kind)]) for kind in kinds], promote_options="permissive").field("x").type
+            pa.unify_schemas([pa.schema([("x", kind)]) for kind in kinds], promote_options="permissive")
+            .field("x")
+            .type
         )
     except (pa.ArrowInvalid, pa.ArrowTypeError):
         return None
@@ -168,7 +172,12 @@ def _same_values(kind: pa.DataType, wider: pa.DataType) -> bool:
 def _gives_back(array: pa.Array, values: Sequence[Any]) -> bool:
     """Whether an array made of these values holds every one of them as it was."""
     kind = array.type
-    if pa.types.is_string(kind) or pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind):
+    if (
+        pa.types.is_string(kind)
+        or pa.types.is_boolean(kind)
+        or pa.types.is_integer(kind)
+        or pa.types.is_null(kind)
+    ):
         return True  # Arrow mixes these with nothing else
     present = [value for value in values if value is not None]
     if pa.types.is_floating(kind):
@@ -181,7 +190,9 @@ def _gives_back(array: pa.Array, values: Sequence[Any]) -> bool:
             return False
         whole = array.drop_null()
         try:
-            return all(_gives_back(whole.field(name), [value[name] for value in present]) for name in names)
+            return all(
+                _gives_back(whole.field(name), [value[name] for value in present]) for name in names
+            )
         except KeyError:
             return False
     if pa.types.is_binary(kind):
@@ -195,7 +206,9 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
-            raise TypeError(f"the keys of an object are text, not {next(k for k in value if not isinstance(k, str))!r}")
+            raise TypeError(
+                f"the keys of an object are text, not {next(k for k in value if not isinstance(k, str))!r}"
+            )
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]

@@ -23,7 +23,9 @@ class LazyModule:
         return getattr(importlib.import_module(self._name), attribute)
 
     def __reduce__(self) -> tuple[type[LazyModule], tuple[str]]:
-        return LazyModule, (self._name,)  # cloudpickle carries users' functions together with their globals
+        return LazyModule, (
+            self._name,
+        )  # cloudpickle carries users' functions together with their globals
 
 
 if TYPE_CHECKING:

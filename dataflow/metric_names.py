@@ -58,7 +58,11 @@ STEP = Section(
     (
         MetricEntry("step", "count", "number of the step; 0 is the start of the run", place="run"),
         MetricEntry(
-            "time_s", "s", "since the run was started first, at the end of the step", place="run", is_timed=True
+            "time_s",
+            "s",
+            "since the run was started first, at the end of the step",
+            place="run",
+            is_timed=True,
         ),
         MetricEntry(
             "step_s",
@@ -119,7 +123,14 @@ STEP = Section(
             "stays as it is",
             "changes",
         ),
-        MetricEntry("ranks", "count", "of an elastic group that are up", "all that were asked for", "falls", "group"),
+        MetricEntry(
+            "ranks",
+            "count",
+            "of an elastic group that are up",
+            "all that were asked for",
+            "falls",
+            "group",
+        ),
         MetricEntry(
             "replaced_workers",
             "count",
@@ -215,7 +226,9 @@ GENERATION = Section(
     "Generation",
     "`GROUP` is the group of rollout workers, such as `rollout`.",
     (
-        MetricEntry("tokens", "tokens", "of responses that were generated; of an update: that were trained on"),
+        MetricEntry(
+            "tokens", "tokens", "of responses that were generated; of an update: that were trained on"
+        ),
         MetricEntry(
             "response_length",
             "tokens",
@@ -238,8 +251,12 @@ GENERATION = Section(
             "below 1: short responses are favoured",
             "run",
         ),
-        MetricEntry("mean_trained_length", "tokens", "of responses that the step trained on", place="run"),
-        MetricEntry("mean_finished_length", "tokens", "of responses that were finished in the step", place="run"),
+        MetricEntry(
+            "mean_trained_length", "tokens", "of responses that the step trained on", place="run"
+        ),
+        MetricEntry(
+            "mean_finished_length", "tokens", "of responses that were finished in the step", place="run"
+        ),
         MetricEntry(
             "mean_staleness",
             "versions",
@@ -270,7 +287,11 @@ POLICY = Section(
             "not finite",
         ),
         MetricEntry(
-            "grad_norm", "of the gradient", "before clipping", "steady", "grows over several steps, or is not finite"
+            "grad_norm",
+            "of the gradient",
+            "before clipping",
+            "steady",
+            "grows over several steps, or is not finite",
         ),
         MetricEntry("learning_rate", "per step", "of the last optimizer step"),
         MetricEntry(
@@ -281,7 +302,11 @@ POLICY = Section(
             "above 0",
         ),
         MetricEntry(
-            "bad_steps", "count", "optimizer steps whose loss or gradient was not finite or too large", "0", "above 0"
+            "bad_steps",
+            "count",
+            "optimizer steps whose loss or gradient was not finite or too large",
+            "0",
+            "above 0",
         ),
         MetricEntry(
             "entropy",
@@ -359,7 +384,11 @@ POLICY = Section(
             "above 0.3",
         ),
         MetricEntry(
-            "masked_fraction", "0 to 1", "share of tokens that a correction leaves out", "below 0.05", "above 0.3"
+            "masked_fraction",
+            "0 to 1",
+            "share of tokens that a correction leaves out",
+            "below 0.05",
+            "above 0.3",
         ),
         MetricEntry("masked_tokens", "tokens", "that a correction leaves out", "few"),
         MetricEntry("masked_rows", "rows", "of which a correction leaves out every token", "few"),
@@ -486,15 +515,32 @@ PREFERENCES = Section(
             "either",
         ),
         MetricEntry(
-            "preference_accuracy_low", "0 to 1", "lower end of its 95 % interval, of an evaluation", place="run"
+            "preference_accuracy_low",
+            "0 to 1",
+            "lower end of its 95 % interval, of an evaluation",
+            place="run",
         ),
         MetricEntry(
-            "preference_accuracy_high", "0 to 1", "upper end of its 95 % interval, of an evaluation", place="run"
+            "preference_accuracy_high",
+            "0 to 1",
+            "upper end of its 95 % interval, of an evaluation",
+            place="run",
         ),
-        MetricEntry("preference_margin", "nats", "by which the preferred response is ahead", "rises", "falls", "run"),
-        MetricEntry("chosen_reward", "of the loss", "implicit reward (or score) of preferred responses", "rises"),
+        MetricEntry(
+            "preference_margin",
+            "nats",
+            "by which the preferred response is ahead",
+            "rises",
+            "falls",
+            "run",
+        ),
+        MetricEntry(
+            "chosen_reward", "of the loss", "implicit reward (or score) of preferred responses", "rises"
+        ),
         MetricEntry("rejected_reward", "of the loss", "the same of the others", "falls"),
-        MetricEntry("reward_margin", "of the loss", "`chosen_reward` less `rejected_reward`", "rises", "falls"),
+        MetricEntry(
+            "reward_margin", "of the loss", "`chosen_reward` less `rejected_reward`", "rises", "falls"
+        ),
         MetricEntry(
             "chosen_logprob",
             "nats",
@@ -505,7 +551,9 @@ PREFERENCES = Section(
         MetricEntry("rejected_logprob", "nats", "of the others", "falls"),
         MetricEntry("chosen_nll", "nats/token", "supervised term on preferred responses", "falls"),
         MetricEntry("reference_point", "nats", "KTO's z0", "near 0"),
-        MetricEntry("step_reward", "0 to 1", "probability of being right that a process reward model gives steps"),
+        MetricEntry(
+            "step_reward", "0 to 1", "probability of being right that a process reward model gives steps"
+        ),
         MetricEntry(
             "step_accuracy",
             "0 to 1",
@@ -560,7 +608,9 @@ EVALUATION = Section(
             "the version of the step",
             place="run",
         ),
-        MetricEntry("newest_version", "version", "the same, the newest", "the version of the step", place="run"),
+        MetricEntry(
+            "newest_version", "version", "the same, the newest", "the version of the step", place="run"
+        ),
     ),
 )
 
@@ -578,7 +628,9 @@ _FILLED = {"FATE": "|".join(FATES), "COLUMN": r"\w+", "K": r"\d+"}
 @cache
 def _pattern(name: str) -> re.Pattern[str]:
     parts = re.split("([A-Z]+)", name)
-    return re.compile("".join(f"(?:{_FILLED[part]})" if part in _FILLED else re.escape(part) for part in parts))
+    return re.compile(
+        "".join(f"(?:{_FILLED[part]})" if part in _FILLED else re.escape(part) for part in parts)
+    )
 
 
 def entries() -> Iterable[MetricEntry]:
@@ -590,7 +642,9 @@ def entries() -> Iterable[MetricEntry]:
 def entry_named(name: str) -> MetricEntry | None:
     """The entry of a metric without the names of its evaluation and group; None: the table has none."""
     exact = (entry for entry in entries() if entry.name == name)
-    return next(exact, None) or next((entry for entry in entries() if _pattern(entry.name).fullmatch(name)), None)
+    return next(exact, None) or next(
+        (entry for entry in entries() if _pattern(entry.name).fullmatch(name)), None
+    )
 
 
 def written_name(group: str, name: str) -> str:
@@ -613,7 +667,9 @@ def is_of_group(name: str, metric: str) -> bool:
     entry = entry_named(metric)
     if name == metric:
         return True
-    return (entry is None or entry.place != "run") and name.count("/") == 1 and name.endswith(f"/{metric}")
+    return (
+        (entry is None or entry.place != "run") and name.count("/") == 1 and name.endswith(f"/{metric}")
+    )
 
 
 def untimed(row: Mapping[str, float]) -> dict[str, float]:
@@ -644,7 +700,9 @@ def entry_of(name: str) -> MetricEntry:
         if entry := entry_named("/".join(parts[first:])):
             return entry
     raise UserError(
-        f"no metric is called {name!r}{nearest(parts[-1], [entry.name for entry in entries()])}".replace("??", "?")
+        f"no metric is called {name!r}{nearest(parts[-1], [entry.name for entry in entries()])}".replace(
+            "??", "?"
+        )
     )
 
 

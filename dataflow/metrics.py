@@ -23,7 +23,9 @@ def exact_sum(numbers: Iterable[float]) -> Parts:
     numbers = [float(number) for number in numbers]
     try:
         parts = [fsum(numbers)]
-        while isfinite(parts[-1]) and parts[-1] and (rest := fsum([*numbers, *(-part for part in parts)])):
+        while (
+            isfinite(parts[-1]) and parts[-1] and (rest := fsum([*numbers, *(-part for part in parts)]))
+        ):
             parts.append(rest)
         return tuple(parts)
     except (OverflowError, ValueError):  # beyond the range of floats, or both infinities
@@ -65,7 +67,13 @@ class Max:
     value: float
 
     def __add__(self, other: Max) -> Max:
-        return self if isnan(self.value) else other if isnan(other.value) else Max(max(self.value, other.value))
+        return (
+            self
+            if isnan(self.value)
+            else other
+            if isnan(other.value)
+            else Max(max(self.value, other.value))
+        )
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,9 @@ class Std:
         """The deviation of these values, each with weight 1."""
         values = [float(value) for value in values]
         return cls(
-            float(len(values)), exact_sum(values), exact_sum(part for value in values for part in _square(value))
+            float(len(values)),
+            exact_sum(values),
+            exact_sum(part for value in values for part in _square(value)),
         )
 
     def __add__(self, other: Std) -> Self:

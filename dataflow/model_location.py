@@ -12,7 +12,9 @@ from .errors import UserError
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
-def find_model_folder(name: str | Path, file: str, *, kind: str = "model", download: Sequence[str] = ()) -> Path:
+def find_model_folder(
+    name: str | Path, file: str, *, kind: str = "model", download: Sequence[str] = ()
+) -> Path:
     """The folder of a model: `name` itself, or the cached snapshot of the Hugging Face id `name`.
 
     Args:
@@ -32,7 +34,9 @@ def find_model_folder(name: str | Path, file: str, *, kind: str = "model", downl
     if path.is_dir():
         return path
     if path.is_file():
-        raise UserError(f"{kind} {str(name)!r} is a file; give the folder that holds its {file} ({str(path.parent)!r})")
+        raise UserError(
+            f"{kind} {str(name)!r} is a file; give the folder that holds its {file} ({str(path.parent)!r})"
+        )
     cached = find_cached(name, file)
     if cached is not None:
         return cached.parent
@@ -70,11 +74,21 @@ def folders_near(name: str | Path, file: str) -> str:
     They are looked for in the folder `name`, if there is one, else beside it.
     """
     path = Path(name).expanduser()
-    root = path if path.is_dir() else path.parent if path.parent.is_dir() else Path() if _is_hub_id(name) else None
+    root = (
+        path
+        if path.is_dir()
+        else path.parent
+        if path.parent.is_dir()
+        else Path()
+        if _is_hub_id(name)
+        else None
+    )
     if root is None:
         return ""
     try:
-        folders = sorted(str(found.parent) for depth in ("*", "*/*") for found in root.glob(f"{depth}/{file}"))
+        folders = sorted(
+            str(found.parent) for depth in ("*", "*/*") for found in root.glob(f"{depth}/{file}")
+        )
     except OSError:
         return ""
     # Last names are compared: `Qwen2-tiny` finds `models/qwen2-tiny`.

@@ -32,7 +32,9 @@ def parameter_names(function: Callable[..., Any], skip: int = 0) -> list[str]:
     return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
-def bind(function: Callable[..., Any], skip: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind(
+    function: Callable[..., Any], skip: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Arguments of a traced call by name, with defaults.
 
     Args:
@@ -49,7 +51,9 @@ def bind(function: Callable[..., Any], skip: int, args: tuple[Any, ...], kwargs:
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL and value:
-            raise UserError(f"{function.__qualname__}: give the arguments of a node by name, not as *{name}")
+            raise UserError(
+                f"{function.__qualname__}: give the arguments of a node by name, not as *{name}"
+            )
         if kind is inspect.Parameter.VAR_KEYWORD:
             arguments |= value
         elif kind is not inspect.Parameter.VAR_POSITIONAL:
@@ -189,7 +193,10 @@ class TrainingBatch:
 
 Takes: TypeAlias = Unit | Quorum | TrainingBatch
 
-_RECORDS: Mapping[str, type[Quorum] | type[TrainingBatch]] = {"quorum": Quorum, "training batch": TrainingBatch}
+_RECORDS: Mapping[str, type[Quorum] | type[TrainingBatch]] = {
+    "quorum": Quorum,
+    "training batch": TrainingBatch,
+}
 
 
 def takes_as_json(takes: Takes) -> dict[str, Any]:
@@ -200,7 +207,10 @@ def takes_as_json(takes: Takes) -> dict[str, Any]:
     """
     if isinstance(takes, Unit):
         return {"kind": takes.value}
-    return {"kind": next(kind for kind, record in _RECORDS.items() if record is type(takes)), **asdict(takes)}
+    return {
+        "kind": next(kind for kind, record in _RECORDS.items() if record is type(takes)),
+        **asdict(takes),
+    }
 
 
 def takes_from_json(fields: Mapping[str, Any]) -> Takes:
@@ -264,7 +274,9 @@ class Operation:
     @property
     def whole_groups(self) -> bool:
         """Whether all rows of a group are in one call, on one rank."""
-        return self.takes.whole_groups if isinstance(self.takes, TrainingBatch) else self.takes is not ROWS
+        return (
+            self.takes.whole_groups if isinstance(self.takes, TrainingBatch) else self.takes is not ROWS
+        )
 
     @property
     def updates(self) -> bool:
@@ -332,7 +344,11 @@ class Declaration:
 
     def weft_columns(self, arguments: Mapping[str, Any]) -> frozenset[str]:
         """Names of the columns that one call reads and that are declared as a `Column`."""
-        named = [name for part in ("reads", "may_read") for name in self._value(part, getattr(self, part), arguments)]
+        named = [
+            name
+            for part in ("reads", "may_read")
+            for name in self._value(part, getattr(self, part), arguments)
+        ]
         return frozenset(str(name) for name in named if isinstance(name, Column))
 
     def check(self, function: Callable[..., Any], skip: int) -> Declaration:
@@ -359,7 +375,9 @@ class Declaration:
     def _columns(self, part: str, columns: Columns, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         names = self._value(part, columns, arguments)
         if isinstance(names, str | Column) or not isinstance(names, Iterable):
-            raise UserError(f"{self.name}: {part} must be a tuple of columns, such as ({str(names)!r},), not {names!r}")
+            raise UserError(
+                f"{self.name}: {part} must be a tuple of columns, such as ({str(names)!r},), not {names!r}"
+            )
         return tuple(dict.fromkeys(str(name) for name in cast(Iterable[object], names)))
 
     def _value(self, part: str, value: object, arguments: Mapping[str, Any]) -> Any:
@@ -379,15 +397,21 @@ class Declaration:
         for name in parameter_names(function):
             if name not in names:
                 hint = nearest(name, names) or f"; there are {', '.join(names) or 'none'}"
-                raise UserError(f"{self.name}: {part} depends on {name!r}, which is no argument of it{hint}")
+                raise UserError(
+                    f"{self.name}: {part} depends on {name!r}, which is no argument of it{hint}"
+                )
 
     def _checked_takes(self, takes: object) -> Takes:
         if takes is None:
             return GROUPS if self.shape is Shape.GROUP else ROWS
         if not isinstance(takes, Takes):
-            raise UserError(f"{self.name}: takes is {takes!r}; it must be ROWS, GROUPS, a Quorum or a TrainingBatch")
+            raise UserError(
+                f"{self.name}: takes is {takes!r}; it must be ROWS, GROUPS, a Quorum or a TrainingBatch"
+            )
         if self.shape is Shape.MAP and takes is GROUPS:
-            raise UserError(f"{self.name}: a map that sees complete groups is declared with shape=Shape.GROUP")
+            raise UserError(
+                f"{self.name}: a map that sees complete groups is declared with shape=Shape.GROUP"
+            )
         if self.shape is Shape.GROUP and takes not in (GROUPS, FINISHED_GROUPS):
             raise UserError(f"{self.name}: a node of shape GROUP takes groups, not {takes}")
         if isinstance(takes, Quorum) and self.shape is not Shape.FILTER:
@@ -438,7 +462,9 @@ def node(
     """
 
     def attach(function: Callable[P, R]) -> Callable[P, R]:
-        declaration = Declaration(function.__name__, shape, reads, may_read, writes, takes).check(function, 1)
+        declaration = Declaration(function.__name__, shape, reads, may_read, writes, takes).check(
+            function, 1
+        )
 
         @functools.wraps(function)
         def compute_or_trace(*args: P.args, **kwargs: P.kwargs) -> R:

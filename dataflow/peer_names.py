@@ -28,7 +28,9 @@ class PeerName:
         >>> PEER_NAMES[0].setting, PeerName("Clipped(low=..., high=...)", ()).setting
         ('model', 'low')
         """
-        return self.weft if self.weft.isidentifier() else re.findall(r'(\w+)(?:=|": )\.\.\.', self.weft)[0]
+        return (
+            self.weft if self.weft.isidentifier() else re.findall(r'(\w+)(?:=|": )\.\.\.', self.weft)[0]
+        )
 
     def names_of(self, library: str) -> Sequence[str]:
         return self.names[LIBRARIES.index(library)].split()
@@ -47,8 +49,22 @@ PEER_NAMES: tuple[PeerName, ...] = (
         "hf_checkpoint",
         "actor.path",
     ),
-    _row("data", "train_dataset dataset_name", "data.train_files", "prompt_data", "prompt_data", "train_dataset.path"),
-    _row("held_out", "eval_dataset", "data.val_files", "eval_dataset", "eval_prompt_data", "valid_dataset.path"),
+    _row(
+        "data",
+        "train_dataset dataset_name",
+        "data.train_files",
+        "prompt_data",
+        "prompt_data",
+        "train_dataset.path",
+    ),
+    _row(
+        "held_out",
+        "eval_dataset",
+        "data.val_files",
+        "eval_dataset",
+        "eval_prompt_data",
+        "valid_dataset.path",
+    ),
     _row(
         "rewards",
         "reward_funcs",
@@ -57,7 +73,9 @@ PEER_NAMES: tuple[PeerName, ...] = (
         "custom_rm_path rm_type",
         "reward_fn",
     ),
-    _row("method", "loss_type", "algorithm.adv_estimator", "advantage_estimator", "advantage_estimator", ""),
+    _row(
+        "method", "loss_type", "algorithm.adv_estimator", "advantage_estimator", "advantage_estimator", ""
+    ),
     _row(
         "prompts_per_step",
         "per_device_train_batch_size generation_batch_size",
@@ -199,7 +217,14 @@ PEER_NAMES: tuple[PeerName, ...] = (
         "offload_train",
         "",
     ),
-    _row("ActorWorker(dtype=...)", "bf16 fp16", "actor_rollout_ref.rollout.dtype", "param_dtype", "", "actor.dtype"),
+    _row(
+        "ActorWorker(dtype=...)",
+        "bf16 fp16",
+        "actor_rollout_ref.rollout.dtype",
+        "param_dtype",
+        "",
+        "actor.dtype",
+    ),
     _row("RolloutWorker(engine=...)", "use_vllm", "actor_rollout_ref.rollout.name", "", "", ""),
     _row(
         "RolloutWorker(gpu_memory_utilization=...)",
@@ -233,7 +258,14 @@ PEER_NAMES: tuple[PeerName, ...] = (
         "",
         "rollout.max_head_offpolicyness",
     ),
-    _row("evaluate_every", "eval_steps", "trainer.test_freq", "eval_steps", "eval_interval", "evaluator.freq_steps"),
+    _row(
+        "evaluate_every",
+        "eval_steps",
+        "trainer.test_freq",
+        "eval_steps",
+        "eval_interval",
+        "evaluator.freq_steps",
+    ),
     _row(
         "CheckpointConfig(every=...)",
         "save_steps",
@@ -242,9 +274,30 @@ PEER_NAMES: tuple[PeerName, ...] = (
         "save_interval",
         "saver.freq_steps",
     ),
-    _row("resume", "resume_from_checkpoint", "trainer.resume_mode", "load_checkpoint", "load", "recover.mode"),
-    _row("name", "run_name", "trainer.experiment_name", "wandb_run_name", "wandb_group", "experiment_name trial_name"),
-    _row("root", "output_dir", "trainer.default_local_dir", "save_path ckpt_path", "save", "cluster.fileroot"),
+    _row(
+        "resume",
+        "resume_from_checkpoint",
+        "trainer.resume_mode",
+        "load_checkpoint",
+        "load",
+        "recover.mode",
+    ),
+    _row(
+        "name",
+        "run_name",
+        "trainer.experiment_name",
+        "wandb_run_name",
+        "wandb_group",
+        "experiment_name trial_name",
+    ),
+    _row(
+        "root",
+        "output_dir",
+        "trainer.default_local_dir",
+        "save_path ckpt_path",
+        "save",
+        "cluster.fileroot",
+    ),
     _row(
         "trackers",
         "report_to",
@@ -288,7 +341,9 @@ def peer_hint(name: str, known: Collection[str]) -> str:
     if parts[-1] in known and len(parts) == 1:
         return ""
     candidates = _known().get(parts[-1], [])
-    best = max(candidates, key=lambda each: _common_end(each[0].split(" ")[1].split("."), parts), default=None)
+    best = max(
+        candidates, key=lambda each: _common_end(each[0].split(" ")[1].split("."), parts), default=None
+    )
     if best is None or (parts[-1] == "n" and len(parts) == 1):
         return ""
     library, row = best[0].split(" ")[0], best[1]

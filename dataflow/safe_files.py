@@ -74,7 +74,11 @@ def parse_json(text: bytes | str, of: object) -> Any:
     while level:
         if (depth := depth + 1) > MAX_DEPTH:
             raise UserError(f"{of} is damaged: its JSON is nested more than {MAX_DEPTH} deep")
-        inside = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        inside = (
+            one.values() if isinstance(one, dict) else one
+            for one in level
+            if isinstance(one, dict | list)
+        )
         level = [each for values in inside for each in values if isinstance(each, dict | list)]
     return value
 

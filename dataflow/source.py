@@ -98,7 +98,9 @@ def positions(size: int, seed: int, *, shuffle: bool) -> Iterator[int]:
         shuffle: False issues the rows as they stand.
     """
     for epoch in itertools.count():
-        yield from np.random.default_rng((seed, epoch)).permutation(size).tolist() if shuffle else range(size)
+        yield from (
+            np.random.default_rng((seed, epoch)).permutation(size).tolist() if shuffle else range(size)
+        )
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,9 @@ class Cursor:
 
     def rest(self, order: Iterator[int], issued: int) -> Iterator[int]:
         """The rows that remain after `issued` rows were issued from this cursor."""
-        return itertools.islice(itertools.chain(self.again, itertools.islice(order, self.issued, None)), issued, None)
+        return itertools.islice(
+            itertools.chain(self.again, itertools.islice(order, self.issued, None)), issued, None
+        )
 
     def after(self, issued: int, untrained: Iterable[int]) -> Cursor:
         """The cursor after `issued` rows from this one; the `untrained` rows among them have to be issued again."""

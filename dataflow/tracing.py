@@ -63,21 +63,30 @@ class SymbolicRows:
 
     def __contains__(self, column: str | Column) -> bool:
         """Whether the rows have a column. A `Column` is one that Weft made: the user's file may have its name for something else."""
-        return str(column) in self.writers and not (isinstance(column, Column) and self.is_of_file(str(column)))
+        return str(column) in self.writers and not (
+            isinstance(column, Column) and self.is_of_file(str(column))
+        )
 
     def is_of_file(self, column: str) -> bool:
         """Whether a column comes from the user's file and no node has written it."""
         return not self.writers[column] and column in self.trace.file_columns
 
     def __trace__(
-        self, handle: Handle | None, function: Callable[..., Any], declaration: Declaration, args: Any, kwargs: Any
+        self,
+        handle: Handle | None,
+        function: Callable[..., Any],
+        declaration: Declaration,
+        args: Any,
+        kwargs: Any,
     ) -> SymbolicRows:
         return self.trace.add(self, handle, function, declaration, args, kwargs)
 
     def __or__(self, other: SymbolicRows) -> SymbolicRows:
         """Join two branches over the same rows: the columns of both. A column that a node wrote takes precedence over the source's."""
         if other.level != self.level:
-            raise UserError("| joins two branches over the same rows; these were expanded from one another, or apart")
+            raise UserError(
+                "| joins two branches over the same rows; these were expanded from one another, or apart"
+            )
         return SymbolicRows(
             self.trace,
             self.level,
@@ -112,10 +121,14 @@ class SymbolicRows:
         return f"{no_node(called, module)}. It"
 
     def __bool__(self) -> bool:
-        raise UserError("a graph cannot branch on rows: they have no values while it is traced (use a filter node)")
+        raise UserError(
+            "a graph cannot branch on rows: they have no values while it is traced (use a filter node)"
+        )
 
     def __iter__(self) -> Any:
-        raise UserError("a graph cannot loop over rows: they have no values while it is traced (use a map node)")
+        raise UserError(
+            "a graph cannot loop over rows: they have no values while it is traced (use a map node)"
+        )
 
 
 class Trace:
@@ -164,7 +177,9 @@ class Trace:
             The rows that come out of the node.
         """
         group = self.name_handle(handle, None) if handle else None
-        name = _unused(f"{group}.{declaration.name}" if group else declaration.name, {n.name for n in self.nodes})
+        name = _unused(
+            f"{group}.{declaration.name}" if group else declaration.name, {n.name for n in self.nodes}
+        )
         arguments = bind(function, 2 if handle else 1, args, kwargs)
         given = {**arguments, CONFIG: handle.config} if handle else arguments
         operation = declaration.called_with(given)
@@ -196,10 +211,16 @@ class Trace:
             trace=self,
             level=rows.level if node.makes_level is None else node.makes_level,
             writers={
-                **{c: writer for c, writer in rows.writers.items() if c not in left or rows.is_of_file(c)},
+                **{
+                    c: writer for c, writer in rows.writers.items() if c not in left or rows.is_of_file(c)
+                },
                 **dict.fromkeys(operation.writes, name),
             },
-            filters=(*rows.filters, name) if operation.shape is Shape.FILTER else () if expands else rows.filters,
+            filters=(*rows.filters, name)
+            if operation.shape is Shape.FILTER
+            else ()
+            if expands
+            else rows.filters,
         )
 
     def _after(self, rows: SymbolicRows, reads: tuple[str, ...], updated: str | None) -> tuple[str, ...]:
@@ -211,7 +232,11 @@ class Trace:
             for n in self.nodes
             if updated and n.group == updated and not n.operation.updates and n.level == rows.level
         ]
-        return tuple(n for n in dict.fromkeys([*makers, *rows.filters, *(rows.writers[c] for c in reads), *users]) if n)
+        return tuple(
+            n
+            for n in dict.fromkeys([*makers, *rows.filters, *(rows.writers[c] for c in reads), *users])
+            if n
+        )
 
     def finish(self) -> Graph:
         return Graph(self.name, self.source, tuple(self.nodes), dict(self.handles))

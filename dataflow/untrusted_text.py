@@ -47,10 +47,18 @@ def is_secret_name(name: str) -> bool:
     >>> any(map(is_secret_name, ("max_tokens", "TOKENIZERS_PARALLELISM", "tokenizer", "eos_token_id", "key_variable")))
     False
     """
-    words = [word for word in re.split(r"[^a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()) if word]
+    words = [
+        word
+        for word in re.split(r"[^a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower())
+        if word
+    ]
     if not words or words[-1] in PLACES:
         return False
-    return words[-1] in ("key", "auth", "apikey") or words[-2:] == ["api", "keys"] or not SECRET_WORDS.isdisjoint(words)
+    return (
+        words[-1] in ("key", "auth", "apikey")
+        or words[-2:] == ["api", "keys"]
+        or not SECRET_WORDS.isdisjoint(words)
+    )
 
 
 _KEY_FORMATS = (
@@ -67,7 +75,9 @@ VIEW = "weft-view-"
 """Begins the token of a dashboard beside a run. It is shown, because the user opens the address that has it."""
 _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
-        re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL),
+        re.compile(
+            r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL
+        ),
         "[hidden]",
     ),
     (  # must not take a port for a password
@@ -78,7 +88,10 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
         r"\g<scheme>[hidden]@",
     ),
     (re.compile(rf"(?<![A-Za-z0-9])(?:{_KEY_FORMATS})"), "[hidden]"),
-    (re.compile(r"(?P<kind>\bbearer[ :=]+)(?=\S*\d|\S{20,})[\w.~+/=-]{6,}", re.IGNORECASE), r"\g<kind>[hidden]"),
+    (
+        re.compile(r"(?P<kind>\bbearer[ :=]+)(?=\S*\d|\S{20,})[\w.~+/=-]{6,}", re.IGNORECASE),
+        r"\g<kind>[hidden]",
+    ),
     (
         re.compile(
             r"(?P<kind>\b(?:proxy-)?authorization[\"']?\s*[:=]\s*[\"']?)(?!(?:\w+\s+)?\[(?:hidden|value of))"
@@ -164,14 +177,18 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
         environment: default: that of this process.
     """
     found = os.environ if environment is None else environment
-    values = {value: name for name, value in found.items() if len(value) >= SHORTEST and is_secret_name(name)}
+    values = {
+        value: name for name, value in found.items() if len(value) >= SHORTEST and is_secret_name(name)
+    }
     for value in sorted(values, key=len, reverse=True):  # one may be part of another
         for written in (value, quote(value, safe="")):
             text = text.replace(written, f"[value of {values[value]}]")
     lowered = text.lower()
     if any(sign in lowered for sign in _SUSPICIOUS):
         for pattern, shown in _PATTERNS:
-            text = pattern.sub(lambda found, shown=shown: found[0] if VIEW in found[0] else found.expand(shown), text)
+            text = pattern.sub(
+                lambda found, shown=shown: found[0] if VIEW in found[0] else found.expand(shown), text
+            )
     return text
 
 
@@ -215,7 +232,8 @@ def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> A
     """
     if isinstance(settings, dict):
         return {
-            redacted(str(key)): without_secrets(value, str(key), by_name=by_name) for key, value in settings.items()
+            redacted(str(key)): without_secrets(value, str(key), by_name=by_name)
+            for key, value in settings.items()
         }
     if isinstance(settings, list | tuple):
         return [without_secrets(value, name, by_name=by_name) for value in settings]
@@ -241,7 +259,8 @@ def readable(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join(
-        c if c == "\n" or c in JOINERS or unicodedata.category(c) not in STEERING else _escape(c) for c in text
+        c if c == "\n" or c in JOINERS or unicodedata.category(c) not in STEERING else _escape(c)
+        for c in text
     )
 
 

@@ -81,9 +81,15 @@ class SamplingSettings(RunSettings):
             return self.engine
         return "vllm" if self.backend == "ray" else "transformers"
 
-    def new_schedule(self, steps: int, prompts: int) -> weft.Synchronous | weft.Pipelined | weft.Asynchronous:
+    def new_schedule(
+        self, steps: int, prompts: int
+    ) -> weft.Synchronous | weft.Pipelined | weft.Asynchronous:
         """Steps of so many prompts each."""
-        kinds = {"synchronous": weft.Synchronous, "pipelined": weft.Pipelined, "asynchronous": weft.Asynchronous}
+        kinds = {
+            "synchronous": weft.Synchronous,
+            "pipelined": weft.Pipelined,
+            "asynchronous": weft.Asynchronous,
+        }
         return kinds[self.schedule](steps=steps, prompts_per_step=prompts)
 
 
@@ -105,10 +111,15 @@ def make_data(folder: Path, seed: int) -> None:
     """All 10,000 sums, shuffled; 512 of them are never trained on."""
     sums = [(a, b) for a in range(100) for b in range(100)]
     random.Random(seed).shuffle(sums)
-    rows = [{"prompt": f"B{f'{a:02d}'[::-1]}+{f'{b:02d}'[::-1]}=", "answer": f"{a + b:03d}"[::-1]} for a, b in sums]
+    rows = [
+        {"prompt": f"B{f'{a:02d}'[::-1]}+{f'{b:02d}'[::-1]}=", "answer": f"{a + b:03d}"[::-1]}
+        for a, b in sums
+    ]
     pq.write_table(pa.Table.from_pylist(rows[HELD_OUT:]), folder / "train.parquet")
     pq.write_table(pa.Table.from_pylist(rows[:HELD_OUT]), folder / "held_out.parquet")
-    lines = [json.dumps({"prompt": row["prompt"], "completion": row["answer"]}) for row in rows[HELD_OUT:]]
+    lines = [
+        json.dumps({"prompt": row["prompt"], "completion": row["answer"]}) for row in rows[HELD_OUT:]
+    ]
     (folder / "supervised.jsonl").write_text("\n".join(lines) + "\n")
 
 
@@ -125,7 +136,9 @@ def make_model(folder: str | Path, seed: int, hidden_size: int = 64, layers: int
     characters = Tokenizer(models.WordLevel({s: i for i, s in enumerate(SYMBOLS)}, unk_token="<pad>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # pyright: ignore[reportAttributeAccessIssue]
     characters.decoder = Fuse()  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="E", bos_token="B")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="E", bos_token="B"
+    )
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
     config = Qwen2Config(
@@ -145,7 +158,13 @@ def make_model(folder: str | Path, seed: int, hidden_size: int = 64, layers: int
 
 
 def warm_start(
-    folder: Path, seed: int, steps: int = 1000, *, name: str = "model", layers: int = 2, accuracy: float = WARM_ACCURACY
+    folder: Path,
+    seed: int,
+    steps: int = 1000,
+    *,
+    name: str = "model",
+    layers: int = 2,
+    accuracy: float = WARM_ACCURACY,
 ) -> None:
     """Train on right answers until that share of the held-out sums comes out right: the same driver, another graph.
 
@@ -166,7 +185,9 @@ def warm_start(
     with weft.Driver(
         supervised(answers, actor=actor),
         schedule=weft.Synchronous(steps=steps, prompts_per_step=256),
-        evaluations=[weft.Evaluation(evaluate(held_out, rollout=rollout, reward=reward, sampling=greedy), every=4)],
+        evaluations=[
+            weft.Evaluation(evaluate(held_out, rollout=rollout, reward=reward, sampling=greedy), every=4)
+        ],
         stop=lambda metrics: metrics.get("eval/reward/mean", 0.0) >= accuracy,
         root=folder,
         name=f"warm_start_{name}",

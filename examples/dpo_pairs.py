@@ -30,7 +30,9 @@ def main(settings: RealSettings) -> None:
     train, held_out = pairs.hold_out(min(128 if tiny else 512, len(pairs) // 5), settings.seed)
 
     # The reference stands still: its log-probabilities of each pair are computed once, and kept beside the pair.
-    reference = weft.group(weft.ReferenceWorker, model=model, dtype="bfloat16" if settings.num_gpus else "float32")
+    reference = weft.group(
+        weft.ReferenceWorker, model=model, dtype="bfloat16" if settings.num_gpus else "float32"
+    )
     train = weft.precompute(
         reference_of_pairs(train, reference=reference),
         placement=settings.places(("reference",)),
@@ -38,14 +40,19 @@ def main(settings: RealSettings) -> None:
         root=settings.root,
     )
     actor = weft.group(
-        weft.ActorWorker, model=model, learning_rate=settings.rate(1e-4 if tiny else 5e-7), **settings.training
+        weft.ActorWorker,
+        model=model,
+        learning_rate=settings.rate(1e-4 if tiny else 5e-7),
+        **settings.training,
     )
     with weft.Driver(
         dpo(train, actor=actor, loss=PreferenceLoss()),
         schedule=weft.Synchronous(
             steps=settings.num_steps, prompts_per_step=settings.prompts_per_step or (16 if tiny else 128)
         ),
-        evaluations=[weft.Evaluation(preference_accuracy(held_out, actor=actor), every=8 if tiny else 25)],
+        evaluations=[
+            weft.Evaluation(preference_accuracy(held_out, actor=actor), every=8 if tiny else 25)
+        ],
         placement=settings.places(("actor",)),
         backend=settings.new_backend(),
         checkpoint=weft.CheckpointConfig(every_s=None if tiny else 1800, best=ACCURACY),

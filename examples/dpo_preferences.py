@@ -47,7 +47,9 @@ def preferences(file: Path, model: str, seed: int, limit: int | None = None) -> 
     rows = []
     for row in pq.read_table(file).to_pylist()[:limit]:
         right = row["answer"]
-        rows.append({"prompt": row["prompt"], "chosen": right, "rejected": off_by_one(right, draw.choice((1, 9)))})
+        rows.append(
+            {"prompt": row["prompt"], "chosen": right, "rejected": off_by_one(right, draw.choice((1, 9)))}
+        )
     return weft.Prompts.from_rows(rows, model, name=file.stem)
 
 
@@ -64,7 +66,10 @@ def main(settings: Settings) -> None:
     started = time.monotonic()
     cores = weft.ResourcePool("cores", cpus=2)
     placement = {name: weft.Place(cores, ranks=2) for name in ("actor", "reference", "rollout")}
-    steps, number = settings.size(settings.steps, 200, small=3), settings.size(settings.pairs, 64, small=8)
+    steps, number = (
+        settings.size(settings.steps, 200, small=3),
+        settings.size(settings.pairs, 64, small=8),
+    )
     loss = METHODS[settings.method]
     task = arithmetic.prepare(settings.root, settings.seed, settings.small)
     model = str(task / "model")
@@ -76,7 +81,10 @@ def main(settings: Settings) -> None:
         reference = weft.group(weft.ReferenceWorker, model=model)
         known = reference_of_pairs(train, reference=reference)
         train = weft.precompute(
-            known, placement={"reference": placement["reference"]}, backend=settings.new_backend(), root=settings.root
+            known,
+            placement={"reference": placement["reference"]},
+            backend=settings.new_backend(),
+            root=settings.root,
         )
 
     # Who does the work.
@@ -97,7 +105,10 @@ def main(settings: Settings) -> None:
     with weft.Driver(
         training,
         schedule=weft.Synchronous(steps=steps, prompts_per_step=number),
-        evaluations=[weft.Evaluation(accuracy, every=25, name="pairs"), weft.Evaluation(answers, every=25)],
+        evaluations=[
+            weft.Evaluation(accuracy, every=25, name="pairs"),
+            weft.Evaluation(answers, every=25),
+        ],
         placement={name: placement[name] for name in ("actor", "rollout")},
         backend=settings.new_backend(),
         root=settings.root,
@@ -111,9 +122,13 @@ def main(settings: Settings) -> None:
     ) as driver:
         metrics = driver.run()
         driver.call(actor, "save", path=driver.directory.path / "model")
-    curves = {ACCURACY: "held-out pairs in the right order", "eval/reward/mean": "held-out sums right (greedy)"}
+    curves = {
+        ACCURACY: "held-out pairs in the right order",
+        "eval/reward/mean": "held-out sums right (greedy)",
+    }
     print(
-        "learning curve:", draw_curve(metrics, curves, driver.directory.path / "curve.png", "preferences on addition")
+        "learning curve:",
+        draw_curve(metrics, curves, driver.directory.path / "curve.png", "preferences on addition"),
     )
     first, last = metrics[0], metrics[-1]
     result = {

@@ -37,7 +37,10 @@ def main(settings: Settings) -> None:
         placement = {name: weft.Place(weft.ResourcePool(name, cpus=1)) for name in ("actor", "rollout")}
     backend = settings.new_backend()
     backend.check(placement)  # the driver does, too; this is before the warm start
-    steps, prompts = settings.size(settings.steps, 400, small=3), settings.size(settings.prompts, 64, small=8)
+    steps, prompts = (
+        settings.size(settings.steps, 400, small=3),
+        settings.size(settings.prompts, 64, small=8),
+    )
     # Data (columns prompt and answer), and a model that a supervised phase has brought to a third of right answers.
     task = arithmetic.prepare(settings.root, settings.seed, settings.small)
     model = str(task / "model")
@@ -53,7 +56,9 @@ def main(settings: Settings) -> None:
 
     # What happens.
     sampling = weft.Sampling(max_tokens=4)
-    training = grpo(train, rollout=rollout, reward=reward, actor=actor, n=8, sampling=sampling, loss=PolicyLoss())
+    training = grpo(
+        train, rollout=rollout, reward=reward, actor=actor, n=8, sampling=sampling, loss=PolicyLoss()
+    )
     greedy = weft.Sampling(max_tokens=4, temperature=0)
     accuracy = evaluate(held_out, rollout=rollout, reward=reward, sampling=greedy)
 
@@ -76,7 +81,10 @@ def main(settings: Settings) -> None:
         metrics = driver.run()
         driver.call(actor, "save", path=driver.directory.path / "model")
     curves = {"reward/mean": "reward of samples", "eval/reward/mean": "held-out accuracy (greedy)"}
-    print("learning curve:", draw_curve(metrics, curves, driver.directory.path / "curve.png", "GRPO on addition"))
+    print(
+        "learning curve:",
+        draw_curve(metrics, curves, driver.directory.path / "curve.png", "GRPO on addition"),
+    )
     print(json.dumps(arithmetic.summary(metrics, time.monotonic() - started)))
 
 

@@ -31,7 +31,9 @@ def boxed(response: str) -> float:
 
 
 @weft.graph
-def training(prompts: Any, *, rollout: Any, reward: Any, actor: Any, n: int, sampling: weft.Sampling) -> Any:
+def training(
+    prompts: Any, *, rollout: Any, reward: Any, actor: Any, n: int, sampling: weft.Sampling
+) -> Any:
     """GRPO without the groups that teach nothing, because all of their responses have the same reward."""
     samples: Any = rollout.generate(prompts, n=n, sampling=sampling)
     samples = reward.score(samples)
@@ -51,10 +53,17 @@ def main(settings: RealSettings) -> None:
 
     # Who does the work: training and generation take turns on all devices.
     actor = weft.group(
-        weft.ActorWorker, model=model, learning_rate=settings.rate(1e-3 if tiny else 1e-6), **settings.training
+        weft.ActorWorker,
+        model=model,
+        learning_rate=settings.rate(1e-3 if tiny else 1e-6),
+        **settings.training,
     )
     rollout = weft.group(
-        weft.RolloutWorker, model=model, engine=settings.engine, max_context=context, gpu_memory_utilization=GPU_SHARE
+        weft.RolloutWorker,
+        model=model,
+        engine=settings.engine,
+        max_context=context,
+        gpu_memory_utilization=GPU_SHARE,
     )
     right, form = Reward(function=Math(), name="right"), Reward(function=boxed, weight=0.1)
     reward = weft.group(weft.RewardWorker, function=(right, form), tokenizer=model)

@@ -59,7 +59,9 @@ class PipelineEngine:
         if head != "logprobs" or asked or config.dtype != "float32":
             raise UserError("PipelineEngine trains whole policies in float32, and nothing else")
         if context.world_size != config.pipeline_parallel:
-            raise UserError(f"{context.world_size} ranks for a pipeline of {config.pipeline_parallel} stages")
+            raise UserError(
+                f"{context.world_size} ranks for a pipeline of {config.pipeline_parallel} stages"
+            )
         self.config, self.context, self.training = config, context, training
         self.stage, self.stages = context.rank, context.world_size
         if context.rendezvous is not None:
@@ -67,7 +69,9 @@ class PipelineEngine:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # do not listen to others
             store = context.rendezvous.join(context.name, context.rank, context.world_size)
             dist.init_process_group("gloo", store=store, rank=self.stage, world_size=self.stages)
-        self.causal_lm: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32).eval()
+        self.causal_lm: Any = AutoModelForCausalLM.from_pretrained(
+            config.model, dtype=torch.float32
+        ).eval()
         self.owner = self._cut()
         self.parameters: dict[str, nn.Parameter] = dict(self.causal_lm.named_parameters())
         self.optimizer = None
@@ -109,26 +113,37 @@ class PipelineEngine:
 
     # Passes
 
-    def _forward(self, rows: Microbatches, part: np.ndarray, *, entropy: bool) -> tuple[Tensor | None, Tensor, Any]:
+    def _forward(
+        self, rows: Microbatches, part: np.ndarray, *, entropy: bool
+    ) -> tuple[Tensor | None, Tensor, Any]:
         """This stage's pass: its input (None: token ids), its output, and of the last stage entropies. The last stage's output is the
         log-probabilities of the response tokens, [T]; another's is its hidden states."""
         self.context.advance()
         (prompts, p), (responses, r) = rows.prompt, rows.response
         own = [np.concatenate([prompts[p[i] : p[i + 1]], responses[r[i] : r[i + 1]]]) for i in part]
-        ids = pad_sequence([torch.from_numpy(tokens.astype(np.int64)) for tokens in own], batch_first=True)
+        ids = pad_sequence(
+            [torch.from_numpy(tokens.astype(np.int64)) for tokens in own], batch_first=True
+        )
         given = None
         if self.stage:
-            given = self._receive((*ids.shape, self.width), self.stage - 1).requires_grad_(torch.is_grad_enabled())
+            given = self._receive((*ids.shape, self.width), self.stage - 1).requires_grad_(
+                torch.is_grad_enabled()
+            )
         hidden = self.causal_lm.model.embed_tokens(ids) if given is None else given
         positions = torch.arange(ids.shape[1])[None]
         rotations = self.causal_lm.model.rotary_emb(hidden, positions)
         for k in self.layers:  # padding stands behind the tokens, which do not see it
-            hidden = self.causal_lm.model.layers[k](hidden, position_ids=positions, position_embeddings=rotations)
+            hidden = self.causal_lm.model.layers[k](
+                hidden, position_ids=positions, position_embeddings=rotations
+            )
         if self.stage < self.stages - 1:
             return given, hidden, None
         lengths = np.diff(r)[part]
         before = [np.arange(n) + len(tokens) - n - 1 for n, tokens in zip(lengths, own, strict=True)]
-        where = torch.from_numpy(np.concatenate(before)), torch.from_numpy(np.repeat(np.arange(len(part)), lengths))
+        where = (
+            torch.from_numpy(np.concatenate(before)),
+            torch.from_numpy(np.repeat(np.arange(len(part)), lengths)),
+        )
         logits = self.causal_lm.lm_head(self.causal_lm.model.norm(hidden[where[1], where[0]])).float()
         if rows.temperatures is not None:
             logits = logits / torch.from_numpy(np.repeat(rows.temperatures[part], lengths))[:, None]
@@ -151,7 +166,9 @@ class PipelineEngine:
 
     def _rows(self, batch: Batch, columns: Sequence[str] = ()) -> Microbatches:
         owner = str(self.config.model)
-        return Microbatches.of(batch, columns, torch.device("cpu"), vocabulary=self.vocabulary, owner=owner)
+        return Microbatches.of(
+            batch, columns, torch.device("cpu"), vocabulary=self.vocabulary, owner=owner
+        )
 
     def _plan(self, rows: Microbatches, batch: Batch, loss: Loss | None = None) -> list[np.ndarray]:
         groups = batch.numpy(GROUP_ID) if loss is not None and loss.whole_groups else None
@@ -204,28 +221,40 @@ class PipelineEngine:
                 kept[one.microbatch] = given, out
                 continue
             given, out = kept.pop(one.microbatch)
-            out.backward(None if self.stage == self.stages - 1 else self._receive(tuple(out.shape), self.stage + 1))
+            out.backward(
+                None if self.stage == self.stages - 1 else self._receive(tuple(out.shape), self.stage + 1)
+            )
             if given is not None and given.grad is not None:
                 self._send(given.grad, self.stage - 1)
         self._wait()
         everything = rows.packed()
         self.count += loss.count(everything)
         # Only the last stage's answer is kept.
-        known = {"loss": Mean(total, loss.count(everything)), "tokens": Sum(float(everything.trained.sum()))}
+        known = {
+            "loss": Mean(total, loss.count(everything)),
+            "tokens": Sum(float(everything.trained.sum())),
+        }
         return {**merge(metrics), **known}
 
     def apply(self) -> OptimizerStep:
         assert self.optimizer is not None and self.training is not None
-        step = self._apply(self.optimizer, self.training) if self.count else OptimizerStep({}, applied=False)
+        step = (
+            self._apply(self.optimizer, self.training) if self.count else OptimizerStep({}, applied=False)
+        )
         self.optimizer.zero_grad()
         self.count = 0.0
-        counts = {"skipped_steps": Sum(float(not step.applied)), "bad_steps": Sum(float(step.bad is not None))}
+        counts = {
+            "skipped_steps": Sum(float(not step.applied)),
+            "bad_steps": Sum(float(step.bad is not None)),
+        }
         return OptimizerStep({**step.metrics, **counts}, step.applied, step.bad)
 
     def _apply(self, optimizer: torch.optim.Optimizer, training: TrainingConfig) -> OptimizerStep:
         if self.tied:  # the first stage has the gradient of the embedding, the last one that of the head
             own = self.parameters.get(EMBEDDING)
-            gradient = torch.zeros(self.shapes[EMBEDDING]) if own is None or own.grad is None else own.grad
+            gradient = (
+                torch.zeros(self.shapes[EMBEDDING]) if own is None or own.grad is None else own.grad
+            )
             dist.all_reduce(gradient)
         squares = torch.zeros(())
         for name, parameter in self.parameters.items():
@@ -234,7 +263,10 @@ class PipelineEngine:
                 squares += parameter.grad.square().sum() * (self.owner[name] == self.stage)
         if self.stages > 1:
             dist.all_reduce(squares)
-        norm, limit = math.sqrt(squares.item()) if squares.isfinite() else math.inf, training.skip_above_grad_norm
+        norm, limit = (
+            math.sqrt(squares.item()) if squares.isfinite() else math.inf,
+            training.skip_above_grad_norm,
+        )
         if not math.isfinite(norm) or (limit is not None and norm > limit):
             return OptimizerStep({}, applied=False, bad=f"the norm of the gradient is {norm:.4g}")
         if training.max_grad_norm is not None and norm > training.max_grad_norm:
@@ -250,9 +282,17 @@ class PipelineEngine:
 
     @torch.no_grad()
     def losses(self, batch: Batch, loss: Loss) -> np.ndarray:
-        rows, unit = self._rows(batch, [c for c in (*loss.reads, *loss.may_read) if c in batch]), np.arange(len(batch))
-        logprobs, entropies, ends = map(torch.from_numpy, self._of_tokens(batch, entropy=loss.needs_entropy))
-        unit, found = batch.numpy(GROUP_ID) if loss.whole_groups else unit, np.zeros(len(batch), np.float32)
+        rows, unit = (
+            self._rows(batch, [c for c in (*loss.reads, *loss.may_read) if c in batch]),
+            np.arange(len(batch)),
+        )
+        logprobs, entropies, ends = map(
+            torch.from_numpy, self._of_tokens(batch, entropy=loss.needs_entropy)
+        )
+        unit, found = (
+            batch.numpy(GROUP_ID) if loss.whole_groups else unit,
+            np.zeros(len(batch), np.float32),
+        )
         for one in np.unique(unit):
             own = np.flatnonzero(unit == one)
             where = torch.cat([torch.arange(int(ends[i]), int(ends[i + 1])) for i in own])
@@ -264,7 +304,9 @@ class PipelineEngine:
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, shape in self.shapes.items():
-            tensor = self.parameters[name].detach() if self.owner[name] == self.stage else torch.empty(shape)
+            tensor = (
+                self.parameters[name].detach() if self.owner[name] == self.stage else torch.empty(shape)
+            )
             if self.stages > 1:
                 dist.broadcast(tensor, self.owner[name])
             yield name, tensor
@@ -303,9 +345,12 @@ class PipelineEngine:
         began = time.perf_counter()
         folder.mkdir(parents=True, exist_ok=True)
         save_file(
-            {name: t.contiguous() for name, t in self._state().items()}, folder / f"stage{self.stage}.safetensors"
+            {name: t.contiguous() for name, t in self._state().items()},
+            folder / f"stage{self.stage}.safetensors",
         )
-        (folder / f"stage{self.stage}.json").write_text(json.dumps({"steps": self.steps, "notes": dict(notes or {})}))
+        (folder / f"stage{self.stage}.json").write_text(
+            json.dumps({"steps": self.steps, "notes": dict(notes or {})})
+        )
         if self.stages > 1:
             dist.barrier()
         return time.perf_counter() - began

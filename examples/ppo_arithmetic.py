@@ -65,7 +65,10 @@ def pairs(file: Path, model: str, seed: int, copies: int = 1) -> weft.Prompts:
     """Sums with the right answer and a wrong one; `copies` of each, wrong in other ways."""
     draw = random.Random(seed)
     given = [row for row in pq.read_table(file).to_pylist() for _ in range(copies)]
-    rows = [{"prompt": r["prompt"], "chosen": r["answer"], "rejected": spoiled(r["answer"], draw)} for r in given]
+    rows = [
+        {"prompt": r["prompt"], "chosen": r["answer"], "rejected": spoiled(r["answer"], draw)}
+        for r in given
+    ]
     return weft.Prompts.from_rows(rows, model, name=file.stem)
 
 
@@ -100,7 +103,9 @@ def train_reward_model(task: Path, folder: Path, steps: int, settings: Settings)
     shutil.rmtree(task / "reward_training", ignore_errors=True)  # what an interrupted one left
     number = 8 if settings.small else 256
     rate = {"learning_rate": 2e-3, "warmup_steps": 5, "decay": "linear", "decay_steps": max(steps, 10)}
-    model = weft.group(weft.CriticWorker, name="reward_model", model=str(task / answers), head="rewards", **rate)
+    model = weft.group(
+        weft.CriticWorker, name="reward_model", model=str(task / answers), head="rewards", **rate
+    )
     held_out = pairs(task / "held_out.parquet", policy, seed=2)
     with weft.Driver(
         reward_model(pairs(task / "train.parquet", policy, seed=1, copies=4), model=model),
@@ -120,11 +125,20 @@ def main(settings: Settings) -> None:
     """PPO on two-digit addition."""
     started = time.monotonic()
     cores = weft.ResourcePool("cores", cpus=2)
-    placed = ["actor", "critic", "reference", "rollout", *(["reward_model"] if settings.reward == "model" else [])]
+    placed = [
+        "actor",
+        "critic",
+        "reference",
+        "rollout",
+        *(["reward_model"] if settings.reward == "model" else []),
+    ]
     placement = {name: weft.Place(cores, ranks=2) for name in placed}
     backend = settings.new_backend()
     backend.check(placement)  # the driver does, too; this is before the models are prepared
-    steps, prompts = settings.size(settings.steps, 200, small=3), settings.size(settings.prompts, 256, small=8)
+    steps, prompts = (
+        settings.size(settings.steps, 200, small=3),
+        settings.size(settings.prompts, 256, small=8),
+    )
     task = arithmetic.prepare(settings.root, settings.seed, settings.small)
     model = str(task / "model")
     train = weft.Prompts.read(task / "train.parquet", model)
@@ -164,7 +178,9 @@ def main(settings: Settings) -> None:
         epochs=epochs,
         minibatches=minibatches,
     )
-    accuracy = evaluate(held_out, rollout=rollout, reward=judge, sampling=weft.Sampling(max_tokens=4, temperature=0))
+    accuracy = evaluate(
+        held_out, rollout=rollout, reward=judge, sampling=weft.Sampling(max_tokens=4, temperature=0)
+    )
 
     # When and where.
     with weft.Driver(
@@ -187,7 +203,10 @@ def main(settings: Settings) -> None:
             driver.call(handle, "save", path=driver.directory.path / name)
     rewarded = "reward_model/mean" if settings.reward == "model" else "reward/mean"
     curves = {rewarded: "reward of samples", ACCURACY: "held-out accuracy (greedy)"}
-    print("learning curve:", draw_curve(metrics, curves, driver.directory.path / "curve.png", "PPO on addition"))
+    print(
+        "learning curve:",
+        draw_curve(metrics, curves, driver.directory.path / "curve.png", "PPO on addition"),
+    )
     trained = [row for row in metrics if "actor/loss" in row]
     result = {
         "reward": settings.reward,

@@ -41,10 +41,18 @@ def main(settings: Settings) -> None:
     # Who does the work: all groups with a model take turns on all devices.
     rate = settings.rate(1e-3 if tiny else 1e-6)
     actor = weft.group(weft.ActorWorker, model=model, learning_rate=rate, **settings.training)
-    critic = weft.group(weft.CriticWorker, model=model, learning_rate=rate if tiny else 5 * rate, **settings.training)
-    reference = weft.group(weft.ReferenceWorker, model=model, dtype="bfloat16" if settings.num_gpus else "float32")
+    critic = weft.group(
+        weft.CriticWorker, model=model, learning_rate=rate if tiny else 5 * rate, **settings.training
+    )
+    reference = weft.group(
+        weft.ReferenceWorker, model=model, dtype="bfloat16" if settings.num_gpus else "float32"
+    )
     rollout = weft.group(
-        weft.RolloutWorker, model=model, engine=settings.engine, max_context=context, gpu_memory_utilization=GPU_SHARE
+        weft.RolloutWorker,
+        model=model,
+        engine=settings.engine,
+        max_context=context,
+        gpu_memory_utilization=GPU_SHARE,
     )
     judge = weft.group(weft.RewardWorker, name="judge", function=Math(), tokenizer=model)
     groups, reward = ["actor", "critic", "reference", "rollout"], judge

@@ -93,7 +93,9 @@ class RealSettings(weft.Config):
         return {
             "dtype": "bfloat16" if self.num_gpus else "float32",
             "activation_checkpointing": bool(self.num_gpus),
-            "lora": None if self.adapter is None else weft.Lora(rank=self.adapter, alpha=2 * self.adapter),
+            "lora": None
+            if self.adapter is None
+            else weft.Lora(rank=self.adapter, alpha=2 * self.adapter),
             "offload": self.offload,
         }
 
@@ -104,11 +106,15 @@ class RealSettings(weft.Config):
     def places(self, groups: Iterable[str]) -> dict[str, weft.Place]:
         """The groups on all devices, where they take turns: a rank for each GPU; without a GPU at most two ranks."""
         devices = weft.ResourcePool("devices", cpus=machine_cpus(), gpus=self.num_gpus)
-        place = weft.Place(devices, ranks=self.num_gpus or (min(2, machine_cpus()) if self.backend == "ray" else 1))
+        place = weft.Place(
+            devices, ranks=self.num_gpus or (min(2, machine_cpus()) if self.backend == "ray" else 1)
+        )
         return dict.fromkeys(groups, place)
 
 
-def read_problems(settings: RealSettings, data: str, model: str, system: str) -> tuple[weft.Prompts, weft.Prompts, int]:
+def read_problems(
+    settings: RealSettings, data: str, model: str, system: str
+) -> tuple[weft.Prompts, weft.Prompts, int]:
     """Problems with answers: (to train on, held out, tokens of the longest prompt and response together).
 
     What was understood of the data is printed when the run starts. The longest one in a hundred prompts is left out.
@@ -120,7 +126,9 @@ def read_problems(settings: RealSettings, data: str, model: str, system: str) ->
     print(
         f"context: {context:,} tokens, for prompts of up to {longest:,} and responses of {settings.longest_response:,}"
     )
-    train, held_out = problems.hold_out(min(128 if settings.tiny else 512, len(problems) // 5), settings.seed)
+    train, held_out = problems.hold_out(
+        min(128 if settings.tiny else 512, len(problems) // 5), settings.seed
+    )
     return train, held_out, context
 
 
@@ -133,5 +141,9 @@ def summary(metrics: list[dict[str, float]], accuracy: str, started: float) -> s
         started: moment of the monotonic clock at which the program began, in seconds.
     """
     scores = [row[accuracy] for row in metrics if accuracy in row]
-    result = {"accuracy_before": scores[0], "accuracy_after": scores[-1], "steps": int(metrics[-1]["step"])}
+    result = {
+        "accuracy_before": scores[0],
+        "accuracy_after": scores[-1],
+        "steps": int(metrics[-1]["step"]),
+    }
     return json.dumps(result | {"seconds": round(time.monotonic() - started, 1)})

@@ -44,7 +44,10 @@ def main(settings: Settings) -> None:
     placement = {"actor": weft.Place(cores, ranks=2), "rollout": weft.Place(cores, ranks=2)}
     backend = settings.new_backend()
     backend.check(placement)  # the driver does, too; this is before the warm start
-    steps, prompts = settings.size(settings.steps, 300, small=3), settings.size(settings.prompts, 64, small=8)
+    steps, prompts = (
+        settings.size(settings.steps, 300, small=3),
+        settings.size(settings.prompts, 64, small=8),
+    )
     # Data (columns prompt and answer), and a model that a supervised phase has brought to a third of right answers.
     task = arithmetic.prepare(settings.root, settings.seed, settings.small)
     model = str(task / "model")
@@ -61,7 +64,9 @@ def main(settings: Settings) -> None:
 
     # What happens.
     sampling = weft.Sampling(max_tokens=4)
-    loss = PolicyLoss(ratio=sequence_product, aggregation=sequence_mean, kl=KlPenalty(coefficient=settings.kl))
+    loss = PolicyLoss(
+        ratio=sequence_product, aggregation=sequence_mean, kl=KlPenalty(coefficient=settings.kl)
+    )
     reference = weft.adapter_off(actor)
     parts = {"rollout": rollout, "reward": reward, "actor": actor, "reference": reference}
     training = grpo(train, **parts, n=8, sampling=sampling, loss=loss, advantages=leave_one_out)

@@ -86,7 +86,9 @@ def supervise(task: Path, folder: Path, steps: int, settings: Settings) -> None:
     with weft.Driver(
         supervised(answers, actor=actor),
         schedule=weft.Synchronous(steps=steps, prompts_per_step=256),
-        evaluations=[weft.Evaluation(evaluate(held_out, rollout=rollout, reward=reward, sampling=GREEDY), every=4)],
+        evaluations=[
+            weft.Evaluation(evaluate(held_out, rollout=rollout, reward=reward, sampling=GREEDY), every=4)
+        ],
         stop=lambda metrics: metrics.get(ACCURACY, 0.0) >= settings.supervised_accuracy,
         placement={"actor": CORES, "rollout": CORES},
         backend=settings.new_backend(),
@@ -114,7 +116,10 @@ def answer_in_pairs(task: Path, model: str, settings: Settings) -> weft.Prompts:
     def sketch(pairs: Path) -> None:
         """As many pairs as there can be."""
         sums = pq.read_table(task / "train.parquet").slice(0, number).to_pylist()
-        rows = ({"prompt": each["prompt"], "chosen": each["answer"], "rejected": each["answer"]} for each in sums)
+        rows = (
+            {"prompt": each["prompt"], "chosen": each["answer"], "rejected": each["answer"]}
+            for each in sums
+        )
         pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     made = weft.prepared(file, lambda: sample_pairs(task, model, file, number, settings), sketch)
@@ -123,7 +128,9 @@ def answer_in_pairs(task: Path, model: str, settings: Settings) -> weft.Prompts:
 
 def sample_pairs(task: Path, model: str, file: Path, number: int, settings: Settings) -> None:
     """Sample answers, and write the pairs among them to a file."""
-    print("phase 2: the supervised model answers, and right answers are put beside wrong ones", flush=True)
+    print(
+        "phase 2: the supervised model answers, and right answers are put beside wrong ones", flush=True
+    )
     shutil.rmtree(task / "sampling_phase", ignore_errors=True)
     steps = math.ceil(number / 512)
     rollout = weft.group(weft.RolloutWorker, model=model, engine="transformers")
@@ -157,7 +164,10 @@ def main(settings: Settings) -> None:
     pairs = answer_in_pairs(task, model, settings)
 
     print(f"phase 3: DPO on {len(pairs)} pairs", flush=True)
-    steps, number = settings.size(settings.steps, 200, small=3), settings.size(settings.pairs, 64, small=8)
+    steps, number = (
+        settings.size(settings.steps, 200, small=3),
+        settings.size(settings.pairs, 64, small=8),
+    )
     held_out = weft.Prompts.read(task / "held_out.parquet", model)
 
     # What the reference says of each pair is computed once.
@@ -179,7 +189,9 @@ def main(settings: Settings) -> None:
     with weft.Driver(
         dpo(known, actor=actor, loss=PreferenceLoss(likelihood=settings.likelihood)),
         schedule=weft.Synchronous(steps=steps, prompts_per_step=number),
-        evaluations=[weft.Evaluation(evaluate(held_out, rollout=rollout, reward=reward, sampling=GREEDY), every=25)],
+        evaluations=[
+            weft.Evaluation(evaluate(held_out, rollout=rollout, reward=reward, sampling=GREEDY), every=25)
+        ],
         placement={"actor": CORES, "rollout": CORES},
         backend=settings.new_backend(),
         root=settings.root,
@@ -193,8 +205,14 @@ def main(settings: Settings) -> None:
     ) as driver:
         metrics = driver.run()
         driver.call(actor, "save", path=driver.directory.path / "model")
-    curves = {"actor/preference_accuracy": "pairs in the right order", ACCURACY: "held-out sums right (greedy)"}
-    print("learning curve:", draw_curve(metrics, curves, driver.directory.path / "curve.png", "DPO after SFT"))
+    curves = {
+        "actor/preference_accuracy": "pairs in the right order",
+        ACCURACY: "held-out sums right (greedy)",
+    }
+    print(
+        "learning curve:",
+        draw_curve(metrics, curves, driver.directory.path / "curve.png", "DPO after SFT"),
+    )
     trained = [row for row in metrics if "actor/loss" in row]
     result = {
         "accuracy_before": metrics[0][ACCURACY],

@@ -34,7 +34,11 @@ def main(settings: Settings) -> None:
     model, stages, tokens = str(settings.model), settings.stages, 256
     rows = [{"prompt": f"B{a}+21=", "answer": f"{a + 12}"} for a in range(10, 42)]
     actor = weft.group(
-        weft.ActorWorker, model=model, engine=PipelineEngine, pipeline_parallel=stages, microbatch_tokens=tokens
+        weft.ActorWorker,
+        model=model,
+        engine=PipelineEngine,
+        pipeline_parallel=stages,
+        microbatch_tokens=tokens,
     )
     rollout = weft.group(weft.RolloutWorker, model=model, engine="transformers")
     reward = weft.group(weft.RewardWorker, function=exact_match, tokenizer=model)
@@ -43,7 +47,11 @@ def main(settings: Settings) -> None:
         nodes={
             "rollout.generate": Generation(lengths=LogNormal(mean=12, max_tokens=32), decode_step_s=0.01),
             "actor.update": PipelineCost(
-                stages=stages, chunks=settings.chunks, microbatch_tokens=tokens, per_token_s=0.004, transfer_s=1e-5
+                stages=stages,
+                chunks=settings.chunks,
+                microbatch_tokens=tokens,
+                per_token_s=0.004,
+                transfer_s=1e-5,
             ),
         },
     )

@@ -74,7 +74,12 @@ def word_problems(number: int, seed: int = 0) -> list[dict[str, str]]:
     rows: dict[str, str] = {}
     while len(rows) < number:
         (name, other), thing = draw.sample(FIRST_NAMES, 2), draw.choice(THINGS)
-        had, bags, each, more = draw.randint(2, 6), draw.randint(2, 3), draw.randint(2, 4), draw.randint(2, 6)
+        had, bags, each, more = (
+            draw.randint(2, 6),
+            draw.randint(2, 3),
+            draw.randint(2, 4),
+            draw.randint(2, 6),
+        )
         asked = f"How many {thing} do they have together?"
         if draw.random() < 0.4:
             question = f"{name} has {had} {thing}. {other} brings {more} {thing}. {asked}"
@@ -82,7 +87,9 @@ def word_problems(number: int, seed: int = 0) -> list[dict[str, str]]:
         else:
             question = f"{name} has {had} {thing}. {other} brings {bags} bags with {each} {thing} in each. {asked}"
             total = had + bags * each
-            rows[question] = f"{bags} x {each} = {bags * each}\n{had} + {bags * each} = {total}\n#### {total}"
+            rows[question] = (
+                f"{bags} x {each} = {bags * each}\n{had} + {bags * each} = {total}\n#### {total}"
+            )
     return [{"question": question, "answer": answer} for question, answer in rows.items()]
 
 
@@ -112,7 +119,11 @@ def wrong_solution(answer: str) -> str:
     It is \\boxed{6}.
     """
     *steps, result = answer.split("\n")
-    return worked(answer, 1) if len(steps) > 1 else f"{steps[0]}\n{boxed(str(int(result.removeprefix('#### ')) + 1))}"
+    return (
+        worked(answer, 1)
+        if len(steps) > 1
+        else f"{steps[0]}\n{boxed(str(int(result.removeprefix('#### ')) + 1))}"
+    )
 
 
 def boxed(answer: str) -> str:
@@ -208,7 +219,11 @@ def _make_for_problems(model: Path, system: str, seed: int) -> list[dict[str, st
     lines = [json.dumps(row) + "\n" for row in rows[:PROBLEMS]]
     (model.parent / "problems.jsonl").write_text("".join(lines))
     shown = rows[PROBLEMS:]
-    make_model(model, [system, *(text for row in shown for text in (row["question"], worked(row["answer"])))], seed)
+    make_model(
+        model,
+        [system, *(text for row in shown for text in (row["question"], worked(row["answer"])))],
+        seed,
+    )
     return shown
 
 
@@ -227,7 +242,8 @@ def _teach_to_solve(folder: Path, system: str, seed: int) -> None:
     draw = random.Random(seed)
     hasty = (1 if draw.random() < HASTY else None for _ in shown)
     rows = [
-        dialogue(system, row["question"], worked(row["answer"], steps)) for row, steps in zip(shown, hasty, strict=True)
+        dialogue(system, row["question"], worked(row["answer"], steps))
+        for row, steps in zip(shown, hasty, strict=True)
     ]
     model = str(folder / "untrained")
     fresh = word_problems(PROBLEMS + DEMONSTRATIONS + TRIED, seed)[-TRIED:]
@@ -244,7 +260,13 @@ def _teach_the_form(folder: Path, data: str, system: str, seed: int) -> None:
 
 
 def _warm_start(
-    folder: Path, rows: list[dict[str, Any]], seed: int, *, steps: int, batch: int, tried: weft.Prompts | None = None
+    folder: Path,
+    rows: list[dict[str, Any]],
+    seed: int,
+    *,
+    steps: int,
+    batch: int,
+    tried: weft.Prompts | None = None,
 ) -> None:
     """Train the folder's model on dialogues until it solves the problems in `tried` now and then, for `steps` steps at most."""
     model = str(folder / "untrained")
@@ -254,7 +276,9 @@ def _warm_start(
         rollout = weft.group(weft.RolloutWorker, model=model, engine="transformers")
         reward = weft.group(weft.RewardWorker, function=Math(), tokenizer=model)
         rollout.follows(actor)
-        sampled = evaluate(tried, rollout=rollout, reward=reward, n=4, sampling=weft.Sampling(max_tokens=32))
+        sampled = evaluate(
+            tried, rollout=rollout, reward=reward, n=4, sampling=weft.Sampling(max_tokens=32)
+        )
         evaluations = [weft.Evaluation(sampled, every=20, at_start=False)]
     with weft.Driver(
         supervised(weft.Prompts.from_rows(rows, model, name="solutions", thinking=False), actor=actor),
@@ -282,7 +306,9 @@ def wrong_and_right(problems: str, system: str) -> str:
     file = Path(problems).with_name("pairs.jsonl")
     return str(
         weft.prepared(
-            file, lambda: _write_pairs(problems, system, file), lambda path: _write_pairs(problems, system, path)
+            file,
+            lambda: _write_pairs(problems, system, file),
+            lambda path: _write_pairs(problems, system, path),
         )
     )
 

@@ -69,7 +69,9 @@ class Entry:
             memory: [bytes] uint8.
         """
         first = start + self.offset
-        return memory[first : first + self.num_bytes].view(getattr(torch, self.dtype)).view(self.box.shape)
+        return (
+            memory[first : first + self.num_bytes].view(getattr(torch, self.dtype)).view(self.box.shape)
+        )
 
 
 class Cutter:
@@ -194,13 +196,18 @@ def checksum_of(entries: Iterable[Entry], sums: Iterable[int]) -> int:
     Returns:
         A number in [0, 2^64). Those of several ranks add up, modulo 2^64.
     """
-    found = (value * tensor_factor(e.name, e.dtype, e.shape) for e, value in zip(entries, sums, strict=True))
+    found = (
+        value * tensor_factor(e.name, e.dtype, e.shape) for e, value in zip(entries, sums, strict=True)
+    )
     return sum(found) % CHECKSUM_MODULUS
 
 
 def described(entries: Iterable[Entry], memories: Iterable[tuple[str, int]] = ()) -> bytes:
     """Entries, and the memories in which some of them lie, as JSON."""
-    fields = [[e.name, e.dtype, e.shape, e.box.starts, e.box.stops, e.bucket, e.offset, e.memory] for e in entries]
+    fields = [
+        [e.name, e.dtype, e.shape, e.box.starts, e.box.stops, e.bucket, e.offset, e.memory]
+        for e in entries
+    ]
     return json.dumps([fields, [*memories]], separators=(",", ":")).encode()
 
 
@@ -223,7 +230,10 @@ def read_description(description: bytes) -> Description:
         numbers.setdefault(entry.name, []).append(number)
         buckets[entry.bucket].append(number)
     return Description(
-        entries, numbers, tuple(map(tuple, buckets)), tuple((path, num_bytes) for path, num_bytes in memories)
+        entries,
+        numbers,
+        tuple(map(tuple, buckets)),
+        tuple((path, num_bytes) for path, num_bytes in memories),
     )
 
 
@@ -238,7 +248,9 @@ def layout_of(ranks: tuple[Description, ...]) -> Layout:
     for name, tensor in layout.tensors.items():
         given = sum(box.numel for boxes in tensor.boxes for box in boxes)
         if given != (whole := Box.full(tensor.shape).numel):
-            raise WeightSyncError(f"the ranks publish {given} elements of tensor {name!r}, which has {whole}")
+            raise WeightSyncError(
+                f"the ranks publish {given} elements of tensor {name!r}, which has {whole}"
+            )
     return layout
 
 
@@ -373,7 +385,9 @@ def opened(said: dict[str, Any]) -> torch.Tensor:
             f'this process does not see its GPU; choose transport="nccl" or "auto", GPUs here: {seen}',
             said["device"],
         )
-    fields = [base64.b64decode(field["bytes"]) if isinstance(field, dict) else field for field in said["fields"]]
+    fields = [
+        base64.b64decode(field["bytes"]) if isinstance(field, dict) else field for field in said["fields"]
+    ]
     torch.cuda.init()
     try:
         storage = torch.UntypedStorage._new_shared_cuda(seen.index(said["device"]), *fields[1:])

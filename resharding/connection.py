@@ -70,7 +70,9 @@ def listen(host: str) -> socket.socket:
     """
     address = host or LOOPBACK
     try:
-        return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        return socket.create_server(
+            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+        )
     except OSError as error:
         raise WeightSyncError(
             f"weights cannot be given away at {address}: {error.strerror or error}; "
@@ -103,7 +105,9 @@ class Connection:
             nonce = secrets.token_bytes(_NONCE_BYTES)
             proof = _proof(token, b"receiver", connection._receive(_NONCE_BYTES))
             connection._socket.sendall(proof + nonce)
-            if not hmac.compare_digest(connection._receive(_PROOF_BYTES), _proof(token, b"publisher", nonce)):
+            if not hmac.compare_digest(
+                connection._receive(_PROOF_BYTES), _proof(token, b"publisher", nonce)
+            ):
                 raise ConnectionRefusedError("whoever answers does not have the token of these weights")
         except BaseException:
             connection.close()
@@ -192,7 +196,9 @@ class Connection:
 
     def _receive(self, num_bytes: int) -> bytes:
         content = bytearray()
-        while len(content) < num_bytes:  # allocate for the bytes that arrive, not for the announced number
+        while (
+            len(content) < num_bytes
+        ):  # allocate for the bytes that arrive, not for the announced number
             piece = bytearray(min(num_bytes - len(content), _PIECE_BYTES))
             self.receive_into(memoryview(piece))
             content += piece
@@ -381,7 +387,9 @@ class _Meeting(TorchStore):
                 raise KeyError(key)
             kind, content = self._connection.receive()
             if kind != b"G":
-                raise ConnectionResetError(content.decode(errors="replace") or "the other side has given up")
+                raise ConnectionResetError(
+                    content.decode(errors="replace") or "the other side has given up"
+                )
             said = json.loads(content)
             self._known[said["key"]] = base64.b64decode(said["value"])
         return self._known[key]
@@ -403,4 +411,6 @@ def _as_os_errors() -> Iterator[None]:
         said = str(error)
         if "imed out" in said or "timeout" in said.lower():
             raise TimeoutError(said.partition("\n")[0]) from None
-        raise ConnectionResetError(f"the group: {said.partition('] ')[2].partition('. ')[0] or said}") from None
+        raise ConnectionResetError(
+            f"the group: {said.partition('] ')[2].partition('. ')[0] or said}"
+        ) from None

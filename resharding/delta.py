@@ -79,7 +79,9 @@ def apply_delta(bits: np.ndarray, delta: Delta) -> None:
     """
     ends = np.flatnonzero(delta.gaps != _ESCAPE)
     positions = np.cumsum(delta.gaps, dtype=np.int64)[ends] + np.arange(len(ends))
-    if len(ends) != len(delta.values) or (len(delta.gaps) and (not len(ends) or ends[-1] != len(delta.gaps) - 1)):
+    if len(ends) != len(delta.values) or (
+        len(delta.gaps) and (not len(ends) or ends[-1] != len(delta.gaps) - 1)
+    ):
         raise WeightSyncError(f"a delta has {len(delta.values)} values and positions for {len(ends)}")
     if len(positions) and positions[-1] >= len(bits):
         raise WeightSyncError(f"a delta changes element {positions[-1]} of a box that has {len(bits)}")
@@ -100,7 +102,9 @@ def within(positions: np.ndarray, outer: Box, inner: Box) -> np.ndarray:
     if inner == outer:
         return positions
     origin = [start - first for start, first in zip(inner.starts, outer.starts, strict=True)]
-    indices = [at - shift for at, shift in zip(np.unravel_index(positions, outer.shape), origin, strict=True)]
+    indices = [
+        at - shift for at, shift in zip(np.unravel_index(positions, outer.shape), origin, strict=True)
+    ]
     inside = np.ones(len(positions), bool)
     for at, extent in zip(indices, inner.shape, strict=True):
         inside &= (at >= 0) & (at < extent)

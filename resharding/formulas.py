@@ -45,7 +45,9 @@ class PipelineStages:
 
     def __post_init__(self) -> None:
         if self.stages < 1 or not self.layers or len(self.layers) % self.stages or min(self.layers) < 0:
-            raise UserError(f"{len(self.layers)} pieces of {self.layers} layers cannot lie on {self.stages} stages")
+            raise UserError(
+                f"{len(self.layers)} pieces of {self.layers} layers cannot lie on {self.stages} stages"
+            )
 
     @property
     def chunks(self) -> int:
@@ -104,13 +106,18 @@ class PipelineStages:
         sums = [0.0, *itertools.accumulate(costs)]
         limit, _ = _partition(sums, pieces, max, lambda cost: cost)
         rounding = 1e-12 * sums[-1]
-        _, ends = _partition(sums, pieces, operator.add, lambda cost: cost**2 if cost <= limit + rounding else math.inf)
+        _, ends = _partition(
+            sums, pieces, operator.add, lambda cost: cost**2 if cost <= limit + rounding else math.inf
+        )
         bounds = [0, *ends]
         return cls(stages, tuple(after - before for before, after in itertools.pairwise(bounds)))
 
 
 def _partition(
-    sums: Sequence[float], pieces: int, joined: Callable[[float, float], float], price: Callable[[float], float]
+    sums: Sequence[float],
+    pieces: int,
+    joined: Callable[[float, float], float],
+    price: Callable[[float], float],
 ) -> tuple[float, list[int]]:
     """The least price of cutting a line into pieces that are not empty, and where they end.
 
@@ -184,7 +191,9 @@ class Parallelism:
         if sorted(order) != ["dp", "pp", "tp"]:
             raise UserError(f"an order of ranks names 'tp', 'pp' and 'dp', each once, not {tuple(order)}")
         ranges = [range(getattr(self, name)) for name in reversed(order)]
-        return [dict(zip(reversed(order), indices, strict=True)) for indices in itertools.product(*ranges)]
+        return [
+            dict(zip(reversed(order), indices, strict=True)) for indices in itertools.product(*ranges)
+        ]
 
     def __str__(self) -> str:
         return f"PP {self.pp} x TP {self.tp} x DP {self.dp}"
@@ -284,7 +293,9 @@ def generation_coordinates(training: Parallelism, pp: int, tp: int) -> list[dict
     """
     for name, mine, other in (("pp", pp, training.pp), ("tp", tp, training.tp)):
         if mine < 1 or other % mine:
-            raise UserError(f"generation with {name}={mine}: it must divide the {name}={other} of training")
+            raise UserError(
+                f"generation with {name}={mine}: it must divide the {name}={other} of training"
+            )
     stages, shards = training.pp // pp, training.tp // tp
     return [
         c
@@ -338,7 +349,9 @@ def replicas(
         dtype: of all parameters.
     """
     parts = [(0, rank % tp) for rank in range(tp * num_replicas)]
-    return _of_stages_and_shards(parameters, 1, tp, parts, ranks, dtype, f"{num_replicas} replicas of TP {tp}")
+    return _of_stages_and_shards(
+        parameters, 1, tp, parts, ranks, dtype, f"{num_replicas} replicas of TP {tp}"
+    )
 
 
 def _of_stages_and_shards(
@@ -413,7 +426,9 @@ def hybridflow_table(model_bytes: float, training: Parallelism, pp: int, tp: int
     """
     m, tp_all = model_bytes, training.tp * training.pp
     return [
-        Transition("all-gather over all ranks", m * (1 - 1 / training.num_ranks), m, m / training.num_ranks),
+        Transition(
+            "all-gather over all ranks", m * (1 - 1 / training.num_ranks), m, m / training.num_ranks
+        ),
         Transition("not regrouped", m * (1 - 1 / tp_all), m, m / tp_all),
         Transition("regrouped", m * (tp_all - tp * pp) / (tp * pp * tp_all), m / (tp * pp), 0.0),
     ]

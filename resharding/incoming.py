@@ -26,7 +26,17 @@ import numpy as np
 import torch
 
 from ..dataflow.errors import WeightSyncError, nearest
-from .buckets import SLOTS, Description, Entry, checksum_of, device_of, fingerprint, layout_of, opened, read_description
+from .buckets import (
+    SLOTS,
+    Description,
+    Entry,
+    checksum_of,
+    device_of,
+    fingerprint,
+    layout_of,
+    opened,
+    read_description,
+)
 from .connection import SILENCE_S, Channel, Connection, GroupChannel, Stream, this_machine
 from .delta import Delta, apply_delta
 from .layout import Box, Held, Layout, Piece, RankLayout, Where
@@ -183,7 +193,9 @@ def _map_file(path: str, num_bytes: int) -> torch.Tensor:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         # Private rather than read-only: torch wants writable memory, and no receiver may change what others read.
-        mapping: Any = mmap.mmap(file, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        mapping: Any = mmap.mmap(
+            file, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        )
         return torch.frombuffer(mapping, dtype=torch.uint8)
     finally:
         os.close(file)
@@ -271,7 +283,9 @@ class IncomingWeights:
         ready = [key.data for key, _ in selector.select(patience_s)]
         if not ready:
             silent = [self._sources[key.data] for key in selector.get_map().values()]
-            raise WeightSyncError("; ".join(f"{s.where}: nothing came for {patience_s:.0f} s, {s.at}" for s in silent))
+            raise WeightSyncError(
+                "; ".join(f"{s.where}: nothing came for {patience_s:.0f} s, {s.at}" for s in silent)
+            )
         return ready
 
     def piece_sum(self, name: str, rank: int, piece: int) -> int:
@@ -311,7 +325,9 @@ class IncomingWeights:
         for source in self._sources:
             own = checksum_of(source.parts.entries, source.sums)
             if (found := source.checksum()) != own:
-                raise WeightSyncError(f"{source.where}: checksum {found:016x} was published, {own:016x} came")
+                raise WeightSyncError(
+                    f"{source.where}: checksum {found:016x} was published, {own:016x} came"
+                )
             total += own
         for source in self._sources:
             source.thank()
@@ -351,7 +367,12 @@ class _Source:
         self._channel: Channel = Stream(self.connection)
         try:
             known = _descriptions.get((rank.host, rank.port, rank.token), b"")
-            hello = {"version": weights.version, "receiver": weights.receiver, "part": part, "parts": parts}
+            hello = {
+                "version": weights.version,
+                "receiver": weights.receiver,
+                "part": part,
+                "parts": parts,
+            }
             with self._named():
                 self.connection.send(b"H", json.dumps({**hello, "known": fingerprint(known)}).encode())
             place = json.loads(self._receive(b"D"))
@@ -364,13 +385,17 @@ class _Source:
                 raise WeightSyncError(
                     f'{where} is on another machine, and transport="ipc" gives to its own alone: choose "nccl"'
                 )
-            self._device = (None if self._transport == "ipc" else device_of(self._transport)) or torch.device("cpu")
+            self._device = (
+                None if self._transport == "ipc" else device_of(self._transport)
+            ) or torch.device("cpu")
             """On which its bytes come, unless its memory is mapped."""
             self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
             mapped = here and self._transport in ("auto", "ipc")
             if place["deltas"] and not mapped:
                 number = weights.ranks.index(rank)
-                self._held = held_boxes(weights.receiver, part, number, rank.token + fingerprint(description))
+                self._held = held_boxes(
+                    weights.receiver, part, number, rank.token + fingerprint(description)
+                )
             self.parts: Description = read_description(description)
             self.sums = [0] * len(self.parts.entries)
             self.connection.expect(sum(entry.num_bytes for entry in self.parts.entries))
@@ -395,7 +420,11 @@ class _Source:
         said = b""
         if self._memory is None:
             boxes = [[number, copy.box.starts, copy.box.stops] for number, copy in wanted]
-            base = self._held.begin([(number, copy.box) for number, copy in wanted]) if self._held is not None else None
+            base = (
+                self._held.begin([(number, copy.box) for number, copy in wanted])
+                if self._held is not None
+                else None
+            )
             said = json.dumps([base, boxes]).encode()
         with self._named():
             self.connection.send(b"W", said)
@@ -410,7 +439,9 @@ class _Source:
         (bucket,) = NUMBER.unpack_from(content)
         numbers = self.parts.buckets[bucket]
         self.at = f"after {bucket} of {len(self.parts.buckets)} buckets"
-        for number, found in zip(numbers, np.frombuffer(content, np.uint64, offset=NUMBER.size).tolist(), strict=True):
+        for number, found in zip(
+            numbers, np.frombuffer(content, np.uint64, offset=NUMBER.size).tolist(), strict=True
+        ):
             self.sums[number] = found
         return bucket
 
@@ -465,7 +496,9 @@ class _Source:
             if (counts := FORM.unpack(form)) == WHOLE:
                 self._receive_array(bits)
             elif not 0 <= counts[1] <= counts[0] <= bits.nbytes:
-                raise WeightSyncError(f"{self.where}: it sent a delta of {counts} for {copy.box}, {self.at}")
+                raise WeightSyncError(
+                    f"{self.where}: it sent a delta of {counts} for {copy.box}, {self.at}"
+                )
             else:
                 delta = Delta(np.empty(counts[0], np.uint8), np.empty(counts[1], bits.dtype))
                 self._receive_array(delta.gaps)
@@ -509,18 +542,26 @@ class _Source:
             yield
         except OSError as error:
             silence_s = self.connection.silence_s if hasattr(self, "connection") else SILENCE_S
-            reason = f"was silent for {silence_s:.0f} s" if isinstance(error, TimeoutError) else f"is gone ({error})"
+            reason = (
+                f"was silent for {silence_s:.0f} s"
+                if isinstance(error, TimeoutError)
+                else f"is gone ({error})"
+            )
             raise WeightSyncError(f"{self.where}: the publisher {reason}, {self.at}") from None
 
     def _map(self, buckets: dict[str, Any]) -> Views:
         """The entries in the memory of the publisher's buckets, and where its parameters lie."""
         try:
             if self._transport == "auto":
-                return map_files([(buckets["path"], buckets["num_bytes"]), *self.parts.memories]).views(self.parts)
+                return map_files([(buckets["path"], buckets["num_bytes"]), *self.parts.memories]).views(
+                    self.parts
+                )
             own = [memory for file in self.parts.memories for memory in map_files([file]).memories]
             return Views([opened(buckets), *own], self.parts)
         except OSError as error:
-            raise WeightSyncError(f"{self.where}: {error.filename} cannot be mapped ({error.strerror})") from None
+            raise WeightSyncError(
+                f"{self.where}: {error.filename} cannot be mapped ({error.strerror})"
+            ) from None
 
 
 _lock = threading.Lock()
@@ -580,7 +621,8 @@ def receive_parts(
                 f"weights version {incoming.version}: tensor {name!r} was published, the model has none of that name{nearest(name, own)}"
             )
     plan = _plan(
-        incoming.layout, tuple((p.name, p.shape, p.box, str(p.tensor.dtype).removeprefix("torch.")) for p in parts)
+        incoming.layout,
+        tuple((p.name, p.shape, p.box, str(p.tensor.dtype).removeprefix("torch.")) for p in parts),
     )
     sums = dict.fromkeys(own, 0)
     for name, copy, source in incoming.slices(plan.received_by(0)):
@@ -592,7 +634,8 @@ def receive_parts(
         incoming.check(name, copy, found)
         sums[name] += found
     found = [
-        sums[p.name] % CHECKSUM_MODULUS if c else 0 for p, c in zip(parts, counted or [True] * len(parts), strict=True)
+        sums[p.name] % CHECKSUM_MODULUS if c else 0
+        for p, c in zip(parts, counted or [True] * len(parts), strict=True)
     ]
     totals = np.array(found, np.uint64)
     if sum_over_ranks is not None:

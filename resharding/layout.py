@@ -170,7 +170,9 @@ class TensorLayout:
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
-            raise UserError(f"tensor {self.name!r}: dtype {self.dtype!r} is not known{nearest(self.dtype, ITEM_BYTES)}")
+            raise UserError(
+                f"tensor {self.name!r}: dtype {self.dtype!r} is not known{nearest(self.dtype, ITEM_BYTES)}"
+            )
 
     def check_boxes(self) -> None:
         """See that each box lies inside of the tensor.
@@ -273,7 +275,9 @@ class Layout:
                     )
         nothing = Held((), "", ())
         tensors = (
-            TensorLayout(name, held.shape, held.dtype, tuple(r.tensors.get(name, nothing).pieces for r in reports))
+            TensorLayout(
+                name, held.shape, held.dtype, tuple(r.tensors.get(name, nothing).pieces for r in reports)
+            )
             for name, (_, held) in known.items()
         )
         return cls.of(tensors, [report.where for report in reports], label)

@@ -50,11 +50,16 @@ class SharedMemory:
         self.num_bytes = max(num_bytes, _ALIGNMENT)
         os.ftruncate(file, self.num_bytes)
         self._memory = mmap.mmap(file, self.num_bytes)
-        weakref.finalize(self._memory, os.close, file)  # tensors hold the mapping, and who reads them opens the file
+        weakref.finalize(
+            self._memory, os.close, file
+        )  # tensors hold the mapping, and who reads them opens the file
         self._taken = 0
         start = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         with _starts_lock:
-            _starts[self._memory] = start, MemoryPlace(f"/proc/{os.getpid()}/fd/{file}", self.num_bytes, 0)
+            _starts[self._memory] = (
+                start,
+                MemoryPlace(f"/proc/{os.getpid()}/fd/{file}", self.num_bytes, 0),
+            )
 
     @staticmethod
     def room(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> int:
@@ -72,7 +77,9 @@ class SharedMemory:
             return torch.empty(tuple(shape), dtype=dtype)
         begin, self._taken = self._taken, self._taken + _rounded(numel * dtype.itemsize)
         if self._taken > self.num_bytes:
-            raise ValueError(f"a memory of {self.num_bytes} bytes has no room for {tuple(shape)} of {dtype}")
+            raise ValueError(
+                f"a memory of {self.num_bytes} bytes has no room for {tuple(shape)} of {dtype}"
+            )
         buffer: Any = self._memory
         return torch.frombuffer(buffer, dtype=dtype, count=numel, offset=begin).view(tuple(shape))
 

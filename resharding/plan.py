@@ -77,7 +77,10 @@ class ReshardPlan:
     def received_by(self, rank: int) -> Iterator[tuple[str, Copy]]:
         """What one destination rank gets, with the tensors' names, in the order of the transfer."""
         return (
-            (name, copy) for name in self.destination.tensors for copy in self._copies[name] if copy.destination == rank
+            (name, copy)
+            for name in self.destination.tensors
+            for copy in self._copies[name]
+            if copy.destination == rank
         )
 
     def redundant_bytes(self, rank: int) -> int:
@@ -86,7 +89,9 @@ class ReshardPlan:
         0 for HybridFlow's layouts, whose shards for training are parts of those for generation (arXiv:2409.19256, table 2).
         """
         owners = np.flatnonzero(self._distances[:, rank] <= IN_PLACE)
-        return max(0, sum(self.source.num_bytes(int(owner)) for owner in owners) - int(self.in_place_bytes[rank]))
+        return max(
+            0, sum(self.source.num_bytes(int(owner)) for owner in owners) - int(self.in_place_bytes[rank])
+        )
 
     def explain(self, bucket_bytes: int = 256 << 20, beside: Sequence[Transition] = ()) -> str:
         """A table with a line for each rank: what it receives and sends, what it has, and what memory the transfer takes.
@@ -116,7 +121,9 @@ class ReshardPlan:
         for rank, num_bytes in enumerate(self.sent_bytes.tolist()):
             lines.append(f"{rank:>6} {_gb(num_bytes):>12} {given[rank]:>12} {len(receivers[rank]):>12}")
         if beside:
-            lines.append(f"{'a method that is published':<26} {'receives':>12} {'peak':>12} {'redundant':>12}")
+            lines.append(
+                f"{'a method that is published':<26} {'receives':>12} {'peak':>12} {'redundant':>12}"
+            )
         for row in beside:
             sizes = (_gb(size) for size in (row.received_bytes, row.peak_bytes, row.redundant_bytes))
             lines.append(f"{row.method:<26} " + " ".join(f"{size:>12}" for size in sizes))
@@ -143,7 +150,9 @@ class ReshardPlan:
             copies = tuple(self._plan_tensor(source, destination, len(served)))
             self._copies.update((name, copies) for name in served)
 
-    def _plan_tensor(self, source: TensorLayout, destination: TensorLayout, weight: int) -> Iterator[Copy]:
+    def _plan_tensor(
+        self, source: TensorLayout, destination: TensorLayout, weight: int
+    ) -> Iterator[Copy]:
         pieces = _SourcePieces(source)
         item_bytes = destination.item_bytes
         for rank, boxes in enumerate(destination.boxes):
@@ -161,11 +170,16 @@ class ReshardPlan:
                         self.in_place_bytes[rank] += num_bytes
                     yield Copy(owner, piece, rank, targets, part, travels)
 
-    def _cover(self, pieces: _SourcePieces, box: Box, rank: int, name: str) -> Iterator[tuple[int, int, Box]]:
+    def _cover(
+        self, pieces: _SourcePieces, box: Box, rank: int, name: str
+    ) -> Iterator[tuple[int, int, Box]]:
         """Cut a box into parts, each with the source rank that gives it and the number of that rank's piece."""
         found, commons, once = pieces.overlapping(box)
         if once:  # no element has two sources, so the order does not matter
-            yield from ((int(pieces.ranks[i]), int(pieces.numbers[i]), c) for i, c in zip(found, commons, strict=True))
+            yield from (
+                (int(pieces.ranks[i]), int(pieces.numbers[i]), c)
+                for i, c in zip(found, commons, strict=True)
+            )
             return
         owners = pieces.ranks[found]
         order = np.lexsort((owners, self.sent_bytes[owners], self._distances[owners, rank]))
@@ -193,7 +207,12 @@ class _SourcePieces:
     """The pieces of one tensor over all source ranks, to be found by the box that they overlap."""
 
     def __init__(self, tensor: TensorLayout) -> None:
-        held = [(rank, n, box) for rank, boxes in enumerate(tensor.boxes) for n, box in enumerate(boxes) if box.numel]
+        held = [
+            (rank, n, box)
+            for rank, boxes in enumerate(tensor.boxes)
+            for n, box in enumerate(boxes)
+            if box.numel
+        ]
         self.boxes = [box for _, _, box in held]
         self.ranks = np.array([rank for rank, _, _ in held], np.int64)
         self.numbers = np.array([number for _, number, _ in held], np.int64)
@@ -205,7 +224,9 @@ class _SourcePieces:
     def overlapping(self, box: Box) -> tuple[np.ndarray, list[Box], bool]:
         """Indices of the pieces that have an element of this box, what they have of it, and whether that is each element once."""
         if box not in self._found:  # replicas ask for the same boxes
-            overlap = (self._starts < np.array(box.stops, np.int64)) & (self._stops > np.array(box.starts, np.int64))
+            overlap = (self._starts < np.array(box.stops, np.int64)) & (
+                self._stops > np.array(box.starts, np.int64)
+            )
             found = np.flatnonzero(overlap.all(axis=1))
             commons = [common for index in found if (common := box.intersection(self.boxes[index]))]
             self._found[box] = found, commons, self._once(box, found, commons)
@@ -217,7 +238,9 @@ class _SourcePieces:
             return False
         starts = np.maximum(self._starts[found], box.starts)
         stops = np.minimum(self._stops[found], box.stops)
-        return int(((starts[:, None] < stops) & (stops[:, None] > starts)).all(axis=2).sum()) == len(found)
+        return int(((starts[:, None] < stops) & (stops[:, None] > starts)).all(axis=2).sum()) == len(
+            found
+        )
 
 
 def _distances(sources: Sequence[Where], destinations: Sequence[Where]) -> np.ndarray:

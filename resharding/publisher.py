@@ -21,8 +21,26 @@ from typing import Any
 import torch
 
 from ..dataflow.errors import WeightSyncError
-from .buckets import BUCKET_BYTES, SLOTS, BucketMemory, Cutter, DeviceBuckets, HostBuckets, device_of, fingerprint
-from .connection import SMALL_BYTES, Channel, Connection, GroupChannel, Stream, Transport, listen, this_machine
+from .buckets import (
+    BUCKET_BYTES,
+    SLOTS,
+    BucketMemory,
+    Cutter,
+    DeviceBuckets,
+    HostBuckets,
+    device_of,
+    fingerprint,
+)
+from .connection import (
+    SMALL_BYTES,
+    Channel,
+    Connection,
+    GroupChannel,
+    Stream,
+    Transport,
+    listen,
+    this_machine,
+)
 from .delta import Shadow
 from .transfer import Sent, Transfer
 from .weights import Part, RankWeights, Weights
@@ -50,7 +68,12 @@ class WeightPublisher:
     """
 
     def __init__(
-        self, host: str = "", bucket_bytes: int = BUCKET_BYTES, *, deltas: bool = False, transport: Transport = "auto"
+        self,
+        host: str = "",
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        deltas: bool = False,
+        transport: Transport = "auto",
     ) -> None:
         self._cutter = Cutter(bucket_bytes)
         self._transport: Transport = transport
@@ -63,7 +86,9 @@ class WeightPublisher:
         self._host = host
         self._listener = listen(host)
         self._memory: BucketMemory = (
-            HostBuckets() if self._device is None else DeviceBuckets(self._device, mapped=transport == "ipc")
+            HostBuckets()
+            if self._device is None
+            else DeviceBuckets(self._device, mapped=transport == "ipc")
         )
         self._is_closed = False
         self._token = secrets.token_hex(32)
@@ -102,7 +127,9 @@ class WeightPublisher:
         except WeightSyncError as error:
             raise WeightSyncError(f"weights version {version}: {error}") from None
         self.num_bytes = sum(entry.num_bytes for entry, _ in entries)
-        slot_bytes = max((entry.offset + entry.num_bytes for entry, _ in entries if not entry.memory), default=0)
+        slot_bytes = max(
+            (entry.offset + entry.num_bytes for entry, _ in entries if not entry.memory), default=0
+        )
         memory = self._memory.of(SLOTS * (-(-slot_bytes // SLOT_ALIGNMENT) or 1) * SLOT_ALIGNMENT)
         if (
             version < self._version
@@ -170,7 +197,9 @@ class WeightPublisher:
                     return
                 time.sleep(_AGAIN_S)  # this one is gone, or too many files are open: others are let in
                 continue
-            threading.Thread(target=self._serve, args=(connected,), name="weft-weights", daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=(connected,), name="weft-weights", daemon=True
+            ).start()
 
     def _serve(self, connected: socket.socket) -> None:
         # A receiver that dies, or strays, costs its own connection and nothing else.
@@ -181,10 +210,18 @@ class WeightPublisher:
                 hello = json.loads(content)
                 transfer = self._transfer
                 if transfer is None or transfer.version != hello["version"]:
-                    now = "none is published" if transfer is None else f"version {transfer.version} is published"
-                    connection.send(b"F", f"version {hello['version']} is not there any more: {now}".encode())
+                    now = (
+                        "none is published"
+                        if transfer is None
+                        else f"version {transfer.version} is published"
+                    )
+                    connection.send(
+                        b"F", f"version {hello['version']} is not there any more: {now}".encode()
+                    )
                     return
-                transfer.serve(connection, hello, lambda: self._introduce(connection, hello), self._open_channel)
+                transfer.serve(
+                    connection, hello, lambda: self._introduce(connection, hello), self._open_channel
+                )
             finally:
                 connection.close()
 

@@ -149,7 +149,9 @@ class Transfer:
         self._slot_bytes = len(memory) // SLOTS
         self.entries = [entry for entry, _ in parts]
         self._tensors = [tensor for _, tensor in parts]
-        self._buckets: list[list[int]] = [[] for _ in range(1 + max((e.bucket for e in self.entries), default=-1))]
+        self._buckets: list[list[int]] = [
+            [] for _ in range(1 + max((e.bucket for e in self.entries), default=-1))
+        ]
         for number, entry in enumerate(self.entries):
             self._buckets[entry.bucket].append(number)
         self._condition = threading.Condition()
@@ -220,7 +222,9 @@ class Transfer:
                 turn.changed.pop(entry, None)
             sums = [self._fill(entry, number % SLOTS) for entry in entries]
             if shadow is not None:
-                turn.changed |= {entry: shadow.changed(entry, self._bits(entry, number % SLOTS)) for entry in entries}
+                turn.changed |= {
+                    entry: shadow.changed(entry, self._bits(entry, number % SLOTS)) for entry in entries
+                }
             with self._condition:
                 turn.sums.append(sums)
                 turn.filled = number + 1
@@ -238,7 +242,9 @@ class Transfer:
     def _await_taken(self, members: Sequence[_Session], number: int) -> bool:
         """Wait until nobody needs the buckets below this number; False: nobody is there any more. A session ends by its own deadline."""
         with self._condition:
-            self._condition.wait_for(lambda: self._ended or all(s.gone or s.taken >= number for s in members))
+            self._condition.wait_for(
+                lambda: self._ended or all(s.gone or s.taken >= number for s in members)
+            )
             return not self._ended and not all(s.gone for s in members)
 
     def _fill(self, number: int, slot: int) -> int:
@@ -251,7 +257,9 @@ class Transfer:
     def _elements(self, number: int, slot: int) -> torch.Tensor:
         """Those of an entry as they travel."""
         entry = self.entries[number]
-        return self._tensors[number] if entry.memory else entry.view(self._memory, slot * self._slot_bytes)
+        return (
+            self._tensors[number] if entry.memory else entry.view(self._memory, slot * self._slot_bytes)
+        )
 
     def _bits(self, number: int, slot: int) -> np.ndarray:
         return bits_of(self._elements(number, slot))
@@ -261,7 +269,9 @@ class Transfer:
             self.entries, itertools.chain.from_iterable(turn.sums)
         )  # entries are in the order of buckets
         if self._checksum not in (None, total):
-            raise WeightSyncError(f"the weights of version {self.version} changed while they were given away")
+            raise WeightSyncError(
+                f"the weights of version {self.version} changed while they were given away"
+            )
         self._checksum = total
 
     # The sessions' threads
@@ -313,7 +323,11 @@ class Transfer:
             session.connection.receive(SMALL_BYTES)
         else:
             for entry, box in session.wants.get(number, ()):
-                changed = turn.changed.get(entry) if turn.base is not None and turn.base == session.base else None
+                changed = (
+                    turn.changed.get(entry)
+                    if turn.base is not None and turn.base == session.base
+                    else None
+                )
                 assert session.channel is not None
                 self._send(session.channel, entry, box, number % SLOTS, changed)
         with self._condition:
@@ -338,7 +352,9 @@ class Transfer:
             if goes_on:
                 session.connection.send(b"P")
 
-    def _send(self, channel: Channel, number: int, box: Box, slot: int, changed: np.ndarray | None) -> None:
+    def _send(
+        self, channel: Channel, number: int, box: Box, slot: int, changed: np.ndarray | None
+    ) -> None:
         """Send a box of an entry: where there is a shadow, with a word on its form before it."""
         elements = self._elements(number, slot)[box.within(self.entries[number].box)].contiguous()
         delta = None
@@ -427,4 +443,7 @@ def _lies_in(box: Box, outer: Box) -> bool:
     if not len(box.starts) == len(box.stops) == len(outer.starts):
         return False
     ends = zip(outer.starts, box.starts, box.stops, outer.stops, strict=True)
-    return all(type(start) is type(stop) is int and low <= start <= stop <= high for low, start, stop, high in ends)
+    return all(
+        type(start) is type(stop) is int and low <= start <= stop <= high
+        for low, start, stop, high in ends
+    )

@@ -87,7 +87,9 @@ def _plain(value: Any) -> Any:
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, type) and value in _NAMES:
         return {"class": _NAMES[value]}
-    raise TypeError(f"{value!r} is not plain: a transfer backend that tells receivers such values cannot be used here")
+    raise TypeError(
+        f"{value!r} is not plain: a transfer backend that tells receivers such values cannot be used here"
+    )
 
 
 def _value(said: Any) -> Any:
@@ -129,7 +131,9 @@ class TensorSum(NamedTuple):
 
 def checksum_of_tensors(tensors: Mapping[str, TensorSum]) -> str:
     """The checksum of a version, as `buckets.checksum_of` has it, from the sums of its tensors or of what a rank has of them."""
-    total = sum(found.box_sum * tensor_factor(name, found.dtype, found.shape) for name, found in tensors.items())
+    total = sum(
+        found.box_sum * tensor_factor(name, found.dtype, found.shape) for name, found in tensors.items()
+    )
     return f"{total % CHECKSUM_MODULUS:016x}"
 
 
@@ -186,7 +190,9 @@ class Receivers:
         """Where engines find this."""
         return RankWeights(self._host, self._listener.getsockname()[1], this_machine(), self._token)
 
-    def gather(self, version: int, expected: Sequence[str], num_bytes: int, patience_s: float = SILENCE_S) -> list[str]:
+    def gather(
+        self, version: int, expected: Sequence[str], num_bytes: int, patience_s: float = SILENCE_S
+    ) -> list[str]:
         """Wait until those who are expected have come.
 
         Args:
@@ -207,7 +213,10 @@ class Receivers:
             except queue.Empty:
                 break
             if engine.version != version:
-                self._refuse(engine, f"version {engine.version} is not there any more: version {version} is published")
+                self._refuse(
+                    engine,
+                    f"version {engine.version} is not there any more: version {version} is published",
+                )
                 continue
             here[engine.receiver] = engine
         for name in expected:
@@ -236,7 +245,9 @@ class Receivers:
         payloads, before = [], 0
         for engine in self._engines:
             offset = init_info.get("rank_offset")
-            payloads.append(init_info if offset is None else {**init_info, "rank_offset": offset + before})
+            payloads.append(
+                init_info if offset is None else {**init_info, "rank_offset": offset + before}
+            )
             before += engine.ranks
         self._ask("init_weight_transfer_engine", payloads)
 
@@ -262,7 +273,9 @@ class Receivers:
         asked = [(e, payload) for e, payload in zip(self._engines, each, strict=True) if not e.lost]
         with ThreadPoolExecutor(max(1, len(asked))) as threads:
             list(threads.map(lambda one: one[0].ask(method, one[1]), asked))
-        newly = {engine.receiver: f"{engine.receiver} {engine.lost}" for engine, _ in asked if engine.lost}
+        newly = {
+            engine.receiver: f"{engine.receiver} {engine.lost}" for engine, _ in asked if engine.lost
+        }
         self.lost |= newly
         if newly and self._together:
             raise WeightSyncError("; ".join(newly.values()))
@@ -271,7 +284,9 @@ class Receivers:
 
     def end(self, tensors: Mapping[str, TensorSum]) -> None:
         """Tell the engines what was given, which they compare with what they have."""
-        said = json.dumps({name: [t.dtype, t.shape, f"{t.box_sum:x}"] for name, t in tensors.items()}).encode()
+        said = json.dumps(
+            {name: [t.dtype, t.shape, f"{t.box_sum:x}"] for name, t in tensors.items()}
+        ).encode()
         for engine in (engine for engine in self._engines if not engine.lost):
             try:
                 engine.connection.send(b"E", said)
@@ -318,7 +333,9 @@ class Receivers:
             except OSError:
                 time.sleep(0 if self._is_closed else 0.05)  # this one is gone, or too many files are open
                 continue
-            threading.Thread(target=self._greet, args=(connected,), name="weft-weights", daemon=True).start()
+            threading.Thread(
+                target=self._greet, args=(connected,), name="weft-weights", daemon=True
+            ).start()
 
     def _greet(self, connected: socket.socket) -> None:
         # Whoever strays costs a connection, and nothing else.
@@ -327,7 +344,11 @@ class Receivers:
             hello = json.loads(connection.receive()[1])
             self._came.put(
                 _Engine(
-                    str(hello["receiver"]), int(hello["ranks"]), str(hello["engine"]), int(hello["version"]), connection
+                    str(hello["receiver"]),
+                    int(hello["ranks"]),
+                    str(hello["engine"]),
+                    int(hello["version"]),
+                    connection,
                 )
             )
 
@@ -364,7 +385,12 @@ def take_as_told(
     except OSError as error:
         raise WeightSyncError(f"{where}: it is gone ({error})") from None
     try:
-        hello = {"receiver": weights.receiver, "ranks": ranks, "engine": engine, "version": weights.version}
+        hello = {
+            "receiver": weights.receiver,
+            "ranks": ranks,
+            "engine": engine,
+            "version": weights.version,
+        }
         connection.send(b"H", json.dumps(hello).encode())
         connection.be_patient(2 * SILENCE_S)  # others may come later
         while True:
@@ -374,7 +400,10 @@ def take_as_told(
             elif kind == b"C":
                 _carry_out(connection, content, call)
             elif kind == b"E":
-                said = {name: TensorSum(d, tuple(s), int(t, 16)) for name, (d, s, t) in json.loads(content).items()}
+                said = {
+                    name: TensorSum(d, tuple(s), int(t, 16))
+                    for name, (d, s, t) in json.loads(content).items()
+                }
                 _compare(weights, said, loaded())
                 with contextlib.suppress(OSError):  # it knows what it has given
                     connection.send(b"K")
@@ -383,7 +412,9 @@ def take_as_told(
                 raise WeightSyncError(f"{where}: {content.decode(errors='replace')}")
     except OSError as error:
         reason = (
-            f"was silent for {connection.silence_s:.0f} s" if isinstance(error, TimeoutError) else f"is gone ({error})"
+            f"was silent for {connection.silence_s:.0f} s"
+            if isinstance(error, TimeoutError)
+            else f"is gone ({error})"
         )
         raise WeightSyncError(f"{where}: it {reason}") from None
     finally:
@@ -403,7 +434,9 @@ def _carry_out(connection: Connection, content: bytes, call: Callable[[str, Any]
     connection.send(b"K")
 
 
-def _compare(weights: Weights, given: Mapping[str, TensorSum], ranks: Sequence[Mapping[str, TensorSum]]) -> None:
+def _compare(
+    weights: Weights, given: Mapping[str, TensorSum], ranks: Sequence[Mapping[str, TensorSum]]
+) -> None:
     for rank, came in enumerate(ranks):
         for name in dict.fromkeys([*given, *came]):
             if given.get(name) != came.get(name):

@@ -153,7 +153,9 @@ def _axes(shape: tuple[int, ...], view: View, other: View) -> list[list[_Axis]]:
                 break
             # Several dimensions of the tensor are one of the view.
             if shape[dim] % step or count % length:
-                raise ValueError(f"a dimension of {count} elements ends inside of dimension {dim} of the shape {shape}")
+                raise ValueError(
+                    f"a dimension of {count} elements ends inside of dimension {dim} of the shape {shape}"
+                )
             found[dim].append(_Axis(length, step, there))
             count, stride, there = count // length, stride * length, there * length
     return found
@@ -401,7 +403,9 @@ class _Recorder(TorchDispatchMode):
             return
         for box, name in memory.boxes:
             if any(box.intersection(filled) for filled in boxes):
-                raise UserError(f"parameter {memory.name!r}: its loader fills with {value} over tensor {name!r}")
+                raise UserError(
+                    f"parameter {memory.name!r}: its loader fills with {value} over tensor {name!r}"
+                )
         memory.filled += boxes
         self._fills.append(Fill(memory.name, view, value))
 
@@ -430,7 +434,11 @@ class _Recorder(TorchDispatchMode):
         return Recording(RankLayout(where, tensors), tuple(self._fills), unused)
 
 
-_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default)
+_READS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.is_nonzero.default,
+)
 """Operations that need values, which a fake does not have."""
 
 
@@ -446,7 +454,9 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 @functools.cache
 def _writes(func: Any) -> bool:
     """Whether an operation writes into its first argument, or into the one named `out`."""
-    return any(argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments)
+    return any(
+        argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments
+    )
 
 
 def _check(memory: _Memory) -> None:
@@ -485,4 +495,6 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _view(tensor: torch.Tensor, base: torch.Tensor) -> View:
-    return View(int(tensor.storage_offset() - base.storage_offset()), tuple(tensor.shape), tensor.stride())
+    return View(
+        int(tensor.storage_offset() - base.storage_offset()), tuple(tensor.shape), tensor.stride()
+    )

@@ -68,7 +68,11 @@ def _nccl(terms: Terms) -> TrainerInitInfo:
         with listen(terms.host) as taken:
             port = taken.getsockname()[1]
     return NCCLTrainerInitInfo(
-        terms.host, port, 1 + terms.num_ranks, packed_buffer_size_bytes=terms.buffer_bytes, rank=terms.rank
+        terms.host,
+        port,
+        1 + terms.num_ranks,
+        packed_buffer_size_bytes=terms.buffer_bytes,
+        rank=terms.rank,
     )
 
 
@@ -116,7 +120,11 @@ class VllmPublisher:
             raise WeightSyncError(
                 f'transport="{BY_VLLM}{backend}" moves weights from GPU to GPU, and torch sees none; take "auto"'
             )
-        device = torch.device("cuda", torch.cuda.current_device()) if self._backend.on_gpus else torch.device("cpu")
+        device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if self._backend.on_gpus
+            else torch.device("cpu")
+        )
         self._rank = rank
         self._ranks = ranks
         self._host = host
@@ -207,7 +215,9 @@ class VllmPublisher:
             engines = self._receivers.gather(version, self._expected, self._source.whole_bytes)
             anew = self._trainer is None or engines != self._engines
             self._engines = engines
-            said = torch.tensor([(_ANEW if anew else _AS_BEFORE) if engines else _NOBODY, self._receivers.num_ranks])
+            said = torch.tensor(
+                [(_ANEW if anew else _AS_BEFORE) if engines else _NOBODY, self._receivers.num_ranks]
+            )
         if self._ranks > 1:
             dist.broadcast(said, 0)
         what, num_ranks = said.tolist()
@@ -303,7 +313,9 @@ class _GatheredTensors(WeightSource):
                 found += box_sum(target, part.box, tensor.shape)
             self._sums[tensor.name] = found % CHECKSUM_MODULUS
             if self._ranks > 1 and full.numel():
-                dist.all_reduce(full.view(-1).view(torch.uint8))  # of each byte, one rank has what is not zero
+                dist.all_reduce(
+                    full.view(-1).view(torch.uint8)
+                )  # of each byte, one rank has what is not zero
             self._advance()
             yield tensor.name, full
 
@@ -325,7 +337,9 @@ class _GatheredTensors(WeightSource):
 
     def _with_forms(self, sums: dict[str, int]) -> dict[str, TensorSum]:
         tensors = (tensor for tensor in self._metadata if tensor.name in sums)
-        return {t.name: TensorSum(str(t.dtype).removeprefix("torch."), t.shape, sums[t.name]) for t in tensors}
+        return {
+            t.name: TensorSum(str(t.dtype).removeprefix("torch."), t.shape, sums[t.name]) for t in tensors
+        }
 
     def _told(self, forms: list[tuple[str, str, tuple[int, ...], int]]) -> list[list[Any]]:
         """What all ranks say of their parts."""
@@ -337,7 +351,10 @@ class _GatheredTensors(WeightSource):
         longest = max(int(length) for length in lengths)
         said = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self._ranks)]
         dist.all_gather(said, torch.cat([own, torch.zeros(longest - len(own), dtype=torch.uint8)]))
-        return [json.loads(bytes(one[: int(length)].numpy())) for one, length in zip(said, lengths, strict=True)]
+        return [
+            json.loads(bytes(one[: int(length)].numpy()))
+            for one, length in zip(said, lengths, strict=True)
+        ]
 
 
 def _agreed(told: Iterable[Iterable[Any]], version: int) -> list[ParamMeta]:

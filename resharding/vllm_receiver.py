@@ -145,12 +145,18 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)  # the memory is the sender's again when this returns
+            torch.accelerator.synchronize(
+                self.device
+            )  # the memory is the sender's again when this returns
 
     def receive_weights(self, update_info: WeightsUpdateInfo) -> None:
         staging = self._staging
         found = self._end_staging()
-        if staging and found and (found.version, staging.ranks) == (update_info.version, update_info.weights.ranks):
+        if (
+            staging
+            and found
+            and (found.version, staging.ranks) == (update_info.version, update_info.weights.ranks)
+        ):
             assert self._writer is not None
             self._writer.apply_staged()
             self._arriving = found
@@ -229,7 +235,9 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
 
     def _prepare(self, incoming: IncomingWeights) -> None:
         """Record what this rank takes of these tensors, and plan which rank gives it."""
-        checkpoint = {name: (tensor.shape, tensor.dtype) for name, tensor in incoming.layout.tensors.items()}
+        checkpoint = {
+            name: (tensor.shape, tensor.dtype) for name, tensor in incoming.layout.tensors.items()
+        }
         recording = record_layout(self.model, checkpoint)
         self._writer = WeightWriter(self.model, self.model_config, recording, self._note)
         self._plan = ReshardPlan(incoming.layout, Layout.of_ranks([recording.layout], "vLLM"))
@@ -240,7 +248,9 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
         assert self._plan is not None
         for name, copy, source in incoming.slices(self._plan.received_by(0)):
             wanted = self._plan.destination.tensors[name].dtype
-            if wanted != incoming.layout.tensors[name].dtype:  # the bits change: what was read is compared
+            if (
+                wanted != incoming.layout.tensors[name].dtype
+            ):  # the bits change: what was read is compared
                 self._add(name, copy.box, box_sum(source, copy.box, incoming.layout.tensors[name].shape))
                 source = source.to(dtype=getattr(torch, wanted))
             yield name, copy.box, source
@@ -255,7 +265,9 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
 
     def _add(self, name: str, box: Box, found: int) -> None:
         if self._sums.setdefault(name, {}).setdefault(box, found) != found:
-            raise WeightSyncError(f"{box} of tensor {name!r} arrived differently in two places of one rank of vLLM")
+            raise WeightSyncError(
+                f"{box} of tensor {name!r} arrived differently in two places of one rank of vLLM"
+            )
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)
@@ -289,7 +301,9 @@ class VllmBackends:
         """A version comes by a backend: note what the model's loaders are given; returns the engine, which vLLM's factory makes."""
         if backend not in self._engines:
             config = WeightTransferConfig(backend=backend)
-            made = WeightTransferEngineFactory.create_engine(config, self._settings, self._device, self._model)
+            made = WeightTransferEngineFactory.create_engine(
+                config, self._settings, self._device, self._model
+            )
             assert made is not None
             self._engines[backend] = made
         self._loaded = _LoadedTensors(self._model)

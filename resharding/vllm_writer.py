@@ -22,7 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
@@ -58,7 +61,9 @@ class SpareMemory:
     def take(self, wanted: torch.Tensor) -> torch.Tensor:
         """Memory for a tensor of this shape, these strides and this dtype."""
         free = self._free.get(_form(wanted))
-        return free.pop() if free else torch.empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype)
+        return (
+            free.pop() if free else torch.empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype)
+        )
 
     def give_back(self, memory: torch.Tensor) -> None:
         """Nothing refers to it any more."""
@@ -74,7 +79,9 @@ class Layer:
         spare: from which memory is lent.
     """
 
-    def __init__(self, name: str, module: torch.nn.Module, written: Iterable[str], spare: SpareMemory) -> None:
+    def __init__(
+        self, name: str, module: torch.nn.Module, written: Iterable[str], spare: SpareMemory
+    ) -> None:
         self.name = name
         self.module: Any = module
         self.waiting = 0
@@ -147,7 +154,9 @@ class Layer:
         parameters, buffers = get_layerwise_info(self.module).kernel_tensors or ({}, {})
         kernel = parameters | buffers
         wanted = get_layer_tensors(self.module)
-        return all(name in kernel and _form(kernel[name]) == _form(tensor) for name, tensor in wanted.items())
+        return all(
+            name in kernel and _form(kernel[name]) == _form(tensor) for name, tensor in wanted.items()
+        )
 
     def _lend(self) -> None:
         """On CPU, where preparing a layer leaves nothing behind that refers to the memory in the loading format, lend it."""
@@ -169,7 +178,11 @@ class Layer:
         self._beside = is_cpu_packed(self.module)
         for name in sorted(self._written):
             wanted = self._loading_format(name)
-            if self._beside and wanted.is_meta and type(self.module.quant_method) is UnquantizedLinearMethod:
+            if (
+                self._beside
+                and wanted.is_meta
+                and type(self.module.quant_method) is UnquantizedLinearMethod
+            ):
                 continue  # it is lent when the first slice comes
             memory = f"{self.name}.{name}" if self.name else name
             if memory not in kept:
@@ -203,7 +216,9 @@ class Layer:
             if memory.data_ptr() not in left:
                 self._spare.give_back(memory)
         self._lent = [memory for memory in self._lent if memory.data_ptr() in left]
-        new = {key: value for key, value in beside.__dict__.items() if module.__dict__.get(key) is not value}
+        new = {
+            key: value for key, value in beside.__dict__.items() if module.__dict__.get(key) is not value
+        }
         self._new = {key: value for key, value in new.items() if key != "_parameters"}
 
     def take_over(self) -> None:
@@ -234,7 +249,9 @@ class Layer:
     def _new_beside(self, wanted: torch.Tensor) -> torch.Tensor:
         # A GPU reads pinned memory faster.
         pinned = get_layerwise_info(self.module).restore_device.type == "cuda"
-        return torch.empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype, device="cpu", pin_memory=pinned)
+        return torch.empty_strided(
+            wanted.shape, wanted.stride(), dtype=wanted.dtype, device="cpu", pin_memory=pinned
+        )
 
 
 def own_name(memory: str) -> str:
@@ -259,7 +276,9 @@ def prepare(module: Any) -> None:
         module.quant_method.process_weights_after_loading(module)
     elif hasattr(module, "cpu_linear"):
 
-        def pack_and_multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        def pack_and_multiply(
+            x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ) -> torch.Tensor:
             module.quant_method.process_weights_after_loading(module)  # which replaces this function
             return module.cpu_linear(x, weight, bias)
 
@@ -273,7 +292,11 @@ def experts_packed_anew(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
     vLLM 0.32 packs them once, at start-up, and takes the weights of an update as they are: it then computes with garbage.
     """
     methods = [getattr(layer, "quant_method", None) for layer in layers]
-    packed = [m for m in methods if isinstance(m, UnquantizedFusedMoEMethod)] if current_platform.is_cpu() else []
+    packed = (
+        [m for m in methods if isinstance(m, UnquantizedFusedMoEMethod)]
+        if current_platform.is_cpu()
+        else []
+    )
     kernels = [(method, method.moe_kernel) for method in packed]
     for method in packed:
         method.moe_kernel = None
@@ -498,10 +521,14 @@ class WeightWriter:
         self._take(name, box, source)
 
     def _take(self, name: str, box: Box, source: torch.Tensor) -> None:
-        route = self._routes.get((name, box)) if self._staging or self.state is ModelState.WRITING else None
+        route = (
+            self._routes.get((name, box)) if self._staging or self.state is ModelState.WRITING else None
+        )
         if route is None or source.dtype is not route.dtype or source.shape != route.shape:
             self._check(name, box, source)
-            route = self._routes[name, box] = _Route(source.dtype, source.shape, self._steps_of(name, box))
+            route = self._routes[name, box] = _Route(
+                source.dtype, source.shape, self._steps_of(name, box)
+            )
         targets = self._targets[name]
         for number, part, _, _ in route.steps:
             if not targets[number].lacks(part):
@@ -519,7 +546,9 @@ class WeightWriter:
                 index = None if common == box else common.within(box)
                 steps.append((number, common, target.view(common), index))
         if nowhere:
-            raise WeightSyncError(f"tensor {name!r}: {nowhere[0]} was sent to a rank that holds nothing of it")
+            raise WeightSyncError(
+                f"tensor {name!r}: {nowhere[0]} was sent to a rank that holds nothing of it"
+            )
         return steps
 
     @torch.no_grad()
@@ -561,7 +590,9 @@ class WeightWriter:
             more = f", and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise WeightSyncError(f"weights are missing: {', '.join(missing[:5])}{more}")
         came = {
-            (n, i): frozenset(target.came) for n, targets in self._targets.items() for i, target in enumerate(targets)
+            (n, i): frozenset(target.came)
+            for n, targets in self._targets.items()
+            for i, target in enumerate(targets)
         }
         if came and came != self._parts:
             if self._parts:
@@ -573,7 +604,9 @@ class WeightWriter:
             raise WeightSyncError(f"tensor {name!r} came outside of an update")
         held = self._tensors.get(name)
         if held is None:
-            raise WeightSyncError(f"tensor {name!r}: this rank holds nothing of it{nearest(name, self._tensors)}")
+            raise WeightSyncError(
+                f"tensor {name!r}: this rank holds nothing of it{nearest(name, self._tensors)}"
+            )
         if source.dtype != getattr(torch, held.dtype):
             dtype = str(source.dtype).removeprefix("torch.")
             raise WeightSyncError(

@@ -138,10 +138,15 @@ def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
     rows, columns = (_weights_of if len(shape) < 3 else _weights_of.__wrapped__)(box, shape)
     if bits.device.type == "cpu":
         with np.errstate(over="ignore"):
-            return int((np.einsum("rc,c->r", bits.numpy(), columns) * rows).sum(dtype=np.int64)) % CHECKSUM_MODULUS
+            return (
+                int((np.einsum("rc,c->r", bits.numpy(), columns) * rows).sum(dtype=np.int64))
+                % CHECKSUM_MODULUS
+            )
     on_device = torch.from_numpy(columns.copy()).to(bits.device)
     step = max(1, _BLOCK_ELEMENTS * 16 // bits.shape[1])
-    sums = torch.cat([(bits[first : first + step] * on_device).sum(1) for first in range(0, len(bits), step)])
+    sums = torch.cat(
+        [(bits[first : first + step] * on_device).sum(1) for first in range(0, len(bits), step)]
+    )
     return int((sums * torch.from_numpy(rows.copy()).to(bits.device)).sum().item()) % CHECKSUM_MODULUS
 
 
@@ -179,7 +184,9 @@ def _row_weights(box: Box, shape: tuple[int, ...]) -> np.ndarray:
     if len(leading) == 1:
         return _weights(0, total)[box.starts[0] : box.stops[0]]
     ranges = [np.arange(start, stop) for start, stop in zip(box.starts[:-1], box.stops[:-1], strict=True)]
-    return _weights(0, total)[np.ravel_multi_index(np.meshgrid(*ranges, indexing="ij"), leading).reshape(-1)]
+    return _weights(0, total)[
+        np.ravel_multi_index(np.meshgrid(*ranges, indexing="ij"), leading).reshape(-1)
+    ]
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:

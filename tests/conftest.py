@@ -14,10 +14,14 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "docs" / "generate")]
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from more, and on a busy machine lose much
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # tiny models gain nothing from more, and on a busy machine lose much
 
 WORKER = "PYTEST_XDIST_WORKER" in os.environ
-if WORKER:  # what it imports while it collects stays for good: half of that time went into looking for garbage
+if (
+    WORKER
+):  # what it imports while it collects stays for good: half of that time went into looking for garbage
     gc.disable()
     atexit.register(gc.unfreeze)  # nanobind complains of what is left when a process ends
 
@@ -49,7 +53,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Say which tests stay together; in one of several processes, put the longest groups first."""
     addressed = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if addressed:
-        raise pytest.UsageError(f"all processes of pytest must give a test one name; give these ids: {addressed[:3]}")
+        raise pytest.UsageError(
+            f"all processes of pytest must give a test one name; give these ids: {addressed[:3]}"
+        )
     groups = {item: group_of(item) for item in items}
     for item, group in groups.items():
         item.add_marker(pytest.mark.xdist_group(group))
@@ -71,7 +77,9 @@ def nothing_is_left_behind() -> Iterator[None]:
     threads, libraries = set(threading.enumerate()), LIBRARIES & sys.modules.keys()
     yield
     changed = {
-        name for name, value in {**variables, **os.environ}.items() if os.environ.get(name) != variables.get(name)
+        name
+        for name, value in {**variables, **os.environ}.items()
+        if os.environ.get(name) != variables.get(name)
     }
     # Ray sets its debugger when it connects; extensions set the path of libraries when they are compiled or loaded.
     changed -= {name for name in changed if name.startswith(("RAY_", "VLLM_"))} | {

@@ -85,7 +85,9 @@ class Forked:
         self.kill()
 
 
-def program(output: Path, path: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Forked:
+def program(
+    output: Path, path: Path, *arguments: str, environment: Mapping[str, str] | None = None
+) -> Forked:
     """Start `python path arguments`."""
     return Forked(output, _run_program, str(path), arguments, environment=environment)
 
@@ -108,5 +110,8 @@ def _call(
 
 def _run_program(path: str, arguments: tuple[str, ...]) -> None:
     sys.argv = [path, *arguments]
-    sys.path[:0] = [str(Path(path).parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:0] = [
+        str(Path(path).parent),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
     runpy.run_path(path, run_name="__main__")

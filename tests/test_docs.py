@@ -59,7 +59,9 @@ class Block(NamedTuple):
 
 def blocks_of(text: str) -> list[Block]:
     """The fenced blocks of a document, in order."""
-    fence = re.compile(r"^(?P<ticks>```+)(?P<language>\w*)(?P<info>.*)\n(?P<code>(?s:.*?))^(?P=ticks) *$", re.M)
+    fence = re.compile(
+        r"^(?P<ticks>```+)(?P<language>\w*)(?P<info>.*)\n(?P<code>(?s:.*?))^(?P=ticks) *$", re.M
+    )
     blocks = []
     for found in fence.finditer(text):
         mark = re.search(r'test="(\w+)"', found["info"])
@@ -75,7 +77,10 @@ def commands_of(block: Block) -> list[list[str]]:
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     tokens = [shlex.split(part, comments=True) for line in lines for part in re.split(r"&&|\|", line)]
     setting = re.compile(r"[A-Z_0-9]+=")  # of the environment, before the command
-    commands = [words[next((i for i, word in enumerate(words) if not setting.match(word)), 0) :] for words in tokens]
+    commands = [
+        words[next((i for i, word in enumerate(words) if not setting.match(word)), 0) :]
+        for words in tokens
+    ]
     return [words for words in commands if words]
 
 
@@ -83,7 +88,10 @@ def check_command(words: list[str]) -> None:
     """Complain about a make target, script, option or extra that does not exist, and about an unknown program."""
     name, arguments = Path(words[0]).name, words[1:]
     if name == "make":
-        given = next((shlex.split(word.removeprefix("ARGS=")) for word in arguments if word.startswith("ARGS=")), [])
+        given = next(
+            (shlex.split(word.removeprefix("ARGS=")) for word in arguments if word.startswith("ARGS=")),
+            [],
+        )
         for target in (word for word in arguments if "=" not in word):
             recipe = re.search(rf"^{target}:(?!=).*\n((?:\t.*\n)*)", MAKEFILE, re.M)
             assert recipe, f"the Makefile has no target {target!r}"
@@ -100,9 +108,15 @@ def check_command(words: list[str]) -> None:
         if script:
             check_options(script[0], script[1:])
         for option in (word.split("=")[0] for word in own if word.startswith("--")):
-            assert re.search(rf"{option}(?![\w-])", known), f"weft {shlex.join(command)} --help does not know {option}"
+            assert re.search(rf"{option}(?![\w-])", known), (
+                f"weft {shlex.join(command)} --help does not know {option}"
+            )
     elif name == "pip":
-        named = {extra for group in re.findall(r"\[([\w,]+)\]", " ".join(arguments)) for extra in group.split(",")}
+        named = {
+            extra
+            for group in re.findall(r"\[([\w,]+)\]", " ".join(arguments))
+            for extra in group.split(",")
+        }
         assert named <= EXTRAS, f"pyproject.toml has no extra {named - EXTRAS}"
         for lock in arguments[arguments.index("-r") + 1 :] if "-r" in arguments else ():
             assert (ROOT / lock).is_file(), f"there is no {lock}"
@@ -113,7 +127,9 @@ def check_command(words: list[str]) -> None:
 def check_options(script: str, arguments: list[str]) -> None:
     assert (ROOT / script).is_file(), f"there is no {script}"
     for option in (word.split("=")[0] for word in arguments if word.startswith("--")):
-        assert re.search(rf"{option}(?![\w-])", help_of(script)), f"{script} --help does not know {option}"
+        assert re.search(rf"{option}(?![\w-])", help_of(script)), (
+            f"{script} --help does not know {option}"
+        )
 
 
 @cache
@@ -164,7 +180,9 @@ def wrong_in(document: Path, folder: Path) -> list[str]:
                 for words in commands_of(block):
                     check_command(words)
             else:
-                assert block.language in DATA_PARSERS, f"no rule says how to check a {block.language!r} block"
+                assert block.language in DATA_PARSERS, (
+                    f"no rule says how to check a {block.language!r} block"
+                )
                 DATA_PARSERS[block.language](block.code)
         except (AssertionError, SyntaxError, ValueError) as error:
             wrong.append(f"{document.name}:{block.line}: {error}")
@@ -172,7 +190,9 @@ def wrong_in(document: Path, folder: Path) -> list[str]:
     printed = dict(zip(python, run_python(document, python, folder), strict=True)) if python else {}
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     for before, block in pairwise(blocks):
-        if block.test == "output" and not doctest.OutputChecker().check_output(block.code, printed[before], flags):
+        if block.test == "output" and not doctest.OutputChecker().check_output(
+            block.code, printed[before], flags
+        ):
             wrong.append(f"{document.name}:{block.line}: it printed\n{printed[before]}")
     for block in blocks:
         if block.language == "console" and block.test == "run":

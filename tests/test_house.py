@@ -168,7 +168,14 @@ def engine():
     return importlib.import_module("vllm")
 """
     names = {name for _, name in imports_of("weft.workers.rollout", ast.parse(source))}
-    assert names >= {"ray", "torch", "vllm", "vllm.config", "weft.workers.actor", "weft.controllers.driver.Driver"}
+    assert names >= {
+        "ray",
+        "torch",
+        "vllm",
+        "vllm.config",
+        "weft.workers.actor",
+        "weft.controllers.driver.Driver",
+    }
     assert names >= {"weft.dataflow.batch", "weft.dataflow.lazy"}
 
 
@@ -184,12 +191,16 @@ def test_imports_run_down_the_floors():
                 continue
             if target not in MAY_IMPORT[room]:
                 allowed = ", ".join(sorted(MAY_IMPORT[room])) or "no other folder"
-                wrong.append(f"{file.relative_to(ROOT)}:{line}: {room} imports {name}; it may import {allowed}")
+                wrong.append(
+                    f"{file.relative_to(ROOT)}:{line}: {room} imports {name}; it may import {allowed}"
+                )
     assert not wrong, "\n".join(wrong)
 
 
 def test_circles_of_imports_are_found():
-    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": {"d"}, "d": {"b"}, "e": {"a"}, "f": {"g"}, "g": {"f"}}) == {
+    assert circles(
+        {"a": {"b", "c"}, "b": {"c"}, "c": {"d"}, "d": {"b"}, "e": {"a"}, "f": {"g"}, "g": {"f"}}
+    ) == {
         "b c d",
         "f g",
     }
@@ -198,7 +209,9 @@ def test_circles_of_imports_are_found():
         "weft.floor.room.a": {"weft.floor.above"},
         "weft.floor.room.b": set[str](),
     }
-    assert not circles(rooms) and circles(with_folders_as_modules(rooms, 3)) == {"weft.floor.above weft.floor.room"}
+    assert not circles(rooms) and circles(with_folders_as_modules(rooms, 3)) == {
+        "weft.floor.above weft.floor.room"
+    }
 
 
 def test_imports_run_one_way_among_modules_and_folders():
@@ -223,7 +236,8 @@ def test_only_the_module_that_is_run_imports_the_commands():
     importing = {
         str(file.relative_to(ROOT))
         for file, imports in imports_by_file().items()
-        if room_of(module_name(file)) != "commands" and any(room_of(name) == "commands" for _, name in imports)
+        if room_of(module_name(file)) != "commands"
+        and any(room_of(name) == "commands" for _, name in imports)
     }
     assert importing == {"__init__.py", "__main__.py"}, importing  # the first for editors
 
@@ -265,20 +279,26 @@ def docstring_examples() -> list[doctest.DocTest]:
     """The `>>>` examples of every docstring, found in the source, so that no decorator hides one."""
     parser, tests = doctest.DocTestParser(), []
     for file in library_files():
-        if ">>>" not in file.read_text():  # both processes of the tests collect: most files need no parsing for that
+        if (
+            ">>>" not in file.read_text()
+        ):  # both processes of the tests collect: most files need no parsing for that
             continue
         for node in ast.walk(parsed(file)):
             if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             text = ast.get_docstring(node, clean=False)
             if text and ">>>" in text:
-                name = ".".join([module_name(file), *([] if isinstance(node, ast.Module) else [node.name])])
+                name = ".".join(
+                    [module_name(file), *([] if isinstance(node, ast.Module) else [node.name])]
+                )
                 first_line = node.body[0].lineno - 1
                 tests.append(parser.get_doctest(text, {}, name, str(file), first_line))
     return tests
 
 
-@pytest.mark.parametrize("example", docstring_examples(), ids=lambda example: f"{example.name}:{example.lineno + 1}")
+@pytest.mark.parametrize(
+    "example", docstring_examples(), ids=lambda example: f"{example.name}:{example.lineno + 1}"
+)
 def test_docstring_examples_run(example: doctest.DocTest, capsys: pytest.CaptureFixture[str]):
     assert example.filename is not None
     example.globs = dict(vars(importlib.import_module(module_name(Path(example.filename)))))
@@ -306,7 +326,11 @@ def short_waits(source: str) -> list[int]:
     lines, found = source.splitlines(), list[int]()
 
     def is_short(node: ast.AST) -> bool:
-        return isinstance(node, ast.Constant) and type(node.value) in (int, float) and 0 < node.value < SHORTEST_S  # pyright: ignore
+        return (
+            isinstance(node, ast.Constant)
+            and type(node.value) in (int, float)
+            and 0 < node.value < SHORTEST_S
+        )  # pyright: ignore
 
     def is_wrong(node: ast.AST, loops: bool) -> bool:
         if isinstance(node, ast.Call):
@@ -320,17 +344,27 @@ def short_waits(source: str) -> list[int]:
                 and any(map(is_short, node.args))
             ):
                 return len(node.args) == 1
-            return any(is_short(each.value) and BOUNDS_A_WAIT.search(each.arg or "") for each in node.keywords)
+            return any(
+                is_short(each.value) and BOUNDS_A_WAIT.search(each.arg or "") for each in node.keywords
+            )
         if isinstance(node, ast.Compare):
             return any(map(is_short, node.comparators)) and "monotonic" in ast.unparse(node)
-        return isinstance(node, ast.BinOp) and is_short(node.right) and "monotonic()" in ast.unparse(node.left)
+        return (
+            isinstance(node, ast.BinOp)
+            and is_short(node.right)
+            and "monotonic()" in ast.unparse(node.left)
+        )
 
     def look(node: ast.AST, loops: bool = False) -> None:
-        if isinstance(node, ast.FunctionDef) and "mark.slow" in " ".join(map(ast.unparse, node.decorator_list)):
+        if isinstance(node, ast.FunctionDef) and "mark.slow" in " ".join(
+            map(ast.unparse, node.decorator_list)
+        ):
             return
         loops = loops or isinstance(node, ast.While | ast.For)
         if isinstance(node, ast.expr) and is_wrong(node, loops):
-            found.extend([node.lineno] * ("waited out" not in " ".join(lines[node.lineno - 1 : node.end_lineno])))
+            found.extend(
+                [node.lineno] * ("waited out" not in " ".join(lines[node.lineno - 1 : node.end_lineno]))
+            )
         for child in ast.iter_child_nodes(node):
             look(child, loops)
 
@@ -364,5 +398,7 @@ def test_slow():
 @pytest.mark.thorough
 def test_no_quick_test_depends_on_less_than_ten_seconds_of_wall_clock_time():
     files = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if file.name not in OWN_CLOCK]
-    wrong = [f"{file.relative_to(ROOT)}:{line}" for file in files for line in short_waits(file.read_text())]
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line}" for file in files for line in short_waits(file.read_text())
+    ]
     assert not wrong, f"take a fake clock, an event, or a limit of {SHORTEST_S} s or more: {wrong}"

@@ -24,7 +24,11 @@ NOT_IN_THE_LIBRARY = {"benchmarks", "build", "docs", "examples", "requirements",
 
 def library_folders() -> list[Path]:
     """Every folder at or below the root that holds Python modules of the library, the root itself first."""
-    tops = [path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "." and path.suffix != ".egg-info"]
+    tops = [
+        path
+        for path in ROOT.iterdir()
+        if path.is_dir() and path.name[0] != "." and path.suffix != ".egg-info"
+    ]
     modules = [file for top in tops if top.name not in NOT_IN_THE_LIBRARY for file in top.rglob("*.py")]
     return [ROOT, *sorted({file.parent for file in modules})]
 
@@ -48,7 +52,9 @@ def test_checkers_find_every_top_folder_through_the_typings_links():
 
 def test_the_names_that_editors_see_are_the_names_that_users_get():
     body = ast.parse((ROOT / "__init__.py").read_text()).body
-    [for_editors] = [node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    [for_editors] = [
+        node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
     imports = [node for node in for_editors.body if isinstance(node, ast.ImportFrom)]
     seen = {alias.asname or alias.name: node.module for node in imports for alias in node.names}
     assert seen == {**weft._MODULES, **dict.fromkeys(weft._FOLDERS)}
@@ -116,7 +122,9 @@ def test_the_wheel_installs_and_imports_in_an_empty_environment(wheel: Path, tmp
 def locked_versions(lock: str = "cpu.txt") -> dict[str, str]:
     lines = (ROOT / "requirements" / lock).read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
-    assert all(re.fullmatch(r"[\w.-]+==[\w.+]+", pin) for pin in pins), "a lock pins every line: name==version"
+    assert all(re.fullmatch(r"[\w.-]+==[\w.+]+", pin) for pin in pins), (
+        "a lock pins every line: name==version"
+    )
     return {canonicalize_name(name): version for name, version in (pin.split("==") for pin in pins)}
 
 
@@ -136,28 +144,40 @@ def test_the_lock_satisfies_pyproject():
     ):
         requirement = Requirement(needed)
         version = locked.get(canonicalize_name(requirement.name))
-        assert version and requirement.specifier.contains(version), f"{needed}: requirements/cpu.txt has {version}"
+        assert version and requirement.specifier.contains(version), (
+            f"{needed}: requirements/cpu.txt has {version}"
+        )
 
 
 def test_the_lock_for_cuda_satisfies_pyproject_and_differs_only_where_vllm_does():
     locked, cpu = locked_versions("cuda.txt"), locked_versions()
-    for needed in PYPROJECT["project"]["dependencies"] + PYPROJECT["project"]["optional-dependencies"]["cuda"]:
+    for needed in (
+        PYPROJECT["project"]["dependencies"] + PYPROJECT["project"]["optional-dependencies"]["cuda"]
+    ):
         requirement = Requirement(needed)
         version = locked.get(canonicalize_name(requirement.name))
-        assert version and requirement.specifier.contains(version), f"{needed}: requirements/cuda.txt has {version}"
-    other = {name for name in locked.keys() & cpu.keys() if locked[name] != cpu[name].removesuffix("+cpu")}
+        assert version and requirement.specifier.contains(version), (
+            f"{needed}: requirements/cuda.txt has {version}"
+        )
+    other = {
+        name for name in locked.keys() & cpu.keys() if locked[name] != cpu[name].removesuffix("+cpu")
+    }
     assert other <= {"apache-tvm-ffi", "triton"}
 
 
 def test_what_a_job_server_needs_is_locked_beside_the_rest():
     """In a lock of its own: with it, Ray starts more processes on every node."""
     needed = [
-        r for r in map(Requirement, requires("ray") or []) if r.marker and r.marker.evaluate({"extra": "default"})
+        r
+        for r in map(Requirement, requires("ray") or [])
+        if r.marker and r.marker.evaluate({"extra": "default"})
     ]
     locked = locked_versions() | locked_versions("jobs.txt")
     for requirement in needed:
         version = locked.get(canonicalize_name(requirement.name))
-        assert version and requirement.specifier.contains(version), f"{requirement}: the locks have {version}"
+        assert version and requirement.specifier.contains(version), (
+            f"{requirement}: the locks have {version}"
+        )
     assert not locked_versions().keys() & locked_versions("jobs.txt").keys()
 
 

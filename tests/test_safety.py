@@ -27,8 +27,12 @@ EXCUSED = {
         "cloudpickle",
         "pickle",
     },  # what Ray makes an actor of, read when its environment is set
-    "workers/rewards/main_thread.py": {"pickle"},  # over a pipe, between a rank and a child that it forked
-    "commands/run.py": {"runpy.run_path"},  # `weft run SCRIPT` runs the file that its user names, as Python does
+    "workers/rewards/main_thread.py": {
+        "pickle"
+    },  # over a pipe, between a rank and a child that it forked
+    "commands/run.py": {
+        "runpy.run_path"
+    },  # `weft run SCRIPT` runs the file that its user names, as Python does
 }
 """File -> what it may do. None of it comes from a file of a run, a model or a data set, or over a socket of ours."""
 
@@ -44,7 +48,9 @@ def breaks(source: ast.Module) -> list[tuple[int, str]]:
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
-            plain = called in ("numpy.load", "np.load") and not any(k.arg == "allow_pickle" for k in node.keywords)
+            plain = called in ("numpy.load", "np.load") and not any(
+                k.arg == "allow_pickle" for k in node.keywords
+            )
             if called in RUN_AS_CODE or (called in CALLS and not plain and not safe):
                 found.append((node.lineno, called))
             found += [
@@ -85,7 +91,11 @@ def test_what_does_not_is_left_alone(text: str):
 
 def test_the_source_runs_no_text_and_reads_no_code():
     names = {str(file.relative_to(ROOT)): file for file in library_files()}
-    found = {name: breaks(parsed(names[name])) for name in names if not name.startswith(("tests/", "benchmarks/"))}
+    found = {
+        name: breaks(parsed(names[name]))
+        for name in names
+        if not name.startswith(("tests/", "benchmarks/"))
+    }
     library = {name: lines for name, lines in found.items() if lines}
     wrong = [
         f"{name}:{line}: {what}"

@@ -21,9 +21,12 @@ def make_wheel(folder: Path, requirement: str) -> Path:
         wheel.writestr(f"{name}.py", f"version = {version!r}\n")
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         wheel.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            f"{info}/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         )
-        wheel.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+        wheel.writestr(
+            f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n"
+        )
     return file
 
 
@@ -47,20 +50,31 @@ class Setup:
         (self.folder / "requirements" / "cpu.txt").write_text(f"{OTHER}\n{TORCH}\n")
         copy(ROOT / "Makefile", self.folder)
         self.pypi = make_index(folder / "pypi", OTHER, "torch==2.13.0")
-        self.variables = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MAKE"))}
+        self.variables = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MAKE"))
+        }
         self.variables |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": self.pypi}
 
     def make(self, torch_index: str, **variables: str) -> subprocess.CompletedProcess[str]:
         command = ["make", ".venv/.requirements-installed", f"TORCH_INDEX={torch_index}"]
         environment = self.variables | variables
         return subprocess.run(
-            command, cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command,
+            cwd=self.folder,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
 
     def installed(self) -> set[str]:
         python = self.environment / "bin" / "python"
         code = "import plain, torch; print(plain.version, torch.version)"
-        return set(subprocess.run([python, "-c", code], text=True, capture_output=True, check=True).stdout.split())
+        return set(
+            subprocess.run(
+                [python, "-c", code], text=True, capture_output=True, check=True
+            ).stdout.split()
+        )
 
 
 @pytest.fixture
@@ -86,7 +100,9 @@ def test_setup_leaves_the_index_of_pytorch_alone_where_pip_has_the_build(setup: 
 
 
 @pytest.mark.thorough
-def test_setup_says_what_to_do_where_neither_has_the_build_and_installs_nothing_else(setup: Setup, tmp_path: Path):
+def test_setup_says_what_to_do_where_neither_has_the_build_and_installs_nothing_else(
+    setup: Setup, tmp_path: Path
+):
     empty = make_index(tmp_path / "empty")
     done = setup.make(empty)
     assert done.returncode == 2
@@ -107,5 +123,10 @@ def test_setup_does_not_try_again_where_pip_fails_for_another_reason(setup: Setu
 
 def test_every_build_that_pypi_lacks_is_one_of_pytorch():
     locks = [file.read_text().splitlines() for file in (ROOT / "requirements").glob("*.txt")]
-    builds = {line for lock in locks for line in lock if "==" in line and "+" in line and not line.startswith("#")}
+    builds = {
+        line
+        for lock in locks
+        for line in lock
+        if "==" in line and "+" in line and not line.startswith("#")
+    }
     assert builds == {TORCH}

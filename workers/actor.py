@@ -32,7 +32,14 @@ from ..dataflow.untrusted_text import show
 from ..resharding.weights import BY_VLLM
 from .canary import Canary, canary_rows, check_canary
 from .dispatch import Dispatch
-from .engine_worker import TrainedConfig, TrainedWorker, logprobs_may_read, loss_may_read, loss_reads, training_batch
+from .engine_worker import (
+    TrainedConfig,
+    TrainedWorker,
+    logprobs_may_read,
+    loss_may_read,
+    loss_reads,
+    training_batch,
+)
 from .models.model_folder import stop_token_notes
 from .worker import Context, remote
 
@@ -140,7 +147,9 @@ class ActorWorker(TrainedWorker):
         rows = batch.with_columns(response_ids=batch[of])
         if entropies:
             logprobs, found, cu_seqlens = self.engine.logprobs_and_entropies(rows)
-            return batch.with_columns(**{into: (logprobs, cu_seqlens), str(ENTROPIES): (found, cu_seqlens)})
+            return batch.with_columns(
+                **{into: (logprobs, cu_seqlens), str(ENTROPIES): (found, cu_seqlens)}
+            )
         return batch.with_columns(**{into: self.engine.logprobs(rows, adapter=adapter)})
 
     @remote(
@@ -150,7 +159,13 @@ class ActorWorker(TrainedWorker):
         takes=training_batch,
     )
     def update(
-        self, batch: Batch, *, loss: Loss = PolicyLoss(), epochs: int = 1, minibatches: int = 1, last: bool = True
+        self,
+        batch: Batch,
+        *,
+        loss: Loss = PolicyLoss(),
+        epochs: int = 1,
+        minibatches: int = 1,
+        last: bool = True,
     ) -> Metrics:
         """One new version of the weights: `epochs` passes over the rows, each of `minibatches` optimizer steps.
 
@@ -173,7 +188,9 @@ class ActorWorker(TrainedWorker):
                 published["changed_share"] = Mean(float(self._publisher.sent.changed), float(compared))
         staleness = self._staleness(batch)
         first = _WithGap(loss) if RESPONSE_LOGPROBS in batch else None
-        made = self._updates.update(batch, loss, epochs=epochs, minibatches=minibatches, last=last, first=first)
+        made = self._updates.update(
+            batch, loss, epochs=epochs, minibatches=minibatches, last=last, first=first
+        )
         return {**staleness, **published, **made}
 
     def _staleness(self, batch: Batch) -> Metrics:
@@ -183,7 +200,10 @@ class ActorWorker(TrainedWorker):
         if not len(versions):
             return {}
         lag = self.version - versions.astype(np.int64)
-        return {"mean_staleness": Mean(float(lag.sum()), float(len(lag))), "max_staleness": Max(float(lag.max()))}
+        return {
+            "mean_staleness": Mean(float(lag.sum()), float(len(lag))),
+            "max_staleness": Max(float(lag.max())),
+        }
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> Weights:
@@ -317,7 +337,9 @@ def agree_on_adapters(handles: Iterable[Handle]) -> None:
 
 def _agree(leader: Handle, followers: list[Handle]) -> None:
     given: Any = leader.given
-    refusals = [(f, reason) for f in followers if (reason := f.worker_class.refuses_adapter(f.given, given))]
+    refusals = [
+        (f, reason) for f in followers if (reason := f.worker_class.refuses_adapter(f.given, given))
+    ]
     published = given.lora.published
     if published is None:
         published = "adapter" if given.dtype == "bfloat16" and not refusals else "merged"

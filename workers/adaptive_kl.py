@@ -51,10 +51,14 @@ class AdaptiveKlWorker(Worker):
         may_read=(RESPONSE_MASK,),
         writes=(TOKEN_REWARDS,),
     )
-    def token_rewards(self, samples: Batch, *, reward: str = str(REWARD), old: str = str(RESPONSE_LOGPROBS)) -> Batch:
+    def token_rewards(
+        self, samples: Batch, *, reward: str = str(REWARD), old: str = str(RESPONSE_LOGPROBS)
+    ) -> Batch:
         """`rewards.token_rewards` of the samples with the present coefficient."""
         estimator = self.config.estimator
-        return token_rewards(samples, coefficient=self.coefficient, estimator=estimator, reward=reward, old=old)
+        return token_rewards(
+            samples, coefficient=self.coefficient, estimator=estimator, reward=reward, old=old
+        )
 
     @remote(
         dispatch=Dispatch.ONE_TO_ALL,

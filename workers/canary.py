@@ -52,11 +52,16 @@ def canary_prompts(vocabulary: int | None) -> list[np.ndarray]:
 
 def canary_rows(canary: Canary) -> Batch:
     """The same as rows, for the trainer's log-probabilities."""
-    columns = {str(PROMPT_IDS): list(map(list, canary.prompts)), str(RESPONSE_IDS): list(map(list, canary.responses))}
+    columns = {
+        str(PROMPT_IDS): list(map(list, canary.prompts)),
+        str(RESPONSE_IDS): list(map(list, canary.responses)),
+    }
     return Batch.of(**columns)
 
 
-def check_canary(receiver: str, version: int, canary: Canary, logprobs: np.ndarray, *, exact: bool) -> None:
+def check_canary(
+    receiver: str, version: int, canary: Canary, logprobs: np.ndarray, *, exact: bool
+) -> None:
     """Compare a rank's log-probabilities with the trainer's.
 
     Args:

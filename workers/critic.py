@@ -72,7 +72,13 @@ class CriticWorker(TrainedWorker):
         takes=training_batch,
     )
     def update(
-        self, batch: Batch, *, loss: Loss = ValueLoss(), epochs: int = 1, minibatches: int = 1, last: bool = True
+        self,
+        batch: Batch,
+        *,
+        loss: Loss = ValueLoss(),
+        epochs: int = 1,
+        minibatches: int = 1,
+        last: bool = True,
     ) -> Metrics:
         """One new version of the weights: `epochs` passes over the rows, each of `minibatches` optimizer steps.
 

@@ -132,7 +132,9 @@ def _of_cgroups(root: Path) -> Iterable[NodeMemory]:
         except OSError:
             stat = ""
         kept = re.search(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)
-        yield NodeMemory(max(0, used - (int(kept[1]) if kept else 0)), limit, f"the limit of cgroup {folder.name}")
+        yield NodeMemory(
+            max(0, used - (int(kept[1]) if kept else 0)), limit, f"the limit of cgroup {folder.name}"
+        )
 
 
 def _number(file: Path) -> int | None:

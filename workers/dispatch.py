@@ -135,7 +135,10 @@ def _split(rows: RowSizes, replicas: int) -> list[list[int]]:
         _, index = np.unique(rows.group_ids, return_inverse=True)
         of_groups = np.bincount(index, weights=costs)
         members = np.split(np.argsort(index, kind="stable"), np.cumsum(np.bincount(index))[:-1])
-        return [sorted(i for group in part for i in members[group].tolist()) for part in balance(of_groups, replicas)]
+        return [
+            sorted(i for group in part for i in members[group].tolist())
+            for part in balance(of_groups, replicas)
+        ]
     return balance(costs, replicas)
 
 
@@ -211,4 +214,8 @@ def row_cost_of(model: str | Path) -> RowCost:
 def _active(settings: dict[str, Any]) -> int:
     """Width of the experts that a token goes through, of a mixture."""
     each = settings.get("num_experts_per_tok")
-    return int(each) * int(settings.get("moe_intermediate_size") or settings["intermediate_size"]) if each else 0
+    return (
+        int(each) * int(settings.get("moe_intermediate_size") or settings["intermediate_size"])
+        if each
+        else 0
+    )

@@ -27,7 +27,13 @@ from ..dataflow.errors import UserError
 from ..dataflow.operation import TrainingBatch
 from .dispatch import Coordinates, Dispatch, RowCost, row_cost_of
 from .models.images import check_images
-from .models.model_folder import check_vocabulary, complete_text_settings, context_of, num_experts, read_model_config
+from .models.model_folder import (
+    check_vocabulary,
+    complete_text_settings,
+    context_of,
+    num_experts,
+    read_model_config,
+)
 from .training.engine import Head, ModelConfig, TrainingConfig, TrainingEngine
 from .training.memory import MISSING_TORCHAO
 from .training.updates import Updates
@@ -71,7 +77,9 @@ class EngineWorker(Worker):
             from .training.fsdp import FsdpEngine as make
         where = replace(context, rank=0, world_size=1, rendezvous=None) if alone else context
         self.engine: TrainingEngine = make(config, where, training, head=head)
-        missing = [name for name in vars(TrainingEngine) if name[0] != "_" and not hasattr(self.engine, name)]
+        missing = [
+            name for name in vars(TrainingEngine) if name[0] != "_" and not hasattr(self.engine, name)
+        ]
         if missing:
             made = type(self.engine).__name__
             raise UserError(
@@ -153,7 +161,9 @@ class TrainedWorker(EngineWorker):
         head: what the model computes for each response token.
     """
 
-    def __init__(self, config: TrainedConfig, context: Context = Context(), *, head: Head = "logprobs") -> None:
+    def __init__(
+        self, config: TrainedConfig, context: Context = Context(), *, head: Head = "logprobs"
+    ) -> None:
         super().__init__(config, context, config, head=head)
         self._updates = Updates(config, context, self.engine)
 
@@ -164,7 +174,9 @@ class TrainedWorker(EngineWorker):
             raise UserError(MISSING_TORCHAO)
         if config.lora is not None:
             config.lora.check(config.tensor_parallel)
-            if config.lora.targets != "all-linear" or config.lora.dora:  # it takes seconds, since it imports torch
+            if (
+                config.lora.targets != "all-linear" or config.lora.dora
+            ):  # it takes seconds, since it imports torch
                 from .training.adapter import check_layers
 
                 check_layers(config.model, config.lora)
@@ -220,11 +232,15 @@ def check_updates(nodes: Iterable[Node]) -> None:
         loss = node.arguments.get("loss")
         if isinstance(loss, type) or (loss is not None and not isinstance(loss, Loss)):
             hint = f"; make a value of it: {loss.__name__}()" if isinstance(loss, type) else ""
-            raise UserError(f"node {node.name!r}: loss must be a Loss such as PolicyLoss(), not {loss!r}{hint}")
+            raise UserError(
+                f"node {node.name!r}: loss must be a Loss such as PolicyLoss(), not {loss!r}{hint}"
+            )
         for name in ("epochs", "minibatches"):
             value = node.arguments.get(name, 1)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"node {node.name!r}: {name} must be an integer of at least 1, not {value!r}")
+                raise UserError(
+                    f"node {node.name!r}: {name} must be an integer of at least 1, not {value!r}"
+                )
         _check_old_policy(node, loss)
 
 

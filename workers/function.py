@@ -62,7 +62,9 @@ class RecorderWorker(Worker):
     replaceable = True
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, shape=Shape.GROUP, takes=FINISHED_GROUPS)
-    def record(self, rows: Batch, *, folder: Path, graph: str, token: int, steps: Mapping[int, int]) -> None:
+    def record(
+        self, rows: Batch, *, folder: Path, graph: str, token: int, steps: Mapping[int, int]
+    ) -> None:
         """Write rows to Arrow files, one for each step, with tokens also as text.
 
         Args:
@@ -84,8 +86,14 @@ class RecorderWorker(Worker):
     def _with_texts(self, rows: Batch) -> Batch:
         if self._tokenizer is None:
             return rows
-        wanted = [(i, t) for i, t in ((PROMPT_IDS, PROMPT), (RESPONSE_IDS, RESPONSE)) if i in rows and t not in rows]
-        texts = {str(text): self._tokenizer.decode_ragged(*rows.ragged_numpy(ids)) for ids, text in wanted}
+        wanted = [
+            (i, t)
+            for i, t in ((PROMPT_IDS, PROMPT), (RESPONSE_IDS, RESPONSE))
+            if i in rows and t not in rows
+        ]
+        texts = {
+            str(text): self._tokenizer.decode_ragged(*rows.ragged_numpy(ids)) for ids, text in wanted
+        }
         return rows.with_columns(**texts)
 
     @cached_property

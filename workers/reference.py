@@ -59,7 +59,9 @@ class ReferenceWorker(EngineWorker):
             The batch with `into`, [L] float32 nats.
         """
         if not self._whole:
-            raise WeightSyncError("an update of these weights failed, and no complete version has arrived since")
+            raise WeightSyncError(
+                "an update of these weights failed, and no complete version has arrived since"
+            )
         rows = batch.with_columns(response_ids=batch[of])
         if not replay:
             rows = rows.select([column for column in rows.columns if column != str(ROUTES)])

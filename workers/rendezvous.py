@@ -137,7 +137,9 @@ class Rendezvous:
         """
         while True:
             try:
-                socket.create_connection((self.host, self.port), max(POLL_S, deadline - time.monotonic())).close()
+                socket.create_connection(
+                    (self.host, self.port), max(POLL_S, deadline - time.monotonic())
+                ).close()
             except OSError:
                 if time.monotonic() > deadline:
                     raise
@@ -162,8 +164,12 @@ class _Meeting:
         for rank in others:
             self._wait_for(f"proof/{rank}", lambda: self._missing(others))
             nonce = self._read(f"nonce/{rank}")
-            if not hmac.compare_digest(self._read(f"proof/{rank}"), self.rendezvous.proof(f"rank {rank}", own)):
-                raise WorkerError(f"somebody without the secret of {self.group!r} came to {self._where} as rank {rank}")
+            if not hmac.compare_digest(
+                self._read(f"proof/{rank}"), self.rendezvous.proof(f"rank {rank}", own)
+            ):
+                raise WorkerError(
+                    f"somebody without the secret of {self.group!r} came to {self._where} as rank {rank}"
+                )
             self.store.set(f"proof/0/{rank}", self.rendezvous.proof(f"rank 0 to {rank}", nonce))
         return own
 
@@ -174,8 +180,12 @@ class _Meeting:
         nonce = self._read("nonce/0")
         self.store.set(f"nonce/{rank}", own)
         self.store.set(f"proof/{rank}", self.rendezvous.proof(f"rank {rank}", nonce))
-        self._wait_for(f"proof/0/{rank}", lambda: "rank 0, which lets nobody in before all have come before them")
-        if not hmac.compare_digest(self._read(f"proof/0/{rank}"), self.rendezvous.proof(f"rank 0 to {rank}", own)):
+        self._wait_for(
+            f"proof/0/{rank}", lambda: "rank 0, which lets nobody in before all have come before them"
+        )
+        if not hmac.compare_digest(
+            self._read(f"proof/0/{rank}"), self.rendezvous.proof(f"rank 0 to {rank}", own)
+        ):
             raise WorkerError(f"who serves {self._where} does not have the secret of {self.group!r}")
         return nonce
 

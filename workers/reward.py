@@ -106,7 +106,9 @@ class RewardConfig(Config):
 
     def columns(self, into: str) -> tuple[str, ...]:
         """Columns that are written: the reward, each function's own where there are several, and the parts that functions return."""
-        named = tuple(f"{into}/{reward.title}" for reward in self.rewards) if len(self.rewards) > 1 else ()
+        named = (
+            tuple(f"{into}/{reward.title}" for reward in self.rewards) if len(self.rewards) > 1 else ()
+        )
         return (into, *named, *((f"{into}_parts",) if self.has_parts else ()))
 
     @property
@@ -116,7 +118,9 @@ class RewardConfig(Config):
 
     def verdict(self, into: str) -> str | None:
         """The column of the only grader that says right (1) or wrong (0), or None if there is none or several."""
-        verdicts = [reward.title for reward in self.rewards if getattr(reward.function, "is_verdict", False)]
+        verdicts = [
+            reward.title for reward in self.rewards if getattr(reward.function, "is_verdict", False)
+        ]
         if len(verdicts) != 1:
             return None
         return f"{into}/{verdicts[0]}" if len(self.rewards) > 1 else into
@@ -125,12 +129,19 @@ class RewardConfig(Config):
     def notes(self) -> tuple[str, ...]:
         """What the terminal says at the start of a run: functions that have another library's signature."""
         found = ((reward, reward.signature) for reward in self.rewards)
-        return tuple(f"reward function {r.title} ({r.place}) has {signature}" for r, signature in found if signature)
+        return tuple(
+            f"reward function {r.title} ({r.place}) has {signature}"
+            for r, signature in found
+            if signature
+        )
 
 
 def _rewards(function: Any) -> tuple[Reward, ...]:
     each = function if isinstance(function, tuple) else (function,)
-    return tuple(f if isinstance(f, Reward) else f.reward if isinstance(f, Judge) else Reward(function=f) for f in each)
+    return tuple(
+        f if isinstance(f, Reward) else f.reward if isinstance(f, Judge) else Reward(function=f)
+        for f in each
+    )
 
 
 def _reads(config: RewardConfig) -> tuple[str, ...]:
@@ -208,7 +219,10 @@ class RewardWorker(Worker):
                 for done in scoring.run():
                     rows = samples if len(done) == len(samples) else samples.take([*done])
                     outcomes = [*done.values()]
-                    yield self._written(rows, outcomes, into), self._metrics(outcomes, scoring.logged, into)
+                    yield (
+                        self._written(rows, outcomes, into),
+                        self._metrics(outcomes, scoring.logged, into),
+                    )
         except ResultError:
             raise self._blamed(samples, scoring.failed) from None
         if scoring.failed:
@@ -223,14 +237,19 @@ class RewardWorker(Worker):
                 values = [outcome.scores[f].value for outcome in outcomes]
                 columns[f"{into}/{reward.title}"] = pa.array(values, pa.float32())
         if self.config.has_parts:
-            columns[f"{into}_parts"] = pa.array([json.dumps(o.parts(rewards)) for o in outcomes], pa.string())
+            columns[f"{into}_parts"] = pa.array(
+                [json.dumps(o.parts(rewards)) for o in outcomes], pa.string()
+            )
         return rows.with_columns(**columns)
 
     def _metrics(self, outcomes: Sequence[Outcome], logged: Metrics, into: str) -> Metrics:
         parts = merge(
-            {name: Mean(value) for name, value in outcome.parts(self.config.rewards).items()} for outcome in outcomes
+            {name: Mean(value) for name, value in outcome.parts(self.config.rewards).items()}
+            for outcome in outcomes
         )
-        return of_column(into, {**logged, **parts, **reward_metrics([outcome.reward for outcome in outcomes])})
+        return of_column(
+            into, {**logged, **parts, **reward_metrics([outcome.reward for outcome in outcomes])}
+        )
 
     def _blamed(self, samples: Batch, failed: Mapping[int, Exception]) -> Exception:
         """The first failure, with the ids of all samples that failed, and prompt and response of the first."""
@@ -241,7 +260,9 @@ class RewardWorker(Worker):
             if str(text) not in texts and tokens in samples:
                 texts[str(text)] = self._tokenizer.decode([samples[tokens][first].as_py()])[0]
         said = [f"{name} {_short(text)}" for name, text in texts.items()]
-        place = _raised_at(error) or next((r.place for r in self.config.rewards if len(self.config.rewards) == 1), "")
+        place = _raised_at(error) or next(
+            (r.place for r in self.config.rewards if len(self.config.rewards) == 1), ""
+        )
         error.sample_ids = tuple(ids[k] for k in failed)  # pyright: ignore[reportAttributeAccessIssue]
         error.sample = ", ".join([*said, f"at {place}"] if place else said)  # pyright: ignore[reportAttributeAccessIssue]
         return error
@@ -298,16 +319,30 @@ def of_column(column: str, metrics: Metrics) -> Metrics:
     >>> of_column("reward", {"mean": Mean(1.0)}), of_column("baseline_reward", {"mean": Mean(1.0)})
     ({'mean': Mean(total=1.0, weight=1.0)}, {'baseline_reward_mean': Mean(total=1.0, weight=1.0)})
     """
-    return metrics if column == str(REWARD) else {f"{column}_{name}": metric for name, metric in metrics.items()}
+    return (
+        metrics
+        if column == str(REWARD)
+        else {f"{column}_{name}": metric for name, metric in metrics.items()}
+    )
 
 
 def _raised_at(error: BaseException) -> str:
     """File and line of the user's code that raised, or called what did: the last that is neither ours nor a package's."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_LIBRARY, "<"))]
-    own = [f for f in frames if "site-packages" not in f.filename and f"{os.sep}lib{os.sep}python" not in f.filename]
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_LIBRARY, "<"))
+    ]
+    own = [
+        f
+        for f in frames
+        if "site-packages" not in f.filename and f"{os.sep}lib{os.sep}python" not in f.filename
+    ]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def _short(text: str) -> str:
     """A text as a message shows it: how it begins and how it ends."""
-    return repr(text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT // 2]} ... {text[-LONGEST_TEXT // 2 :]}")
+    return repr(
+        text
+        if len(text) <= LONGEST_TEXT
+        else f"{text[: LONGEST_TEXT // 2]} ... {text[-LONGEST_TEXT // 2 :]}"
+    )

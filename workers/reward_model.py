@@ -49,7 +49,9 @@ class RewardModelWorker(EngineWorker):
             )
         for name in ("tensor_parallel", "sequence_parallel", "pipeline_parallel"):
             if (ranks := getattr(config, name)) > 1:
-                raise UserError(f"{name}={ranks}: each rank of a RewardModelWorker has all of its model; leave it at 1")
+                raise UserError(
+                    f"{name}={ranks}: each rank of a RewardModelWorker has all of its model; leave it at 1"
+                )
 
     @property
     def coordinates(self) -> Coordinates:

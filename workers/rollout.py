@@ -125,7 +125,9 @@ class RolloutConfig(VllmSettings):
         check_vocabulary(self.model, source)
         check_images(self.model, source)
         if self.routes and sees_images(settings):
-            raise UserError(f"routes=True: {self.model} sees images, and its routes are not recorded; leave it out")
+            raise UserError(
+                f"routes=True: {self.model} sees images, and its routes are not recorded; leave it out"
+            )
         if self.max_context is not None and of_model is not None and self.max_context > of_model:
             raise UserError(
                 f"RolloutConfig.max_context={self.max_context}: the model in {self.model} takes at most {of_model} tokens "
@@ -170,8 +172,12 @@ class RolloutConfig(VllmSettings):
         context = self.max_context or context_of(read_model_config(self.model))
         if context is None:
             return None
-        samplings = [n.arguments.get("sampling", Sampling()) for n in nodes if n.writers.get(str(PROMPT_IDS)) == ""]
-        return min((context - each.max_tokens for each in samplings if isinstance(each, Sampling)), default=None)
+        samplings = [
+            n.arguments.get("sampling", Sampling()) for n in nodes if n.writers.get(str(PROMPT_IDS)) == ""
+        ]
+        return min(
+            (context - each.max_tokens for each in samplings if isinstance(each, Sampling)), default=None
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -290,7 +296,12 @@ POLL_S = 0.001
 
 def _writes(sampling: Sampling, config: RolloutConfig) -> tuple[str, ...]:
     routes = [str(ROUTES)] if config.routes else []
-    return (str(RESPONSE_IDS), *sampling.writes, *map(str, (RESPONSE_VERSIONS, FINISH_REASON, TEMPERATURE)), *routes)
+    return (
+        str(RESPONSE_IDS),
+        *sampling.writes,
+        *map(str, (RESPONSE_VERSIONS, FINISH_REASON, TEMPERATURE)),
+        *routes,
+    )
 
 
 class RolloutWorker(Worker):
@@ -310,18 +321,27 @@ class RolloutWorker(Worker):
         """Calls that sample responses."""
         # Without seeds of their own, the requests of two replicas must not be drawn from equal streams.
         seed = _hash(context.seed, context.rank) % 2**31
-        self._images = ImageReader(config.model, self._folder) if sees_images(read_model_config(self._folder)) else None
+        self._images = (
+            ImageReader(config.model, self._folder)
+            if sees_images(read_model_config(self._folder))
+            else None
+        )
         """The processor of a model that sees."""
         served: dict[str, Any] = {} if config.adapter is None else {"adapter": config.adapter}
         served |= {} if self._images is None else {"images": self._images}
-        self.engine = self.new_engine(max_context=self.max_context, dtype=config.dtype, seed=seed, **served)
+        self.engine = self.new_engine(
+            max_context=self.max_context, dtype=config.dtype, seed=seed, **served
+        )
 
     def new_engine(self, **settings: Any) -> GenerationEngine:
         """The engine that generates; a subclass may bring another."""
         if self.config.engine == "vllm":
             return VllmEngine(str(self._folder), self.config, routes=self.config.routes, **settings)
         return TransformersEngine(
-            str(self._folder), max_num_seqs=self.config.max_num_seqs, routes=self.config.routes, **settings
+            str(self._folder),
+            max_num_seqs=self.config.max_num_seqs,
+            routes=self.config.routes,
+            **settings,
         )
 
     @remote(
@@ -455,7 +475,8 @@ class RolloutWorker(Worker):
             tuple(tuple(ids.tolist()) for ids in prompts),
             tuple(tuple(one.token_ids.tolist()) for one in found),
             tuple(tuple(one.logprobs.tolist()) for one in found),
-            exact=self.config.dtype == "float32" or (self.config.dtype == "auto" and not torch.cuda.is_available()),
+            exact=self.config.dtype == "float32"
+            or (self.config.dtype == "auto" and not torch.cuda.is_available()),
         )
 
     def onload(self) -> None:
@@ -547,7 +568,11 @@ class RolloutWorker(Worker):
 
 
 def _children(
-    responses: Sequence[Response], sample_ids: np.ndarray, left: Mapping[int, int], n: int, sampling: Sampling
+    responses: Sequence[Response],
+    sample_ids: np.ndarray,
+    left: Mapping[int, int],
+    n: int,
+    sampling: Sampling,
 ) -> Children:
     """Responses as rows of their prompts. `left` maps each row of the call to its number of unfinished responses."""
     rows, numbers = np.divmod(np.array([response.request_id for response in responses], np.int64), n)
@@ -569,14 +594,20 @@ def _batch(parent_ids: np.ndarray, responses: Sequence[Response], sampling: Samp
     if responses[0].routes is not None:
         routes = [r.routes.ravel() for r in responses if r.routes is not None]
         columns[str(ROUTES)] = (np.concatenate(routes), np.cumsum([0, *map(len, routes)], dtype=np.int32))
-    return Batch.of(parent_id=parent_ids, **{c: v for c, v in columns.items() if c not in sampling.leaves_out})
+    return Batch.of(
+        parent_id=parent_ids, **{c: v for c, v in columns.items() if c not in sampling.leaves_out}
+    )
 
 
 def _metrics(responses: Sequence[Response]) -> Metrics:
     tokens = float(sum(len(r.token_ids) for r in responses))
     truncated = float(sum(r.finish_reason == "length" for r in responses))
     count = float(len(responses))
-    return {"tokens": Sum(tokens), "response_length": Mean(tokens, count), "truncation_rate": Mean(truncated, count)}
+    return {
+        "tokens": Sum(tokens),
+        "response_length": Mean(tokens, count),
+        "truncation_rate": Mean(truncated, count),
+    }
 
 
 def _hash(*numbers: int, content: bytes = b"") -> int:

@@ -22,9 +22,7 @@ def _patterns(keys: str) -> dict[str, re.Pattern[str]]:
     """The expressions that find an option; `keys` is a range of characters, in upper case."""
     bare = rf"(?-i:[{keys}])(?!\)?[\w'’]|[.,/:]\d|\s*[-+*/=^%]\s*\d)"
     small = rf"(?-i:[{keys.lower()}])"
-    key = (
-        rf"\s*\**\s*\(?\s*\**(?P<key>{bare}|(?<=\(){small}(?=\))|{small}(?=\)|\**\s*(?:[.,;:!]?\s*$|[.,;:!]\s)))\)?\**"
-    )
+    key = rf"\s*\**\s*\(?\s*\**(?P<key>{bare}|(?<=\(){small}(?=\))|{small}(?=\)|\**\s*(?:[.,;:!]?\s*$|[.,;:!]\s)))\)?\**"
     option = rf"(?:\(|\b(?:options?|choices?|answers?|letter|statement)\s+\(?|(?<![\w'’\\(]))(?P<key>{bare}|(?<=\(){small}(?=\)))\)?"
     any_option = option.replace("?P<key>", "?:")
     flags = re.IGNORECASE | re.MULTILINE
@@ -83,7 +81,9 @@ def letter_of(response: str, *, numbers: bool = False) -> str | None:
         return None
     for content in reversed(extraction.last_boxes(text)):
         inside = plain(content)
-        return _at_start(inside, patterns) or (letter_of(inside, numbers=numbers) if inside != text else None)
+        return _at_start(inside, patterns) or (
+            letter_of(inside, numbers=numbers) if inside != text else None
+        )
     denied = extraction.denied_letters(response)
     text = patterns["ruled_out"].sub("", patterns["wrong"].sub("", text))
     for name in ("said", "right", "named"):
@@ -101,7 +101,11 @@ def letter_of(response: str, *, numbers: bool = False) -> str | None:
     if key := _last("its", text, patterns):
         return key
     found = list(patterns["alone"].finditer(lines[-1])) if lines else []
-    alone = [key for match in found if _is_key(match, lines[-1]) and (key := match["key"].upper()) not in denied]
+    alone = [
+        key
+        for match in found
+        if _is_key(match, lines[-1]) and (key := match["key"].upper()) not in denied
+    ]
     return alone[-1] if len(set(alone)) == 1 and alone[-1] not in "AI" else None
 
 

@@ -179,8 +179,12 @@ def _said_in_box(box: str) -> str | None:
 
 def _words(text: str) -> list[str]:
     """Words without articles and the endings of plurals: "No solutions" and "no solution" are the same."""
-    words = [word for word in re.findall(r"[^\W_]+", plain(text).lower()) if word not in ("a", "an", "the")]
-    return [word.removesuffix("s") if len(word) > 3 and not word.endswith("ss") else word for word in words]
+    words = [
+        word for word in re.findall(r"[^\W_]+", plain(text).lower()) if word not in ("a", "an", "the")
+    ]
+    return [
+        word.removesuffix("s") if len(word) > 3 and not word.endswith("ss") else word for word in words
+    ]
 
 
 def _without_unit(text: str) -> tuple[str, tuple[Unit, Fraction]]:
@@ -193,7 +197,9 @@ def _without_unit(text: str) -> tuple[str, tuple[Unit, Fraction]]:
         found = _UNIT.search(form)
         if found is None or not form[: found.start()].strip(" $\\("):
             continue
-        unit, size, rest = unit_of((found["text"] or found["bare"]).strip() + re.sub(r"\s", "", found["raised"] or ""))
+        unit, size, rest = unit_of(
+            (found["text"] or found["bare"]).strip() + re.sub(r"\s", "", found["raised"] or "")
+        )
         if unit and not rest.strip():
             return form[: found.start()].rstrip(), (unit, size)
     return text, (frozenset(), Fraction(1))
@@ -240,7 +246,11 @@ def _is_bare(text: str) -> bool:
 
 
 def _has_words(text: str) -> bool:
-    return bool(re.search(r"(?<![\\a-zA-Z])(?:[^\W\d_]{3,}|(?i:is|it|so|we|he|to|of|in)\b)", _FUNCTIONS.sub(" ", text)))
+    return bool(
+        re.search(
+            r"(?<![\\a-zA-Z])(?:[^\W\d_]{3,}|(?i:is|it|so|we|he|to|of|in)\b)", _FUNCTIONS.sub(" ", text)
+        )
+    )
 
 
 def _begins_with(gold: str, said: str) -> bool:
@@ -267,7 +277,11 @@ def _in_prose(gold: str, text: str) -> bool:
     if is_words(gold):
         ending = re.escape(plain(gold)) + r"[\s.!*]*$"
         return (
-            re.search(rf"(?:\b(?:is|are|was|were|be)|[:=])\s+(?:(?:an?|the)\s+)?\**{ending}", text, re.IGNORECASE)
+            re.search(
+                rf"(?:\b(?:is|are|was|were|be)|[:=])\s+(?:(?:an?|the)\s+)?\**{ending}",
+                text,
+                re.IGNORECASE,
+            )
             is not None
         )
     parse, _ = _math_verify()
@@ -301,7 +315,9 @@ def _verified(gold: list[Any], given: list[Any]) -> bool:
     """
     _, verify = _math_verify()
     try:
-        right = bool(verify(gold, given, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True))
+        right = bool(
+            verify(gold, given, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
+        )
     except (MemoryError, RecursionError):
         raise
     except Exception as error:  # one pair of readings makes no sense; the others may
@@ -320,7 +336,9 @@ def _report_failed(gold: list[Any], given: list[Any], error: Exception) -> None:
     """Report, in the log of the process that grades, that a response counts as wrong because it could not be compared."""
     if (number := next(_reports)) <= MAX_REPORTS:
         more = "; further ones are not reported" if number == MAX_REPORTS else ""
-        LOG.warning("%.80r could not be compared with %.80r, and counts as wrong: %r%s", given, gold, error, more)
+        LOG.warning(
+            "%.80r could not be compared with %.80r, and counts as wrong: %r%s", given, gold, error, more
+        )
 
 
 DIGITS = 1500
@@ -337,7 +355,9 @@ def _differ(one: Any, other: Any) -> bool:
     if isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr):
         return _expressions_differ(one, other)
     parts = [
-        reading.args for reading in (one, other) if isinstance(reading, sympy.Tuple | sympy.FiniteSet | sympy.Interval)
+        reading.args
+        for reading in (one, other)
+        if isinstance(reading, sympy.Tuple | sympy.FiniteSet | sympy.Interval)
     ]
     if len(parts) < 2 or len(parts[0]) != len(parts[1]):
         return False
@@ -349,11 +369,15 @@ def _differ(one: Any, other: Any) -> bool:
 def _expressions_differ(one: Any, other: Any) -> bool:
     import sympy
 
-    if one.has(sympy.UnevaluatedExpr) or other.has(sympy.UnevaluatedExpr):  # percentages, which may mean two numbers
+    if one.has(sympy.UnevaluatedExpr) or other.has(
+        sympy.UnevaluatedExpr
+    ):  # percentages, which may mean two numbers
         return False
     if one.free_symbols != other.free_symbols:
         return False
-    places = {symbol: sympy.Rational(7 + 2 * n, 5) for n, symbol in enumerate(sorted(one.free_symbols, key=str))}
+    places = {
+        symbol: sympy.Rational(7 + 2 * n, 5) for n, symbol in enumerate(sorted(one.free_symbols, key=str))
+    }
     try:
         one, other = one.subs(places).doit(), other.subs(places).doit()
         if not (_is_finite_number(one) and _is_finite_number(other)):

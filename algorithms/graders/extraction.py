@@ -34,7 +34,8 @@ _DENIED = re.compile(
 )
 """A candidate that a response names in order to deny it: "not 6", "isn't (C)", "rather than 9"."""
 _NOT_BUT = re.compile(
-    r"\bnot\s+(?!only\b|just\b|merely\b)[\w'’ ]{1,40}?,?\s+but\s+(?:rather\s+|instead\s+)?(?=[\w$\\])", re.IGNORECASE
+    r"\bnot\s+(?!only\b|just\b|merely\b)[\w'’ ]{1,40}?,?\s+but\s+(?:rather\s+|instead\s+)?(?=[\w$\\])",
+    re.IGNORECASE,
 )
 _MINUS = re.compile(
     r"(?:\bnegative|(?:(?<=\bis)|(?<=\bbe)|(?<=[=:])|(?<=\bequals))\s+minus)\s+(?=[\d$.])", re.IGNORECASE
@@ -56,7 +57,8 @@ _REDONE = re.compile(
     re.IGNORECASE,
 )
 _CHECKED = re.compile(
-    r"\b(?:check|verif\w+|correct|indeed|yes|confirm\w*|holds|works|matches|consistent)\b|✓|✔", re.IGNORECASE
+    r"\b(?:check|verif\w+|correct|indeed|yes|confirm\w*|holds|works|matches|consistent)\b|✓|✔",
+    re.IGNORECASE,
 )
 _RESULT = re.compile(r"(?:=|\b(?:is|so|be|gives|get))\s*[$*\\]*[-+−]?[.\d][^=\n]{0,30}$", re.IGNORECASE)
 _TAG = re.compile(r"<(?P<close>/?)answer\s*>", re.IGNORECASE)
@@ -78,7 +80,9 @@ def final_part(response: str) -> str | None:
     found = boxes(text)
     tags = _tags(text)
     last_box, last_tag = found[-1][:2] if found else (-1, -1), tags[-1] if tags else (-1, -1)
-    if _CUT_BOX.search(text) or _last_open(text, [start for start, _, _ in found]) > max(last_box[0], last_tag[0]):
+    if _CUT_BOX.search(text) or _last_open(text, [start for start, _, _ in found]) > max(
+        last_box[0], last_tag[0]
+    ):
         return None
     if _CUT.search(text) and last_box[0] < 0 and last_tag[0] < 0:
         return None
@@ -89,12 +93,20 @@ def final_part(response: str) -> str | None:
         return final_part(rest) if re.search(r"\w", rest) else None
     if last_tag[0] < 0:
         return text
-    return text[last_tag[1] :] if last_box[0] > last_tag[1] else _TAG.sub(" ", text[last_tag[0] : last_tag[1]]).strip()
+    return (
+        text[last_tag[1] :]
+        if last_box[0] > last_tag[1]
+        else _TAG.sub(" ", text[last_tag[0] : last_tag[1]]).strip()
+    )
 
 
 def denied_letters(text: str) -> set[str]:
     """Letters and digits of the options that a text denies."""
-    return {key.upper() for match in _DENIED.finditer(text) for key in re.findall(r"\b[A-Za-z1-9]\b", match[0])}
+    return {
+        key.upper()
+        for match in _DENIED.finditer(text)
+        for key in re.findall(r"\b[A-Za-z1-9]\b", match[0])
+    }
 
 
 def without_tag(text: str) -> str:
@@ -185,13 +197,19 @@ def last_boxes(text: str) -> tuple[str, ...]:
             first -= 1
             continue
         words = re.findall(r"(?<!\\)\b[a-zA-Z]{2,}", between)
-        if len(between) > 60 or len(words) > 5 or re.search(r"[.?!:]\s|\bthen\b|\bno\b|\bwait\b|\n\n", between, re.I):
+        if (
+            len(between) > 60
+            or len(words) > 5
+            or re.search(r"[.?!:]\s|\bthen\b|\bno\b|\bwait\b|\n\n", between, re.I)
+        ):
             break
         first -= 1
     shown = found[max(first, 0) :]
     rounded = [bool(_ABOUT.search(text[one[1] : other[0]])) for one, other in pairwise(shown)]
     return tuple(
-        content.strip() for (_, _, content), is_rounded in zip(shown, [False, *rounded], strict=False) if not is_rounded
+        content.strip()
+        for (_, _, content), is_rounded in zip(shown, [False, *rounded], strict=False)
+        if not is_rounded
     )
 
 

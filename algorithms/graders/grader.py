@@ -73,4 +73,10 @@ def answer_text(answer: object) -> str:
     """
     if answer is None:
         raise SampleError("the row has no answer")
-    return answer if isinstance(answer, str) else json.dumps(answer) if isinstance(answer, list | dict) else str(answer)
+    return (
+        answer
+        if isinstance(answer, str)
+        else json.dumps(answer)
+        if isinstance(answer, list | dict)
+        else str(answer)
+    )

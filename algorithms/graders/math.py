@@ -61,10 +61,14 @@ class MathProcess:
                 reply = self._exchange(process, request, deadline_s)
             except TimeoutError:
                 self.kill()
-                raise SampleError(f"the comparison with {_short(answer)} took longer than {deadline_s:g} s") from None
+                raise SampleError(
+                    f"the comparison with {_short(answer)} took longer than {deadline_s:g} s"
+                ) from None
             except (EOFError, OSError, ValueError):
                 status = self.kill()
-                raise SampleError(f"the process that compares formulas ended ({status}) at {_short(answer)}") from None
+                raise SampleError(
+                    f"the process that compares formulas ended ({status}) at {_short(answer)}"
+                ) from None
             except BaseException:  # an interrupt: the next request must not read the reply to this one
                 self.kill()
                 raise
@@ -96,7 +100,11 @@ class MathProcess:
         name = f"{__package__}.math_program"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = process = subprocess.Popen(
-            [sys.executable, "-m", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
+            [sys.executable, "-m", name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            bufsize=0,
         )
         try:
             self._read_line(process, START_S)
@@ -106,7 +114,9 @@ class MathProcess:
             ) from None
         return process
 
-    def _exchange(self, process: subprocess.Popen[bytes], request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+    def _exchange(
+        self, process: subprocess.Popen[bytes], request: dict[str, Any], deadline_s: float
+    ) -> dict[str, Any]:
         assert process.stdin is not None
         process.stdin.write(json.dumps(request).encode() + b"\n")
         return json.loads(self._read_line(process, deadline_s))
@@ -130,7 +140,9 @@ class MathProcess:
 PROCESS = MathProcess()
 """The one of this process."""
 atexit.register(PROCESS.kill)
-os.register_at_fork(after_in_child=lambda: PROCESS.__init__())  # a fork must not talk to its parent's process
+os.register_at_fork(
+    after_in_child=lambda: PROCESS.__init__()
+)  # a fork must not talk to its parent's process
 
 
 def compare(response: str, answer: str, deadline_s: float) -> bool:
@@ -230,7 +242,9 @@ def _number_in(text: str | None) -> Quantity | None:
     if text is None:
         return None
     part = extraction.stated_part(text)
-    return quantity_of(part) or (quantity_of(number) if (number := extraction.first_number(part)) else None)
+    return quantity_of(part) or (
+        quantity_of(number) if (number := extraction.first_number(part)) else None
+    )
 
 
 def _last(text: str) -> Quantity | None:

@@ -40,7 +40,9 @@ def _reply(request: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"right": equality.is_right(request["response"], request["answer"])}
     except (MemoryError, RecursionError) as error:
-        return {"error": f"the comparison with {request['answer'][:80]!r} ended with {type(error).__name__}"}
+        return {
+            "error": f"the comparison with {request['answer'][:80]!r} ended with {type(error).__name__}"
+        }
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

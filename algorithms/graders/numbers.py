@@ -20,7 +20,9 @@ _BARE_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s+(?=[A-Za-z]\b)")
 _STYLE = re.compile(
     r"(?<!\\)\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|limits|,|;|:|!|\s|quad|qquad)(?![a-zA-Z])"
 )
-_SHORT_FRACTION = re.compile(r"\\frac\s*(?:(?P<a>\d)|\{(?P<aa>[^{}]*)\})\s*(?:(?P<b>\d)|\{(?P<bb>[^{}]*)\})")
+_SHORT_FRACTION = re.compile(
+    r"\\frac\s*(?:(?P<a>\d)|\{(?P<aa>[^{}]*)\})\s*(?:(?P<b>\d)|\{(?P<bb>[^{}]*)\})"
+)
 _SHORT_ROOT = re.compile(r"\\sqrt\s*(\d|[a-zA-Z])(?![a-zA-Z{])")
 _UNIT_TEXT = re.compile(
     r"(?:\\[ ,;!:])*\s*\\(?:text|mbox|mathrm|textnormal|textrm)\s*\{\s*(?!(?:and|or|if|for|where|when|with)\b)[A-Za-z./ ]+\}"
@@ -31,7 +33,16 @@ _TEMPERATURE = re.compile(
     r"(?:\^?\s*\{?\s*\\circ\s*\}?|\\?°|\\degree)\s*(?:\\(?:text|mathrm|rm)\s*\{\s*)?(?P<scale>[CF])\b\s*\}?"
 )
 _DECORATION = re.compile(r"\\(?:color|textcolor|hspace|vspace|phantom)\*?\s*\{[^{}]*\}")
-_FRACTIONS = {"½": (1, 2), "⅓": (1, 3), "⅔": (2, 3), "¼": (1, 4), "¾": (3, 4), "⅕": (1, 5), "⅙": (1, 6), "⅛": (1, 8)}
+_FRACTIONS = {
+    "½": (1, 2),
+    "⅓": (1, 3),
+    "⅔": (2, 3),
+    "¼": (1, 4),
+    "¾": (3, 4),
+    "⅕": (1, 5),
+    "⅙": (1, 6),
+    "⅛": (1, 8),
+}
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,\s*\\!\s*|\\,|\\!|\\ |['’\u2009\u202f])(?=\d{3}(?!\d))")
 
@@ -50,11 +61,21 @@ def plain(latex: str) -> str:
         text = re.sub(r"(?<!\\)\\$", "", text).strip()  # a backslash that was cut off
         for opening, closing in _WRAPPERS:
             inner = text[len(opening) : -len(closing)]
-            wrapped = len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing)
+            wrapped = (
+                len(text) > len(opening) + len(closing)
+                and text.startswith(opening)
+                and text.endswith(closing)
+            )
             if wrapped and opening not in inner:
                 text = inner
     text = re.sub(r"^\$([^$]+)\$(?=\s*[A-Za-z])", r"\1", text)  # $125$ miles
-    text = text.replace("−", "-").replace("–", "-").replace("\\%", "%").replace("\\$", "$").replace("\u00a0", " ")
+    text = (
+        text.replace("−", "-")
+        .replace("–", "-")
+        .replace("\\%", "%")
+        .replace("\\$", "$")
+        .replace("\u00a0", " ")
+    )
     text = text.replace("~", " ").replace("\\varnothing", "\\emptyset")
     text = text.replace("\\\\frac", "\\frac").replace("\\\\dfrac", "\\frac").replace("\\\\sqrt", "\\sqrt")
     text = _DECORATION.sub("", _without_unicode(text))
@@ -113,7 +134,9 @@ def is_words(latex: str) -> bool:
     >>> is_words(r"\text{odd}"), is_words("monday evening"), is_words("xy"), is_words(r"\sin x"), is_words("3 dogs")
     (True, True, False, False, False)
     """
-    return bool(re.fullmatch(r"[A-Za-z][A-Za-z'’-]*(?:[ ,][ A-Za-z'’-]+)*", text := plain(latex))) and any(
+    return bool(
+        re.fullmatch(r"[A-Za-z][A-Za-z'’-]*(?:[ ,][ A-Za-z'’-]+)*", text := plain(latex))
+    ) and any(
         len(word) >= 3 and word not in ("sin", "cos", "tan", "log", "exp", "abs", "min", "max", "inf")
         for word in text.split()
     )
@@ -123,9 +146,7 @@ LONGEST = 1000
 """Characters of the longest text that may be a number."""
 SMALL = Fraction(1, 10_000)
 """Numbers below it are compared by their ratio: 0 is not 0.0000001."""
-_DECIMAL = (
-    r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?:[ ]\d{3})+(?!\d)|\d{1,3}(?:\.\d{3}){2,}(?![\d.])|\d+)(?:\.\d*)?|\.\d+"
-)
+_DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?:[ ]\d{3})+(?!\d)|\d{1,3}(?:\.\d{3}){2,}(?![\d.])|\d+)(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(
     rf"""(?P<sign>[-+]?)\s*(?:(?:US)?(?P<currency>[$€£¥])\s*)?(?P<sign2>-?)\s*(?:
         (?P<once>\d*\.\d*)\\(?:overline|bar|dot)\s*\{{?\s*(?P<again>\d+)\s*\}}?
@@ -185,9 +206,30 @@ _BASES: dict[tuple[str, ...], tuple[str, Fraction]] = {
     ("unit",): ("unit", Fraction(1)),
 }
 """Names of a unit -> what it measures, and its size. Pounds and months have no fixed size in grams and seconds."""
-_UNIT_OF_NAME = {form: base for names, base in _BASES.items() for name in names for form in (name, f"{name}s")}
+_UNIT_OF_NAME = {
+    form: base for names, base in _BASES.items() for name in names for form in (name, f"{name}s")
+}
 _RATES = {"mph": "mile/hour", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "mps": "m/s"}
-_AMBIGUOUS = {"in", "ins", "m", "ms", "g", "gs", "s", "ss", "h", "hs", "L", "Ls", "mi", "mis", "$", "$s", "€", "€s"}
+_AMBIGUOUS = {
+    "in",
+    "ins",
+    "m",
+    "ms",
+    "g",
+    "gs",
+    "s",
+    "ss",
+    "h",
+    "hs",
+    "L",
+    "Ls",
+    "mi",
+    "mis",
+    "$",
+    "$s",
+    "€",
+    "€s",
+}
 UNIT_NAMES = sorted(_UNIT_OF_NAME.keys() - _AMBIGUOUS | _RATES.keys(), key=len, reverse=True)
 """Units that are not also the name of a variable or a word, the longest first."""
 _NAME = rf"(?:{'|'.join(map(re.escape, sorted(_UNIT_OF_NAME, key=len, reverse=True)))}|{'|'.join(_RATES)})(?![a-zA-Z])"
@@ -200,13 +242,13 @@ _OVER = re.compile(r"\s*/\s*|\s+per\s+", re.IGNORECASE)
 _TIMES = re.compile(r"\s*(?:\*|·|\\cdot|\\times)\s*|\s+|-(?=[a-z])")
 _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})\b\s*", re.IGNORECASE)
-_FORMULA = re.compile(r"\b(?:pi|sqrt|sin|cos|tan|log|ln|exp|mod|or|and|to|choose|infinity|inf)\b", re.IGNORECASE)
+_FORMULA = re.compile(
+    r"\b(?:pi|sqrt|sin|cos|tan|log|ln|exp|mod|or|and|to|choose|infinity|inf)\b", re.IGNORECASE
+)
 """Words after a number with which it is a formula, or one of several answers."""
 
 
-_THOUSANDS = (
-    r"\d{1,3}(?:(?:,|\{,\}|\\,|\\!|,\s*\\!\s*|['’\u2009\u202f\u00a0])\d{3})+(?!\d)|\d{1,3}(?:[ .]\d{3}){2,}(?![\d-])"
-)
+_THOUSANDS = r"\d{1,3}(?:(?:,|\{,\}|\\,|\\!|,\s*\\!\s*|['’\u2009\u202f\u00a0])\d{3})+(?!\d)|\d{1,3}(?:[ .]\d{3}){2,}(?![\d-])"
 _EXPONENT = (
     r"[eE][-+−]?\d{1,4}(?!\w)|\s*(?:\\times|\\cdot|×|·|\*|x)\s*10\s*(?:(?:\^|\*\*)\s*\{?\s*\(?[-+−]?\d+\)?\s*\}?|[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)"
     r"|(?:\^|\*\*(?=\d))\{?\(?[-+−]?\d+\)?\}?|[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+"
@@ -246,7 +288,9 @@ def unit_of(text: str) -> tuple[Unit, Fraction, str]:
             )
             known = known or (_UNIT_OF_NAME["L"] if name == "l" else None)
             is_word = (
-                name.lower() in ("in", "s") and text[term.end() :].strip() and not (term["shape"] or term["power"])
+                name.lower() in ("in", "s")
+                and text[term.end() :].strip()
+                and not (term["shape"] or term["power"])
             )
             if known is None or (is_word and not _OVER.match(text, term.end())):  # "5 in total"
                 break
@@ -270,7 +314,9 @@ def same_unit(one: Unit, other: Unit) -> bool:
     """Whether two units may have the same dimensions. No unit matches every unit, and "units" matches any unit of the same power."""
     if not one or not other or one == other:
         return True
-    generic = [{power for _, power in unit} for unit in (one, other) if {base for base, _ in unit} == {"unit"}]
+    generic = [
+        {power for _, power in unit} for unit in (one, other) if {base for base, _ in unit} == {"unit"}
+    ]
     return bool(generic) and {power for _, power in one} == {power for _, power in other}
 
 
@@ -308,7 +354,9 @@ class Quantity:
 
 def _near(a: Fraction, b: Fraction) -> bool:
     largest = max(abs(a), abs(b))
-    return abs(a - b) <= Fraction(1, 2_000_000) * (largest if largest < SMALL else max(largest, Fraction(1)))
+    return abs(a - b) <= Fraction(1, 2_000_000) * (
+        largest if largest < SMALL else max(largest, Fraction(1))
+    )
 
 
 _ONES = [
@@ -404,8 +452,14 @@ def _is_unit(words: str, *, spaced: bool) -> bool:
 
 
 def _value(found: re.Match[str]) -> Fraction | None:
-    part = {name: text.replace(",", "").replace(" ", "") for name, text in found.groupdict().items() if text}
-    for over, under, whole in (("over", "under", "whole"), ("over2", "under2", "whole2"), ("top", "bottom", "")):
+    part = {
+        name: text.replace(",", "").replace(" ", "") for name, text in found.groupdict().items() if text
+    }
+    for over, under, whole in (
+        ("over", "under", "whole"),
+        ("over2", "under2", "whole2"),
+        ("top", "bottom", ""),
+    ):
         if over in part:
             below = Fraction(part[under])
             return Fraction(part.get(whole, 0)) + Fraction(part[over]) / below if below else None
@@ -414,7 +468,9 @@ def _value(found: re.Match[str]) -> Fraction | None:
         return Fraction(base) ** power if base or power > 0 else None
     if "again" in part:  # 0.1666... is 0.1, and 6/9 of a tenth
         tenths = 10 ** len(part["once"].partition(".")[2])
-        return Fraction(f"0{part['once']}0") + Fraction(int(part["again"]), (10 ** len(part["again"]) - 1) * tenths)
+        return Fraction(f"0{part['once']}0") + Fraction(
+            int(part["again"]), (10 ** len(part["again"]) - 1) * tenths
+        )
     tens = int(part.get("tens") or part.get("tens2") or 0)
     decimal = part["decimal"].rstrip(".")
     if decimal.count(".") > 1:  # 1.250.000

@@ -140,7 +140,9 @@ class TagFormat(Grader):
     def __call__(self, response: str) -> float:
         """Check a response."""
         text = f"<{self.tags[0]}>{response}" if self.opened else response
-        parts = r"\s*".join(rf"<{tag}>\s*\S(?:(?!</?{tag}>).)*</{tag}>" for tag in map(re.escape, self.tags))
+        parts = r"\s*".join(
+            rf"<{tag}>\s*\S(?:(?!</?{tag}>).)*</{tag}>" for tag in map(re.escape, self.tags)
+        )
         after = r"\s*\S.*" if self.rest else r"\s*"
         found = re.fullmatch(rf"\s*{parts}{after}", text, re.DOTALL)
         once = all(text.count(f"<{tag}>") == 1 and text.count(f"</{tag}>") == 1 for tag in self.tags)
@@ -162,7 +164,9 @@ class LengthReward(Grader):
     @pydantic.model_validator(mode="after")
     def _falls(self) -> LengthReward:
         if self.no_tokens <= self.full_tokens:
-            raise ValueError(f"no_tokens must be more than full_tokens={self.full_tokens}, not {self.no_tokens}")
+            raise ValueError(
+                f"no_tokens must be more than full_tokens={self.full_tokens}, not {self.no_tokens}"
+            )
         return self
 
     def __call__(self, response_ids: Sequence[int]) -> float:

@@ -52,11 +52,18 @@ def main() -> None:
         systems = {"weft": System(HERE / "weft_buffer.py", *small, log=Path(folder) / "weft.log")}
         stack.callback(systems["weft"].close)
         if has_peers(not arguments.no_peers, "TransferQueue"):
-            systems["peer"] = System(HERE / "queue_peer.py", *small, log=Path(folder) / "peer.log", python=PEERS)
+            systems["peer"] = System(
+                HERE / "queue_peer.py", *small, log=Path(folder) / "peer.log", python=PEERS
+            )
             stack.callback(systems["peer"].close)
         for work in arguments.works:
             answers[work] = [
-                (command, measure(systems, work, command, 1 if work in ("claim", "stream") else arguments.rounds))
+                (
+                    command,
+                    measure(
+                        systems, work, command, 1 if work in ("claim", "stream") else arguments.rounds
+                    ),
+                )
                 for command in (SMALL if arguments.small else COMMANDS)[work]
             ]
             print(json.dumps({work: answers[work]}), flush=True)
@@ -64,8 +71,12 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--works", default=",".join(COMMANDS), help=f"some of {', '.join(COMMANDS)}; default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--works", default=",".join(COMMANDS), help=f"some of {', '.join(COMMANDS)}; default: all"
+    )
     parser.add_argument("--rounds", type=int, help="measurements of each; default: 5 (--small: 1)")
     parser.add_argument("--no-peers", action="store_true", help="leave TransferQueue out")
     parser.add_argument("--small", action="store_true", help="few rows: not a measurement")
@@ -78,7 +89,9 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def measure(systems: Mapping[str, System], work: str, command: dict[str, Any], rounds: int) -> dict[str, list[Answer]]:
+def measure(
+    systems: Mapping[str, System], work: str, command: dict[str, Any], rounds: int
+) -> dict[str, list[Answer]]:
     """The systems by turns, one measurement of each in a round."""
     answers: dict[str, list[Answer]] = {name: [] for name in systems}
     for _ in range(rounds):
@@ -96,18 +109,24 @@ def middle(answers: Sequence[Answer], key: str) -> float:
     return median(a[key] for a in answers) if answers else float("nan")
 
 
-def summary(answers: Mapping[str, Sequence[tuple[dict[str, Any], dict[str, list[Answer]]]]]) -> dict[str, Any]:
+def summary(
+    answers: Mapping[str, Sequence[tuple[dict[str, Any], dict[str, list[Answer]]]]],
+) -> dict[str, Any]:
     """What the last line says; ratios are Weft's over the peer's."""
     result: dict[str, Any] = {}
     for work, name in (("ragged_put", "groups_per_put"), ("ragged_get", "claim")):
         by_size = {}
         for command, measured in answers.get(work, ()):
-            ratio = middle(measured["weft"], "rows_per_s") / middle(measured.get("peer", []), "rows_per_s")
+            ratio = middle(measured["weft"], "rows_per_s") / middle(
+                measured.get("peer", []), "rows_per_s"
+            )
             by_size[str(command.get(name, "default"))] = None if ratio != ratio else ratio
         if by_size:
             result[f"{work}_ratio_by_{name}"] = by_size
             # Put: a group at a time, as groups finish. Get: claims of 64 rows.
-            result[f"{work}_ratio"] = by_size.get("1" if work == "ragged_put" else "64", next(iter(by_size.values())))
+            result[f"{work}_ratio"] = by_size.get(
+                "1" if work == "ragged_put" else "64", next(iter(by_size.values()))
+            )
     for _, measured in answers.get("dense", ()):
         rate = {name: dense_rate(each) for name, each in measured.items()}
         result["dense_ratio"] = rate["weft"] / rate.get("peer", float("nan"))

@@ -161,7 +161,9 @@ class Queue:
 
         ray.kill(self._nodes.pop(name))
 
-    def in_flight(self, calls: Iterable[Callable[[Any], Coroutine[Any, Any, Any]]], limit: int) -> list[Any]:
+    def in_flight(
+        self, calls: Iterable[Callable[[Any], Coroutine[Any, Any, Any]]], limit: int
+    ) -> list[Any]:
         """Make calls of the asynchronous client, so many at a time, on the event loop where it keeps its connections."""
         asynchronous = importlib.import_module("transfer_queue.client").AsyncTransferQueueClient
         client = Bound(asynchronous, self.client)
@@ -217,10 +219,14 @@ class Node:
 
         for _ in range(groups):
             metadata = self._wait(partition, "reward", ["response_ids"], GROUP)
-            rewards = torch.from_numpy(rewards_of(arrays(self._client.get_data(metadata))["response_ids"]))
+            rewards = torch.from_numpy(
+                rewards_of(arrays(self._client.get_data(metadata))["response_ids"])
+            )
             self._client.put(data=TensorDict({"reward": rewards}, batch_size=GROUP), metadata=metadata)
 
-    def train(self, partition: str, microbatches: int, rows: int, start: float, train_s: float) -> dict[str, Any]:
+    def train(
+        self, partition: str, microbatches: int, rows: int, start: float, train_s: float
+    ) -> dict[str, Any]:
         batches: list[pa.RecordBatch] = []
         clock = TrainerClock()
 
@@ -243,7 +249,9 @@ class Node:
 
     def _wait(self, partition: str, task: str, names: list[str], rows: int) -> Any:
         while True:
-            metadata = self._client.get_meta(data_fields=names, batch_size=rows, partition_id=partition, task_name=task)
+            metadata = self._client.get_meta(
+                data_fields=names, batch_size=rows, partition_id=partition, task_name=task
+            )
             if metadata.size:
                 return metadata
             time.sleep(POLL_S)
@@ -308,7 +316,10 @@ def rectangle(queue: Queue, *, bytes: int, rows: int) -> dict[str, Any]:
     np.sum(got)
     end = time.perf_counter()
     queue.client.clear_partition(partition)
-    put, back = (sorted(content_hash({"numbers": row}) for row in each.reshape(rows, -1)) for each in (numbers, got))
+    put, back = (
+        sorted(content_hash({"numbers": row}) for row in each.reshape(rows, -1))
+        for each in (numbers, got)
+    )
     return {
         "put_gb_per_s": bytes / (middle - start) / 1e9,
         "get_gb_per_s": bytes / (end - middle) / 1e9,
@@ -335,7 +346,9 @@ def claim(queue: Queue, *, held: int, claims: int) -> dict[str, Any]:
     return {**claim_times(seconds), "verified": len(claimed) == wanted}
 
 
-def stream(queue: Queue, *, groups: int, group_ms: float, microbatch: int, train_ms: float) -> dict[str, Any]:
+def stream(
+    queue: Queue, *, groups: int, group_ms: float, microbatch: int, train_ms: float
+) -> dict[str, Any]:
     import ray
 
     if groups * GROUP % microbatch:
@@ -371,7 +384,9 @@ def full_settings(command: Mapping[str, Any], small: bool) -> tuple[str, dict[st
     work, asked = settings(command, small)
     own: dict[str, Any] = {"units": 1 if work == "dense" else 2}
     if work == "ragged_put":
-        units, in_flight = PUT_SETTINGS[max(known for known in PUT_SETTINGS if known <= asked["groups_per_put"])]
+        units, in_flight = PUT_SETTINGS[
+            max(known for known in PUT_SETTINGS if known <= asked["groups_per_put"])
+        ]
         own = {"units": units, "in_flight": in_flight}
     return work, {**own, **asked}
 
@@ -379,7 +394,11 @@ def full_settings(command: Mapping[str, Any], small: bool) -> tuple[str, dict[st
 def main(small: bool) -> None:
     turns = Turns()
     # Before Ray is imported: no cluster of others is joined, and nobody else joins this one.
-    os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ |= {
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     os.environ |= {"TQ_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     os.environ.pop("RAY_ADDRESS", None)
     import torch
@@ -399,6 +418,8 @@ def main(small: bool) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--small", action="store_true", help="a few rows: not a measurement")
     main(parser.parse_args().small)

@@ -136,7 +136,11 @@ def joined(batches: Sequence[pa.RecordBatch], each: int) -> list[pa.RecordBatch]
 
 def short(rows: int, seed: int = 0) -> pa.RecordBatch:
     """Rows of the same columns with a token each, for works in which only their number matters."""
-    columns = {name: of_lists(np.zeros(rows, dtype), [1] * rows) for name, dtype in DTYPES.items() if name != "reward"}
+    columns = {
+        name: of_lists(np.zeros(rows, dtype), [1] * rows)
+        for name, dtype in DTYPES.items()
+        if name != "reward"
+    }
     reward = np.random.default_rng(seed).random(rows, dtype=np.float32)
     return pa.RecordBatch.from_pydict({**columns, "reward": pa.array(reward)})
 
@@ -158,7 +162,9 @@ def rewards_of(responses: pa.Array) -> NDArray[np.float32]:
 def rewarded(rows: int) -> list[pa.RecordBatch]:
     """What the trainer of `stream` is to read."""
     batches = (batch.select(GENERATED) for batch in ragged(rows))
-    return [batch.append_column("reward", pa.array(rewards_of(batch["response_ids"]))) for batch in batches]
+    return [
+        batch.append_column("reward", pa.array(rewards_of(batch["response_ids"]))) for batch in batches
+    ]
 
 
 # Reading, verifying and timing them
@@ -183,7 +189,9 @@ def rows_of(batch: pa.RecordBatch, names: Iterable[str]) -> Iterator[dict[str, N
     """Row by row, each column an array of its own (a number has one element)."""
     columns = {name: numpy_of(batch[name]) for name in names}
     for row in range(batch.num_rows):
-        yield {name: values[offsets[row] : offsets[row + 1]] for name, (values, offsets) in columns.items()}
+        yield {
+            name: values[offsets[row] : offsets[row + 1]] for name, (values, offsets) in columns.items()
+        }
 
 
 def hashes(batches: Iterable[pa.RecordBatch], names: Sequence[str] = tuple(DTYPES)) -> list[str]:

@@ -86,7 +86,9 @@ class Driver:
     def __init__(self, folder: Path, graph: Callable[..., Graph], workers: Sequence[str]) -> None:
         self.folder = Path(tempfile.mkdtemp(dir=folder))
         self.graph = graph(TableSource("prompts", pa.table({"seed": [0]})))
-        self.buffer = SampleBuffer.create(self.folder, {"train": self.graph}, node=NODE, config=BufferConfig())
+        self.buffer = SampleBuffer.create(
+            self.folder, {"train": self.graph}, node=NODE, config=BufferConfig()
+        )
         self.ledger = self.buffer.ledgers["train"]
         self.workers = {name: WorkerProcess(self.folder / "segments", name) for name in workers}
         self.leases: dict[int, Lease] = {}
@@ -113,7 +115,9 @@ class Driver:
             while worker.connection.poll():
                 yield name, worker.answer()
 
-    def start_puts(self, node: Node, sizes: Sequence[int], groups_each: int, at: Sequence[float] = ()) -> None:
+    def start_puts(
+        self, node: Node, sizes: Sequence[int], groups_each: int, at: Sequence[float] = ()
+    ) -> None:
         """Claim a prompt for each group, and have the producer write its rows, at these moments of the monotonic clock."""
         self.ledger.issue([0] * (len(sizes) * groups_each), [0] * (len(sizes) * groups_each), step=0)
         for number, rows in enumerate(sizes):
@@ -122,7 +126,9 @@ class Driver:
             self.leases[lease.token] = lease
             published = _children(lease, rows // groups_each, tokens=2000)
             when = at[number] if at else 0.0
-            self.workers["producer"].tell("put", number=number, lease=lease.token, published=published, at=when)
+            self.workers["producer"].tell(
+                "put", number=number, lease=lease.token, published=published, at=when
+            )
 
     def start(self, worker: str, do: str, node: Node, rows: int, **more: Any) -> bool:
         """Claim rows for a worker and tell it where they are; False: there are none."""
@@ -180,7 +186,9 @@ def _ragged(folder: Path, rows: int, groups_per_put: int, claim: int, in_flight:
     sizes = [groups_per_put * GROUP] * (rows // (groups_per_put * GROUP))
     with Driver(folder, queue, ("producer", "reader")) as driver:
         first, second = driver.graph.nodes
-        driver.workers["producer"].ask("make", groups=len(groups), per_put=groups_per_put, columns=list(DTYPES))
+        driver.workers["producer"].ask(
+            "make", groups=len(groups), per_put=groups_per_put, columns=list(DTYPES)
+        )
         expected, verified = hashes(groups), True
         put_s = get_s = 0.0
         passes = 5 + 3 * FILE_BYTES // sum(batch.nbytes for batch in groups)
@@ -234,7 +242,9 @@ def claim(folder: Path, *, held: int, claims: int) -> dict[str, Any]:
     return {**claim_times(seconds), "verified": len(claimed) == wanted}
 
 
-def _claims(driver: Driver, held: int, claims: int, rows: int, claimed: set[tuple[int, int]]) -> list[float]:
+def _claims(
+    driver: Driver, held: int, claims: int, rows: int, claimed: set[tuple[int, int]]
+) -> list[float]:
     ledger, log, (first, second) = driver.ledger, driver.buffer.log, driver.graph.nodes
     ledger.issue([0] * (held // GROUP), [0] * (held // GROUP), step=0)
     number = itertools.count()
@@ -255,7 +265,9 @@ def _claims(driver: Driver, held: int, claims: int, rows: int, claimed: set[tupl
     return seconds
 
 
-def stream(folder: Path, *, groups: int, group_ms: float, microbatch: int, train_ms: float) -> dict[str, Any]:
+def stream(
+    folder: Path, *, groups: int, group_ms: float, microbatch: int, train_ms: float
+) -> dict[str, Any]:
     left = microbatches = groups * GROUP // microbatch
     with Driver(folder, streaming, ("producer", "reward", "trainer")) as driver:
         first, second, third = driver.graph.nodes
@@ -264,7 +276,9 @@ def stream(folder: Path, *, groups: int, group_ms: float, microbatch: int, train
         for worker in (reward, trainer):
             worker.ask("hashes", names=[])  # it is up
         start = time.monotonic() + 0.5
-        driver.start_puts(first, [GROUP] * groups, 1, [start + (k + 1) * group_ms / 1e3 for k in range(groups)])
+        driver.start_puts(
+            first, [GROUP] * groups, 1, [start + (k + 1) * group_ms / 1e3 for k in range(groups)]
+        )
         while left:
             for name, reply in driver.answers():
                 driver.done(*reply)
@@ -299,6 +313,8 @@ def main(small: bool) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--small", action="store_true", help="a few rows: not a measurement")
     main(parser.parse_args().small)

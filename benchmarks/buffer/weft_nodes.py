@@ -93,15 +93,23 @@ class RowProcess:
         self._clock = TrainerClock()
 
     def make(self, groups: int, per_put: int, columns: Sequence[str]) -> None:
-        self._made = [Batch(part.select(list(columns))) for part in joined(ragged(groups * GROUP), per_put)]
+        self._made = [
+            Batch(part.select(list(columns))) for part in joined(ragged(groups * GROUP), per_put)
+        ]
 
     def make_dense(self, bytes: int, rows: int) -> None:
         numbers = dense(bytes).reshape(-1)
-        self._made = [Batch.of(numbers=(numbers, np.linspace(0, len(numbers), rows + 1).astype(np.int32)))]
+        self._made = [
+            Batch.of(numbers=(numbers, np.linspace(0, len(numbers), rows + 1).astype(np.int32)))
+        ]
 
     def put(self, number: int, lease: int, published: Published, at: float) -> Reply:
         sleep_until(at)
-        return lease, published, self._data.writer.append(self._made[number].with_columns(sample_id=published.ids))
+        return (
+            lease,
+            published,
+            self._data.writer.append(self._made[number].with_columns(sample_id=published.ids)),
+        )
 
     def read(self, lease: int, task: RowTask) -> Reply:
         self._gather(task)

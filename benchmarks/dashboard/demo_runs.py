@@ -67,10 +67,14 @@ def train(root: Path, name: str) -> None:
     reward = weft.group(weft.RewardWorker, function=judge, tokenizer=model)
     rollout.follows(actor)
     sampling = weft.Sampling(max_tokens=6)
-    graph = grpo(prompts, rollout=rollout, reward=reward, actor=actor, n=8, sampling=sampling, entropies=True)
+    graph = grpo(
+        prompts, rollout=rollout, reward=reward, actor=actor, n=8, sampling=sampling, entropies=True
+    )
     greedy = weft.Sampling(max_tokens=6, temperature=0)
     evaluation = weft.Evaluation(
-        evaluate(held_out, rollout=rollout, reward=reward, sampling=greedy), every=10, at_start=name != "nothing"
+        evaluate(held_out, rollout=rollout, reward=reward, sampling=greedy),
+        every=10,
+        at_start=name != "nothing",
     )
     steps = 100_000 if name == "live" else 40
     places: dict[str, weft.Place] = {}
@@ -100,7 +104,9 @@ def train(root: Path, name: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", nargs="+", choices=[*ENDED, "live"], default=list(ENDED))
     parser.add_argument("--here", action="store_true", help="in this process")
@@ -109,7 +115,9 @@ def main() -> None:
         if arguments.here:
             train(arguments.folder, name)
         else:
-            subprocess.run([sys.executable, __file__, str(arguments.folder), "--only", name, "--here"], check=False)
+            subprocess.run(
+                [sys.executable, __file__, str(arguments.folder), "--only", name, "--here"], check=False
+            )
 
 
 if __name__ == "__main__":

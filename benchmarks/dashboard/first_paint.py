@@ -34,7 +34,9 @@ def measure(large: Path, folder: Path) -> dict[str, Any]:
             page = browser.new_context(extra_http_headers={"authorization": f"Bearer {TOKEN}"}).new_page()
             page.goto(f"{client.base_url}#/curves?run={run}")
             deadline = time.monotonic() + DEADLINE_S
-            while (paint := page.evaluate(PAINT)) is None:  # the page's policy lets no function of ours wait in it
+            while (
+                paint := page.evaluate(PAINT)
+            ) is None:  # the page's policy lets no function of ours wait in it
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"nothing was painted in {DEADLINE_S:.0f} s at {page.url}")
                 time.sleep(0.01)

@@ -41,7 +41,22 @@ CALLS = (
     ("actor", "publish_weights", 0.94, 0.97),
     ("rollout", "receive_weights", 0.95, 1.0),
 )
-WORDS = ["so", "the", "answer", "is", "then", "we", "add", "both", "and", "carry", "one", "which", "gives", "four"]
+WORDS = [
+    "so",
+    "the",
+    "answer",
+    "is",
+    "then",
+    "we",
+    "add",
+    "both",
+    "and",
+    "carry",
+    "one",
+    "which",
+    "gives",
+    "four",
+]
 
 
 class Settings(weft.Config):
@@ -89,8 +104,12 @@ def train(prompts, *, rollout, reward, actor):
 
 def graph() -> Graph:
     """The graph that the run would have had."""
-    rollout, reward, actor = (weft.group(kind, name=kind.__name__.lower()) for kind in (Rollout, Reward, Actor))
-    source = weft.TableSource("prompts", pa.table({"prompt_ids": pa.array([[1, 2]], pa.list_(pa.int32()))}))
+    rollout, reward, actor = (
+        weft.group(kind, name=kind.__name__.lower()) for kind in (Rollout, Reward, Actor)
+    )
+    source = weft.TableSource(
+        "prompts", pa.table({"prompt_ids": pa.array([[1, 2]], pa.list_(pa.int32()))})
+    )
     return train(source, rollout=rollout, reward=reward, actor=actor)
 
 
@@ -103,8 +122,15 @@ def make(path: Path, steps: int = 10_000, samples: int = 100_000) -> Path:
         "prompts_per_step": samples // steps // GROUP,
         "max_staleness": 2,
     }
-    placement = {name: {"ranks": 1, "pool": {"gpus": 0, "name": name}} for name in ("rollout", "reward", "actor")}
-    config = {"schedule": schedule, "seed": 0, "graphs": {"train": [], "eval": []}, "placement": placement}
+    placement = {
+        name: {"ranks": 1, "pool": {"gpus": 0, "name": name}} for name in ("rollout", "reward", "actor")
+    }
+    config = {
+        "schedule": schedule,
+        "seed": 0,
+        "graphs": {"train": [], "eval": []},
+        "placement": placement,
+    }
     directory.write_config(config, {"train": graph()})
     chance = np.random.default_rng(0)
     for step in range(steps + 1):
@@ -130,7 +156,9 @@ def make_with_rows(path: Path, rows: int, samples: int = 100_000) -> Path:
     generating = weft.ResourcePool("generating", cpus=4)
     costs = CostModel(
         nodes={
-            "rollout.generate": Generation(lengths=LogNormal(mean=200, sigma=0.6, max_tokens=1000), decode_step_s=0.02),
+            "rollout.generate": Generation(
+                lengths=LogNormal(mean=200, sigma=0.6, max_tokens=1000), decode_step_s=0.02
+            ),
             "reward.score": LinearCost(fixed_s=0.5),
             "actor.update": LinearCost(fixed_s=2.0, per_token_s=1e-5),
             "center": LinearCost(fixed_s=0.01),
@@ -154,7 +182,15 @@ def make_with_rows(path: Path, rows: int, samples: int = 100_000) -> Path:
 def _metrics(step: int, steps: int, chance: np.random.Generator) -> dict[str, float]:
     learnt = 1 - math.exp(-3 * step / steps)
     noise = chance.normal(0, 1, 32)
-    names = ("loss", "grad_norm", "clip_fraction", "approx_kl", "entropy", "mean_logprob_gap", "max_logprob_gap")
+    names = (
+        "loss",
+        "grad_norm",
+        "clip_fraction",
+        "approx_kl",
+        "entropy",
+        "mean_logprob_gap",
+        "max_logprob_gap",
+    )
     row = {
         "step": float(step),
         "time_s": float(step + 1),
@@ -174,7 +210,8 @@ def _metrics(step: int, steps: int, chance: np.random.Generator) -> dict[str, fl
         "actor/mean_staleness": 1.0,
     }
     row |= {
-        f"{group}/idle_share": abs(0.2 + 0.05 * noise[11 + k]) for k, group in enumerate(("rollout", "reward", "actor"))
+        f"{group}/idle_share": abs(0.2 + 0.05 * noise[11 + k])
+        for k, group in enumerate(("rollout", "reward", "actor"))
     }
     row |= {
         f"{group}/resident_bytes": 2e9 + 1e6 * noise[14 + k]
@@ -203,7 +240,9 @@ def _write_samples(path: Path, steps: int, each: int, chance: np.random.Generato
         ids = np.arange(each, dtype=np.int64) + step * each
         groups = ids // GROUP
         lengths = chance.integers(40, 160, each)
-        prompts = [f"Problem {int(group) % 2000}: {int(group) % 97} + {int(group) % 89} = ?" for group in groups]
+        prompts = [
+            f"Problem {int(group) % 2000}: {int(group) % 97} + {int(group) % 89} = ?" for group in groups
+        ]
         tokens = [chance.integers(0, 5000, n).astype(np.int32) for n in lengths]
         rows = Batch.of(
             sample_id=ids,
@@ -214,7 +253,9 @@ def _write_samples(path: Path, steps: int, each: int, chance: np.random.Generato
             response=[" ".join(WORDS[t % len(WORDS)] for t in own) for own in tokens],
             response_ids=tokens,
             response_logprobs=[(-chance.exponential(0.7, n)).astype(np.float32) for n in lengths],
-            response_versions=[np.full(n, max(0, step - 1 - int(chance.integers(0, 3))), np.int32) for n in lengths],
+            response_versions=[
+                np.full(n, max(0, step - 1 - int(chance.integers(0, 3))), np.int32) for n in lengths
+            ],
             advantages=[np.full(n, chance.normal(), np.float32) for n in lengths],
             finish_reason=["stop" if n < 150 else "length" for n in lengths],
             reward=chance.random(each).astype(np.float32),
@@ -224,7 +265,9 @@ def _write_samples(path: Path, steps: int, each: int, chance: np.random.Generato
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--samples", type=int, default=100_000)

@@ -38,7 +38,10 @@ def measure(large: Path | None, folder: Path) -> dict[str, Any]:
 def _follow(runs: Path) -> tuple[float, dict[int, float]]:
     """When the first step was seen, and step -> when its value was there."""
     seen: dict[int, float] = {}
-    with dashboard_over(runs) as client, client.stream("GET", "/api/events", params={"runs": "paced"}) as events:
+    with (
+        dashboard_over(runs) as client,
+        client.stream("GET", "/api/events", params={"runs": "paced"}) as events,
+    ):
         for line in events.iter_lines():
             if not line.startswith("data:") or "metrics" not in line:
                 continue

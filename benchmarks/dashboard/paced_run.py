@@ -43,15 +43,23 @@ def paced(folder: Path, steps: int, step_s: float, *, tell: bool = True) -> weft
             print(json.dumps([int(metrics["step"]), time.time()]), flush=True)
         return False
 
-    rollout, reward, actor = weft.group(ToyRollout), weft.group(ToyReward), weft.group(PacedActor, step_s=step_s)
+    rollout, reward, actor = (
+        weft.group(ToyRollout),
+        weft.group(ToyReward),
+        weft.group(PacedActor, step_s=step_s),
+    )
     rollout.follows(actor)
     graph = toy_grpo(prompts(64), rollout=rollout, reward=reward, actor=actor)
     schedule = weft.Synchronous(steps=steps, prompts_per_step=16)
-    return weft.Driver(graph, schedule=schedule, root=folder, name="paced", progress="none", stop_on=(), stop=over)
+    return weft.Driver(
+        graph, schedule=schedule, root=folder, name="paced", progress="none", stop_on=(), stop=over
+    )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--step-s", type=float, default=0.7)

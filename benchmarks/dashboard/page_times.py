@@ -26,11 +26,16 @@ def measure(large: Path, folder: Path) -> dict[str, Any]:
         run = client.get("/api/runs").json()["runs"][0]["run"]
         print(f"  the samples are indexed after {until_indexed(client, run):.1f} s", flush=True)
         names = [
-            name for card in client.get("/api/metrics", params={"runs": run}).json()["cards"] for name in card["names"]
+            name
+            for card in client.get("/api/metrics", params={"runs": run}).json()["cards"]
+            for name in card["names"]
         ]
         slowest = 0.0
         for page, questions in _pages(client, run, names).items():
-            took = [_timed(client, *question, after_s=READ_S if page == "sql" else 0.0) for question in questions]
+            took = [
+                _timed(client, *question, after_s=READ_S if page == "sql" else 0.0)
+                for question in questions
+            ]
             p50, p95 = np.percentile(took, (50, 95))
             if page != AT_ONCE:
                 slowest = max(slowest, float(p95))
@@ -41,19 +46,32 @@ def measure(large: Path, folder: Path) -> dict[str, Any]:
 def _timed(client: httpx.Client, address: str, asked: dict[str, Any], after_s: float = 0.0) -> float:
     time.sleep(after_s)
     began = time.monotonic()
-    said = client.post(address, json=asked) if address == "/api/sql" else client.get(address, params=asked)
+    said = (
+        client.post(address, json=asked) if address == "/api/sql" else client.get(address, params=asked)
+    )
     said.raise_for_status()
     return 1000 * (time.monotonic() - began)
 
 
-def _pages(client: httpx.Client, run: str, names: list[str]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
+def _pages(
+    client: httpx.Client, run: str, names: list[str]
+) -> dict[str, list[tuple[str, dict[str, Any]]]]:
     """Page -> what it asks, in many ways."""
     one = {"run": run}
     groups = client.get("/api/groups", params={**one, "limit": 50}).json()["groups"]
     timeline = client.get("/api/timeline", params=one).json()["total_s"]
-    windows = [{**one, "start": timeline * k / 40, "end": timeline * (k + 1 + k % 7) / 40} for k in range(TIMES - 5)]
+    windows = [
+        {**one, "start": timeline * k / 40, "end": timeline * (k + 1 + k % 7) / 40}
+        for k in range(TIMES - 5)
+    ]
     words = ("answer", "carry one", "Problem 7", "nothing like it", "four")
-    filters = ("reward > 0.9", "step >= 9000 and length > 100", "finish_reason = length", "response ~ gives", "")
+    filters = (
+        "reward > 0.9",
+        "step >= 9000 and length > 100",
+        "finish_reason = length",
+        "response ~ gives",
+        "",
+    )
     found = {
         "runs": [("/api/runs", {})] * TIMES,
         "run": [("/api/run", one)] * TIMES,

@@ -67,7 +67,9 @@ def write(picture: bytes, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=Path, help="folder of demo_runs.py, with a run that goes on")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "dashboard")
     arguments = parser.parse_args()

@@ -12,7 +12,18 @@ from dashboard_process import dashboard_over
 
 from weft.controllers.loop.live_state import LiveState
 
-PAGES = ("graph", "timeline", "buffer", "workers", "weights", "alerts", "groups", "samples", "run", "graph")
+PAGES = (
+    "graph",
+    "timeline",
+    "buffer",
+    "workers",
+    "weights",
+    "alerts",
+    "groups",
+    "samples",
+    "run",
+    "graph",
+)
 STEPS = 400
 
 

@@ -44,16 +44,23 @@ class Dialogues:
         said = {one.request_id: one for step in self._engine.generate(requests, sampling) for one in step}
         answers = {id: self._answer(one) for id, one in said.items()}
         further = [
-            GenerationRequest(one.request_id, np.concatenate([one.prompt_ids, said[one.request_id].token_ids, answer]))
+            GenerationRequest(
+                one.request_id, np.concatenate([one.prompt_ids, said[one.request_id].token_ids, answer])
+            )
             for one in requests
             if (answer := answers[one.request_id]) is not None
         ]
         then = {one.request_id: one for step in self._engine.generate(further, sampling) for one in step}
-        yield [one if id not in then else _joined(one, np.asarray(answers[id]), then[id]) for id, one in said.items()]
+        yield [
+            one if id not in then else _joined(one, np.asarray(answers[id]), then[id])
+            for id, one in said.items()
+        ]
 
     def _answer(self, response: Response) -> np.ndarray | None:
         """Tokens of what follows a call; None: nothing was called."""
-        called = CALL.search(self._tokenizer.backend.decode(response.token_ids.tolist(), skip_special_tokens=False))
+        called = CALL.search(
+            self._tokenizer.backend.decode(response.token_ids.tolist(), skip_special_tokens=False)
+        )
         if called is None or response.finish_reason != "stop":
             return None
         text = f"\n<|im_start|>tool\n{int(called[1]) + int(called[2])}<|im_end|>\n<|im_start|>assistant\n"
@@ -61,9 +68,14 @@ class Dialogues:
 
 
 def _joined(first: Response, answer: np.ndarray, second: Response) -> Response:
-    unsampled = np.full(len(answer), np.nan, np.float32), np.full(len(answer), first.versions[-1], np.int32)
+    unsampled = (
+        np.full(len(answer), np.nan, np.float32),
+        np.full(len(answer), first.versions[-1], np.int32),
+    )
     parts = [(r.token_ids, r.logprobs, r.versions) for r in (first, second)]
-    ids, logprobs, versions = map(np.concatenate, zip(parts[0], (answer, *unsampled), parts[1], strict=True))
+    ids, logprobs, versions = map(
+        np.concatenate, zip(parts[0], (answer, *unsampled), parts[1], strict=True)
+    )
     return Response(first.request_id, ids, logprobs, versions, second.finish_reason)
 
 
@@ -102,7 +114,9 @@ def train(root: Path, name: str = "dialogues", steps: int = 12, taught: int = 15
     rollout = weft.group(DialogueWorker, name="rollout", model=model, engine="transformers")
     reward = weft.group(weft.RewardWorker, function=right_sum, tokenizer=model)
     rollout.follows(actor)
-    graph = dialogues(prompts, rollout=rollout, reward=reward, actor=actor, sampling=weft.Sampling(max_tokens=64))
+    graph = dialogues(
+        prompts, rollout=rollout, reward=reward, actor=actor, sampling=weft.Sampling(max_tokens=64)
+    )
     schedule = weft.Synchronous(steps=steps, prompts_per_step=8)
     with weft.Driver(graph, schedule=schedule, root=root, name=name, stop_on=()) as driver:
         driver.run()
@@ -125,7 +139,10 @@ def _teach(data: Path, steps: int) -> None:
         called = {"name": "calculator", "arguments": {"expression": f"{a} + {b}"}}
         call = {"role": "assistant", "content": f"<tool_call>{json.dumps(called)}</tool_call>"}
         begun = [*_problem(a, b)["prompt"], call]
-        ended = [{"role": "tool", "content": str(a + b)}, {"role": "assistant", "content": f"It is {a + b}."}]
+        ended = [
+            {"role": "tool", "content": str(a + b)},
+            {"role": "assistant", "content": f"It is {a + b}."},
+        ]
         shown += [{"messages": begun}, {"messages": [*begun, *ended]}]
     untrained = data / "untrained"
     make_model(untrained, [SYSTEM, *(turn["content"] for row in shown for turn in row["messages"])])
@@ -133,6 +150,8 @@ def _teach(data: Path, steps: int) -> None:
     actor = weft.group(weft.ActorWorker, model=model, learning_rate=3e-3, warmup_steps=5)
     graph = supervised(weft.Prompts.from_rows(shown, model, name="shown"), actor=actor)
     schedule = weft.Synchronous(steps=steps, prompts_per_step=16)
-    with weft.Driver(graph, schedule=schedule, root=data, name="taught", record_every=0, progress=False) as driver:
+    with weft.Driver(
+        graph, schedule=schedule, root=data, name="taught", record_every=0, progress=False
+    ) as driver:
         driver.run()
         driver.call(actor, "save", path=data / "calling")

@@ -58,7 +58,9 @@ class Cost:
             "calls_per_step": round((ended.calls - began.calls) / steps, 1),
             "tasks_per_step": round((ended.tasks - began.tasks) / steps, 1),
             "second_half_over_first": round(self.row_us(half) / self.row_us(0, half), 3),
-            "simulator_row_us": round(1e6 * (ended.simulator_s - began.simulator_s) / (steps * self.work.step_rows), 1),
+            "simulator_row_us": round(
+                1e6 * (ended.simulator_s - began.simulator_s) / (steps * self.work.step_rows), 1
+            ),
         }
 
 
@@ -83,7 +85,9 @@ def measure(work: Work, profile: cProfile.Profile | None = None) -> Cost:
         marks.append(Mark(time.process_time(), backend.own_s, backend.calls, backend.tasks))
         return len(marks) > counted
 
-    with work.driver(longest + counted + work.staleness + 1, backend, look) as driver:  # it is stopped before
+    with work.driver(
+        longest + counted + work.staleness + 1, backend, look
+    ) as driver:  # it is stopped before
         driver.run()
     if profile is not None:
         profile.disable()

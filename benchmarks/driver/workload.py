@@ -142,7 +142,9 @@ class Work:
         generation_s = self.step_rows * LENGTHS.mean * DECODE_S / (self.ranks * MAX_NUM_SEQS)
         return CostModel(
             nodes={
-                "rollout.generate": Generation(lengths=LENGTHS, decode_step_s=DECODE_S, max_num_seqs=MAX_NUM_SEQS),
+                "rollout.generate": Generation(
+                    lengths=LENGTHS, decode_step_s=DECODE_S, max_num_seqs=MAX_NUM_SEQS
+                ),
                 "reward.score": LinearCost(fixed_s=0.05, per_row_s=0.001),
                 "actor.update": LinearCost(fixed_s=TRAINING_OVER_GENERATION * generation_s),
                 "actor.publish_weights": LinearCost(fixed_s=0.5),
@@ -151,7 +153,9 @@ class Work:
         )
 
     @contextmanager
-    def driver(self, steps: int, backend: weft.Simulated, stop: Callable[[Any], bool]) -> Iterator[weft.Driver]:
+    def driver(
+        self, steps: int, backend: weft.Simulated, stop: Callable[[Any], bool]
+    ) -> Iterator[weft.Driver]:
         """A driver of a run of this work."""
         rollout, reward, actor = weft.group(Rollout), weft.group(Reward), weft.group(Actor)
         rollout.follows(actor)

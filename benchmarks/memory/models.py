@@ -35,7 +35,12 @@ _SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "initializer_range": 0.1,
 }
-_EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
 _WINDOW = {"sliding_window": 16}
 _LLAMA_3 = {
     "rope_parameters": {
@@ -96,7 +101,9 @@ def actor(asked: Asked) -> Any:
     from weft.workers.training.lora import Lora
     from weft.workers.worker import Context
 
-    settings: dict[str, Any] = {name: Lora(rank=4) if name == "lora" else value for name, value in asked.settings}
+    settings: dict[str, Any] = {
+        name: Lora(rank=4) if name == "lora" else value for name, value in asked.settings
+    }
     config = ActorConfig(model=str(asked.folder), learning_rate=1e-3, max_grad_norm=None, **settings)
     return ActorWorker(
         config, Context("actor", asked.rank, asked.ranks, asked.meeting) if asked.ranks > 1 else Context()
@@ -113,7 +120,9 @@ def gradient_of(worker: Any) -> dict[str, torch.Tensor]:
         for name, parameter in worker.engine.model.causal_lm.named_parameters():
             if parameter.grad is not None:
                 gradient = parameter.grad
-                found[name] = (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).clone()
+                found[name] = (
+                    gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+                ).clone()
 
     hook = worker.engine.optimizer.register_step_pre_hook(keep)
     worker.update(rows(), loss=NegativeLogLikelihood())
@@ -142,7 +151,9 @@ def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
     worst = max(off, key=lambda name: float(off[name].abs().max()))
     place = [int(i) for i in torch.unravel_index(off[worst].abs().argmax(), off[worst].shape)]
     where = f"{worst}{place} is {float(found[worst][tuple(place)]):.6g}, not {float(expected[worst][tuple(place)]):.6g}"
-    return Error(math.sqrt(squares / sum(float(t.double().square().sum()) for t in expected.values())), where)
+    return Error(
+        math.sqrt(squares / sum(float(t.double().square().sum()) for t in expected.values())), where
+    )
 
 
 def plain_gradient(folder: Path) -> dict[str, torch.Tensor]:
@@ -154,9 +165,13 @@ def plain_gradient(folder: Path) -> dict[str, torch.Tensor]:
     tokens = sum(len(row["response_ids"]) for row in batch)
     for row in batch:
         ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
-        logprobs = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        logprobs = (
+            model(ids, use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        )
         (-logprobs[len(row["prompt_ids"]) - 1 :].sum() / tokens).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
 
 
 def alone(asked: Asked) -> dict[str, Any]:
@@ -179,8 +194,15 @@ def alone(asked: Asked) -> dict[str, Any]:
     adapted.save(asked.folder / "merged", merged=True)
     merged = actor(Asked(asked.folder / "merged")).logprobs(rows(), into="said").ragged("said")[0]
     off = (said - merged).abs()
-    found["LoRA"] = Error(float(off.mean()), f"{float(off.max()):.2e} nats at token {int(off.argmax())} of {len(off)}")
-    return {**found, "packs": worker.engine.model.packs, "shares": worker.engine.model.shares_prompts, "own": gradient}
+    found["LoRA"] = Error(
+        float(off.mean()), f"{float(off.max()):.2e} nats at token {int(off.argmax())} of {len(off)}"
+    )
+    return {
+        **found,
+        "packs": worker.engine.model.packs,
+        "shares": worker.engine.model.shares_prompts,
+        "own": gradient,
+    }
 
 
 def _likelihood() -> Any:
@@ -232,7 +254,10 @@ def in_processes(call: Callable[[Any], Any], asked: list[Any]) -> Any:
 def ranks_of(folder: Path, settings: dict[str, Any], count: int = 2) -> list[Asked]:
     """What the ranks of a group are asked."""
     given = tuple(settings.items())
-    return [Asked(folder, rank, count, meeting, given) for rank, meeting in enumerate(meetings(count, TIMEOUT_S))]
+    return [
+        Asked(folder, rank, count, meeting, given)
+        for rank, meeting in enumerate(meetings(count, TIMEOUT_S))
+    ]
 
 
 def check(name: str, folder: Path, *, generate: bool = True) -> dict[str, Any]:
@@ -276,7 +301,8 @@ def failures(result: dict[str, Any], wanted: Iterable[str]) -> list[str]:
         value = result.get(check, "was not reached")
         if isinstance(value, Error) and not value.value <= TOLERANCE[check]:
             lines.append(
-                f"{check}: {value} and not {TOLERANCE[check]:g} at most" + f"; {value.where}" * bool(value.where)
+                f"{check}: {value} and not {TOLERANCE[check]:g} at most"
+                + f"; {value.where}" * bool(value.where)
             )
         elif not isinstance(value, Error):
             lines.append(f"{check}: {value}")
@@ -297,7 +323,9 @@ def measure(*, quick: bool = False) -> dict[str, Any]:
         print(f"  {name:<10} {shown}; load {load()}", flush=True)
         for line in failures(results[name], wanted):
             print(f"  {name:<10} FAILED {line}", flush=True)
-    shared = [r["sequence parallel"].value for r in results.values() if not failures(r, ["sequence parallel"])]
+    shared = [
+        r["sequence parallel"].value for r in results.values() if not failures(r, ["sequence parallel"])
+    ]
     return {
         "sp_equal": max(shared, default=None),
         "models_ok": sum(not failures(result, wanted) for result in results.values()),

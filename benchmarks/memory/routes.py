@@ -31,7 +31,9 @@ def gaps(case: tuple[Path, str, Any, int]) -> dict[str, Any]:
     folder, engine, dtype, rows = case
     torch.set_num_threads(1)
     settings: dict[str, Any] = {"engine": engine, "dtype": dtype}
-    rollout = RolloutWorker(RolloutConfig(model=folder, routes=True, kv_cache_gib=0.1, max_num_seqs=64, **settings))
+    rollout = RolloutWorker(
+        RolloutConfig(model=folder, routes=True, kv_cache_gib=0.1, max_num_seqs=64, **settings)
+    )
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 128, int(rng.integers(4, 12))).astype(np.int32) for _ in range(rows)]
     requests = [GenerationRequest(row, ids, seed=row) for row, ids in enumerate(prompts)]
@@ -69,7 +71,9 @@ def measure(*, quick: bool = False) -> dict[str, Any]:
             found = in_processes(gaps, [(folder, engine, dtype, rows)])
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        print(f"  {kind}, {dtype}: { {name: f'{value:.2g}' for name, value in found.items()} }", flush=True)
+        print(
+            f"  {kind}, {dtype}: { {name: f'{value:.2g}' for name, value in found.items()} }", flush=True
+        )
         if dtype != "float32":
             ratios.append(found["replayed"] / found["chosen"])
     return {"replayed_gap_ratio": max(ratios)}

@@ -28,10 +28,16 @@ def measure() -> dict[str, Any]:
             command = [sys.executable, str(TESTS / "bad_input.py"), "--root", name, *wrong.words]
             address = {"RAY_ADDRESS": "http://ray-head:8265"} if "address" in wrong.words else {}
             started = time.perf_counter()
-            done = subprocess.run(command, cwd=folder, env=os.environ | address, capture_output=True, text=True)
+            done = subprocess.run(
+                command, cwd=folder, env=os.environ | address, capture_output=True, text=True
+            )
             took[mistake] = time.perf_counter() - started
             said = " ".join(done.stderr.replace("│", " ").split())
-            right = done.returncode == 2 and "Traceback" not in said and all(part in said for part in wrong.says)
+            right = (
+                done.returncode == 2
+                and "Traceback" not in said
+                and all(part in said for part in wrong.says)
+            )
             clear += right
             if not right:
                 print(f"  {mistake}: exit code {done.returncode}: {done.stderr[-400:]}", flush=True)

@@ -43,7 +43,10 @@ def measure(*, quick: bool = False) -> dict[str, float]:
                 "activations again": {"activation_checkpointing": True},
                 "every second layer again": {"activation_checkpointing": 2},
                 "elementwise again": {"activation_checkpointing": "elementwise"},
-                "elementwise again, bfloat16": {"activation_checkpointing": "elementwise", "dtype": "bfloat16"},
+                "elementwise again, bfloat16": {
+                    "activation_checkpointing": "elementwise",
+                    "dtype": "bfloat16",
+                },
                 "everything on the host": {"offload": "everything"},
             }
             if find_spec("torchao") is not None:
@@ -71,7 +74,9 @@ def _errors(folder: Path, kind: str, settings: dict[str, Any]) -> dict[str, floa
     from weft.workers.training.memory import checkpoint_bytes, model_size, training_memory
     from weft.workers.training.sharding import local_part
 
-    config = ActorConfig(model=str(folder / "model"), microbatch_tokens=ROWS // 2 * (PROMPT + RESPONSE - 1), **settings)
+    config = ActorConfig(
+        model=str(folder / "model"), microbatch_tokens=ROWS // 2 * (PROMPT + RESPONSE - 1), **settings
+    )
     worker = ActorWorker(config)
     engine: Any = worker.engine
     rows, loss = _rows(), NegativeLogLikelihood()
@@ -79,7 +84,10 @@ def _errors(folder: Path, kind: str, settings: dict[str, Any]) -> dict[str, floa
     parameters = list(engine.model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     moments = [m for p in trained for m in engine.optimizer.state[p].values()]
-    with LiveBytes(map(local_part, [*parameters, *engine.model.buffers(), *moments])) as live, _resized(live):
+    with (
+        LiveBytes(map(local_part, [*parameters, *engine.model.buffers(), *moments])) as live,
+        _resized(live),
+    ):
         worker.update(rows, loss=loss)
     worker.save_checkpoint(folder / kind)
     worker.checkpoint_written(wait=True)
@@ -132,7 +140,9 @@ def _frozen_errors(folder: Path) -> dict[str, float]:
     from weft.workers.training.memory import model_size, training_memory
 
     config = ReferenceConfig(
-        model=str(folder / "model"), microbatch_tokens=ROWS // 2 * (PROMPT + RESPONSE - 1), dtype="bfloat16"
+        model=str(folder / "model"),
+        microbatch_tokens=ROWS // 2 * (PROMPT + RESPONSE - 1),
+        dtype="bfloat16",
     )
     worker = ReferenceWorker(config)
     engine: Any = worker.engine
@@ -140,7 +150,9 @@ def _frozen_errors(folder: Path) -> dict[str, float]:
         engine.logprobs(_rows())
     found = {"weights": sum(p.nbytes for p in engine.model.parameters()), "pass": live.peak}
     worker.close()
-    made = training_memory(model_size(folder / "model"), config, ranks=1, trains=False, lora=None, saves=False)
+    made = training_memory(
+        model_size(folder / "model"), config, ranks=1, trains=False, lora=None, saves=False
+    )
     planned = {"weights": made.weights, "pass": made.gathered + _pass_bytes(config, trains=False)}
     return {f"frozen: {name}": abs(planned[name] / number - 1) for name, number in found.items()}
 

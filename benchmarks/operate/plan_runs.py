@@ -46,7 +46,9 @@ def _largest(metrics: Any, group: str) -> float:
 
 
 def _said(words: list[str], folder: Path) -> str:
-    done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     return done.stdout

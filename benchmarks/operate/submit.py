@@ -45,7 +45,9 @@ def head(folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         dashboard, agent = one.getsockname()[1], other.getsockname()[1]
     words = f"start --head --block --disable-usage-stats --port=0 --node-ip-address=127.0.0.1 --num-cpus=2 --temp-dir={folder}/r"
-    words += f" --dashboard-host=127.0.0.1 --dashboard-port={dashboard} --dashboard-agent-listen-port={agent}"
+    words += (
+        f" --dashboard-host=127.0.0.1 --dashboard-port={dashboard} --dashboard-agent-listen-port={agent}"
+    )
     log = folder / "head.log"
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -84,7 +86,11 @@ def measure(rounds: int = 3) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="weft-jobs-") as name:
         python = with_job_server(Path(name))
         done = subprocess.run(
-            [python, __file__, "--rounds", f"{rounds}"], stdout=subprocess.PIPE, text=True, check=True, timeout=900
+            [python, __file__, "--rounds", f"{rounds}"],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=900,
         )
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -99,25 +105,50 @@ def with_job_server(folder: Path) -> str:
     python = str(folder / "bin" / "python")
     below = [entry for entry in sys.path if entry.endswith("site-packages")]
     [own] = (folder / "lib").glob("python*/site-packages")
-    (own / "below.pth").write_text("".join(f"import site; site.addsitedir({entry!r})\n" for entry in below))
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-qq", "--disable-pip-version-check"]
+    (own / "below.pth").write_text(
+        "".join(f"import site; site.addsitedir({entry!r})\n" for entry in below)
+    )
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "-qq",
+        "--disable-pip-version-check",
+    ]
     subprocess.run([*pip, "--no-deps", "--requirement", str(LOCK)], check=True, timeout=300)
     return python
 
 
 def _measure(rounds: int) -> dict[str, float]:
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | token
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("RAY_")
+    } | token
     with tempfile.TemporaryDirectory(prefix="weft-", dir="/tmp") as name:
         folder, project = Path(name), Path(name) / "project"
         project.mkdir()
         (project / "hello.py").write_text("print('hello')\n")
         with head(folder, environment) as address:
             ours = [sys.executable, "-m", "weft", "submit", "--address", address, "hello.py"]
-            rays = [*RAY, "job", "submit", "--address", address, "--working-dir", ".", "--", "python", "hello.py"]
+            rays = [
+                *RAY,
+                "job",
+                "submit",
+                "--address",
+                address,
+                "--working-dir",
+                ".",
+                "--",
+                "python",
+                "hello.py",
+            ]
             seconds_of(rays, project, environment)  # the first job of a cluster is slower
             took = [
-                (seconds_of(ours, project, environment), seconds_of(rays, project, environment)) for _ in range(rounds)
+                (seconds_of(ours, project, environment), seconds_of(rays, project, environment))
+                for _ in range(rounds)
             ]
     return {
         "submit_overhead_s": statistics.median(weft - ray for weft, ray in took),
@@ -127,6 +158,8 @@ def _measure(rounds: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5, help="how often each way is tried")
     print(json.dumps(measure(parser.parse_args().rounds)))

@@ -64,9 +64,13 @@ class Timed:
         self.seconds += time.perf_counter() - began
 
 
-def steps_of(root: Path, name: str, trackers: Sequence[str], steps: int, step_s: float) -> dict[str, float]:
+def steps_of(
+    root: Path, name: str, trackers: Sequence[str], steps: int, step_s: float
+) -> dict[str, float]:
     """Run so many steps; returns seconds a step (median), of the driver for trackers, and of the processors for the trackers' processes."""
-    source = weft.TableSource("rows", pa.table({"prompt_ids": pa.array([[1, 2]] * 8, pa.list_(pa.int32()))}))
+    source = weft.TableSource(
+        "rows", pa.table({"prompt_ids": pa.array([[1, 2]] * 8, pa.list_(pa.int32()))})
+    )
     actor = weft.group(Resting, step_s=step_s, name="actor")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with weft.Driver(
@@ -101,7 +105,9 @@ def measure(*, steps: int = 40, rounds: int = 3, step_s: float = 0.25) -> dict[s
         pairs = [(run(f"plain-{k}", ()), run(f"tracked-{k}", TRACKERS)) for k in range(rounds)]
     return {
         "tracker_overhead_share": max(tracked["driver_share"] for _, tracked in pairs),
-        "tracker_step_ratio": statistics.median(tracked["step_s"] / plain["step_s"] for plain, tracked in pairs),
+        "tracker_step_ratio": statistics.median(
+            tracked["step_s"] / plain["step_s"] for plain, tracked in pairs
+        ),
         "tracker_cpu_s": statistics.median(tracked["processes_cpu_s"] for _, tracked in pairs),
     }
 

@@ -111,7 +111,9 @@ def alone(function: Function) -> Function:
     return call
 
 
-def evaluate(functions: Mapping[str, Function], inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def evaluate(
+    functions: Mapping[str, Function], inputs: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     """`NAME/value`, and `NAME/LEAF` for its gradient with respect to each leaf that it depends on.
 
     A value with several entries is summed with fixed random weights before it is differentiated.
@@ -119,7 +121,9 @@ def evaluate(functions: Mapping[str, Function], inputs: Mapping[str, np.ndarray]
     out: dict[str, np.ndarray] = {}
     leaves = [leaf for leaf in LEAVES if leaf in inputs]
     for name, function in functions.items():
-        given = SimpleNamespace(**{key: torch.from_numpy(np.array(value)) for key, value in inputs.items()})
+        given = SimpleNamespace(
+            **{key: torch.from_numpy(np.array(value)) for key, value in inputs.items()}
+        )
         tensors = [getattr(given, leaf).requires_grad_() for leaf in leaves]
         value = torch.as_tensor(function(given))
         if "mask" in inputs and value.shape == given.mask.shape:
@@ -129,5 +133,7 @@ def evaluate(functions: Mapping[str, Function], inputs: Mapping[str, np.ndarray]
             weights = given.cotangents if value.ndim == 2 else torch.ones(())
             gradients = torch.autograd.grad((value * weights).sum(), tensors, allow_unused=True)
             found = zip(leaves, gradients, strict=True)
-            out |= {f"{name}/{leaf}": gradient.numpy() for leaf, gradient in found if gradient is not None}
+            out |= {
+                f"{name}/{leaf}": gradient.numpy() for leaf, gradient in found if gradient is not None
+            }
     return out

@@ -33,7 +33,16 @@ from preferences import COMPARED_OTHERWISE, PREFERENCES
 
 from weft.algorithms import advantages as estimators
 from weft.algorithms.aggregation import Aggregation, FixedLength, sequence_mean, token_mean
-from weft.algorithms.kl import AdaptiveCoefficient, KlPenalty, StraightThrough, absolute, full_kl, k1, k2, k3
+from weft.algorithms.kl import (
+    AdaptiveCoefficient,
+    KlPenalty,
+    StraightThrough,
+    absolute,
+    full_kl,
+    k1,
+    k2,
+    k3,
+)
 from weft.algorithms.loss import Loss, PackedRows
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
 from weft.algorithms.rewards import overlong_penalty, penalized_token_rewards
@@ -56,7 +65,14 @@ ON_PURPOSE = {
     **{
         f"verl {name}, groups of one row": "verl gives such a row its reward as advantage; in Weft it has none, having no baseline, and "
         "so it is in verl's own rloo_vectorized, which agrees"
-        for name in ("grpo", "grpo_vectorized", "rloo", "opo", "reinforce_plus_plus_baseline", "gpg advantages")
+        for name in (
+            "grpo",
+            "grpo_vectorized",
+            "rloo",
+            "opo",
+            "reinforce_plus_plus_baseline",
+            "gpg advantages",
+        )
     },
     "verl grpo_passk, divided by the deviation": "verl divides by the group's deviation unless it is told not to; the paper, and Weft, "
     "take the lead itself",
@@ -74,7 +90,9 @@ ON_PURPOSE = {
 def packed(x: SimpleNamespace, *names: str, **renamed: str) -> tuple[PackedRows, torch.Tensor]:
     """The rows without their padding, with these inputs as columns (COLUMN=INPUT where the names differ)."""
     real = torch.arange(MAX_TOKENS) < x.lengths[:, None]
-    columns = {name: getattr(x, name) for name in names} | {k: getattr(x, name) for k, name in renamed.items()}
+    columns = {name: getattr(x, name) for name in names} | {
+        k: getattr(x, name) for k, name in renamed.items()
+    }
     columns = {
         name: (column[:, None].expand_as(real) if column.ndim == 1 else column)[real]
         for name, column in columns.items()
@@ -256,7 +274,9 @@ WEFT: dict[str, Function] = {
     "verl kl_penalty abs+": kl(StraightThrough(absolute)),
     "verl kl_penalty k3+": kl(StraightThrough(k3)),
     "verl value loss": loss(ValueLoss(clip=0.2), prediction="new_values"),
-    "verl value loss, sequence mean": loss(ValueLoss(clip=0.2, aggregation=sequence_mean), prediction="new_values"),
+    "verl value loss, sequence mean": loss(
+        ValueLoss(clip=0.2, aggregation=sequence_mean), prediction="new_values"
+    ),
     "verl correction weights token": correction(TruncatedImportance(cap=1.5)),
     "verl correction weights sequence": correction(TruncatedImportance(cap=1.5, level="sequence")),
     "verl gpg advantages, rewards of 0 and 1": right_or_wrong,
@@ -273,7 +293,9 @@ WEFT: dict[str, Function] = {
     "trl grpo, kl": of_rows(aggregation=sequence_mean, kl=KlPenalty(coefficient=0.04)),
     "trl bnpo, entropy bonus": of_rows(entropy_coefficient=0.01),
     "trl rloo": of_rows(ratio=sequence_product, aggregation=sequence_mean),
-    "trl soft overlong punishment": lambda x: overlong_penalty(x.lengths, max_tokens=40, buffer_tokens=16),
+    "trl soft overlong punishment": lambda x: overlong_penalty(
+        x.lengths, max_tokens=40, buffer_tokens=16
+    ),
     "trl gkd, reverse": exact_kl,
     "trl grpo, a row without a trained token": masked_row,
 }
@@ -297,7 +319,10 @@ def outputs_of_peers(seed: int) -> dict[str, np.ndarray]:
 
 def differences(seed: int) -> dict[str, dict[str, float]]:
     """Function -> value or leaf -> largest absolute difference."""
-    ours, theirs = evaluate(WEFT, draw(seed)) | evaluate(PREFERENCES, draw_pairs(seed)), outputs_of_peers(seed)
+    ours, theirs = (
+        evaluate(WEFT, draw(seed)) | evaluate(PREFERENCES, draw_pairs(seed)),
+        outputs_of_peers(seed),
+    )
     if ours.keys() != theirs.keys():
         sys.exit(f"not in both: {sorted(ours.keys() ^ theirs.keys())}")
     found: dict[str, dict[str, float]] = {name: {} for name in WEFT | PREFERENCES}
@@ -313,13 +338,20 @@ def run(seeds: int) -> dict[str, Any]:
     largest: dict[str, dict[str, float]] = {name: {} for name in WEFT | PREFERENCES}
     for seed in range(seeds):
         for name, parts in differences(seed).items():
-            largest[name] |= {part: max(value, largest[name].get(part, 0.0)) for part, value in parts.items()}
+            largest[name] |= {
+                part: max(value, largest[name].get(part, 0.0)) for part, value in parts.items()
+            }
     for name, parts in largest.items():
         shown = ", ".join(f"{part} {value:.1e}" for part, value in parts.items())
-        print(f"  {name:44} {shown}{'  on purpose: ' + ON_PURPOSE[name] if name in ON_PURPOSE else ''}", flush=True)
+        print(
+            f"  {name:44} {shown}{'  on purpose: ' + ON_PURPOSE[name] if name in ON_PURPOSE else ''}",
+            flush=True,
+        )
     reasons = ON_PURPOSE | COMPARED_OTHERWISE
     return {
-        **agreement({name: parts for name, parts in largest.items() if name in WEFT and name not in ON_PURPOSE}),
+        **agreement(
+            {name: parts for name, parts in largest.items() if name in WEFT and name not in ON_PURPOSE}
+        ),
         "preferences": agreement({name: parts for name, parts in largest.items() if name in PREFERENCES}),
         "on_purpose": [f"{name}: {why}" for name, why in reasons.items()],
     }
@@ -338,6 +370,8 @@ def agreement(found: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3, help="how many inputs are drawn")
     print(json.dumps(run(parser.parse_args().seeds)))

@@ -24,7 +24,10 @@ def module(name: str) -> Any:
 
 
 def of_verl() -> dict[str, Function]:
-    core, correction = module("verl.trainer.ppo.core_algos"), module("verl.trainer.ppo.rollout_corr_helper")
+    core, correction = (
+        module("verl.trainer.ppo.core_algos"),
+        module("verl.trainer.ppo.rollout_corr_helper"),
+    )
     functional, configs = module("verl.utils.torch_functional"), module("verl.workers.config")
 
     def config(**settings: Any) -> Any:
@@ -34,7 +37,9 @@ def of_verl() -> dict[str, Function]:
         function = getattr(core, f"compute_{name}_outcome_advantage")
 
         def call(x: SimpleNamespace) -> Any:
-            return function(x.outcome_rewards, response_mask=x.mask, index=x.groups.numpy(), **settings)[0]
+            return function(x.outcome_rewards, response_mask=x.mask, index=x.groups.numpy(), **settings)[
+                0
+            ]
 
         return call
 
@@ -43,10 +48,14 @@ def of_verl() -> dict[str, Function]:
         return function(x.token_rewards, response_mask=x.mask, config=SimpleNamespace(gamma=0.99))[0]
 
     def remax(x: SimpleNamespace) -> Any:
-        return core.compute_remax_outcome_advantage(x.outcome_rewards, x.baselines, response_mask=x.mask)[0]
+        return core.compute_remax_outcome_advantage(x.outcome_rewards, x.baselines, response_mask=x.mask)[
+            0
+        ]
 
     def gae(index: int) -> Function:
-        return lambda x: core.compute_gae_advantage_return(x.token_rewards, x.values, x.mask, 0.99, 0.95)[index]
+        return lambda x: core.compute_gae_advantage_return(x.token_rewards, x.values, x.mask, 0.99, 0.95)[
+            index
+        ]
 
     def loss(name: str, mode: str = "token-mean", **settings: Any) -> Function:
         function = core.get_policy_loss_fn(name)
@@ -57,13 +66,22 @@ def of_verl() -> dict[str, Function]:
         return call
 
     def gspo(x: SimpleNamespace) -> Any:
-        function, settings = core.get_policy_loss_fn("gspo"), config(clip_ratio_low=0.05, clip_ratio_high=0.08)
-        return function(x.old, x.logprobs, x.row_advantages[:, None], x.mask, "seq-mean-token-mean", settings)[0]
+        function, settings = (
+            core.get_policy_loss_fn("gspo"),
+            config(clip_ratio_low=0.05, clip_ratio_high=0.08),
+        )
+        return function(
+            x.old, x.logprobs, x.row_advantages[:, None], x.mask, "seq-mean-token-mean", settings
+        )[0]
 
     def corrected(x: SimpleNamespace) -> Any:
-        weights, _ = correction.compute_rollout_correction_weights(x.old - x.reference, x.mask, "token", 1.2)
+        weights, _ = correction.compute_rollout_correction_weights(
+            x.old - x.reference, x.mask, "token", 1.2
+        )
         function = core.get_policy_loss_fn("vanilla")
-        return function(x.old, x.logprobs, x.advantages, x.mask, "token-mean", config(clip_ratio_c=1e6), weights)[0]
+        return function(
+            x.old, x.logprobs, x.advantages, x.mask, "token-mean", config(clip_ratio_c=1e6), weights
+        )[0]
 
     def reinforce(x: SimpleNamespace) -> Any:
         function = core.compute_policy_loss_reinforce
@@ -86,7 +104,9 @@ def of_verl() -> dict[str, Function]:
         return torch.tensor(values)
 
     def weights(level: str) -> Function:
-        return lambda x: correction.compute_rollout_correction_weights(x.old - x.reference, x.mask, level, 1.5)[0]
+        return lambda x: correction.compute_rollout_correction_weights(
+            x.old - x.reference, x.mask, level, 1.5
+        )[0]
 
     def kept(rule: str) -> Function:
         def call(x: SimpleNamespace) -> Any:
@@ -118,7 +138,9 @@ def of_verl() -> dict[str, Function]:
         **{f"{name}, groups of one row": alone(function) for name, function in grouped.items()},
         "verl grpo without deviation": among_several(estimator("grpo", norm_adv_by_std_in_grpo=False)),
         "verl rloo_vectorized": estimator("rloo_vectorized"),
-        "verl grpo_passk": among_several(estimator("grpo_passk", config={"norm_adv_by_std_in_grpo": False})),
+        "verl grpo_passk": among_several(
+            estimator("grpo_passk", config={"norm_adv_by_std_in_grpo": False})
+        ),
         "verl grpo_passk, divided by the deviation": among_several(estimator("grpo_passk", config={})),
         **{f"verl rejection {rule}": kept(rule) for rule in rules},
         **{f"verl rejection {rule}, the same bounds": kept(rule) for rule in rules},
@@ -127,11 +149,17 @@ def of_verl() -> dict[str, Function]:
         "verl reinforce_plus_plus": reinforce_plus_plus,
         "verl remax": remax,
         "verl masked_whiten": lambda x: functional.masked_whiten(x.advantages, x.mask),
-        "verl masked_whiten without shift": lambda x: functional.masked_whiten(x.advantages, x.mask, shift_mean=False),
-        "verl compute_rewards": lambda x: core.compute_rewards(x.outcome_rewards, x.old, x.reference, 0.1),
+        "verl masked_whiten without shift": lambda x: functional.masked_whiten(
+            x.advantages, x.mask, shift_mean=False
+        ),
+        "verl compute_rewards": lambda x: core.compute_rewards(
+            x.outcome_rewards, x.old, x.reference, 0.1
+        ),
         "verl AdaptiveKLController": adaptive,
         "verl vanilla": loss("vanilla", clip_ratio_c=1e6),
-        "verl vanilla, clip-higher": loss("vanilla", clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=1e6),
+        "verl vanilla, clip-higher": loss(
+            "vanilla", clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=1e6
+        ),
         "verl vanilla, dual clip": loss("vanilla", clip_ratio_c=1.5),
         "verl vanilla, sequence mean": loss("vanilla", "seq-mean-token-mean", clip_ratio_c=1e6),
         "verl vanilla, corrected": corrected,
@@ -142,8 +170,13 @@ def of_verl() -> dict[str, Function]:
         "verl reinforce": reinforce,
         "verl agg_loss token-mean": aggregated("token-mean"),
         "verl agg_loss seq-mean-token-mean": aggregated("seq-mean-token-mean"),
-        "verl agg_loss seq-mean-token-sum-norm": aggregated("seq-mean-token-sum-norm", loss_scale_factor=MAX_TOKENS),
-        **{f"verl kl_penalty {name}": kl(name) for name in ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")},
+        "verl agg_loss seq-mean-token-sum-norm": aggregated(
+            "seq-mean-token-sum-norm", loss_scale_factor=MAX_TOKENS
+        ),
+        **{
+            f"verl kl_penalty {name}": kl(name)
+            for name in ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
+        },
         "verl value loss": value_loss("token-mean"),
         "verl value loss, sequence mean": value_loss("seq-mean-token-mean"),
         "verl correction weights token": weights("token"),
@@ -154,9 +187,14 @@ def of_verl() -> dict[str, Function]:
 
 
 def of_trl() -> dict[str, Function]:
-    grpo, rloo = module("trl.trainer.grpo_trainer").GRPOTrainer, module("trl.trainer.rloo_trainer").RLOOTrainer
+    grpo, rloo = (
+        module("trl.trainer.grpo_trainer").GRPOTrainer,
+        module("trl.trainer.rloo_trainer").RLOOTrainer,
+    )
     rewards, gkd = module("trl.rewards"), module("trl.experimental.gkd.gkd_trainer").GKDTrainer
-    accelerator = SimpleNamespace(gather=lambda t: t, reduce=lambda t, **_: t, num_processes=1, sync_gradients=True)
+    accelerator = SimpleNamespace(
+        gather=lambda t: t, reduce=lambda t, **_: t, num_processes=1, sync_gradients=True
+    )
 
     def trainer(x: SimpleNamespace, loss_type: str, **settings: Any) -> Any:
         entropy_coef = settings.pop("entropy_coef", 0.0)
@@ -173,7 +211,9 @@ def of_trl() -> dict[str, Function]:
                 "_metrics": {"train": defaultdict(list)},
                 "_entropy_bonus_enabled": entropy_coef > 0,
                 "accelerator": accelerator,
-                "args": SimpleNamespace(**arguments | {k: settings.pop(k) for k in list(settings) if k in arguments}),
+                "args": SimpleNamespace(
+                    **arguments | {k: settings.pop(k) for k in list(settings) if k in arguments}
+                ),
                 "aux_loss_enabled": False,
                 "beta": 0.0,
                 "current_gradient_accumulation_steps": 1,
@@ -223,7 +263,9 @@ def of_trl() -> dict[str, Function]:
     def divergence(beta: float) -> Function:
         def call(x: SimpleNamespace) -> Any:
             labels = torch.where(x.mask > 0, 0, -100)
-            total = gkd.generalized_jsd_loss(x.logits, x.reference_logits, labels, beta=beta, reduction="sum")
+            total = gkd.generalized_jsd_loss(
+                x.logits, x.reference_logits, labels, beta=beta, reduction="sum"
+            )
             return total / x.mask.sum()
 
         return call

@@ -61,7 +61,9 @@ PREFERENCES: dict[str, Function] = {
     "trl dpo, length-normalised": pair_loss(PreferenceLoss(beta=2, score=LogRatio(per_token=True))),
     "trl cdpo": pair_loss(PreferenceLoss(comparison=Logistic(label_smoothing=0.1))),
     "trl robust dpo": pair_loss(PreferenceLoss(comparison=RobustLogistic(label_smoothing=0.1))),
-    "trl ipo": pair_loss(PreferenceLoss(beta=1, score=LogRatio(per_token=True), comparison=Squared(tau=0.1))),
+    "trl ipo": pair_loss(
+        PreferenceLoss(beta=1, score=LogRatio(per_token=True), comparison=Squared(tau=0.1))
+    ),
     "trl hinge": pair_loss(PreferenceLoss(comparison=Hinge())),
     "trl dpo with likelihood (rpo)": pair_loss(PreferenceLoss(likelihood=1)),
     "trl simpo": pair_loss(PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1)),

@@ -47,7 +47,9 @@ def preferences_of_trl() -> dict[str, Function]:
     }
 
 
-def cpo(scores: torch.Tensor, lengths: torch.Tensor, settings: dict[str, Any], *, per_token: bool = False) -> Any:
+def cpo(
+    scores: torch.Tensor, lengths: torch.Tensor, settings: dict[str, Any], *, per_token: bool = False
+) -> Any:
     from trl.experimental.cpo import CPOTrainer  # pyright: ignore[reportMissingImports]
 
     scores = of_rows(scores, lengths) / (lengths if per_token else 1)
@@ -63,7 +65,10 @@ def simpo(x: SimpleNamespace) -> Any:
 def orpo(x: SimpleNamespace) -> Any:
     from trl.experimental.orpo import ORPOTrainer  # pyright: ignore[reportMissingImports]
 
-    scores, trainer = of_rows(x.logprobs, x.lengths) / x.lengths, SimpleNamespace(beta=0.1, accelerator=Identity())
+    scores, trainer = (
+        of_rows(x.logprobs, x.lengths) / x.lengths,
+        SimpleNamespace(beta=0.1, accelerator=Identity()),
+    )
     return -ORPOTrainer.odds_ratio_loss(trainer, scores[:PAIRS], scores[PAIRS:])[0].mean()
 
 
@@ -109,7 +114,11 @@ def batch_of(lengths: torch.Tensor) -> dict[str, torch.Tensor]:
     """Prompts of one token before the responses."""
     places = torch.arange(1 + int(lengths.max()))
     completion = ((places > 0) & (places <= lengths[:, None])).long()
-    return {"input_ids": completion, "attention_mask": torch.ones_like(completion), "completion_mask": completion}
+    return {
+        "input_ids": completion,
+        "attention_mask": torch.ones_like(completion),
+        "completion_mask": completion,
+    }
 
 
 def dpo(settings: dict[str, Any], x: SimpleNamespace) -> Any:

@@ -44,7 +44,12 @@ TURN_S = 0.0005
 """Seconds of a turn of generation."""
 SLOWEST = 40
 """Most turns that a response takes."""
-PARTIAL: tuple[Literal["continue", "finish", "requeue"], ...] = ("continue", "continue", "finish", "requeue")
+PARTIAL: tuple[Literal["continue", "finish", "requeue"], ...] = (
+    "continue",
+    "continue",
+    "finish",
+    "requeue",
+)
 """Values of `partial_rollouts`: each run draws one."""
 MOST_STEPS = 3
 """Most steps that a process makes before its kill."""
@@ -85,7 +90,9 @@ class CountingRollout(Worker):
         reads=("prompt_ids",),
         writes=("response_ids", "response_logprobs", "response_versions"),
     )
-    def generate(self, prompts: weft.Batch, *, n: int = SAMPLES) -> Iterator[tuple[weft.Batch, Metrics] | None]:
+    def generate(
+        self, prompts: weft.Batch, *, n: int = SAMPLES
+    ) -> Iterator[tuple[weft.Batch, Metrics] | None]:
         chance = np.random.default_rng(prompts.numpy("sample_id").tolist())
         left = {k: int(chance.integers(1, SLOWEST + 1)) for k in range(len(prompts))}
         versions: dict[int, list[int]] = {k: [] for k in left}
@@ -254,7 +261,9 @@ def faults(run: Path) -> list[str]:
         found.append(f"trained on {len(trained)} groups, {len(set(trained))} of them different")
     if len(set(ids)) != len(ids) or len(ids) != STEPS * PROMPTS_PER_STEP * SAMPLES:
         found.append(f"recorded {len(ids)} samples, {len(set(ids))} of them different")
-    times = Counter(p for r in LogReader(run / BUFFER / LOG) if r["do"] == "issue" for p in r["positions"])
+    times = Counter(
+        p for r in LogReader(run / BUFFER / LOG) if r["do"] == "issue" for p in r["positions"]
+    )
     if len(times) != PROMPTS or max(times.values()) - min(times.values()) > 1:
         found.append(
             f"prompts were issued between {min(times.values(), default=0)} and {max(times.values(), default=0)} times"
@@ -270,7 +279,10 @@ def async_kills(root: Path, small: bool, rng: random.Random) -> dict[str, Any]:
     while kills < wanted:
         partial, name = rng.choice(PARTIAL), f"run-{runs}"
         schedule = weft.Asynchronous(
-            steps=STEPS, prompts_per_step=PROMPTS_PER_STEP, max_staleness=rng.randint(1, 2), partial_rollouts=partial
+            steps=STEPS,
+            prompts_per_step=PROMPTS_PER_STEP,
+            max_staleness=rng.randint(1, 2),
+            partial_rollouts=partial,
         )
         runs += 1
         code: int | None = None
@@ -292,7 +304,10 @@ def async_kills(root: Path, small: bool, rng: random.Random) -> dict[str, Any]:
         wrong += wrong_steps(root / name)
         found = faults(root / name) if code == 0 else [f"ended with {code}"]
         faulty += bool(found)
-        print(f"{name} ({schedule.max_staleness}, {partial}): {kills} kills so far; {found or 'sound'}", flush=True)
+        print(
+            f"{name} ({schedule.max_staleness}, {partial}): {kills} kills so far; {found or 'sound'}",
+            flush=True,
+        )
     return {
         "async_kills": kills,
         "async_runs": runs,

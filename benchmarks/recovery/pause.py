@@ -45,7 +45,11 @@ def make_model(folder: Path, small: bool) -> int:
     sizes = TINY if small else LARGE
     heads = sizes["num_attention_heads"]
     config = Qwen2Config(
-        **sizes, vocab_size=VOCABULARY, num_key_value_heads=heads, max_position_embeddings=128, tie_word_embeddings=True
+        **sizes,
+        vocab_size=VOCABULARY,
+        num_key_value_heads=heads,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
     )
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)
@@ -63,7 +67,9 @@ def rows(number: int = 2, length: int = 8) -> Batch:
     )
 
 
-def one_rank(folder: Path, rank: int, ranks: int, checkpoints: int, port: int, taken: int) -> dict[str, Any]:
+def one_rank(
+    folder: Path, rank: int, ranks: int, checkpoints: int, port: int, taken: int
+) -> dict[str, Any]:
     """Training steps of tiny batches; after each a checkpoint and a plain copy, which take turns in coming first.
 
     Args:
@@ -81,7 +87,8 @@ def one_rank(folder: Path, rank: int, ranks: int, checkpoints: int, port: int, t
     holder = socket.socket(fileno=taken) if rank == 0 else None
     rendezvous = Rendezvous(LOOPBACK, port, "of this benchmark", taken=holder) if ranks > 1 else None
     worker = ActorWorker(
-        ActorConfig(model=str(folder / "model"), learning_rate=1e-6), Context("actor", rank, ranks, rendezvous)
+        ActorConfig(model=str(folder / "model"), learning_rate=1e-6),
+        Context("actor", rank, ranks, rendezvous),
     )
     batch = rows(2 * ranks).take(list(range(2 * rank, 2 * rank + 2)))
     worker.update(batch)
@@ -120,7 +127,10 @@ def measure(folder: Path, ranks: int, checkpoints: int) -> dict[str, Any]:
 
     with take_port(LOOPBACK) as taken:
         descriptor, port = taken.fileno(), taken.getsockname()[1]
-        command = [str(w) for w in (sys.executable, __file__, folder, "RANK", ranks, checkpoints, port, descriptor)]
+        command = [
+            str(w)
+            for w in (sys.executable, __file__, folder, "RANK", ranks, checkpoints, port, descriptor)
+        ]
         started = [
             subprocess.Popen(
                 [w.replace("RANK", str(rank)) for w in command],

@@ -44,9 +44,20 @@ CHECKPOINTS = 10
 def times(root: Path, small: bool, rng: random.Random) -> dict[str, Any]:
     """Kill ranks of a run with vLLM while they work; each waits until the run has gone on."""
     engine, longest = ("transformers", 24) if small else ("vllm", CONTEXT - PROMPT_TOKENS)
-    work = Workload("r", num_prompts=PROMPTS, max_tokens=12, vocabulary=256, hidden=64, layers=2, heads=2, mlp=128)
+    work = Workload(
+        "r", num_prompts=PROMPTS, max_tokens=12, vocabulary=256, hidden=64, layers=2, heads=2, mlp=128
+    )
     folder = prepare(work, root / "work")
-    settings = ["--folder", str(folder), "--engine", engine, "--max-tokens", str(longest), "--prompts", "8"]
+    settings = [
+        "--folder",
+        str(folder),
+        "--engine",
+        engine,
+        "--max-tokens",
+        str(longest),
+        "--prompts",
+        "8",
+    ]
     kills = 1 if small else KILLS
     starts, rollouts, actors = [engine_start(root, settings)], list[float](), list[float]()
     with RunProcess(root, "times", *settings, "--steps", "100000", "--every", "1") as run:
@@ -55,7 +66,10 @@ def times(root: Path, small: bool, rng: random.Random) -> dict[str, Any]:
         while len(rollouts) < kills:
             run.wait_for_moment(rng)
             seconds, rows = replace_rollout(run, rng.randrange(2))
-            print(f"rollout killed with {rows} rows: its successor's first rows after {seconds:.1f} s", flush=True)
+            print(
+                f"rollout killed with {rows} rows: its successor's first rows after {seconds:.1f} s",
+                flush=True,
+            )
             if rows:  # else it was killed between two calls
                 rollouts.append(seconds)
         for _ in range(kills):
@@ -86,7 +100,9 @@ def engine_start(root: Path, settings: list[str]) -> float:
 def replace_rollout(run: RunProcess, rank: int) -> tuple[float, int]:
     """Kill a rollout's process; seconds until rows of its successor are in the log, and the number of rows that were requeued."""
     process = run.ranks()[f"rollout_{rank}"]
-    life = 1 + max((int(n) for n in re.findall(rf"rollout-{rank}-again(\d+)", run.log.read_text())), default=0)
+    life = 1 + max(
+        (int(n) for n in re.findall(rf"rollout-{rank}-again(\d+)", run.log.read_text())), default=0
+    )
     began = time.monotonic()
     process.kill()
     run.wait(lambda: f"rollout-{rank}-again{life}-" in run.log.read_text())
@@ -128,8 +144,12 @@ PARTS: Mapping[str, Callable[[Path, bool, random.Random], dict[str, Any]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}; default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}; default: all"
+    )
     parser.add_argument("--small", action="store_true", help="few of everything: not a measurement")
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments; default: 0")
     arguments = parser.parse_args()

@@ -151,8 +151,12 @@ def resume_mb_s() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"of the run that is killed; default: {STEPS}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help=f"of the run that is killed; default: {STEPS}"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="weft-r") as folder:
         print(json.dumps(measure(Path(folder), arguments.steps)))

@@ -94,13 +94,19 @@ class RunProcess:
         while not until():
             stuck = time.monotonic() - began > STUCK_S
             if stuck or self._driver.poll() is not None:
-                what = f"did not go on for {STUCK_S:.0f} s" if stuck else f"ended with {self._driver.poll()}"
-                raise RuntimeError(f"{self.path.name} {what}; the end of its output:\n{self.output[-3000:]}")
+                what = (
+                    f"did not go on for {STUCK_S:.0f} s" if stuck else f"ended with {self._driver.poll()}"
+                )
+                raise RuntimeError(
+                    f"{self.path.name} {what}; the end of its output:\n{self.output[-3000:]}"
+                )
             time.sleep(poll_s)
 
     def wait_for_ranks(self, gone: psutil.Process | None = None) -> None:
         """Until all worker processes are there, and the one that is gone is none of them."""
-        self.wait(lambda: {name for name, process in self.ranks().items() if process != gone} >= RANKS, LOOK_S)
+        self.wait(
+            lambda: {name for name, process in self.ranks().items() if process != gone} >= RANKS, LOOK_S
+        )
 
     def wait_for_step(self, after: int) -> None:
         """Until a later step than this is over."""

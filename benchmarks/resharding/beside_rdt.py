@@ -84,7 +84,9 @@ def record(pipe: Any, folder: Path, checkpoint: Shapes) -> None:
         model = initialize_model(config)
         layout = record_layout(model, checkpoint).layout
         device = next(model.parameters()).device
-        engine = ShardedRDTWeightTransferEngine(WeightTransferConfig(backend="sharded_rdt"), config, device, model)
+        engine = ShardedRDTWeightTransferEngine(
+            WeightTransferConfig(backend="sharded_rdt"), config, device, model
+        )
         engine._router = RdtRouter(RANKS, RANKS, names=names, group_lens=info.group_lens)
         engine._bake(info)
         engine._build_static_plan(info)

@@ -37,7 +37,9 @@ def step(model: Tensors, share: float) -> None:
         bits ^= (torch.rand(tensor.shape) < share).to(torch.int16)
 
 
-def transfer(publisher: WeightPublisher, model: Tensors, found: Tensors, version: int, receiver: str) -> float:
+def transfer(
+    publisher: WeightPublisher, model: Tensors, found: Tensors, version: int, receiver: str
+) -> float:
     """Seconds that one version takes, written into plain tensors and summed there."""
     start = time.perf_counter()
     with open_weights(publisher.publish(whole(model), version, [receiver]).to(receiver)) as came:
@@ -53,7 +55,9 @@ def measure(rounds: int, *, small: bool) -> dict[str, object]:
     model = {f"{n}.weight": torch.randn(rows, 1024).bfloat16() for n in range(8)}
     found = {name: torch.empty_like(tensor) for name, tensor in model.items()}
     ways = {name: WeightPublisher(LOOPBACK, deltas=name == "delta") for name in ("delta", "whole")}
-    seconds: dict[tuple[float, str], list[float]] = {(share, name): [] for share in SHARES for name in ways}
+    seconds: dict[tuple[float, str], list[float]] = {
+        (share, name): [] for share in SHARES for name in ways
+    }
     shares: dict[float, float] = {}
     version = 0
     with another_machine():

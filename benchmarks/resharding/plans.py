@@ -41,7 +41,10 @@ def model_of(
     layers: int, hidden: int, heads: int, kv: int, mlp: int, vocabulary: int, experts: int = 0
 ) -> list[Parameter]:
     """A Llama or a mixture of experts in the checkpoint's names; heads and `kv` are their sizes in elements."""
-    found = [Parameter("embed", (vocabulary, hidden), 0, 0), Parameter("head", (vocabulary, hidden), 0, layers - 1)]
+    found = [
+        Parameter("embed", (vocabulary, hidden), 0, 0),
+        Parameter("head", (vocabulary, hidden), 0, layers - 1),
+    ]
     for n in range(layers):
         found += [Parameter(f"{n}.q", (heads, hidden), 0, n), Parameter(f"{n}.o", (hidden, heads), 1, n)]
         found += [Parameter(f"{n}.{name}", (kv, hidden), 0, n) for name in ("k", "v")]
@@ -79,7 +82,9 @@ def lower_bounds(source: Layout, destination: Layout) -> list[int]:
             lacks = np.zeros(tensor.shape, bool)
             for box in tensor.boxes[rank]:
                 lacks[box.slices] = True
-            for box in itertools.chain.from_iterable(source.tensors[name].boxes[owner] for owner in owners):
+            for box in itertools.chain.from_iterable(
+                source.tensors[name].boxes[owner] for owner in owners
+            ):
                 lacks[box.slices] = False
             missing += tensor.item_bytes * int(lacks.sum())
         found.append(missing)
@@ -94,13 +99,19 @@ def plan_equals_bound(degrees: Sequence[int]) -> dict[str, Any]:
         for tp, engines, first_node in itertools.product(degrees, degrees, (0, 1000))
     ]
     for source, destination in itertools.product(sources(degrees), destinations):
-        equal += ReshardPlan(source, destination).received_bytes.tolist() == lower_bounds(source, destination)
+        equal += ReshardPlan(source, destination).received_bytes.tolist() == lower_bounds(
+            source, destination
+        )
         pairs += 1
     redundant = 0
     for pp, tp, dp in itertools.product(degrees, repeat=3):
         sizes = Parallelism(pp, tp, dp)
-        for p_g, t_g in itertools.product((d for d in degrees if pp % d == 0), (d for d in degrees if tp % d == 0)):
-            plan = ReshardPlan(three_dimensional(toy_model(), sizes), generation(toy_model(), sizes, p_g, t_g))
+        for p_g, t_g in itertools.product(
+            (d for d in degrees if pp % d == 0), (d for d in degrees if tp % d == 0)
+        ):
+            plan = ReshardPlan(
+                three_dimensional(toy_model(), sizes), generation(toy_model(), sizes, p_g, t_g)
+            )
             redundant += sum(map(plan.redundant_bytes, range(sizes.num_ranks)))
     return {
         "plan_equals_bound": True if equal == pairs else round(equal / pairs, 4),
@@ -112,7 +123,10 @@ def plan_equals_bound(degrees: Sequence[int]) -> dict[str, Any]:
 def plan_70b_s(ranks: int = 64, model: str = "70B") -> float:
     """Seconds to plan from FSDP to engines of TP 8 on other nodes; layouts are given."""
     parameters = model_of(*MODELS[model])
-    layouts = fully_sharded(parameters, ranks), replicas(parameters, 8, ranks // 8, nodes_of(ranks, first_node=1000))
+    layouts = (
+        fully_sharded(parameters, ranks),
+        replicas(parameters, 8, ranks // 8, nodes_of(ranks, first_node=1000)),
+    )
     start = time.perf_counter()
     ReshardPlan(*layouts)
     return time.perf_counter() - start
@@ -122,15 +136,21 @@ def seconds_of(plan: ReshardPlan, *, through_host: bool = False) -> float:
     """What the busiest GPU takes to send or receive: first what crosses nodes, then what does not, which may go through host memory."""
     ranks = max(len(plan.source.ranks), len(plan.destination.ranks))
     crossing, inside = np.zeros((2, ranks)), np.zeros((2, ranks))
-    shared = Counter(id(plan.copies(name)) for name in plan.destination.tensors)  # equal tensors have the same copies
+    shared = Counter(
+        id(plan.copies(name)) for name in plan.destination.tensors
+    )  # equal tensors have the same copies
     for name, tensor in plan.destination.tensors.items():
         count = shared.pop(id(plan.copies(name)), 0) * tensor.item_bytes
         for copy in plan.copies(name) if count else ():
             if copy.travels:
-                near = plan.source.ranks[copy.source].node == plan.destination.ranks[copy.destination].node
+                near = (
+                    plan.source.ranks[copy.source].node == plan.destination.ranks[copy.destination].node
+                )
                 for side, rank in enumerate((copy.source, copy.destination)):
                     (inside if near else crossing)[side, rank] += count * copy.box.numel
-    if through_host:  # each byte goes to the memory of its sender's host, and comes from that of its receiver's
+    if (
+        through_host
+    ):  # each byte goes to the memory of its sender's host, and comes from that of its receiver's
         return crossing.max() / NETWORK + 2 * (crossing + inside).max() / HOST
     return crossing.max() / NETWORK + inside.max() / NVLINK
 
@@ -151,7 +171,9 @@ def projection(gpus_of: Mapping[str, Sequence[int]] = PROJECTED) -> str:
         tp = min(8, half)
         engines = replicas(parameters, tp, half // tp, where[half:])
         apart = ReshardPlan(fully_sharded(parameters, half, ranks=where[:half]), engines)
-        line = f"{name:<20}{gpus:>5}{seconds_of(apart):>9.3f}{seconds_of(apart, through_host=True):>10.3f}"
+        line = (
+            f"{name:<20}{gpus:>5}{seconds_of(apart):>9.3f}{seconds_of(apart, through_host=True):>10.3f}"
+        )
         if gpus <= 128:
             same = ReshardPlan(fully_sharded(parameters, gpus), replicas(parameters, 8, gpus // 8))
             line += f"{seconds_of(same):>10.3f}"

@@ -71,9 +71,13 @@ def measure(*, small: bool = False) -> dict[str, Any]:
         folder = Path(tempfile.mkdtemp(prefix="weft-layouts-"))
         with contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            for number, trainer in enumerate(("engine", *trainers)):  # each trainer has weights of its own
+            for number, trainer in enumerate(
+                ("engine", *trainers)
+            ):  # each trainer has weights of its own
                 torch.manual_seed(number)
-                made: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**_SMALL, **settings}))
+                made: Any = AutoModelForCausalLM.from_config(
+                    CONFIG_MAPPING[kind](**{**_SMALL, **settings})
+                )
                 made.save_pretrained(folder / trainer)
             processes = Processes()
             stack.callback(processes.close)

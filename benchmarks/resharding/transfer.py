@@ -70,13 +70,23 @@ class Ways:
         self.cpu_parts: Seconds = {}
         self.pause_s = 0.0
         """Of the last transfer with a double buffer: seconds without sampling."""
-        settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
+        settings = {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
         ray.init(
-            "local", num_cpus=RANKS, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": settings}
+            "local",
+            num_cpus=RANKS,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": settings},
         )
         self._trainers: list[Any] = [ray.remote(Trainer).remote() for _ in range(RANKS)]
         port = ray.get(self._trainers[0].port.remote())
-        starting = [trainer.start.remote(str(model), rank, port) for rank, trainer in enumerate(self._trainers)]
+        starting = [
+            trainer.start.remote(str(model), rank, port) for rank, trainer in enumerate(self._trainers)
+        ]
         ray.get(starting, timeout=120)
         self._start_engine(model)
         self._sampling = self._sample()
@@ -86,7 +96,9 @@ class Ways:
         from weft.workers.generation.vllm_engine import VllmEngine
         from weft.workers.generation.vllm_settings import VllmSettings
 
-        self._engine = VllmEngine(str(model), VllmSettings(kv_cache_gib=1 / 16, max_num_seqs=4), max_context=64)
+        self._engine = VllmEngine(
+            str(model), VllmSettings(kv_cache_gib=1 / 16, max_num_seqs=4), max_context=64
+        )
         from weft.resharding import vllm_receiver, vllm_writer
         from weft.resharding.incoming import IncomingWeights
         from weft.resharding.vllm_writer import Layer
@@ -96,7 +108,11 @@ class Ways:
         self._timed = Timed()
         self._timed.watch("checksums", vllm_receiver, "box_sum")
         self._timed.watch(
-            "repacking", vllm_writer, "initialize_layerwise_reload", "finalize_layerwise_reload", "process_tied"
+            "repacking",
+            vllm_writer,
+            "initialize_layerwise_reload",
+            "finalize_layerwise_reload",
+            "process_tied",
         )
         self._timed.watch("repacking", Layer, "start", "finish")
         self._timed.watch("waits", IncomingWeights, "_ready")
@@ -120,7 +136,9 @@ class Ways:
         return [self._read[rank] for rank in range(RANKS)] == plan.sent_bytes.tolist()
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
-        return ray.get([getattr(trainer, method).remote(*arguments) for trainer in self._trainers], timeout=120)
+        return ray.get(
+            [getattr(trainer, method).remote(*arguments) for trainer in self._trainers], timeout=120
+        )
 
     def copies(self) -> tuple[float, float]:
         """Seconds of one plain copy of the bytes by a thread of vLLM's process; and of the processor."""
@@ -146,7 +164,8 @@ class Ways:
             raise RuntimeError("another checksum arrived than was given")
         spent = self._timed.seconds, self._timed.of_processor
         self.parts, self.cpu_parts = (
-            self._split([published[1 + kind] for published in finished], taken[kind], spent[kind]) for kind in range(2)
+            self._split([published[1 + kind] for published in finished], taken[kind], spent[kind])
+            for kind in range(2)
         )
 
     def gloo(self) -> Iterator[None]:
@@ -155,7 +174,10 @@ class Ways:
         weights = reduce(add, self._all("publish", self._version, "gloo"))
         yield
         checksum = self._engine.update_weights(weights.to("rollout[0]"))
-        if reduce(add, (given for given, _, _ in self._all("finish", self._version))).checksum != checksum:
+        if (
+            reduce(add, (given for given, _, _ in self._all("finish", self._version))).checksum
+            != checksum
+        ):
             raise RuntimeError("another checksum arrived than was given")
 
     def double_buffer(self) -> Iterator[None]:
@@ -168,14 +190,19 @@ class Ways:
         start = time.perf_counter()
         checksum = self._engine.update_weights(weights)
         self.pause_s = time.perf_counter() - start
-        if reduce(add, (given for given, _, _ in self._all("finish", self._version))).checksum != checksum:
+        if (
+            reduce(add, (given for given, _, _ in self._all("finish", self._version))).checksum
+            != checksum
+        ):
             raise RuntimeError("another checksum arrived than was given")
 
     def _sample(self) -> Iterator[None]:
         """Responses without an end."""
         sampling = Sampling(max_tokens=48, ignore_stop=True)
         while True:
-            prompts = [GenerationRequest(row, np.arange(2, 10, dtype=np.int32), seed=row) for row in range(4)]
+            prompts = [
+                GenerationRequest(row, np.arange(2, 10, dtype=np.int32), seed=row) for row in range(4)
+            ]
             for _ in self._engine.generate(prompts, sampling):
                 yield
 
@@ -196,9 +223,9 @@ class Ways:
         memory = mmap.mmap(file, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         os.close(file)
         tensors = {
-            name: torch.frombuffer(memory, dtype=torch.float32, count=torch.Size(shape).numel(), offset=offset).view(
-                shape
-            )
+            name: torch.frombuffer(
+                memory, dtype=torch.float32, count=torch.Size(shape).numel(), offset=offset
+            ).view(shape)
             for name, shape, offset in entries
         }
         found = 0
@@ -224,7 +251,10 @@ class Ways:
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """By vLLM's own loaders."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
 
         model = self._receiver.model
         initialize_layerwise_reload(model)
@@ -262,7 +292,11 @@ def measure(rounds: int = 7, *, small: bool = False) -> dict[str, Any]:
         "wire_equals_plan": right,
         "wire_over_memcpy": wire(""),
         "wire_over_memcpy_cpu": wire(CPU),
-        **{f"speedup_over_{name}": round(s / whole["weft"], 2) for name, s in whole.items() if name != "weft"},
+        **{
+            f"speedup_over_{name}": round(s / whole["weft"], 2)
+            for name, s in whole.items()
+            if name != "weft"
+        },
         "gloo_over_mapped": round(middle["gloo"] / whole["weft"], 2),
         "pause_share": round(middle["double_buffer: paused"] / whole["weft"], 3),
         "pause_share_without": round(middle["weft: paused"] / whole["weft"], 3),

@@ -39,10 +39,14 @@ Curve = Sequence[tuple[int, float, float]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", help="seeds of the runs; default: 0,1,2 (--small: 0)")
     parser.add_argument("--steps", type=int, help="updates of each run; default: 250 (--small: 3)")
-    parser.add_argument("--picture", type=Path, default=Path("docs/schedules.png"), help="default: docs/schedules.png")
+    parser.add_argument(
+        "--picture", type=Path, default=Path("docs/schedules.png"), help="default: docs/schedules.png"
+    )
     parser.add_argument("--small", action="store_true", help="three steps, one seed: not a measurement")
     arguments = parser.parse_args()
     seeds = [int(seed) for seed in (arguments.seeds or ("0" if arguments.small else "0,1,2")).split(",")]
@@ -55,7 +59,10 @@ def main() -> None:
             for name in MODES if seed % 2 == 0 else reversed(MODES):
                 curves[name].append(run(name, seed, more, Path(root)))
                 samples, seconds, accuracy = curves[name][-1][-1]
-                print(f"  seed {seed} {name}: {accuracy:.3f} after {samples} samples, {seconds:.0f} s", flush=True)
+                print(
+                    f"  seed {seed} {name}: {accuracy:.3f} after {samples} samples, {seconds:.0f} s",
+                    flush=True,
+                )
     draw(curves, arguments.picture)
     print(json.dumps(summarize(curves) | {"seeds": seeds, "load": os.getloadavg()[0]}))
 
@@ -63,7 +70,16 @@ def main() -> None:
 def run(name: str, seed: int, more: Sequence[str], root: Path) -> Curve:
     schedule, placement = MODES[name]
     before = set(root.glob("*/metrics.parquet"))
-    command = [sys.executable, str(EXAMPLE), "--seed", str(seed), "--schedule", schedule, "--placement", placement]
+    command = [
+        sys.executable,
+        str(EXAMPLE),
+        "--seed",
+        str(seed),
+        "--schedule",
+        schedule,
+        "--placement",
+        placement,
+    ]
     command += ["--root", str(root), "--checkpoint-every", "0"]
     done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=1800)
     if done.returncode:
@@ -130,7 +146,9 @@ def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (by_samples, by_time) = plt.subplots(1, 2, figsize=(10, 4.2), dpi=120, layout="constrained", sharey=True)
+    figure, (by_samples, by_time) = plt.subplots(
+        1, 2, figsize=(10, 4.2), dpi=120, layout="constrained", sharey=True
+    )
     for name, runs in curves.items():
         for number, points in enumerate(runs):
             samples, seconds, accuracy = zip(*points, strict=True)

@@ -101,7 +101,9 @@ class LongTailedRollout(RolloutWorker):
         return LongTailedEngine(self.config, **settings)
 
     def _seed(self, group_id: int, draw: Sequence[int], prompt_ids: np.ndarray, index: int) -> int | None:
-        return response_seed(prompt_ids, index)  # prompts differ; a group's number depends on the schedule
+        return response_seed(
+            prompt_ids, index
+        )  # prompts differ; a group's number depends on the schedule
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def process(self) -> int:
@@ -112,7 +114,10 @@ class LongTailedRollout(RolloutWorker):
         """Responses in the batch -> mean seconds from one step to the next, of this rank."""
         assert isinstance(self.engine, LongTailedEngine)
         between = float(np.median(self.engine.between_s or [0.0]))
-        return {number: float(np.mean(seconds)) + between for number, seconds in sorted(self.engine.steps_s.items())}
+        return {
+            number: float(np.mean(seconds)) + between
+            for number, seconds in sorted(self.engine.steps_s.items())
+        }
 
 
 class PinnedActor(ActorWorker):
@@ -171,4 +176,6 @@ def schedule_of(work: Work, name: str) -> Any:
         return weft.Synchronous(**steps)
     if setting.kind == "pipelined":
         return weft.Pipelined(**steps, groups_per_part=work.groups_per_part)
-    return weft.Asynchronous(**steps, max_staleness=setting.max_staleness, groups_per_part=work.groups_per_part)
+    return weft.Asynchronous(
+        **steps, max_staleness=setting.max_staleness, groups_per_part=work.groups_per_part
+    )

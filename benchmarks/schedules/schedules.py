@@ -51,7 +51,9 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, help="runs of each schedule; default: 2 (--small: 1)")
     parser.add_argument(
         "--schedules", default=",".join(SCHEDULES), help=f"some of {', '.join(SCHEDULES)}; default: all"
@@ -136,7 +138,9 @@ def summarize(measured: Measured) -> dict[str, Any]:
         "busy_s": middle("busy_s", APART),
         "idle": {name: each[0]["idle"] for name, each in measured.items()},
         "core_s": middle("core_s", ("driver", *APART)),
-        "machine_busy": {name: round(median(f["machine_busy"] for f in each), 3) for name, each in measured.items()},
+        "machine_busy": {
+            name: round(median(f["machine_busy"] for f in each), 3) for name, each in measured.items()
+        },
     }
 
 

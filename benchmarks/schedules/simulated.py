@@ -57,7 +57,10 @@ def simulated(work: Work, folder: Path, measured: Measured, devices: Sequence[in
         "simulated_error": _largest(errors),
         "simulated_errors": {name: round(error, 4) for name, error in errors.items()},
     }
-    print("  simulated as measured: " + ", ".join(f"{n} {t.step_s:.2f} s ({errors[n]:+.1%})" for n, t in own.items()))
+    print(
+        "  simulated as measured: "
+        + ", ".join(f"{n} {t.step_s:.2f} s ({errors[n]:+.1%})" for n, t in own.items())
+    )
     synchronous = measured.get("synchronous")
     if not synchronous:
         return {**found, "simulated_256_speedup": None}
@@ -68,7 +71,9 @@ def simulated(work: Work, folder: Path, measured: Measured, devices: Sequence[in
     }
     found["simulated_error_from_synchronous"] = _largest(other)
     tokens = work.median * math.exp(work.sigma**2 / 2)
-    costs = _costs(synchronous, LogNormal(mean=tokens, sigma=work.sigma, max_tokens=work.longest), work.slots)
+    costs = _costs(
+        synchronous, LogNormal(mean=tokens, sigma=work.sigma, max_tokens=work.longest), work.slots
+    )
     many = {number: _many(work, folder, costs, number) for number in devices}
     for number, timed in many.items():
         said = ", ".join(f"{name} {t.step_s:.2f}" for name, t in timed.items())
@@ -78,8 +83,10 @@ def simulated(work: Work, folder: Path, measured: Measured, devices: Sequence[in
         **found,
         "simulated": {d: {name: asdict(t) for name, t in timed.items()} for d, timed in many.items()},
         "simulated_256_speedup": at and round(at["synchronous"].step_s / at["asynchronous_1"].step_s, 4),
-        "simulated_256_over_colocated": at and round(at["colocated"].step_s / at["asynchronous_1"].step_s, 4),
-        "simulated_256_share_of_bound": at and round(at["asynchronous_1"].bound_s / at["asynchronous_1"].step_s, 4),
+        "simulated_256_over_colocated": at
+        and round(at["colocated"].step_s / at["asynchronous_1"].step_s, 4),
+        "simulated_256_share_of_bound": at
+        and round(at["asynchronous_1"].bound_s / at["asynchronous_1"].step_s, 4),
     }
 
 
@@ -97,11 +104,15 @@ def _costs(runs: Sequence[Mapping[str, Any]], lengths: FixedLengths | LogNormal,
         int(number): median(table[number] for table in tables if number in table)
         for number in {n for table in tables for n in table}
     }
-    generation = Generation(lengths=lengths, decode_step_s=tuple(sorted(steps.items())), max_num_seqs=slots)
+    generation = Generation(
+        lengths=lengths, decode_step_s=tuple(sorted(steps.items())), max_num_seqs=slots
+    )
     # Simulated runs record nothing.
     fitted = [c for c in calls if c["node"] != "rollout.generate" and c["group"] != "recorder"]
     timeline = pa.Table.from_pylist(fitted)
-    return calibrate(timeline, replicas=ranks, nodes={"rollout.generate": generation}, dispatch_s=DISPATCH_S)
+    return calibrate(
+        timeline, replicas=ranks, nodes={"rollout.generate": generation}, dispatch_s=DISPATCH_S
+    )
 
 
 def _many(work: Work, folder: Path, costs: CostModel, devices: int) -> dict[str, Timed]:
@@ -137,7 +148,9 @@ def _run(work: Work, folder: Path, name: str, costs: CostModel, devices: int) ->
     ):
         closed = [row["time_s"] for row in driver.run()]
     step_s = (closed[work.warm_up + work.counted] - closed[work.warm_up]) / work.counted
-    at_best = bound(costs, graph, placement, prompts_per_step=work.groups, steps=work.steps, shuffle=False)
+    at_best = bound(
+        costs, graph, placement, prompts_per_step=work.groups, steps=work.steps, shuffle=False
+    )
     return Timed(step_s, at_best.seconds)
 
 

@@ -31,7 +31,9 @@ def main(work: Work, name: str, folder: Path) -> None:
     setting = SCHEDULES[name]
     rollout, actor, reward = groups(work, name, folder)
     if setting.apart:
-        placement = {group: weft.Place(weft.ResourcePool(f"the core of {group}", cpus=1)) for group in APART}
+        placement = {
+            group: weft.Place(weft.ResourcePool(f"the core of {group}", cpus=1)) for group in APART
+        }
     else:
         pool = weft.ResourcePool("both cores", cpus=2)
         placement = {group: weft.Place(pool, ranks=2) for group in APART}
@@ -46,7 +48,10 @@ def main(work: Work, name: str, folder: Path) -> None:
         progress=False,
         stop=usage.after_step,
     ) as driver:
-        usage.processes |= {"rollout": driver.call(rollout, "process"), "actor": driver.call(actor, "process")}
+        usage.processes |= {
+            "rollout": driver.call(rollout, "process"),
+            "actor": driver.call(actor, "process"),
+        }
         metrics = driver.run()
         steps_s = driver.call(rollout, "steps_s")[0]
         timeline, buffer = driver.directory.timeline, driver.directory.path / "buffer"

@@ -68,10 +68,20 @@ class Work:
         """The model, and a prompt of its own for each group of the run."""
         sizes = {name: getattr(self, name) for name in ("vocabulary", "hidden", "layers", "heads", "mlp")}
         prompts = self.groups * self.steps
-        return Workload("schedules", num_prompts=prompts, num_samples=self.samples, max_tokens=self.longest, **sizes)
+        return Workload(
+            "schedules", num_prompts=prompts, num_samples=self.samples, max_tokens=self.longest, **sizes
+        )
 
     def small(self) -> Work:
-        few = {"groups": 3, "groups_per_part": 1, "samples": 4, "slots": 8, "warm_up": 1, "counted": 3, "tail": 3}
+        few = {
+            "groups": 3,
+            "groups_per_part": 1,
+            "samples": 4,
+            "slots": 8,
+            "warm_up": 1,
+            "counted": 3,
+            "tail": 3,
+        }
         short = {"median": 6.0, "longest": 24}
         return replace(self, **few, **short, vocabulary=256, hidden=64, layers=2, heads=2, mlp=128)
 

@@ -30,7 +30,9 @@ def main(algorithm: str, folder: Path) -> None:
     import torch
 
     step = PpoStep(folder) if algorithm == "ppo" else DpoStep(folder)
-    seconds = {size: timed(step, size) for _ in range(2) for size in MICROBATCHES}  # of the second try of each
+    seconds = {
+        size: timed(step, size) for _ in range(2) for size in MICROBATCHES
+    }  # of the second try of each
     best = min(seconds, key=lambda size: seconds[size])
     step.prepare(best)
     padding = 1 - step.tokens / sum(part.ids.numel() for part in step.parts)
@@ -80,10 +82,14 @@ class Model:
         import torch
         from transformers import AutoModelForCausalLM
 
-        causal_lm: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        causal_lm: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa"
+        )
         self._scalar = scalar
         self._backbone = causal_lm.model
-        self._head = torch.nn.Linear(causal_lm.config.hidden_size, 1, bias=False) if scalar else causal_lm.lm_head
+        self._head = (
+            torch.nn.Linear(causal_lm.config.hidden_size, 1, bias=False) if scalar else causal_lm.lm_head
+        )
         self._parameters = [*self._backbone.parameters(), *(self._head.parameters() if scalar else ())]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-8, fused=True) if trained else None
 
@@ -154,7 +160,9 @@ class DpoStep:
     def __init__(self, folder: Path) -> None:
         pairs = read(folder / "pairs.jsonl")
         self.tokens = num_tokens(pairs)
-        self._rows = by_length((pair["prompt"], pair[side]) for pair in pairs for side in ("chosen", "rejected"))
+        self._rows = by_length(
+            (pair["prompt"], pair[side]) for pair in pairs for side in ("chosen", "rejected")
+        )
         self._actor = Model(folder / "model", trained=True)
 
     def prepare(self, microbatch: int) -> None:

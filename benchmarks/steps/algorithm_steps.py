@@ -45,10 +45,16 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", choices=ALGORITHM_WORKLOADS, default=list(ALGORITHM_WORKLOADS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--workloads", nargs="+", choices=ALGORITHM_WORKLOADS, default=list(ALGORITHM_WORKLOADS)
+    )
     parser.add_argument("--algorithms", nargs="+", choices=["ppo", "dpo"], default=["ppo", "dpo"])
-    parser.add_argument("--steps", type=int, default=8, help="steps counted, of each system; default: %(default)s")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="steps counted, of each system; default: %(default)s"
+    )
     parser.add_argument(
         "--ranks", type=int, default=cores(), help="of each of Weft's groups; default: one for each core"
     )
@@ -60,7 +66,9 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def measure(algorithm: str, workload: AlgorithmWorkload, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    algorithm: str, workload: AlgorithmWorkload, folder: Path, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """The results of one algorithm on one workload."""
 
     def weft() -> System:
@@ -72,7 +80,9 @@ def measure(algorithm: str, workload: AlgorithmWorkload, folder: Path, arguments
 
     def trl() -> System:
         settings = json.dumps({"microbatch": workload.trl_microbatch})
-        return System(HERE / "trl_steps.py", "dpo", folder, settings, log=folder / "trl.log", python=PEERS)
+        return System(
+            HERE / "trl_steps.py", "dpo", folder, settings, log=folder / "trl.log", python=PEERS
+        )
 
     starts: dict[str, Callable[[], System]] = {"weft": weft, "bound": bound}
     if algorithm == "dpo" and has_peers(not arguments.no_peers, "TRL"):
@@ -89,8 +99,14 @@ def summarize(measured: Mapping[str, Steps]) -> dict[str, Any]:
         **{f"{name}_s": round(value, 4) for name, value in seconds.items()},
         "tokens": weft[0]["tokens"],
         "tokens_per_s": round(weft[0]["tokens"] / seconds["weft"], 1),
-        **{f"ratio_to_{name}": round(value / seconds["weft"], 4) for name, value in seconds.items() if name != "weft"},
-        "shares": shares(weft, {node: node for step in weft for node in sorted({c["node"] for c in step["calls"]})}),
+        **{
+            f"ratio_to_{name}": round(value / seconds["weft"], 4)
+            for name, value in seconds.items()
+            if name != "weft"
+        },
+        "shares": shares(
+            weft, {node: node for step in weft for node in sorted({c["node"] for c in step["calls"]})}
+        ),
         "outside_workers": outside_workers(weft),
         "steps": len(weft),
     }
@@ -104,7 +120,9 @@ def smallest(results: list[Mapping[str, Any]]) -> dict[str, float | None]:
     """
     keys = (("ppo", "ratio_to_bound"), ("dpo", "ratio_to_bound"), ("dpo", "ratio_to_trl"))
     measured = {key: [r[key[0]][key[1]] for r in results if key[1] in r.get(key[0], {})] for key in keys}
-    return {f"{algorithm}_{ratio}": min(each, default=None) for (algorithm, ratio), each in measured.items()}
+    return {
+        f"{algorithm}_{ratio}": min(each, default=None) for (algorithm, ratio), each in measured.items()
+    }
 
 
 if __name__ == "__main__":

@@ -65,7 +65,9 @@ def prepare(workload: AlgorithmWorkload, folder: Path) -> Path:
     def words(lengths: tuple[int, int]) -> str:
         low, high = lengths
         length = draw.randint(low, high) if lengths == PROMPT else round(draw.lognormvariate(3.87, 0.7))
-        return " ".join(f"w{draw.randrange(2, workload.model.vocabulary)}" for _ in range(min(high, max(low, length))))
+        return " ".join(
+            f"w{draw.randrange(2, workload.model.vocabulary)}" for _ in range(min(high, max(low, length)))
+        )
 
     rows = [{"prompt": words(PROMPT), "given": words(RESPONSE)} for _ in range(workload.rows)]
     pairs = [
@@ -83,11 +85,17 @@ def read(file: Path) -> list[dict[str, list[int]]]:
     ends = {"chosen": [STOP], "rejected": [STOP]}
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     return [
-        {name: [int(word[1:]) for word in text.split()] + ends.get(name, []) for name, text in row.items()}
+        {
+            name: [int(word[1:]) for word in text.split()] + ends.get(name, [])
+            for name, text in row.items()
+        }
         for row in rows
     ]
 
 
 def num_tokens(rows: list[dict[str, list[int]]]) -> int:
     """Of all sequences: each response with its prompt."""
-    return sum((len(row) - 1) * len(row["prompt"]) + sum(map(len, row.values())) - len(row["prompt"]) for row in rows)
+    return sum(
+        (len(row) - 1) * len(row["prompt"]) + sum(map(len, row.values())) - len(row["prompt"])
+        for row in rows
+    )

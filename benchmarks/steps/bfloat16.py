@@ -48,7 +48,9 @@ def measure(*, small: bool, rounds: int) -> dict[str, Any]:
         make_model(workload, folder)
         dtypes = ("float32", "bfloat16")
         workers = {
-            dtype: ActorWorker(ActorConfig.model_validate({"model": folder, "dtype": dtype, "learning_rate": 1e-12}))
+            dtype: ActorWorker(
+                ActorConfig.model_validate({"model": folder, "dtype": dtype, "learning_rate": 1e-12})
+            )
             for dtype in dtypes
         }
         core_s: dict[str, list[float]] = {dtype: [] for dtype in dtypes}
@@ -76,7 +78,9 @@ def measure(*, small: bool, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--small", action="store_true", help="a tiny model and few rows")
     parser.add_argument("--rounds", type=int, default=5, help="updates in each dtype that count")
     asked = parser.parse_args()

@@ -57,11 +57,17 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workloads", default="a,b,c", type=_names, help="some of a, b, c; default: all")
-    parser.add_argument("--steps", type=int, help="steps counted, of each system; default: 8 (--small: 2)")
+    parser.add_argument(
+        "--steps", type=int, help="steps counted, of each system; default: 8 (--small: 2)"
+    )
     parser.add_argument("--no-peers", action="store_true", help="leave TRL out")
-    parser.add_argument("--small", action="store_true", help="tiny models and few steps: not a measurement")
+    parser.add_argument(
+        "--small", action="store_true", help="tiny models and few steps: not a measurement"
+    )
     arguments = parser.parse_args()
     arguments.steps = arguments.steps or (2 if arguments.small else 8)
     if arguments.steps < 1:
@@ -93,28 +99,44 @@ class Systems:
 
     def trl(self, microbatch: int, *, vllm: bool = False) -> System:
         settings = {"microbatch": microbatch, "use_vllm": vllm}
-        return self._start("trl_steps.py", "grpo", settings, log="trl_vllm" if vllm else "trl", python=PEERS)
+        return self._start(
+            "trl_steps.py", "grpo", settings, log="trl_vllm" if vllm else "trl", python=PEERS
+        )
 
-    def _start(self, script: str, *words: object, log: str, python: Path | str = sys.executable) -> System:
+    def _start(
+        self, script: str, *words: object, log: str, python: Path | str = sys.executable
+    ) -> System:
         *kind, settings = words
         given = json.dumps({"workload": asdict(self._workload), **settings})  # pyright: ignore[reportGeneralTypeIssues]
-        return System(HERE / script, *kind, self._folder, given, log=self._folder / f"{log}.log", python=python)
+        return System(
+            HERE / script, *kind, self._folder, given, log=self._folder / f"{log}.log", python=python
+        )
 
     def measure(self, steps: int) -> tuple[dict[str, Steps], dict[str, Any]]:
         """The counted steps of each system, and how the systems were set."""
         actor, rollout = self._workload.placement
         placement = min(actor, cores()), min(rollout, cores())
         microbatch = self._workload.trl_microbatch
-        starts: dict[str, Callable[[], System]] = {"weft": lambda: self.weft(placement), "bound": self.bound}
+        starts: dict[str, Callable[[], System]] = {
+            "weft": lambda: self.weft(placement),
+            "bound": self.bound,
+        }
         if self._peers:
-            starts |= {"trl": lambda: self.trl(microbatch), "trl_vllm": lambda: self.trl(microbatch, vllm=True)}
+            starts |= {
+                "trl": lambda: self.trl(microbatch),
+                "trl_vllm": lambda: self.trl(microbatch, vllm=True),
+            }
 
         def told(name: str, made: Steps) -> dict[str, Any]:
             return {"lengths": [step["lengths"] for step in made]} if name == "bound" else {}
 
         measured, facts = take_turns(starts, steps, told)
         settings: dict[str, Any] = {"placement": {"actor": placement[0], "rollout": placement[1]}}
-        settings |= {f"{name}_microbatch": fact["microbatch"] for name, fact in facts.items() if "microbatch" in fact}
+        settings |= {
+            f"{name}_microbatch": fact["microbatch"]
+            for name, fact in facts.items()
+            if "microbatch" in fact
+        }
         return measured, settings
 
 
@@ -122,7 +144,9 @@ def summarize(workload: Workload, measured: Mapping[str, Steps]) -> dict[str, An
     """One workload's results, from the steps of each system: medians over steps."""
 
     def token_seconds(name: str) -> float:
-        return sum(step["step_s"] for step in measured[name]) / sum(step["tokens"] for step in measured[name])
+        return sum(step["step_s"] for step in measured[name]) / sum(
+            step["tokens"] for step in measured[name]
+        )
 
     weft, bound = measured["weft"], measured.get("bound", [])
     seconds = {name: seconds_of(measured.get(name, [])) for name in SYSTEMS}
@@ -134,15 +158,21 @@ def summarize(workload: Workload, measured: Mapping[str, Steps]) -> dict[str, An
     return {
         "step_s": round(weft_s, 4),
         "samples_per_s": round(workload.rows / weft_s, 2),
-        "tokens_per_s": round(seconds_of([{"rate": s["tokens"] / s["step_s"]} for s in weft], "rate") or 0.0, 1),
+        "tokens_per_s": round(
+            seconds_of([{"rate": s["tokens"] / s["step_s"]} for s in weft], "rate") or 0.0, 1
+        ),
         "shares": shares(weft, PARTS),
         "outside_workers": outside_workers(weft),
         "ratio_to_bound": ratio(seconds["bound"], weft_s),
         "ratio_to_trl": ratio(best, weft_s),
-        "ratio_to_trl_per_token": ratio(min(map(token_seconds, peers), default=None), token_seconds("weft")),
+        "ratio_to_trl_per_token": ratio(
+            min(map(token_seconds, peers), default=None), token_seconds("weft")
+        ),
         **{f"{name}_s": ratio(seconds[name], 1.0) for name in SYSTEMS[1:]},
         **{name: round(value, 4) for name, value in parts.items() if value is not None},
-        "tokens_per_step": {n: round(sum(s["tokens"] for s in steps) / len(steps), 1) for n, steps in measured.items()},
+        "tokens_per_step": {
+            n: round(sum(s["tokens"] for s in steps) / len(steps), 1) for n, steps in measured.items()
+        },
         "steps": len(weft),
     }
 

@@ -106,7 +106,9 @@ def measure(*, small: bool, rounds: int, vocabulary: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--small", action="store_true", help="a tiny model and few rows")
     parser.add_argument("--rounds", type=int, default=5, help="updates in each way that count")
     asked = parser.parse_args()

@@ -65,7 +65,9 @@ def tokenizer_of(folder: Path) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(folder / "model")
 
 
-def grpo_trainer(turns: Turns, folder: Path, workload: dict[str, Any], use_vllm: bool, microbatch: int) -> Any:
+def grpo_trainer(
+    turns: Turns, folder: Path, workload: dict[str, Any], use_vllm: bool, microbatch: int
+) -> Any:
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
@@ -112,7 +114,10 @@ def grpo_trainer(turns: Turns, folder: Path, workload: dict[str, Any], use_vllm:
 
 def sync_weights(generation: Any) -> None:
     """In place of TRL's own, which fails on a CPU: vLLM repacks weights there, and takes new ones only between these two calls."""
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
     runner = generation.llm.llm_engine.model_executor.driver_worker.model_runner
     initialize_layerwise_reload(runner.model)
@@ -128,7 +133,9 @@ def dpo_trainer(turns: Turns, folder: Path, microbatch: int) -> Any:
     pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
 
     def length(pair: dict[str, str]) -> int:
-        return len(pair["prompt"].split()) + max(len(pair[side].split()) for side in ("chosen", "rejected"))
+        return len(pair["prompt"].split()) + max(
+            len(pair[side].split()) for side in ("chosen", "rejected")
+        )
 
     pairs.sort(key=length)  # pairs of like length share a microbatch, so that little is padded
     tokens = num_tokens(read(folder / "pairs.jsonl"))
@@ -150,7 +157,9 @@ def dpo_trainer(turns: Turns, folder: Path, microbatch: int) -> Any:
         callbacks=[step_by_step(turns, microbatch, lambda: tokens)],
     )
     names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    made = num_tokens([{name.removesuffix("_ids"): row[name] for name in names} for row in trainer.train_dataset])
+    made = num_tokens(
+        [{name.removesuffix("_ids"): row[name] for name in names} for row in trainer.train_dataset]
+    )
     if made != tokens:
         raise SystemExit(f"TRL made {made} tokens of the pairs, which have {tokens}")
     return trainer

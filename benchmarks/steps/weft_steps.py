@@ -35,7 +35,9 @@ from weft.dataflow.runs.log import LogReader
 Placement = dict[str, weft.Place]
 
 
-@node(shape=Shape.EXPAND, reads=("given_tokens", "given_logprobs"), writes=(RESPONSE_IDS, RESPONSE_LOGPROBS))
+@node(
+    shape=Shape.EXPAND, reads=("given_tokens", "given_logprobs"), writes=(RESPONSE_IDS, RESPONSE_LOGPROBS)
+)
 def given_responses(prompts: Batch) -> Batch:
     """In the place of a rollout: the response that stands beside each prompt."""
     ids, logprobs = prompts["given_tokens"], prompts["given_logprobs"]
@@ -94,7 +96,9 @@ def run_by_turns(
         driver.run()
 
 
-def run_grpo(turns: Turns, folder: Path, workload: Workload, actor_ranks: int, rollout_ranks: int, cores: int) -> None:
+def run_grpo(
+    turns: Turns, folder: Path, workload: Workload, actor_ranks: int, rollout_ranks: int, cores: int
+) -> None:
     model = str(folder / "model")
     actor = weft.group(weft.ActorWorker, model=model, learning_rate=1e-8)
     rollout = weft.group(weft.RolloutWorker, model=model, max_context=workload.context)
@@ -108,7 +112,10 @@ def run_grpo(turns: Turns, folder: Path, workload: Workload, actor_ranks: int, r
         sampling=weft.Sampling(max_tokens=workload.max_tokens, ignore_stop=workload.mean_tokens is None),
     )
     pool = weft.ResourcePool("cores", cpus=cores)
-    placement = {"actor": weft.Place(pool, ranks=actor_ranks), "rollout": weft.Place(pool, ranks=rollout_ranks)}
+    placement = {
+        "actor": weft.Place(pool, ranks=actor_ranks),
+        "rollout": weft.Place(pool, ranks=rollout_ranks),
+    }
     log: LogReader | None = None
 
     def facts(run: Path) -> Mapping[str, Any]:
@@ -154,7 +161,9 @@ def dpo_graph(folder: Path, place: weft.Place) -> tuple[Any, Placement]:
         root=folder / "runs",
         progress=False,
     )
-    return dpo(known, actor=weft.group(weft.ActorWorker, model=model, learning_rate=1e-8)), {"actor": place}
+    return dpo(known, actor=weft.group(weft.ActorWorker, model=model, learning_rate=1e-8)), {
+        "actor": place
+    }
 
 
 def run_algorithm(turns: Turns, algorithm: str, folder: Path, ranks: int, cores: int) -> None:

@@ -52,17 +52,33 @@ CASES: dict[str, list[Case]] = {
     ],
     "TRL prompt-completion": [
         Case("train.parquet", {"prompt": [ASK], "completion": [RIGHT]}, responses=("4\n",)),
-        Case("train.jsonl", {"prompt": "2 + 2 =", "completion": " 4"}, prompt="2 + 2 =", responses=(" 4<eos>",)),
+        Case(
+            "train.jsonl",
+            {"prompt": "2 + 2 =", "completion": " 4"},
+            prompt="2 + 2 =",
+            responses=(" 4<eos>",),
+        ),
         Case("train.jsonl", {"messages": [ASK, RIGHT]}, responses=("4\n",)),
     ],
     "TRL preference": [
-        Case("train.parquet", {"prompt": [ASK], "chosen": [RIGHT], "rejected": [WRONG]}, responses=("4\n", "5\n")),
-        Case("train.jsonl", {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, responses=("4\n", "5\n")),
+        Case(
+            "train.parquet",
+            {"prompt": [ASK], "chosen": [RIGHT], "rejected": [WRONG]},
+            responses=("4\n", "5\n"),
+        ),
+        Case(
+            "train.jsonl", {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, responses=("4\n", "5\n")
+        ),
     ],
     "TRL preference, implicit prompt": [
         Case(
             "train.parquet",
-            {"chosen": [ASK, RIGHT], "rejected": [ASK, WRONG], "score_chosen": 9.0, "score_rejected": 1.0},
+            {
+                "chosen": [ASK, RIGHT],
+                "rejected": [ASK, WRONG],
+                "score_chosen": 9.0,
+                "score_rejected": 1.0,
+            },
             responses=("4\n", "5\n"),
         ),
         Case(
@@ -93,16 +109,23 @@ CASES: dict[str, list[Case]] = {
     ],
     "OpenRLHF": [
         Case("train.jsonl", {"input": [ASK], "label": "4", "datasource": "sums"}, answer="4"),
-        Case("train.parquet", {"context_messages": [ASK], "context": "2 + 2?", "dataset": "sums", "id": "a-1"}),
+        Case(
+            "train.parquet",
+            {"context_messages": [ASK], "context": "2 + 2?", "dataset": "sums", "id": "a-1"},
+        ),
         Case("train.jsonl", {"input": "2 + 2?", "output": "4"}, responses=("4\n",)),
     ],
     "slime": [
         Case("dapo.jsonl", {"prompt": [ASK], "label": "4"}, answer="4"),
-        Case("train.jsonl", {"messages": [ASK], "label": "4", "metadata": {"rm_type": "math"}}, answer="4"),
+        Case(
+            "train.jsonl", {"messages": [ASK], "label": "4", "metadata": {"rm_type": "math"}}, answer="4"
+        ),
     ],
     "prime-rl": [
         Case(
-            "train.parquet", {"question": "2 + 2?", "answer": "4", "info": '{"level": 1}', "task": "sums"}, answer="4"
+            "train.parquet",
+            {"question": "2 + 2?", "answer": "4", "info": '{"level": 1}', "task": "sums"},
+            answer="4",
         ),
         Case(
             "train.jsonl",
@@ -157,7 +180,10 @@ CASES: dict[str, list[Case]] = {
     "ShareGPT": [
         Case(
             "sharegpt.json",
-            {"id": "QWJhYvA_0", "conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]},
+            {
+                "id": "QWJhYvA_0",
+                "conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}],
+            },
             responses=("4\n",),
         ),
         Case(
@@ -188,11 +214,18 @@ CASES: dict[str, list[Case]] = {
     "Alpaca": [
         Case(
             "alpaca.parquet",
-            {"instruction": "Add.", "input": "2 + 2", "output": "4", "text": "Below is an instruction ..."},
+            {
+                "instruction": "Add.",
+                "input": "2 + 2",
+                "output": "4",
+                "text": "Below is an instruction ...",
+            },
             prompt="<user>Add.\n\n2 + 2\n<assistant>",
             responses=("4\n",),
         ),
-        Case("alpaca_data.json", {"instruction": "2 + 2?", "input": "", "output": "4"}, responses=("4\n",)),
+        Case(
+            "alpaca_data.json", {"instruction": "2 + 2?", "input": "", "output": "4"}, responses=("4\n",)
+        ),
         Case(
             "alpaca.jsonl",
             {"instruction": "2 + 2?", "output": "4", "system": "Be brief."},
@@ -249,15 +282,26 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
     "GSM8K": [
-        Case("test.jsonl", {"question": "2 + 2?", "answer": "2 + 2 = <<2+2=4>>4 in all.\n#### 4"}, answer="4"),
         Case(
-            "test.parquet", {"question": "2 + 2?", "answer": "It is <<2*1000=2000>>2,000.\n#### 2,000"}, answer="2000"
+            "test.jsonl",
+            {"question": "2 + 2?", "answer": "2 + 2 = <<2+2=4>>4 in all.\n#### 4"},
+            answer="4",
+        ),
+        Case(
+            "test.parquet",
+            {"question": "2 + 2?", "answer": "It is <<2*1000=2000>>2,000.\n#### 2,000"},
+            answer="2000",
         ),
     ],
     "MATH": [
         Case(
             "train.parquet",
-            {"problem": "2 + 2?", "level": "Level 1", "type": "Algebra", "solution": r"It is $\boxed{\frac{8}{2}}$."},
+            {
+                "problem": "2 + 2?",
+                "level": "Level 1",
+                "type": "Algebra",
+                "solution": r"It is $\boxed{\frac{8}{2}}$.",
+            },
             answer=r"\frac{8}{2}",
         ),
         Case(
@@ -314,7 +358,11 @@ def write(folder: Path, case: Case) -> Path:
     if file.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), file)
     else:
-        text = json.dumps(rows) if file.suffix == ".json" else "".join(json.dumps(row) + "\n" for row in rows)
+        text = (
+            json.dumps(rows)
+            if file.suffix == ".json"
+            else "".join(json.dumps(row) + "\n" for row in rows)
+        )
         file.write_bytes(gzip.compress(text.encode()) if file.suffix == ".gz" else text.encode())
     return file
 
@@ -324,14 +372,22 @@ def mistakes(folder: Path, case: Case) -> list[str]:
     tokenizer = byte_tokenizer()
     prompts = Prompts.read(write(folder, case), tokenizer)
     row = prompts.table.to_pylist()[1]
-    texts = [tokenizer.backend.decode(row[c], skip_special_tokens=False) for c in prompts.columns if c.endswith("_ids")]
+    texts = [
+        tokenizer.backend.decode(row[c], skip_special_tokens=False)
+        for c in prompts.columns
+        if c.endswith("_ids")
+    ]
     wanted = {"prompt": case.prompt, "responses": case.responses, "answer": case.answer}
     found = {"prompt": texts[0], "responses": tuple(texts[1:]), "answer": row.get("answer")}
-    kept = {name: row.get(case.kept_as.get(name, name)) for name in case.row if name not in ("prompt", "answer")}
+    kept = {
+        name: row.get(case.kept_as.get(name, name))
+        for name in case.row
+        if name not in ("prompt", "answer")
+    }
     lost = [name for name, value in kept.items() if value != case.row[name]]
-    return [f"{name}: {found[name]!r}, not {wanted[name]!r}" for name in wanted if found[name] != wanted[name]] + [
-        f"column {name!r} is {kept[name]!r}, not {case.row[name]!r}" for name in lost
-    ]
+    return [
+        f"{name}: {found[name]!r}, not {wanted[name]!r}" for name in wanted if found[name] != wanted[name]
+    ] + [f"column {name!r} is {kept[name]!r}, not {case.row[name]!r}" for name in lost]
 
 
 def formats() -> tuple[int, int]:

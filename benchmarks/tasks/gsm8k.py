@@ -24,7 +24,9 @@ def gsm8k_tiny_s(data: Path | None = None) -> float:
         command = [sys.executable, str(EXAMPLE), "--tiny", "--root", root, "--name", "tiny"]
         command += ["--data", str(data.resolve())] if data else []
         started = time.monotonic()
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1200)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1200
+        )
         if done.returncode:
             raise RuntimeError(f"{EXAMPLE.name} failed: {done.stdout[-2000:]}")
         return time.monotonic() - started

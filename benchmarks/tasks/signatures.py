@@ -48,7 +48,9 @@ def samples() -> Batch:
         {"response_ids": [2], "answer": "two", "finish_reason": "length"},
     ]
     same = {"group_id": 1, "prompt": "ask", "prompt_ids": [4], "data_source": "words"}
-    return Batch.from_rows([{**same, **row, "sample_id": k, "extra_info": {"index": k}} for k, row in enumerate(rows)])
+    return Batch.from_rows(
+        [{**same, **row, "sample_id": k, "extra_info": {"index": k}} for k, row in enumerate(rows)]
+    )
 
 
 def mistake(library: str, folder: Path) -> str:

@@ -38,7 +38,9 @@ class Trial:
     @property
     def learned(self) -> bool:
         """Whether it ended well, and its held-out accuracy rose by `GAIN`."""
-        return not self.code and None not in (self.before, self.after) and self.after - self.before >= GAIN  # pyright: ignore
+        return (
+            not self.code and None not in (self.before, self.after) and self.after - self.before >= GAIN
+        )  # pyright: ignore
 
     @property
     def ok(self) -> bool:
@@ -51,11 +53,13 @@ class Trial:
         'grpo_gsm8k   local    3     0   0.375   0.875  +0.500     41.2  ok'
         """
         known = self.before is not None and self.after is not None
-        figures = f"{self.before:7.3f} {self.after:7.3f}  {self.after - self.before:+.3f}" if known else f"{'-':>23}"  # pyright: ignore
+        figures = (
+            f"{self.before:7.3f} {self.after:7.3f}  {self.after - self.before:+.3f}"
+            if known
+            else f"{'-':>23}"
+        )  # pyright: ignore
         verdict = "ok" if self.ok else "slow" if self.learned else "failed"
-        return (
-            f"{self.example:12} {self.backend:6} {self.seed:3} {self.code:5} {figures} {self.seconds:8.1f}  {verdict}"
-        )
+        return f"{self.example:12} {self.backend:6} {self.seed:3} {self.code:5} {figures} {self.seconds:8.1f}  {verdict}"
 
 
 HEAD = "example      backend seed exit  before   after    gain  seconds"
@@ -64,7 +68,15 @@ HEAD = "example      backend seed exit  before   after    gain  seconds"
 def trial(example: str, backend: str, seed: int) -> Trial:
     """Run an example in its own process and folder."""
     with tempfile.TemporaryDirectory(prefix="weft-trial-") as root:
-        command = [sys.executable, str(FOLDER / f"{example}.py"), "--tiny", "--backend", backend, "--seed", str(seed)]
+        command = [
+            sys.executable,
+            str(FOLDER / f"{example}.py"),
+            "--tiny",
+            "--backend",
+            backend,
+            "--seed",
+            str(seed),
+        ]
         started = time.monotonic()
         try:
             done = subprocess.run(
@@ -78,7 +90,9 @@ def trial(example: str, backend: str, seed: int) -> Trial:
         except subprocess.TimeoutExpired as error:
             code, said = 124, str(error)
         seconds = time.monotonic() - started
-    found = next((json.loads(line) for line in reversed(said.splitlines()) if line.startswith('{"accuracy')), {})
+    found = next(
+        (json.loads(line) for line in reversed(said.splitlines()) if line.startswith('{"accuracy')), {}
+    )
     before, after = found.get("accuracy_before"), found.get("accuracy_after")
     return Trial(example, backend, seed, code, seconds, before, after, said[-2000:])
 

@@ -69,7 +69,9 @@ class Files:
         Returns:
             A reader of its node's files, which knows no other nodes yet, and a writer.
         """
-        return DataAccess(SegmentReader(self.of_node(node), node, retry_s=RETRY_S), self.writer(node, name))
+        return DataAccess(
+            SegmentReader(self.of_node(node), node, retry_s=RETRY_S), self.writer(node, name)
+        )
 
     def writer(self, node: str, name: str) -> SegmentWriter:
         """The writer of a process alone; arguments as for `access`."""
@@ -329,4 +331,6 @@ def check_machine(handles: Mapping[str, Handle], placement: Mapping[str, Place])
     if machine_gpus():
         return
     for name, handle in handles.items():
-        handle.worker_class.check_machine(handle.config, placement[name].ranks if name in placement else 1)
+        handle.worker_class.check_machine(
+            handle.config, placement[name].ranks if name in placement else 1
+        )

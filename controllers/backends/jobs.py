@@ -59,7 +59,9 @@ def in_package(folder: Path) -> bool:
     return any(pair == _PACKAGES for pair in zip(folder.parts, folder.parts[1:], strict=False))
 
 
-def root_of(root: str | Path, environment: Mapping[str, str] = os.environ, folder: Path | None = None) -> Path:
+def root_of(
+    root: str | Path, environment: Mapping[str, str] = os.environ, folder: Path | None = None
+) -> Path:
     """Where the folder of runs lies.
 
     Args:
@@ -160,7 +162,9 @@ class JobRequest:
         if self.queue is not None:
             check_name(self.queue, "--queue")
         if not self.root.startswith(("/", "~")):
-            raise UserError(f"--root={self.root!r} is a folder of the head node: an absolute path, or one below ~")
+            raise UserError(
+                f"--root={self.root!r} is a folder of the head node: an absolute path, or one below ~"
+            )
         if self.stop_wait_s < 1:
             raise UserError(f"--stop-wait-s={self.stop_wait_s}: it is a whole number of seconds above 0")
         for variable, value in self.environment.items():
@@ -329,7 +333,11 @@ class Jobs:
             UserError: there is none of this id.
         """
         with _answers(self.address):
-            known = {details.submission_id: details for details in self._client.list_jobs() if details.submission_id}
+            known = {
+                details.submission_id: details
+                for details in self._client.list_jobs()
+                if details.submission_id
+            }
         if job not in known:
             raise UserError(f"the cluster at {self.address} has no job {job!r}{nearest(job, known)}")
         return Job.of(known[job])
@@ -352,7 +360,9 @@ class Jobs:
         end = time.monotonic() + timeout_s
         while not (found := self.get(job)).is_over:
             if time.monotonic() > end:
-                raise RunError(f"job {job} is not over after {timeout_s:.0f} s; the cluster says {found.status}")
+                raise RunError(
+                    f"job {job} is not over after {timeout_s:.0f} s; the cluster says {found.status}"
+                )
             time.sleep(POLL_S)
         return found
 
@@ -483,15 +493,23 @@ def _client(address: str) -> Any:
     try:
         import aiohttp  # noqa: F401
     except ImportError:
-        raise UserError('jobs take Ray\'s client, which is not complete here: pip install "weft[jobs]"') from None
+        raise UserError(
+            'jobs take Ray\'s client, which is not complete here: pip install "weft[jobs]"'
+        ) from None
     from ray.job_submission import JobSubmissionClient
 
-    for talks in ("dashboard.modules.job.sdk", "dashboard.modules.dashboard_sdk", "_private.runtime_env.packaging"):
+    for talks in (
+        "dashboard.modules.job.sdk",
+        "dashboard.modules.dashboard_sdk",
+        "_private.runtime_env.packaging",
+    ):
         logging.getLogger(f"ray.{talks}").setLevel(logging.WARNING)
 
     class Client(JobSubmissionClient):
         def _do_request(self, *arguments: Any, **settings: Any) -> Any:
-            return super()._do_request(*arguments, timeout=(CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S), **settings)
+            return super()._do_request(
+                *arguments, timeout=(CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S), **settings
+            )
 
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = address  # it goes before what is passed, and RAY_ADDRESS too
@@ -537,7 +555,9 @@ def _check_files(request: JobRequest, tell: Callable[[str], None]) -> None:
             f"script {str(request.script)!r} would not be sent: a .gitignore, a .rayignore or an exclude leaves it out"
         )
     largest = ", ".join(f"{name} ({_readable(size)})" for name, size in Counter(files).most_common(3))
-    tell(f"sends {len(files)} files of {code.working_dir}, {_readable(sum(files.values()))}; the largest: {largest}")
+    tell(
+        f"sends {len(files)} files of {code.working_dir}, {_readable(sum(files.values()))}; the largest: {largest}"
+    )
 
 
 def _readable(size: int) -> str:

@@ -122,7 +122,9 @@ class SilenceWatch:
         if self._interrupts:
             signal.pthread_kill(self._thread, SIGNAL)
         else:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(Silent))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self._thread), ctypes.py_object(Silent)
+            )
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         if self._silent_s > self._limit_s:
@@ -215,7 +217,9 @@ class Local:
                 worker.offload()
             self._executors[name] = Executor(worker, self._data)
             groups[name] = WorkerGroup(name, handle, place, [worker.coordinates], self._submit)
-        self._executors = {name: self._executors[name] for name in setup.handles}  # they take turns in this order
+        self._executors = {
+            name: self._executors[name] for name in setup.handles
+        }  # they take turns in this order
         return {name: groups[name] for name in setup.handles}
 
     def _made(self, name: str, handle: Handle, setup: Setup, watch: SilenceWatch) -> Worker:
@@ -224,9 +228,7 @@ class Local:
             with watch.over(setup.start_timeout_s):
                 return handle.worker_class(handle.config, context)
         except Silent as silent:
-            said = (
-                f"worker {name} is not up after {setup.start_timeout_s:g} s (start_timeout_s)\n{name}: {silent.stack}"
-            )
+            said = f"worker {name} is not up after {setup.start_timeout_s:g} s (start_timeout_s)\n{name}: {silent.stack}"
             raise DeadlineError(said) from None
 
     def delete(self, node: str, file: str) -> None:
@@ -250,7 +252,9 @@ class Local:
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
         assert self._watch is not None
-        while not (self._events or self._silent) and any(executor.busy for executor in self._executors.values()):
+        while not (self._events or self._silent) and any(
+            executor.busy for executor in self._executors.values()
+        ):
             for name, executor in self._executors.items():
                 if executor.busy:
                     self._take_turn(name, executor, self._watch)

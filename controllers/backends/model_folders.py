@@ -82,7 +82,10 @@ class ModelFolders:
         """
         if node == self.node:
             return config
-        found = {name: self._here(getattr(config, name), name, folder, advance) for name, folder in self.named.items()}
+        found = {
+            name: self._here(getattr(config, name), name, folder, advance)
+            for name, folder in self.named.items()
+        }
         changed = {name: path for name, path in found.items() if path is not None}
         return config.model_copy(update=changed) if changed else config
 
@@ -116,7 +119,9 @@ class ModelFolders:
         try:
             return ray.get(promise, timeout=PIECE_TIMEOUT_S)
         except GetTimeoutError:
-            raise WorkerError(f"the driver's node sent nothing of {folder} for {PIECE_TIMEOUT_S:.0f} s") from None
+            raise WorkerError(
+                f"the driver's node sent nothing of {folder} for {PIECE_TIMEOUT_S:.0f} s"
+            ) from None
         except RayError as error:
             raise WorkerError(f"the driver's node cannot send {folder}: {error}") from None
 
@@ -144,8 +149,12 @@ class SentFolders:
         if self._source is None:
             here: Any = NodeAffinitySchedulingStrategy(self._node, soft=False)
             remote: Any = ray.remote
-            source = remote(FolderSource).options(num_cpus=0, scheduling_strategy=here, max_concurrency=2 * AHEAD)
-            self._source = source.remote({folder for named in self._named.values() for folder in named.values()})
+            source = remote(FolderSource).options(
+                num_cpus=0, scheduling_strategy=here, max_concurrency=2 * AHEAD
+            )
+            self._source = source.remote(
+                {folder for named in self._named.values() for folder in named.values()}
+            )
         return ModelFolders(self._node, self._source, self._named[group])
 
     def kill(self) -> None:

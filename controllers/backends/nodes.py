@@ -114,7 +114,9 @@ class NodeLogs:
         self._asked = {promise: node for promise, node in self._asked.items() if node in self.silent}
         self._ask(hosts)
         self._take_ready(0.0, [promise for promise, node in self._asked.items() if node in self.silent])
-        late = self._take_ready(BRING_S, [promise for promise, node in self._asked.items() if node not in self.silent])
+        late = self._take_ready(
+            BRING_S, [promise for promise, node in self._asked.items() if node not in self.silent]
+        )
         self.silent |= {self._asked[promise] for promise in late}
 
     def _ask(self, hosts: Mapping[str, Any]) -> None:
@@ -163,7 +165,10 @@ class NodeLogs:
             if begin < known <= end:  # two answers hold it
                 text = text[known - begin :]
             elif begin > known:
-                text = f"... {begin - known} bytes are left out here; they are on node {node} ...\n".encode() + text
+                text = (
+                    f"... {begin - known} bytes are left out here; they are on node {node} ...\n".encode()
+                    + text
+                )
             if not path.exists():
                 path.touch(mode=0o600)
             with path.open("ab") as file:
@@ -185,7 +190,9 @@ logger = logging.getLogger(__name__)
 class SegmentHost:
     """The server of one node's segments, in its Ray actor process."""
 
-    def __init__(self, files: Files, node: str, host: str, token: str, run: Path, *, encrypted: bool) -> None:
+    def __init__(
+        self, files: Files, node: str, host: str, token: str, run: Path, *, encrypted: bool
+    ) -> None:
         from ...dataflow.buffer.flight import SegmentServer, make_certificate
 
         own = make_certificate() if encrypted else None
@@ -267,12 +274,16 @@ class SegmentServers:
 
         addresses = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
         loopback = len({addresses[id] for id in names}) == 1
-        if loopback != self._loopback:  # those that listen on loopback alone are of no use to another machine
+        if (
+            loopback != self._loopback
+        ):  # those that listen on loopback alone are of no use to another machine
             self.kill()
         self._loopback = loopback
         for id, name in names.items():
             if name not in self._actors:
-                self._actors[name] = self._start(files, id, name, "127.0.0.1" if loopback else addresses[id], run)
+                self._actors[name] = self._start(
+                    files, id, name, "127.0.0.1" if loopback else addresses[id], run
+                )
         for name in self._actors.keys() - set(names.values()):  # of nodes that are gone
             del self._actors[name]
         self._lives = {life: name for life, name in self._lives.items() if name in self._actors}
@@ -323,7 +334,9 @@ class SegmentServers:
         from ...dataflow.buffer.flight import Deletions, Peers
 
         locations = {name: location for name, (location, *_) in self._standing.items()}
-        certificates = {location: certificate for location, certificate, _ in self._standing.values() if certificate}
+        certificates = {
+            location: certificate for location, certificate, _ in self._standing.values() if certificate
+        }
         self._warn(note for *_, found in self._standing.values() for note in found)
         self.tell_deletions()
         self.peers = Peers(locations, self._token, certificates)
@@ -417,7 +430,9 @@ class SegmentServers:
         self._asked.clear()
 
 
-def node_names(nodes: Sequence[Mapping[str, Any]], here: str, known: Mapping[str, str] | None = None) -> dict[str, str]:
+def node_names(
+    nodes: Sequence[Mapping[str, Any]], here: str, known: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """What nodes are called in references: after their hosts, the same in the next run.
 
     Args:
@@ -615,10 +630,15 @@ class NodeLinks:
                     over = self._has_arrived(arrival)
                 except RayError as error:
                     reply = Reply(
-                        failure=Failure(self._died("{}[{}]".format(*arrival.at), error), kind=FailureKind.DIED)
+                        failure=Failure(
+                            self._died("{}[{}]".format(*arrival.at), error), kind=FailureKind.DIED
+                        )
                     )
                 if not over and self._clock() > arrival.by:
-                    over, reply = True, Reply(failure=Failure(self._turn_away(arrival), kind=FailureKind.DIED))
+                    over, reply = (
+                        True,
+                        Reply(failure=Failure(self._turn_away(arrival), kind=FailureKind.DIED)),
+                    )
                 if over:
                     events.append(Event(arrival.call, arrival.rank, reply))
             if over:
@@ -662,7 +682,9 @@ def _not_serving(nodes: Collection[str], timeout_s: float) -> str:
 def _listens(node: Mapping[str, Any]) -> bool:
     """Whether the node is there; the cluster itself may take a while to notice that it is not."""
     try:
-        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), NODE_TIMEOUT_S).close()
+        socket.create_connection(
+            (node["NodeManagerAddress"], node["NodeManagerPort"]), NODE_TIMEOUT_S
+        ).close()
     except OSError:
         return False
     return True

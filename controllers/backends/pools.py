@@ -103,13 +103,22 @@ class Reservations:
                 f"{', '.join(_in_words(pools[name]) for name in missing)} did not get what it asks for within {self._wait_s:.0f} s; "
                 f"{_in_stock(ray.nodes(), ray.available_resources())}. RayBackend(wait_s=...) waits longer, for a cluster that grows"
             )
-        leaders = {setup.placement[e.follower].pool.name: setup.placement[e.leader].pool.name for e in setup.follows}
+        leaders = {
+            setup.placement[e.follower].pool.name: setup.placement[e.leader].pool.name
+            for e in setup.follows
+        }
         for place in elastic.values():
             self._reserve_by_rank(place, setup.tell)
-        near = {name: self._pools[leaders[name]].parts[0].node for name in own if leaders.get(name) in self._pools}
+        near = {
+            name: self._pools[leaders[name]].parts[0].node
+            for name in own
+            if leaders.get(name) in self._pools
+        }
         self._keep_recorder_here(setup)
         self._reserve([pools[n] for n in own if n not in self._pools], OWN_POOL_TIMEOUT_S, near=near)
-        largest = max(self._pools.keys() & pools.keys(), key=lambda name: (name not in own, pools[name].cpus))
+        largest = max(
+            self._pools.keys() & pools.keys(), key=lambda name: (name not in own, pools[name].cpus)
+        )
         for name in own:
             host = self._pools.get(leaders.get(name, largest), self._pools[largest]).parts[0]
             guest = ReservedPart(host.strategy, host.node, host.address)
@@ -140,7 +149,11 @@ class Reservations:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-        if RECORDER in setup.placement and is_own(pool := setup.placement[RECORDER].pool) and len(addresses) > 1:
+        if (
+            RECORDER in setup.placement
+            and is_own(pool := setup.placement[RECORDER].pool)
+            and len(addresses) > 1
+        ):
             here = ray.get_runtime_context().get_node_id()
             guest = ReservedPart(NodeAffinitySchedulingStrategy(here, soft=False), here, addresses[here])
             self._pools.setdefault(pool.name, ReservedPool([guest], cpus=0))
@@ -173,10 +186,15 @@ class Reservations:
                 )
             if now - told >= pause_s:
                 pause_s, told = min(2 * pause_s, longest_s), now
-                tell(f"there is room for {has}, waiting {began + self._wait_s - now:.0f} s at most; {stock}")
+                tell(
+                    f"there is room for {has}, waiting {began + self._wait_s - now:.0f} s at most; {stock}"
+                )
             time.sleep(LOOK_S)
         time.sleep(LOOK_S)  # others have come at the same time
-        there, addresses = self.room(pool.name), {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
+        there, addresses = (
+            self.room(pool.name),
+            {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()},
+        )
         parts: list[ReservedPart] = []
         for rank, (group, bundle) in enumerate(zip(self._by_rank[pool.name], each, strict=True)):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
@@ -210,7 +228,9 @@ class Reservations:
                 if left_s <= 0:
                     ray.util.remove_placement_group(group)
                     break
-                waiting = [_in_words(p) for p in pools if p.name in {n for b in family for n in b.first_gpu}]
+                waiting = [
+                    _in_words(p) for p in pools if p.name in {n for b in family for n in b.first_gpu}
+                ]
                 stock = _in_stock(ray.nodes(), ray.available_resources())
                 tell(f"waiting for {', '.join(waiting)}, {left_s:.0f} s at most; {stock}")
             else:
@@ -225,7 +245,8 @@ class Reservations:
         nodes: Mapping[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
         addresses = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
         strategies = [
-            PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(len(family))
+            PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
+            for i in range(len(family))
         ]
         whole = [
             ReservedPart(strategies[i], nodes[i], addresses[nodes[i]], (), bundle.gpus, 0, bundle.gpus)
@@ -268,7 +289,9 @@ def _in_order(gpu: str) -> tuple[int, str]:
 def _in_words(pool: ResourcePool) -> str:
     nodes = pool.nodes or 1
     has = f"{pool.cpus // nodes} CPUs" + (f", {pool.gpus // nodes} GPUs" if pool.gpus else "")
-    return f"resource pool {pool.name!r} ({has} on {'one node' if nodes == 1 else f'each of {nodes} nodes'})"
+    return (
+        f"resource pool {pool.name!r} ({has} on {'one node' if nodes == 1 else f'each of {nodes} nodes'})"
+    )
 
 
 def _in_stock(nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float]) -> str:

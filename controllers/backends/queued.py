@@ -61,7 +61,9 @@ def wait_for_turn(
     end, told = clock() + MAX_WAIT_S, ""
     while ahead := ahead_of(job, jobs()):
         if clock() > end:
-            raise RunError(f"job {job} waited {MAX_WAIT_S:.0f} s for its turn; ahead of it: {ahead[-1].id}")
+            raise RunError(
+                f"job {job} waited {MAX_WAIT_S:.0f} s for its turn; ahead of it: {ahead[-1].id}"
+            )
         said = f"{len(ahead)} jobs of the queue {ahead[-1].queue!r} are ahead; the one that runs is {ahead[0].id}"
         if said != told:
             tell(said)

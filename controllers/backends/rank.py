@@ -57,7 +57,9 @@ def rank_process(rank_class: type) -> type:
         class of the rank and its arguments; and of its GPUs, its last argument, where they had to be found (else None).
     """
 
-    def __init__(self: Any, environment: dict[str, str], rank: bytes, gpus: list[str] | None = None) -> None:
+    def __init__(
+        self: Any, environment: dict[str, str], rank: bytes, gpus: list[str] | None = None
+    ) -> None:
         import os
         import pickle
         import sys
@@ -77,9 +79,13 @@ def rank_process(rank_class: type) -> type:
         self.rank = made_of(*arguments, *(() if gpus is None else (gpus,)))
 
     methods = {
-        name: value for name, value in vars(rank_class).items() if isfunction(value) and not name.startswith("_")
+        name: value
+        for name, value in vars(rank_class).items()
+        if isfunction(value) and not name.startswith("_")
     }
-    handed_on = {name: _handed_on(name, streams=isgeneratorfunction(value)) for name, value in methods.items()}
+    handed_on = {
+        name: _handed_on(name, streams=isgeneratorfunction(value)) for name, value in methods.items()
+    }
     return type("RankProcess", (), {"__init__": __init__, **handed_on})
 
 
@@ -146,7 +152,11 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     >>> forwarded({"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_x", "VLLM_CACHE_ROOT": "/home/me/.cache", "HOME": "/home/me"})
     {'NCCL_DEBUG': 'INFO', 'HF_TOKEN': 'hf_x'}
     """
-    return {name: value for name, value in environment.items() if name.startswith(PREFIXES) and name not in OF_A_NODE}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(PREFIXES) and name not in OF_A_NODE
+    }
 
 
 # Network interface
@@ -241,7 +251,12 @@ class Rank:
     """
 
     def __init__(
-        self, worker_class: type, config: Any, context: Context, files: RankFiles, gpus: Sequence[str] | None = None
+        self,
+        worker_class: type,
+        config: Any,
+        context: Context,
+        files: RankFiles,
+        gpus: Sequence[str] | None = None,
     ) -> None:
         import ray
 
@@ -255,7 +270,9 @@ class Rank:
         context = replace(context, advance=self._activity, address=address)
         self._note: SampleNote | None = None
         self._node_id: str = ray.get_runtime_context().get_node_id()
-        self._node = files.node_names.get(self._node_id) or f"node-{self._node_id}"  # it joined the cluster just now
+        self._node = (
+            files.node_names.get(self._node_id) or f"node-{self._node_id}"
+        )  # it joined the cluster just now
         self._hidden: str | None = None
         """Why its worker cannot be made here."""
         if (run := context.run_dir) is not None:
@@ -323,7 +340,9 @@ class Rank:
         thread = ExecutorThread(make, self._data, self._activity)
         self._begun.set_result(thread)
         worker = thread.worker()
-        return Standing(worker if isinstance(worker, Failure) else worker.coordinates, self._node, self._node_id)
+        return Standing(
+            worker if isinstance(worker, Failure) else worker.coordinates, self._node, self._node_id
+        )
 
     def advanced(self) -> bool:
         """Whether its worker has done anything since this was asked last; one that is being made may fetch a model."""
@@ -375,7 +394,9 @@ def start_rank(
     if place.gpus and (files.replaced or not part.node):
         first = part.first_gpu + at.local_rank * place.gpus
         found = replace(part, first_gpu=first, own_gpus=place.gpus).find_gpus()
-    context = replace(context, node_rank=at.node_rank, local_rank=at.local_rank, nodes=at.nodes, devices=gpus)
+    context = replace(
+        context, node_rank=at.node_rank, local_rank=at.local_rank, nodes=at.nodes, devices=gpus
+    )
     remote: Any = ray.remote
     actor = remote(concurrency_groups={CONTROL: CONTROL_CALLS})(rank_process(Rank)).options(
         num_cpus=pool.cpus / (sharing * place.ranks),

@@ -71,7 +71,9 @@ class RayGauges:
 def _new_gauge(gauge: str, metric: str) -> Any:
     from ray.util.metrics import Gauge
 
-    described = metric if undeclared([metric]) else f"{(entry := entry_of(metric)).meaning} ({entry.unit})"
+    described = (
+        metric if undeclared([metric]) else f"{(entry := entry_of(metric)).meaning} ({entry.unit})"
+    )
     return Gauge(gauge, description=described, tag_keys=("run", "evaluation"))
 
 
@@ -203,7 +205,9 @@ class RayBackend:
             for name, handle in setup.handles.items()
         }
         for name, group in groups.items():
-            group.absent = {rank for rank in range(len(group.mesh)) if (name, rank) not in self._processes}
+            group.absent = {
+                rank for rank in range(len(group.mesh)) if (name, rank) not in self._processes
+            }
         return groups
 
     def _start_rank(self, name: str, rank: int) -> None:
@@ -220,7 +224,9 @@ class RayBackend:
         alone = bool(self._cluster.folder)
         peers = self._links.servers.peers
         files = RankFiles(setup.files, self._node_names, replaced, peers, models, written_on, alone)
-        actor = start_rank(setup.handles[name], place, context, self._pools[place.pool.name], sharing, files)
+        actor = start_rank(
+            setup.handles[name], place, context, self._pools[place.pool.name], sharing, files
+        )
         self._processes[name, rank] = Process(actor)
         self._witnesses.meet(f"{name}[{rank}]", actor.process.options(concurrency_group=CONTROL).remote())
 
@@ -231,7 +237,10 @@ class RayBackend:
             Group -> where its ranks stand in its mesh.
         """
         # Ranks of elastic groups that are absent will stand where independent ranks do.
-        meshes = {name: [Coordinates(dp=r) for r in range(setup.placement[name].ranks)] for name in setup.handles}
+        meshes = {
+            name: [Coordinates(dp=r) for r in range(setup.placement[name].ranks)]
+            for name in setup.handles
+        }
         for groups in start_turns(setup.placement, setup.follows):
             for (name, rank), standing in sorted(self._wait_for(self._begin(setup, groups)).items()):
                 self._links.stands_on[name, rank] = standing.node
@@ -246,7 +255,9 @@ class RayBackend:
         meeting: dict[Any, str] = {}
         for name in groups:
             place, handle = setup.placement[name], setup.handles[name]
-            if place.ranks > 1 and not handle.worker_class.replaceable:  # a rank that can be replaced meets nobody
+            if (
+                place.ranks > 1 and not handle.worker_class.replaceable
+            ):  # a rank that can be replaced meets nobody
                 first = self._processes[name, 0].actor
                 host = self._meeting_host(place)
                 meeting[first.take_port.remote(host, secrets.token_hex(32), setup.start_timeout_s)] = name
@@ -299,10 +310,14 @@ class RayBackend:
                     if (said := cannot_import(error)) is not None:
                         raise UserError(f"worker {who}: {said}") from None
                     raise WorkerError(self._died(who, error)) from None
-                if isinstance(answer, Standing) and isinstance(failure := answer.at, Failure):  # others may wait for it
+                if isinstance(answer, Standing) and isinstance(
+                    failure := answer.at, Failure
+                ):  # others may wait for it
                     if failure.kind is FailureKind.USER_ERROR:
                         raise UserError(f"worker {who}: {failure.message}")
-                    raise WorkerError(f"worker {who} could not start: {failure.message}\n{failure.traceback}")
+                    raise WorkerError(
+                        f"worker {who} could not start: {failure.message}\n{failure.traceback}"
+                    )
                 found[promises[promise]] = answer
         return found
 
@@ -319,7 +334,9 @@ class RayBackend:
         import ray
         from ray.exceptions import RayError
 
-        asked = [self._processes[at].actor.advanced.options(concurrency_group=CONTROL).remote() for at in ranks]
+        asked = [
+            self._processes[at].actor.advanced.options(concurrency_group=CONTROL).remote() for at in ranks
+        ]
         answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ADVANCED_TIMEOUT_S)
         try:
             return any(ray.get(answered))
@@ -362,7 +379,11 @@ class RayBackend:
 
     def vacant(self, group: WorkerGroup) -> Collection[int]:
         room = self._pools.room(group.place.pool.name)
-        return {rank for rank in group.absent & room.keys() if self._node_names.get(room[rank]) not in self._links.lost}
+        return {
+            rank
+            for rank in group.absent & room.keys()
+            if self._node_names.get(room[rank]) not in self._links.lost
+        }
 
     @property
     def wait_s(self) -> float:
@@ -403,10 +424,14 @@ class RayBackend:
         return self._witnesses.memory()
 
     def _submit(self, rank: int, task: Task, call: Call) -> None:
-        if (process := self._processes.get((call.group.name, rank))) is None:  # it left since the call was requested
+        if (
+            process := self._processes.get((call.group.name, rank))
+        ) is None:  # it left since the call was requested
             self._unheard.append((call, rank))
             return
-        options = {"num_returns": "streaming"} | ({"concurrency_group": CONTROL} if task.rows is None else {})
+        options = {"num_returns": "streaming"} | (
+            {"concurrency_group": CONTROL} if task.rows is None else {}
+        )
         stream = process.actor.call.options(**options).remote(task)
         self._streams[stream] = (call, rank)
 

@@ -62,7 +62,9 @@ def keep_private(environment: Mapping[str, str], home: Path, *, make: bool) -> N
     if file is None:
         return
     if make and environment.get(MODE) == "token" and not file.exists():
-        with suppress(OSError):  # Ray says what is wrong with the place, or somebody has made one meanwhile
+        with suppress(
+            OSError
+        ):  # Ray says what is wrong with the place, or somebody has made one meanwhile
             make_folder(file.parent)
             descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w") as written:
@@ -138,7 +140,9 @@ joins a cluster by host:port, such as ray-head:6379 (`ray job submit --address h
     except ValueError:  # the port is no number, or an IPv6 address stands without its brackets
         sound = False
     if not sound:
-        raise UserError(f'{where} is no address of a Ray cluster: that is host:port, such as {EXAMPLE}, or "auto"')
+        raise UserError(
+            f'{where} is no address of a Ray cluster: that is host:port, such as {EXAMPLE}, or "auto"'
+        )
     return address
 
 
@@ -194,7 +198,11 @@ def nodes_of(address: str) -> list[Mapping[str, float]]:
         last = {"error": f"no answer within {PROBE_TIMEOUT_S:.0f} s"}
     if "nodes" in last:
         return last["nodes"]
-    who = "the Ray cluster of this machine ('auto')" if address == "auto" else f"the Ray cluster at {address}"
+    who = (
+        "the Ray cluster of this machine ('auto')"
+        if address == "auto"
+        else f"the Ray cluster at {address}"
+    )
     raise UserError(f"{who} cannot be joined: {last.get('error', 'Ray itself could not be started')}")
 
 
@@ -205,7 +213,11 @@ def sizes(nodes: Sequence[Mapping[str, float]]) -> list[tuple[int, int]]:
 
 CLOSE_TIMEOUT_S = 5.0
 """Longest wait for the reaper to end."""
-QUIET: Mapping[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+QUIET: Mapping[str, Any] = {
+    "log_to_driver": False,
+    "logging_level": logging.ERROR,
+    "configure_logging": False,
+}
 
 
 class RayCluster:
@@ -308,7 +320,11 @@ class RayCluster:
         if self._sizes is None:
             ray = sys.modules.get("ray")
             joined = ray is not None and ray.is_initialized()
-            nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]] if ray and joined else nodes_of(address)
+            nodes = (
+                [n["Resources"] for n in ray.nodes() if n["Alive"]]
+                if ray and joined
+                else nodes_of(address)
+            )
             self._sizes = sizes(nodes)
         return self._sizes
 
@@ -317,7 +333,9 @@ class RayCluster:
         from ray.exceptions import RayError
 
         try:
-            ray.init(address=address, namespace="weft", runtime_env=self._code.runtime_env() or None, **QUIET)
+            ray.init(
+                address=address, namespace="weft", runtime_env=self._code.runtime_env() or None, **QUIET
+            )
         except (ConnectionError, RuntimeError, RayError) as error:  # gone since it was asked
             raise UserError(f"the Ray cluster at {address} cannot be joined: {error}") from None
 
@@ -326,7 +344,9 @@ class RayCluster:
 
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # Ray's sockets lie in it, 66 characters deeper, and the path of a socket has at most 107.
-        self.folder = tempfile.mkdtemp(prefix="weft-", dir=None if len(tempfile.gettempdir()) <= 28 else "/tmp")
+        self.folder = tempfile.mkdtemp(
+            prefix="weft-", dir=None if len(tempfile.gettempdir()) <= 28 else "/tmp"
+        )
         self._reaper = reaper = _started_reaper(self.folder)
         start = services.ConsolePopen
 
@@ -340,7 +360,9 @@ class RayCluster:
 
         services.ConsolePopen = start_apart  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            self._init_local(sum(pool.cpus for pool in {p.pool.name: p.pool for p in placement.values()}.values()))
+            self._init_local(
+                sum(pool.cpus for pool in {p.pool.name: p.pool for p in placement.values()}.values())
+            )
         finally:
             services.ConsolePopen = start
 
@@ -361,7 +383,9 @@ class RayCluster:
 def _check_joined(address: str) -> None:
     """Refuse an address when this process has joined another cluster: it can be in one only."""
     ray = sys.modules.get("ray")
-    joined: str = ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else address
+    joined: str = (
+        ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else address
+    )
     if not may_be_same(address, joined):
         raise UserError(
             f"RayBackend({address!r}): this process has joined the Ray cluster at {joined} already, and can be in one only; "

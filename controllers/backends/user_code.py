@@ -38,7 +38,9 @@ class UserCode:
     """Patterns, as in a `.gitignore`, of what is left out."""
 
     @classmethod
-    def of(cls, working_dir: str | Path | None, py_modules: Sequence[str | Path], excludes: Sequence[str]) -> UserCode:
+    def of(
+        cls, working_dir: str | Path | None, py_modules: Sequence[str | Path], excludes: Sequence[str]
+    ) -> UserCode:
         """Check what a user gave.
 
         Raises:
@@ -48,7 +50,9 @@ class UserCode:
             if isinstance(given, str | Path):
                 raise UserError(f"RayBackend({name}={str(given)!r}): it is a list")
         if excludes and working_dir is None and not py_modules:
-            raise UserError(f"RayBackend(excludes={list(excludes)}) leaves nothing out: give working_dir or py_modules")
+            raise UserError(
+                f"RayBackend(excludes={list(excludes)}) leaves nothing out: give working_dir or py_modules"
+            )
         named = [("working_dir", working_dir)] if working_dir is not None else []
         for name, path in [*named, *(("py_modules", module) for module in py_modules)]:
             if not Path(path).expanduser().is_dir():
@@ -74,7 +78,9 @@ class UserCode:
             for name, size in self.files(folder).items():
                 sizes[name.partition("/")[0]] += size
             if (total := sum(sizes.values())) > MAX_BYTES:
-                largest = ", ".join(f"{name} ({size / 1e6:.0f} MB)" for name, size in Counter(sizes).most_common(3))
+                largest = ", ".join(
+                    f"{name} ({size / 1e6:.0f} MB)" for name, size in Counter(sizes).most_common(3)
+                )
                 raise UserError(
                     f"{folder} has {total / 1e6:.0f} MB to send to other nodes, and {MAX_BYTES / 1e6:.0f} MB are allowed; the largest: "
                     f"{largest}. RayBackend(excludes=[...]) leaves out what ranks do not need, as a .gitignore there does; models, "

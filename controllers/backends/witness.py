@@ -64,7 +64,9 @@ def memory_of(process: int | str, root: Path = Path("/")) -> ProcessMemory | Non
         text = (root / f"proc/{process}/status").read_text()
     except OSError:
         return None
-    found = {name: int(kib) << 10 for name, kib in re.findall(r"^(Rss\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+    found = {
+        name: int(kib) << 10 for name, kib in re.findall(r"^(Rss\w+):\s+(\d+) kB$", text, re.MULTILINE)
+    }
     if "RssAnon" not in found:  # it has ended, and nobody has taken notice
         return None
     return ProcessMemory(found["RssAnon"] + found.get("RssFile", 0), found.get("RssShmem", 0))
@@ -199,7 +201,9 @@ def said_of(code: int | None) -> str:
 
 FILES = ("memory.events", "memory.oom_control")
 """Files of a cgroup (versions 2 and 1) that count the processes ended because its memory ran out."""
-ADVICE = "give the worker more memory, or smaller microbatches, shorter responses, fewer ranks on its node"
+ADVICE = (
+    "give the worker more memory, or smaller microbatches, shorter responses, fewer ranks on its node"
+)
 
 
 def kills(root: Path = Path("/")) -> dict[str, int]:
@@ -209,7 +213,10 @@ def kills(root: Path = Path("/")) -> dict[str, int]:
     True
     """
     found: dict[str, int] = {}
-    for file in (*(folder / name for folder in cgroup_folders(root) for name in FILES), root / "proc/vmstat"):
+    for file in (
+        *(folder / name for folder in cgroup_folders(root) for name in FILES),
+        root / "proc/vmstat",
+    ):
         try:
             text = file.read_text()
         except OSError:
@@ -234,7 +241,11 @@ def said_by_kernel(before: dict[str, int], now: dict[str, int]) -> str:
 
 def said_by_ray(error: str) -> str:
     """What Ray says of its memory monitor in an error; empty: nothing."""
-    if "OutOfMemoryError" not in error and "memory pressure" not in error and "memory monitor" not in error.lower():
+    if (
+        "OutOfMemoryError" not in error
+        and "memory pressure" not in error
+        and "memory monitor" not in error.lower()
+    ):
         return ""
     was = re.search(r"was ([\d.]+ ?GB / [\d.]+ ?GB)", error)
     had = f" ({was[1]} were in use)" if was else ""
@@ -333,7 +344,9 @@ def _in_words(text: str, pid: int, *, known: bool) -> str:
         return "its process is gone"
     found = threads_in(text)
     if not found:
-        return f"its process does not say where it stands: {STATES.get(_state(pid), 'it answers no signal')}"
+        return (
+            f"its process does not say where it stands: {STATES.get(_state(pid), 'it answers no signal')}"
+        )
     working = [frames for frames in found if any(Path(file).name == AT_WORK for file, *_ in frames)]
     return shown(working[0] if working else found[-1])
 
@@ -472,7 +485,11 @@ class Witness:
         """
         with self._lock:
             asked = ask_stacks(
-                {who: (self._watched[who].process, self._log(who)) for who in whose if who in self._watched}
+                {
+                    who: (self._watched[who].process, self._log(who))
+                    for who in whose
+                    if who in self._watched
+                }
             )
         return asked.answers(wait_s) if asked.logs else {}
 
@@ -493,9 +510,7 @@ class Witness:
             before, self._kills = self._kills, kills(self._root)
         by_kernel = said_by_kernel(before, self._kills) if code in (None, -9) and not blamed else ""
         if code == -9 and not by_kernel and not blamed:
-            by_kernel = (
-                "the kernel counts nothing that it ended for want of memory: somebody, or another program, has sent it"
-            )
+            by_kernel = "the kernel counts nothing that it ended for want of memory: somebody, or another program, has sent it"
         return "; ".join(part for part in (said_of(code), by_kernel, course(watched.readings)) if part)
 
     def _log(self, who: str) -> Path:

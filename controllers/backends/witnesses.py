@@ -88,7 +88,9 @@ class Witnesses:
 
         with self._lock:
             ready, _ = (
-                ray.wait(list(self._coming), num_returns=len(self._coming), timeout=0) if self._coming else ([], [])
+                ray.wait(list(self._coming), num_returns=len(self._coming), timeout=0)
+                if self._coming
+                else ([], [])
             )
             for promise in ready:
                 who = self._coming.pop(promise)
@@ -101,7 +103,11 @@ class Witnesses:
         import ray
         from ray.exceptions import RayError
 
-        ready, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
+        ready, _ = (
+            ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
+            if self._asked
+            else ([], [])
+        )
         for promise in ready:
             node = self._asked.pop(promise)
             try:
@@ -122,7 +128,11 @@ class Witnesses:
         with self._lock:
             self._watch()
             nodes = {self._processes[who][0] for who in whose if who in self._processes} - {this_node()}
-            asked = {hosts[node].stacks.remote(self._on(node), list(whose)): node for node in nodes if node in hosts}
+            asked = {
+                hosts[node].stacks.remote(self._on(node), list(whose)): node
+                for node in nodes
+                if node in hosts
+            }
         found = self._own.stacks(whose)
         for answer in self._answers(asked):
             found |= answer

@@ -21,7 +21,9 @@ FEW_PASS = (
 class Admission:
     """Issues rows as the schedule wants them and the buffer has capacity for them."""
 
-    def __init__(self, parts: RunParts, alert: Callable[[str, str], None], *, stop_without_signal: bool) -> None:
+    def __init__(
+        self, parts: RunParts, alert: Callable[[str, str], None], *, stop_without_signal: bool
+    ) -> None:
         """
         Args:
             alert: takes the name and the text of a warning.
@@ -35,7 +37,11 @@ class Admission:
     @property
     def possible(self) -> bool:
         """Whether rows could be issued now."""
-        if any(self._may_begin(e, v) for e in self._parts.graph_runs.evaluations.values() for v in e.due.values()):
+        if any(
+            self._may_begin(e, v)
+            for e in self._parts.graph_runs.evaluations.values()
+            for v in e.due.values()
+        ):
             return True
         return (
             not self._parts.train.over
@@ -52,7 +58,9 @@ class Admission:
         """
         for evaluation in self._parts.graph_runs.evaluations.values():
             for step, versions in list(evaluation.due.items()):
-                if self._may_begin(evaluation, versions) and not self._parts.recording.is_full(evaluation):
+                if self._may_begin(evaluation, versions) and not self._parts.recording.is_full(
+                    evaluation
+                ):
                     evaluation.begin(step)
         if self._parts.train.over:
             return
@@ -85,7 +93,9 @@ class Admission:
         capacity = self._capacity()
         if number > capacity.groups:
             if not train.ledger.live.groups:
-                raise StalledError(f"step {step} needs {number} groups at once; the buffer is full: {capacity.reason}")
+                raise StalledError(
+                    f"step {step} needs {number} groups at once; the buffer is full: {capacity.reason}"
+                )
             return  # until some are finished; the calls that work on them have deadlines
         if train.open:
             self._check_signal()
@@ -127,7 +137,10 @@ class Admission:
         """Whether an evaluation that wants groups to hold these versions may begin: when they do, and, where its rows do not take their
         place among others, that of an earlier step is over; or, where training waits for it, when nothing else is under way."""
         if self._parts.evaluation_rules.holds_training:
-            idle = all(call.behind for call in self._parts.calls.at_work) and not self._parts.calls.beside_the_graph
+            idle = (
+                all(call.behind for call in self._parts.calls.at_work)
+                and not self._parts.calls.beside_the_graph
+            )
             return idle and not self._parts.weights.under_way
         if evaluation.under_way and self._parts.evaluation_rules.keeps_weights:
             return False
@@ -137,7 +150,9 @@ class Admission:
         each, train = self._parts.schedule.prompts_per_step, self._parts.train
         if not self._parts.schedule.overlaps:
             return self._parts.buffer.capacity(train.name, groups_per_update=each)
-        generating = [n.group for n in train.graph.nodes if n.group and str(RESPONSE_VERSIONS) in n.writes]
+        generating = [
+            n.group for n in train.graph.nodes if n.group and str(RESPONSE_VERSIONS) in n.writes
+        ]
         return self._parts.buffer.capacity(
             train.name,
             groups_per_update=each,
@@ -149,7 +164,9 @@ class Admission:
     def _check_signal(self) -> None:
         """Before more prompts are issued in the first step: some group must have passed the filters."""
         train, each = self._parts.train, self._parts.schedule.prompts_per_step
-        first = self._stop_without_signal and not train.step and train.issued >= FIRST_WITHOUT_SIGNAL * each
+        first = (
+            self._stop_without_signal and not train.step and train.issued >= FIRST_WITHOUT_SIGNAL * each
+        )
         if first and self._parts.schedule.lacks(train) == each:
             seen = all_filtered(train.measured, FIRST_WITHOUT_SIGNAL * each)
             if seen:
@@ -157,5 +174,7 @@ class Admission:
 
     @property
     def _dropped(self) -> str:
-        dropped = ", ".join(f"{rows} by {name!r}" for name, rows in self._parts.train.ledger.live.dropped.items())
+        dropped = ", ".join(
+            f"{rows} by {name!r}" for name, rows in self._parts.train.ledger.live.dropped.items()
+        )
         return f"rows dropped in the run: {dropped or 'none'}"

@@ -203,7 +203,11 @@ class Calls:
         for call in self.under_way:
             begun[call.group.name].append(call.started)
         busy_s = {name: self._times.busy.take(name, since, now, begun[name]) for name in self._groups}
-        return {name: max(0.0, 1 - seconds / (now - since)) for name, seconds in busy_s.items()} if now > since else {}
+        return (
+            {name: max(0.0, 1 - seconds / (now - since)) for name, seconds in busy_s.items()}
+            if now > since
+            else {}
+        )
 
     @property
     def now(self) -> float:
@@ -214,7 +218,11 @@ class Calls:
     def at_work(self) -> UnderWay:
         """Calls under way, except those on ranks that get no rows meanwhile: nobody waits for a process that is not up."""
         groups = self._groups.values()
-        return UnderWay(c for g in groups for c in g.at_work) if any(g.out for g in groups) else self.under_way
+        return (
+            UnderWay(c for g in groups for c in g.at_work)
+            if any(g.out for g in groups)
+            else self.under_way
+        )
 
     @property
     def rest_s(self) -> float:

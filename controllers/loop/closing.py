@@ -63,7 +63,11 @@ def memory_metrics(nodes: Mapping[str, Memory], segment_bytes: float) -> dict[st
         nodes: name -> its memory.
         segment_bytes: of the columns of all rows in flight.
     """
-    processes = [(who.partition("[")[0], memory) for node in nodes.values() for who, memory in node.processes.items()]
+    processes = [
+        (who.partition("[")[0], memory)
+        for node in nodes.values()
+        for who, memory in node.processes.items()
+    ]
     metrics: dict[str, float] = {}
     for group in dict.fromkeys(group for group, _ in processes):
         own = [memory for name, memory in processes if name == group]
@@ -158,7 +162,9 @@ class Closing:
             row |= {f"{name}/idle_share": share for name, share in self._idle_shares(now).items()}
         row |= self._memory.metrics()
         row |= self._history.failures.metrics()
-        row |= {f"{g.name}/ranks": float(len(g.up)) for g in self._parts.groups.values() if g.place.is_elastic}
+        row |= {
+            f"{g.name}/ranks": float(len(g.up)) for g in self._parts.groups.values() if g.place.is_elastic
+        }
         row |= self._parts.weights.take_metrics()
         if pause_s := self._saving.take_pause_s():
             row["checkpoint_pause_s"] = pause_s
@@ -190,7 +196,9 @@ class Closing:
         if any(call.lease is not None and call.lease.step == step for call in calls):
             return
         metrics = evaluation.close(step, overlaps=not self._parts.evaluation_rules.keeps_weights)
-        row = self._directory.add_metrics({"step": float(step), **metrics, **self._history.failures.metrics()})
+        row = self._directory.add_metrics(
+            {"step": float(step), **metrics, **self._history.failures.metrics()}
+        )
         self._history.progress.evaluated(evaluation.name, step, metrics)
         self._check_best(evaluation.name, metrics)
         self._history.trackers.stepped(metrics)

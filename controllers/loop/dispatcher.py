@@ -87,7 +87,11 @@ class Gathering:
             return False
         key, ledger, now = (graph_run.name, node.name), graph_run.ledger, self._clock()
         left_s = self._until.setdefault(key, now + _wait_s(under_way)) - now
-        if left_s <= CLOCK_S or ledger.readiness.ready(node) >= MAX_ROWS * replicas or ledger.live.is_awaited(node):
+        if (
+            left_s <= CLOCK_S
+            or ledger.readiness.ready(node) >= MAX_ROWS * replicas
+            or ledger.live.is_awaited(node)
+        ):
             return False
         if not any(call.ledger is ledger for call in under_way):
             return False
@@ -136,12 +140,16 @@ class Dispatcher:
     def possible(self) -> bool:
         """Whether a node could begin something now."""
         if any(
-            self._share(run, n, self._parts.groups[group_of(n)]) for run in self._parts.graph_runs for n in run.nodes
+            self._share(run, n, self._parts.groups[group_of(n)])
+            for run in self._parts.graph_runs
+            for n in run.nodes
         ):
             return True
         hurry = self._parts.train.over
         return any(
-            self._parts.recording.is_due(run, n, hurry=hurry) for run in self._parts.graph_runs for n in run.recorders
+            self._parts.recording.is_due(run, n, hurry=hurry)
+            for run in self._parts.graph_runs
+            for n in run.recorders
         )
 
     def dispatch(self) -> None:
@@ -152,7 +160,9 @@ class Dispatcher:
         """
         self.record(hurry=self._parts.train.over)
         train, evaluations = self._parts.train, self._parts.graph_runs.evaluations.values()
-        for graph_run in (*evaluations, train) if self._parts.evaluation_rules.comes_first else (train, *evaluations):
+        for graph_run in (
+            (*evaluations, train) if self._parts.evaluation_rules.comes_first else (train, *evaluations)
+        ):
             for node in graph_run.nodes:
                 group = self._parts.groups[group_of(node)]
                 if graph_run is train and node.operation.updates and not train.over:
@@ -160,7 +170,9 @@ class Dispatcher:
                 share = self._share(graph_run, node, group)
                 if share is None:
                     self._gathering.look(graph_run, node, self._parts.calls.under_way)
-                elif self._gathering.holds(graph_run, node, len(group.replicas), self._parts.calls.under_way):
+                elif self._gathering.holds(
+                    graph_run, node, len(group.replicas), self._parts.calls.under_way
+                ):
                     continue
                 else:
                     self._gathering.begin(graph_run, node)
@@ -183,7 +195,9 @@ class Dispatcher:
             group = self._parts.groups[group_of(node)]
             if self._share(graph_run, node, group) is None:
                 self._gathering.look(graph_run, node, self._parts.calls.under_way)
-            elif not self._gathering.holds(graph_run, node, len(group.replicas), self._parts.calls.under_way):
+            elif not self._gathering.holds(
+                graph_run, node, len(group.replicas), self._parts.calls.under_way
+            ):
                 return False
         return True
 
@@ -216,10 +230,17 @@ class Dispatcher:
             return self._one_pass.share(graph_run, node)
         if self._parts.train.over:  # what was trained on is still observed
             return Share() if self._parts.train.observes(node) else None
-        if node.operation.updates and (self._is_evaluated(group) or self._parts.recording.is_full(self._parts.train)):
+        if node.operation.updates and (
+            self._is_evaluated(group) or self._parts.recording.is_full(self._parts.train)
+        ):
             return None
         share = self._parts.schedule.share(self._parts.train, node, group.version, len(group.replicas))
-        if share is not None and share.last and node.operation.updates and self._parts.weights.reads(group):
+        if (
+            share is not None
+            and share.last
+            and node.operation.updates
+            and self._parts.weights.reads(group)
+        ):
             return None
         return share
 
@@ -230,7 +251,10 @@ class Dispatcher:
     def _is_evaluated(self, group: WorkerGroup) -> bool:
         """Whether an update of this group would change weights that are evaluated: those of the group itself. (Groups that follow it keep
         what they have.)"""
-        return any(e.pending and group.name in e.graph.handles for e in self._parts.graph_runs.evaluations.values())
+        return any(
+            e.pending and group.name in e.graph.handles
+            for e in self._parts.graph_runs.evaluations.values()
+        )
 
     def _start(self, graph_run: GraphRun, node: Node, group: WorkerGroup, share: Share) -> None:
         """Claim rows and request a call. Where it joins others, those replicas get rows that have least left to do."""
@@ -309,7 +333,9 @@ class Dispatcher:
         # A call that lost its rows keeps what it had published, and so its metrics. Otherwise all of it is done, and measured, again.
         if held or publishes_as_it_goes(node):
             measured = call.merged_metrics()
-            graph_run.take(lease, {written_name(group.name, name): metric for name, metric in measured.items()})
+            graph_run.take(
+                lease, {written_name(group.name, name): metric for name, metric in measured.items()}
+            )
         if updates and call.last:
             group.updating = False
         if not held:

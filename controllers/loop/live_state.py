@@ -140,11 +140,19 @@ class LiveState:
             "groups": len(live.groups),
             "groups_behind": live.groups_behind,
             "steps": self._ages(run.name, live.groups_of_step),
-            "versions": {} if update is None else {str(v): n for v, n in readiness.unclaimed_of[update].items()},
+            "versions": {}
+            if update is None
+            else {str(v): n for v, n in readiness.unclaimed_of[update].items()},
             "leases": self._leases(ledger),
             "oldest": [
-                {"group": id, "step": live.groups[id].issued_in, "waits": waits_for(ledger, id).splitlines()}
-                for id in islice((id for id, group in live.groups.items() if not group.rested), MOST_GROUPS)
+                {
+                    "group": id,
+                    "step": live.groups[id].issued_in,
+                    "waits": waits_for(ledger, id).splitlines(),
+                }
+                for id in islice(
+                    (id for id, group in live.groups.items() if not group.rested), MOST_GROUPS
+                )
             ],
         }
 
@@ -161,7 +169,9 @@ class LiveState:
     def _rates(self, graph: str, nodes: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
         """Rows a second that came to each node, and that it was done with."""
         now = time.monotonic()
-        counts = {f"{graph} {name}": (node["todo"] + node["done"], node["done"]) for name, node in nodes.items()}
+        counts = {
+            f"{graph} {name}": (node["todo"] + node["done"], node["done"]) for name, node in nodes.items()
+        }
         self._past.append((now, counts))
         while now - self._past[0][0] > RATE_S:
             self._past.popleft()
@@ -283,5 +293,7 @@ def _host(memory: Memory) -> dict[str, Any]:
         "used_bytes": node.used_bytes if node else None,
         "limit_bytes": node.limit_bytes if node else None,
         "object_store_bytes": memory.object_store_bytes,
-        "processes": {who: [one.resident_bytes, one.shared_bytes] for who, one in memory.processes.items()},
+        "processes": {
+            who: [one.resident_bytes, one.shared_bytes] for who, one in memory.processes.items()
+        },
     }

@@ -170,9 +170,20 @@ class Recording:
                     continue
                 steps = self._steps(graph_run, lease)
                 if recorder is not None and steps:
-                    where = {"folder": self._folder, "graph": graph_run.name, "token": lease.token, "steps": steps}
-                    then = partial(self._written, graph_run=graph_run, lease=lease, step=max(steps.values()))
-                    return [NodeRequest(recorder, node.name, where, then=then, ledger=graph_run.ledger, lease=lease)]
+                    where = {
+                        "folder": self._folder,
+                        "graph": graph_run.name,
+                        "token": lease.token,
+                        "steps": steps,
+                    }
+                    then = partial(
+                        self._written, graph_run=graph_run, lease=lease, step=max(steps.values())
+                    )
+                    return [
+                        NodeRequest(
+                            recorder, node.name, where, then=then, ledger=graph_run.ledger, lease=lease
+                        )
+                    ]
                 graph_run.finish(lease)
         return []
 
@@ -187,5 +198,11 @@ class Recording:
 
     def _steps(self, graph_run: GraphRun, lease: Lease) -> dict[int, int]:
         """Group -> step that it is filed under, of the groups of a lease that are kept."""
-        filed = {group.id: group.trained_in if graph_run.updates else group.issued_in for group in lease.groups}
-        return {id: step for id, step in filed.items() if step is not None and self._every and not step % self._every}
+        filed = {
+            group.id: group.trained_in if graph_run.updates else group.issued_in for group in lease.groups
+        }
+        return {
+            id: step
+            for id, step in filed.items()
+            if step is not None and self._every and not step % self._every
+        }

@@ -96,7 +96,12 @@ class Replies:
     """Takes replies, and tells calls which of their rows they have lost meanwhile."""
 
     def __init__(
-        self, backend: Backend, buffer: SampleBuffer, graph_runs: GraphRuns, calls: Calls, remedies: Remedies
+        self,
+        backend: Backend,
+        buffer: SampleBuffer,
+        graph_runs: GraphRuns,
+        calls: Calls,
+        remedies: Remedies,
     ) -> None:
         self._backend = backend
         self._buffer = buffer
@@ -146,7 +151,12 @@ class Replies:
         for ledger in self._buffer.ledgers.values():
             expired = {lease.token for lease in ledger.expire()}
             for call in list(self._calls.under_way) if expired else ():
-                if call.interruptible and call.ledger is ledger and call.lease and call.lease.token in expired:
+                if (
+                    call.interruptible
+                    and call.ledger is ledger
+                    and call.lease
+                    and call.lease.token in expired
+                ):
                     self._backend.cancel(call)
 
     def give_up_rows(self) -> None:
@@ -162,7 +172,11 @@ class Replies:
 
     def _take(self, event: Event) -> None:
         call, reply = event.call, event.reply
-        void = call.ledger is not None and call.lease is not None and not call.ledger.leases.holds(call.lease)
+        void = (
+            call.ledger is not None
+            and call.lease is not None
+            and not call.ledger.leases.holds(call.lease)
+        )
         if reply.failure is not None:
             requests = self._remedies.remedy(event, self._calls.under_way, void=void)
             if requests is not None:
@@ -217,6 +231,12 @@ def _brings_rows(call: Call, reply: Reply) -> bool:
 def _is_rows_alone(reply: Reply) -> bool:
     """Whether a reply brings rows, and neither the call nor any of the rows' parents ends with it."""
     published = reply.published
-    if published is None or published.parents is None or reply.done or reply.failure is not None or reply.paused:
+    if (
+        published is None
+        or published.parents is None
+        or reply.done
+        or reply.failure is not None
+        or reply.paused
+    ):
         return False
     return not published.ends_parents

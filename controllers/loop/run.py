@@ -89,22 +89,30 @@ class Run:
         keeps = graph_runs.needs_weights if rules.keeps_weights else None
         weights = WeightSync(spec.follows, groups, partial, spec.backend.cancel, keeps)
         deadlines = spec.start_timeout_s, spec.call_timeout_s
-        failures = Failures(self._backend, weights, history.progress, self._disk, history.failures, *deadlines)
+        failures = Failures(
+            self._backend, weights, history.progress, self._disk, history.failures, *deadlines
+        )
         saved = [group for group in groups.values() if has_state(group.handle)]
         self._copies = copies_of(directory.path, spec.checkpoint)
-        folder = CheckpointFolder(directory, spec.checkpoint, self._copies.add if self._copies else lambda step: None)
+        folder = CheckpointFolder(
+            directory, spec.checkpoint, self._copies.add if self._copies else lambda step: None
+        )
         self._saving = Saving(folder, spec.checkpoint, saved, spec.call_timeout_s)
         told, lease_s = history.progress.recorded, spec.buffer.lease_deadline_s
         recording = Recording(spec.record_every, schedule.prompts_per_step, samples, lease_s, told)
         times = CallTimes(directory, graph_runs.train, self._backend.clock, self._started)
         calls = Calls(groups, failures, times, self._commit)
         lost_nodes = LostNodes(self._backend, buffer, groups, failures, history.progress)
-        self._elastic = Elastic(self._backend, groups, failures, history.progress.say, spec.start_timeout_s)
+        self._elastic = Elastic(
+            self._backend, groups, failures, history.progress.say, spec.start_timeout_s
+        )
         remedies = Remedies(self._backend, failures, lost_nodes, self._elastic, self._saving, self._disk)
         self._replies = Replies(self._backend, buffer, graph_runs, calls, remedies)
         self._weights, self._calls = weights, calls
         parts = RunParts(schedule, buffer, groups, graph_runs, weights, recording, calls, rules)
-        self._admission = Admission(parts, history.progress.alert, stop_without_signal=NO_SIGNAL in spec.stop_on)
+        self._admission = Admission(
+            parts, history.progress.alert, stop_without_signal=NO_SIGNAL in spec.stop_on
+        )
         self._dispatcher = Dispatcher(parts, self._backend.clock, history.progress.say)
         self._stop = StopRequests(directory.path, directory.starts + 1)
         self._live = LiveState(directory.path, parts, self._backend, self._started, directory.starts + 1)
@@ -223,7 +231,9 @@ class Run:
         patience_s = self._patience_s
         while came := self._replies.take(patience_s):
             can_wait = all(self._dispatcher.can_wait(self.graph_runs[name]) for name in came)
-            patience_s = self._patience_s  # rows that have begun to wait for others have brought it forward
+            patience_s = (
+                self._patience_s
+            )  # rows that have begun to wait for others have brought it forward
             if not (settled and can_wait and patience_s):
                 return
             self._disk.write(lambda: self.buffer.log.commit(fenced=False))
@@ -234,7 +244,9 @@ class Run:
         self._closing.close_evaluations()
         if self._closing.close_training():
             step, over = self._train.step, self._train.over
-            self._saving.step_over(step, last=over, for_best=self._spec.is_evaluated_for_best(step, over=over))
+            self._saving.step_over(
+                step, last=over, for_best=self._spec.is_evaluated_for_best(step, over=over)
+            )
             if not self._spec.checkpoint.writes:
                 self._disk.write(self.buffer.shorten_log)
         self._disk.write(lambda: self._directory.flush(when_due=True))
@@ -242,7 +254,9 @@ class Run:
     @property
     def _finished(self) -> bool:
         train, graph_runs = self._train, self.graph_runs
-        at_rest = train.over and not self._saving.holds_up and self._calls.idle and not graph_runs.evaluating
+        at_rest = (
+            train.over and not self._saving.holds_up and self._calls.idle and not graph_runs.evaluating
+        )
         if not at_rest or any(run.ledger.live.groups_behind for run in graph_runs):
             return False
         unseen = any(train.observes(n) and train.ledger.readiness.ready(n) for n in train.graph.nodes)
@@ -253,7 +267,9 @@ class Run:
     @property
     def _can_move(self) -> bool:
         """Whether the next turn of the loop will find something to do."""
-        over = self._spec.schedule.over(self._train) or any(e.ended for e in self.graph_runs.evaluations.values())
+        over = self._spec.schedule.over(self._train) or any(
+            e.ended for e in self.graph_runs.evaluations.values()
+        )
         return over or self._admission.possible or self._dispatcher.possible
 
     @property
@@ -261,7 +277,9 @@ class Run:
         """Seconds until the driver looks up: when a lease, a quorum, or a node that gathers rows is due, or a second."""
         due = [ledger.next_deadline for ledger in self.buffer.ledgers.values()]
         now = self._backend.clock()
-        return max(0.0, min([1.0, *(d - now for d in (*due, self._dispatcher.next_due_s) if d is not None)]))
+        return max(
+            0.0, min([1.0, *(d - now for d in (*due, self._dispatcher.next_due_s) if d is not None)])
+        )
 
     def _why_stalled(self) -> str:
         lines = ["rows are in flight, nothing is under way, and no node can start:"]
@@ -332,7 +350,9 @@ class Run:
         """Whether everything is in the buffer, or can be made again: no update is under way or has half of its batch, and training
         waits for no evaluation."""
         evaluating = any(e.under_way for e in self.graph_runs.evaluations.values())
-        return not (evaluating and self._spec.evaluation_rules.holds_training) and not any(self._train.taken.values())
+        return not (evaluating and self._spec.evaluation_rules.holds_training) and not any(
+            self._train.taken.values()
+        )
 
     def _leave(self) -> NoReturn:
         """Save the run, record what it is through with, and end the process."""
@@ -353,7 +373,9 @@ class Run:
 
     def _save_as_it_stands(self) -> None:
         if self._spec.checkpoint.writes:
-            self._save_to_the_end(anew=True)  # there may be one of this step, with fewer rows in the buffer
+            self._save_to_the_end(
+                anew=True
+            )  # there may be one of this step, with fewer rows in the buffer
         self._record_all()
 
     def _record_all(self) -> None:

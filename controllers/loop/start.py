@@ -70,7 +70,9 @@ def _tell(spec: RunSpec, progress: Progress, directory: RunDirectory, *, in_full
     for note in directory.notes:
         progress.say(note)
     progress.starting(spec.handles, repr(spec.backend))
-    progress.noted(dict.fromkeys(n for handle in spec.handles.values() for n in getattr(handle.config, "notes", ())))
+    progress.noted(
+        dict.fromkeys(n for handle in spec.handles.values() for n in getattr(handle.config, "notes", ()))
+    )
     progress.data([graph.source for graph in spec.graphs.values()], in_full=in_full)
 
 
@@ -84,14 +86,18 @@ def _open_buffer(
     """Open the buffer once the disk has room, since what is kept of the log is copied."""
     backend, keep = spec.backend, spec.checkpoint.keep
     return history.disk.write(
-        lambda: open_buffer(directory, point, graphs, config=spec.buffer, backend=backend, keep_checkpoints=keep)
+        lambda: open_buffer(
+            directory, point, graphs, config=spec.buffer, backend=backend, keep_checkpoints=keep
+        )
     )
 
 
 def _forget_samples(directory: RunDirectory, buffer: SampleBuffer) -> None:
     """Remove the samples of leases that are void in the state to which the run went back."""
     ledgers = buffer.ledgers
-    directory.forget_samples(lambda graph, lease: graph in ledgers and ledgers[graph].leases.is_void(lease))
+    directory.forget_samples(
+        lambda graph, lease: graph in ledgers and ledgers[graph].leases.is_void(lease)
+    )
 
 
 def _files(spec: RunSpec, directory: RunDirectory, buffer: SampleBuffer, progress: Progress) -> Files:
@@ -104,7 +110,9 @@ def _files(spec: RunSpec, directory: RunDirectory, buffer: SampleBuffer, progres
 
 def _setup(spec: RunSpec, directory: RunDirectory, files: Files, progress: Progress) -> Setup:
     writers = [
-        name for name, h in spec.handles.items() if name == RECORDER or (has_state(h) and spec.checkpoint.writes)
+        name
+        for name, h in spec.handles.items()
+        if name == RECORDER or (has_state(h) and spec.checkpoint.writes)
     ]
     return Setup(
         spec.handles,
@@ -177,7 +185,9 @@ def _give_up(run: EvaluationRun, history: RunHistory) -> None:
     for step in sorted(run.ledger.live.groups_of_step):
         history.progress.given_up(run.name, step)
     for group in run.ledger.live.ids_at_work:
-        run.ledger.lose(group, "the run was started again, and its evaluation is given up", issue_again=False)
+        run.ledger.lose(
+            group, "the run was started again, and its evaluation is given up", issue_again=False
+        )
 
 
 def _num_tokens(graph: Graph, source: Batch) -> np.ndarray:

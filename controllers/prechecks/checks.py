@@ -45,7 +45,13 @@ _RESPONSES = (RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
 
 
 def check_kinds(
-    *, graph: object, schedule: object, buffer: object, checkpoint: object, placement: object, backend: object
+    *,
+    graph: object,
+    schedule: object,
+    buffer: object,
+    checkpoint: object,
+    placement: object,
+    backend: object,
 ) -> None:
     """Check that the driver's arguments are instances of the right classes, and not the classes themselves.
 
@@ -59,9 +65,19 @@ def check_kinds(
             isinstance(graph, Graph),
             "what a @weft.graph function returns when it is called with a source",
         ),
-        ("schedule", schedule, isinstance(schedule, Stepwise), "a value such as weft.Synchronous(steps=100)"),
+        (
+            "schedule",
+            schedule,
+            isinstance(schedule, Stepwise),
+            "a value such as weft.Synchronous(steps=100)",
+        ),
         ("buffer", buffer, isinstance(buffer, BufferConfig), "a weft.BufferConfig(...)"),
-        ("checkpoint", checkpoint, isinstance(checkpoint, CheckpointConfig), "a weft.CheckpointConfig(every=...)"),
+        (
+            "checkpoint",
+            checkpoint,
+            isinstance(checkpoint, CheckpointConfig),
+            "a weft.CheckpointConfig(every=...)",
+        ),
         (
             "placement",
             placement,
@@ -108,11 +124,15 @@ def check_names(evaluations: Sequence[Evaluation]) -> list[str]:
     for taken in names:
         check_name(taken, "Evaluation(..., name")
         if names.count(taken) > 1:
-            raise UserError(f"two graphs of the run are called {taken!r}; give each Evaluation(..., name=...) its own")
+            raise UserError(
+                f"two graphs of the run are called {taken!r}; give each Evaluation(..., name=...) its own"
+            )
     return names
 
 
-def check_best(checkpoint: CheckpointConfig, evaluations: Sequence[Evaluation], handles: Mapping[str, Handle]) -> None:
+def check_best(
+    checkpoint: CheckpointConfig, evaluations: Sequence[Evaluation], handles: Mapping[str, Handle]
+) -> None:
     """Check that the metric by which the best checkpoint is chosen is of an evaluation or a worker group of the run, or the run's own.
 
     Raises:
@@ -155,7 +175,9 @@ def check_workers(graphs: Iterable[Graph]) -> None:
         if not len(graph.source.table):
             raise UserError(f"source {graph.source.name!r} of graph {graph.name!r} has no rows")
         for group, handle in graph.handles.items():
-            handle.worker_class.check(handle.config, [n for n in graph.nodes if n.group == group], graph.source)
+            handle.worker_class.check(
+                handle.config, [n for n in graph.nodes if n.group == group], graph.source
+            )
         check_lengths(graph)
 
 
@@ -188,8 +210,12 @@ def check_resumes(spec: RunSpec, handles: Mapping[str, Handle], point: ResumePoi
     if point is not None:
         _check_kind(spec, point)
         refuse_fixed(point.path, changed_settings(spec, point, "fixed"))
-    by = next((f"{n}={v!r}" for n in ("every", "every_s", "best") if (v := getattr(spec.checkpoint, n))), "")
-    updated = {n.group for graph in spec.graphs.values() for n in graph.nodes if n.operation.updates and n.group}
+    by = next(
+        (f"{n}={v!r}" for n in ("every", "every_s", "best") if (v := getattr(spec.checkpoint, n))), ""
+    )
+    updated = {
+        n.group for graph in spec.graphs.values() for n in graph.nodes if n.operation.updates and n.group
+    }
     for name in sorted(updated if spec.checkpoint.writes else ()):
         if not has_state(handles[name]):
             raise UserError(
@@ -311,7 +337,9 @@ def _row_tokens(graph: Graph) -> np.ndarray | None:
         return None
     rows = Batch.of_table(graph.source.table.select([str(PROMPT_IDS), *sorted(given)]))
     responses = [rows.lengths(column) for column in given] + ([] if generated is None else [generated])
-    return rows.lengths(PROMPT_IDS) + np.maximum.reduce(np.broadcast_arrays(np.zeros(len(rows), np.int64), *responses))
+    return rows.lengths(PROMPT_IDS) + np.maximum.reduce(
+        np.broadcast_arrays(np.zeros(len(rows), np.int64), *responses)
+    )
 
 
 def _generated_tokens(graph: Graph) -> int | None:
@@ -322,7 +350,9 @@ def _generated_tokens(graph: Graph) -> int | None:
 
 def _shortest_context(graph: Graph) -> tuple[str, int] | None:
     """The group with the smallest limit on the tokens of a row, and that limit, or None if no group has a limit."""
-    found = {name: handle.worker_class.longest_row(handle.config) for name, handle in graph.handles.items()}
+    found = {
+        name: handle.worker_class.longest_row(handle.config) for name, handle in graph.handles.items()
+    }
     limits = {name: tokens for name, tokens in found.items() if tokens is not None}
     return min(limits.items(), key=lambda item: item[1], default=None)
 
@@ -335,7 +365,9 @@ def check_capacity(graph: Graph, schedule: Training, buffer: BufferConfig) -> No
     """
     rows = schedule.prompts_per_step * expected_rows(graph)
     check_rows(
-        graph, schedule.prompts_per_step, f"{type(schedule).__name__}(prompts_per_step={schedule.prompts_per_step})"
+        graph,
+        schedule.prompts_per_step,
+        f"{type(schedule).__name__}(prompts_per_step={schedule.prompts_per_step})",
     )
     if buffer.max_rows is not None and rows > buffer.max_rows:
         raise UserError(
@@ -360,7 +392,11 @@ def check_rows(graph: Graph, prompts: int, setting: str, most: int = MAX_ROWS) -
     """
     rows = prompts * expected_rows(graph)
     if rows > most:
-        made = [f"node {n.name!r} has n={n.arguments['n']}" for n in graph.nodes if n.arguments.get("n", 1) != 1]
+        made = [
+            f"node {n.name!r} has n={n.arguments['n']}"
+            for n in graph.nodes
+            if n.arguments.get("n", 1) != 1
+        ]
         raise UserError(
             f"{', '.join([*made, setting])} of graph {graph.name!r}: {rows:,} rows at once; at most {most:,} are possible. "
             "Take smaller numbers"
@@ -417,7 +453,9 @@ def check_transports(handles: Iterable[Handle], placement: Mapping[str, Place]) 
         shared = pools[leader].name == pools[follower].name
         if shared != (way == "ipc"):
             where, other = ("on one pool", "ipc") if shared else ("on separate pools", "nccl")
-            raise UserError(f'{who}, cannot be used {where}; take transport="{transport.replace(way, other)}"')
+            raise UserError(
+                f'{who}, cannot be used {where}; take transport="{transport.replace(way, other)}"'
+            )
         if backend and shared and placement[leader].gpus > 1:
             raise UserError(
                 f"{who}, is sent by a rank on each GPU, and {leader!r} has {placement[leader].ranks} ranks for the "

@@ -78,7 +78,9 @@ def prepared(made: str | Path, make: Callable[[], object], sketch: Callable[[Pat
         make()
         made.stat()
         return made
-    path = made if made.is_relative_to(present.scratch) else present.scratch / made.parent.name / made.name
+    path = (
+        made if made.is_relative_to(present.scratch) else present.scratch / made.parent.name / made.name
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         sketch(path)
@@ -140,7 +142,9 @@ def _refuse_to_write(event: str, arguments: tuple[Any, ...]) -> None:
         path = Path(os.fsdecode(what)).absolute()
         if path.is_relative_to(present.scratch) or path.is_relative_to("/dev"):
             return
-        if any(part.startswith(_CACHES) for part in path.parts) or (event == "os.mkdir" and path.is_dir()):
+        if any(part.startswith(_CACHES) for part in path.parts) or (
+            event == "os.mkdir" and path.is_dir()
+        ):
             return
     does = "starts" if event == "subprocess.Popen" else "writes"
     raise UserError(

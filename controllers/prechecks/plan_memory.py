@@ -15,7 +15,14 @@ from ...dataflow.metric_names import FUNCTIONS
 from ...workers.models.model_folder import complete_text_settings, find_model_config, head_dim, num_heads
 from ...workers.reward_model import RewardModelConfig
 from ...workers.training.engine import Head, ModelConfig
-from ...workers.training.memory import BYTES, ModelSize, TrainingMemory, checkpoint_bytes, model_size, training_memory
+from ...workers.training.memory import (
+    BYTES,
+    ModelSize,
+    TrainingMemory,
+    checkpoint_bytes,
+    model_size,
+    training_memory,
+)
 from ..placement import Place
 from ..run_spec import RunSpec
 from .plan_sizes import StageMemory, StepSizes, UpdateSizes, stage_memory, update_sizes
@@ -112,7 +119,9 @@ class GroupMemory:
     def peak(self) -> int:
         """Tensors of a rank in its largest phase, without those on the host."""
         rest = self.phases.get(REST, {})
-        return sum(rest.values()) + max((sum(p.values()) for name, p in self.phases.items() if name != REST), default=0)
+        return sum(rest.values()) + max(
+            (sum(p.values()) for name, p in self.phases.items() if name != REST), default=0
+        )
 
     @property
     def host(self) -> int:
@@ -126,7 +135,13 @@ class GroupMemory:
 
 
 def group_memory(
-    spec: RunSpec, name: str, handle: Handle, place: Place, sizes: StepSizes, gpu_bytes: int, chunks: int = 1
+    spec: RunSpec,
+    name: str,
+    handle: Handle,
+    place: Place,
+    sizes: StepSizes,
+    gpu_bytes: int,
+    chunks: int = 1,
 ) -> GroupMemory:
     """The memory of a group.
 
@@ -146,7 +161,9 @@ def group_memory(
     alone = spec.backend.in_process
     functions = (n.function for graph in spec.graphs.values() for n in graph.nodes if n.group is None)
     libraries = 0 if alone else resident_bytes(name, handle, functions)
-    known = GroupMemory(name, 1 if alone else place.ranks, place.pool.name, bool(place.pool.gpus), libraries)
+    known = GroupMemory(
+        name, 1 if alone else place.ranks, place.pool.name, bool(place.pool.gpus), libraries
+    )
     if getattr(config, "model", None) is None:
         return replace(known, on_gpu=False)
     try:
@@ -172,7 +189,9 @@ def _trained(
     unknown, found = "", 0
     if passes is not None and passes.rows_per_microbatch and sizes.tokens_a_row:
         try:
-            found = _activations(config, sizes, passes, size, trains=trains, gpu_bytes=gpu_bytes * known.on_gpu)
+            found = _activations(
+                config, sizes, passes, size, trains=trains, gpu_bytes=gpu_bytes * known.on_gpu
+            )
         except ValueError as error:
             if isinstance(error, UserError) and config.engine is None:
                 raise
@@ -203,7 +222,9 @@ def _trained(
         in_pass["heap"] = round(HELD_FREE * sum(in_pass.values()))
     phases = {REST: _present(rest), "update" if trains else "logprobs": _present(in_pass)}
     stored = checkpoint_bytes(size, config, lora) if saves and trains else 0
-    return replace(known, phases=phases, on_host=_present(host), checkpoint=stored, stages=stages, unknown=unknown)
+    return replace(
+        known, phases=phases, on_host=_present(host), checkpoint=stored, stages=stages, unknown=unknown
+    )
 
 
 def placed(
@@ -211,7 +232,11 @@ def placed(
 ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """What a rank holds at rest, what comes in a pass, and what lies on the host in any case, without activations."""
     rest = {"weights": made.weights, "moments": made.moments}
-    in_pass = {"gradients": made.gradients, "gathered weights": made.gathered, "gathered gradients": made.exchanged}
+    in_pass = {
+        "gradients": made.gradients,
+        "gathered weights": made.gathered,
+        "gathered gradients": made.exchanged,
+    }
     host = {"copy for a checkpoint": made.snapshot}
     if on_gpu and config.offload == "moments":
         host["moments"] = rest.pop("moments")
@@ -222,9 +247,15 @@ def placed(
     return rest, in_pass, host
 
 
-def with_activations(in_pass: Mapping[str, int], activations: int, made: TrainingMemory) -> dict[str, int]:
+def with_activations(
+    in_pass: Mapping[str, int], activations: int, made: TrainingMemory
+) -> dict[str, int]:
     """What comes in a pass, with its activations."""
-    return {**in_pass, "gathered gradients": made.exchanged_beside(activations), "activations": activations}
+    return {
+        **in_pass,
+        "gathered gradients": made.exchanged_beside(activations),
+        "activations": activations,
+    }
 
 
 def _head(config: Any) -> Head:
@@ -269,7 +300,10 @@ def _generating(known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: in
     if config.engine != "vllm":
         settings = complete_text_settings(config.model)
         at_once = min(config.max_num_seqs, sizes.rows)
-        heads, of_head = settings.num_key_value_heads or num_heads(settings.to_dict()), head_dim(settings.to_dict())
+        heads, of_head = (
+            settings.num_key_value_heads or num_heads(settings.to_dict()),
+            head_dim(settings.to_dict()),
+        )
         token = 2 * settings.num_hidden_layers * (heads or 0) * (of_head or 0) * BYTES[dtype]
         cache = round(at_once * sizes.tokens_a_row * token)
         made = {CACHE: cache, "logits": 2 * 4 * at_once * size.vocabulary}

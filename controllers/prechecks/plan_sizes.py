@@ -115,7 +115,9 @@ def update_sizes(spec: RunSpec, node: Node, sizes: StepSizes) -> UpdateSizes:
     place = spec.placement[node.group]
     ranks = 1 if spec.backend.in_process else place.ranks
     replicas = max(1, ranks // ranks_of_a_replica(config))
-    of_pass = getattr(config, "microbatch_tokens", None) or (GPU_TOKENS if place.pool.gpus else CPU_TOKENS)
+    of_pass = getattr(config, "microbatch_tokens", None) or (
+        GPU_TOKENS if place.pool.gpus else CPU_TOKENS
+    )
     steps = OptimizerSteps.of(node)
     rows, each = sizes.rows, math.ceil(sizes.rows / replicas)
     of_step = math.ceil(each / steps.minibatches)
@@ -139,10 +141,19 @@ def sample_bytes(graph: Graph, sizes: StepSizes) -> int:
     written = {c for node in graph.nodes for c in node.writes}
     made = {*graph.source.columns} - file_columns(graph.source)
     known = (written | made).intersection(str(column) for column in RECORDED)
-    of_token = [c for c in (RESPONSE_IDS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, ADVANTAGES) if str(c) in known]
-    texts = sum(_mean(graph, str(column)) for column in (PROMPT, ANSWER) if str(column) in graph.source.columns)
+    of_token = [
+        c for c in (RESPONSE_IDS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, ADVANTAGES) if str(c) in known
+    ]
+    texts = sum(
+        _mean(graph, str(column)) for column in (PROMPT, ANSWER) if str(column) in graph.source.columns
+    )
     letters = texts / max(1.0, sizes.prompt_tokens) if sizes.prompt_tokens else 1.0
-    row = ROW + NUMBER * sizes.prompt_tokens + texts + sizes.response_tokens * (NUMBER * len(of_token) + letters)
+    row = (
+        ROW
+        + NUMBER * sizes.prompt_tokens
+        + texts
+        + sizes.response_tokens * (NUMBER * len(of_token) + letters)
+    )
     return round(sizes.rows * row)
 
 
@@ -203,7 +214,9 @@ def schedule_of(config: ModelConfig, passes: UpdateSizes, chunks: int) -> Pipeli
     return interleaved(stages, number if chunks == 1 else -(-number // stages) * stages, chunks)
 
 
-def pipeline_plan(config: ModelConfig, passes: UpdateSizes, costs: CostModel | None) -> PipelinePlan | None:
+def pipeline_plan(
+    config: ModelConfig, passes: UpdateSizes, costs: CostModel | None
+) -> PipelinePlan | None:
     """How an update goes through a pipeline; None: its group is none.
 
     Raises:
@@ -214,11 +227,15 @@ def pipeline_plan(config: ModelConfig, passes: UpdateSizes, costs: CostModel | N
         return None
     if cost is None:
         schedule = schedule_of(config, passes, chunks=1)
-        return PipelinePlan(passes.node, schedule.stages, 1, schedule.microbatches, schedule.bubble, played=False)
+        return PipelinePlan(
+            passes.node, schedule.stages, 1, schedule.microbatches, schedule.bubble, played=False
+        )
     of_step = passes.epochs / passes.optimizer_steps
     own = passes.rows_per_replica * of_step, passes.tokens / passes.replicas * of_step
     played = cost.played(*own)
-    return PipelinePlan(passes.node, cost.stages, cost.chunks, cost.microbatches(*own), played.bubble, played=True)
+    return PipelinePlan(
+        passes.node, cost.stages, cost.chunks, cost.microbatches(*own), played.bubble, played=True
+    )
 
 
 def chunks_of(config: ModelConfig, node: str, costs: CostModel | None) -> int:
@@ -260,7 +277,9 @@ def stage_memory(
     schedule = schedule_of(config, passes, chunks)
     found: list[StageMemory] = []
     for stage, own in enumerate(size.of_stages(number, chunks)):
-        made = training_memory(own, config, ranks=max(1, ranks // number), trains=trains, lora=lora, saves=saves)
+        made = training_memory(
+            own, config, ranks=max(1, ranks // number), trains=trains, lora=lora, saves=saves
+        )
         in_flight = schedule.in_flight(stage) / chunks if trains else 1.0
         kept = round(activations * in_flight * own.layers / size.layers)
         found.append(StageMemory(own.layers, in_flight, made, kept))

@@ -104,15 +104,22 @@ def plan_groups(lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceC
     """
     table = _Table(lengths, ranks, cost)
     ways = list(_all_partitions(ranks) if ranks <= FEW_RANKS else _some_partitions(ranks))
-    if len(ways) > WAYS:  # some large groups, and all others of one smaller size: from the best of these, down
-        ways = [_filled(ranks, (large,) * k, small) for large, k, small in _large_and_small(ranks, _powers(ranks))]
+    if (
+        len(ways) > WAYS
+    ):  # some large groups, and all others of one smaller size: from the best of these, down
+        ways = [
+            _filled(ranks, (large,) * k, small)
+            for large, k, small in _large_and_small(ranks, _powers(ranks))
+        ]
     ways += [(size,) * (ranks // size) for size in _divisors(ranks)]
     ways.append((table.smallest, *_filled(ranks - table.smallest, (), 1)))
     found = sorted((table.dealt(way) for way in ways if table.holds(way)), key=lambda plan: plan.seconds)
     return min((_descended(table, plan) for plan in found[:3]), key=lambda plan: plan.seconds)
 
 
-def equal_groups(lengths: Sequence[int] | np.ndarray, ranks: int, degree: int, cost: SequenceCost) -> SequenceGroups:
+def equal_groups(
+    lengths: Sequence[int] | np.ndarray, ranks: int, degree: int, cost: SequenceCost
+) -> SequenceGroups:
     """The same with groups of one size, as Ulysses has them.
 
     Raises:
@@ -132,7 +139,9 @@ def equal_groups(lengths: Sequence[int] | np.ndarray, ranks: int, degree: int, c
 class _Table:
     """Seconds of each row on groups of each size, and how rows are dealt out."""
 
-    def __init__(self, lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceCost, also: int = 1) -> None:
+    def __init__(
+        self, lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceCost, also: int = 1
+    ) -> None:
         """
         Args:
             also: a size of groups beside the powers of two.
@@ -140,7 +149,9 @@ class _Table:
         if ranks < 1:
             raise UserError(f"{ranks} ranks: at least 1")
         tokens = np.asarray(lengths, np.int64)
-        levels = [each - 1 for each in cost.exchange_s if 1 < each <= ranks]  # the quickest size of each exchange time
+        levels = [
+            each - 1 for each in cost.exchange_s if 1 < each <= ranks
+        ]  # the quickest size of each exchange time
         fitting = -(-int(tokens.max()) // cost.memory_tokens) if len(tokens) else 1
         sizes = {
             *range(1, min(ranks, FEW_RANKS) + 1),
@@ -154,7 +165,9 @@ class _Table:
         self.smallest = min(max(fitting, 1), ranks)
         """Ranks of the smallest group that has room for the longest row."""
         self._ranks, self._rows = ranks, len(tokens)
-        fits = np.array([cost.fits(tokens, degree) for degree in self.degrees]).reshape(len(self.degrees), -1)
+        fits = np.array([cost.fits(tokens, degree) for degree in self.degrees]).reshape(
+            len(self.degrees), -1
+        )
         seconds = np.array([cost.seconds(tokens, degree) for degree in self.degrees]).reshape(fits.shape)
         self._seconds = np.where(fits, seconds, math.inf)
         if len(tokens) and not fits[-1].all():
@@ -193,8 +206,13 @@ class _Table:
             for load, group in heap:
                 loads[group] = load
         self._relieve(degrees, members, loads)
-        loads = [math.fsum(self._of_degree[d][row] for row in own) for d, own in zip(degrees, members, strict=True)]
-        return SequenceGroups(tuple(degrees), tuple(tuple(sorted(own)) for own in members), tuple(loads), self.bound_s)
+        loads = [
+            math.fsum(self._of_degree[d][row] for row in own)
+            for d, own in zip(degrees, members, strict=True)
+        ]
+        return SequenceGroups(
+            tuple(degrees), tuple(tuple(sorted(own)) for own in members), tuple(loads), self.bound_s
+        )
 
     def _relieve(self, degrees: Sequence[int], members: list[list[int]], loads: list[float]) -> None:
         """Move rows away from the slowest group, or exchange them for others, while that makes both sides quicker than it was."""
@@ -209,7 +227,9 @@ class _Table:
                     after = max(loads[group] + its[row], loads[slowest] - of[row])
                     best = min(best, (after, row, group, -1))
                     for other in members[group] if self._rows <= FEW_ROWS else ():
-                        after = max(loads[group] + its[row] - its[other], loads[slowest] - of[row] + of[other])
+                        after = max(
+                            loads[group] + its[row] - its[other], loads[slowest] - of[row] + of[other]
+                        )
                         best = min(best, (after, row, group, other))
             _, row, group, other = best
             if row < 0:
@@ -229,7 +249,9 @@ class _Table:
 def _descended(table: _Table, best: SequenceGroups) -> SequenceGroups:
     """From this plan, a group halved or two joined as long as that makes it quicker."""
     while True:
-        near = [way for way in _neighbours(best.degrees) if {*way} <= {*table.degrees} and table.holds(way)]
+        near = [
+            way for way in _neighbours(best.degrees) if {*way} <= {*table.degrees} and table.holds(way)
+        ]
         found = min((table.dealt(way) for way in near), key=lambda plan: plan.seconds, default=best)
         if found.seconds >= best.seconds * (1 - 1e-9):
             return best
@@ -288,11 +310,17 @@ def _large_and_small(ranks: int, degrees: Sequence[int]) -> Iterator[tuple[int, 
         for small in degrees:
             if small <= large:
                 yield from (
-                    (large, k, small) for k in range(1, ranks // large + 1) if small < large or k == ranks // large
+                    (large, k, small)
+                    for k in range(1, ranks // large + 1)
+                    if small < large or k == ranks // large
                 )
 
 
 def _filled(ranks: int, large: tuple[int, ...], small: int) -> tuple[int, ...]:
     """These groups, others of a smaller size, and what is left in powers of two."""
     number, left = divmod(ranks - sum(large), small)
-    return (*large, *(small,) * number, *(1 << k for k in reversed(range(left.bit_length())) if left >> k & 1))
+    return (
+        *large,
+        *(small,) * number,
+        *(1 << k for k in reversed(range(left.bit_length())) if left >> k & 1),
+    )

@@ -68,11 +68,16 @@ class Draws:
         root = row
         while whole_groups and root.parent is not None:
             root = root.parent
-        return bool(np.random.default_rng([*self._key(graph, root), zlib.crc32(node.encode())]).random() < cost.keep)
+        return bool(
+            np.random.default_rng([*self._key(graph, root), zlib.crc32(node.encode())]).random()
+            < cost.keep
+        )
 
     def _key(self, graph: str, row: Row) -> list[int]:
         turns = self._turns.setdefault((graph, row.position), {})
-        return draw_key(self._seed, graph, row.position, turns.setdefault(row.group.id, len(turns)), _path(row))
+        return draw_key(
+            self._seed, graph, row.position, turns.setdefault(row.group.id, len(turns)), _path(row)
+        )
 
 
 def draw_key(seed: int, graph: str, position: int, turn: int, path: Sequence[int] = ()) -> list[int]:
@@ -143,9 +148,14 @@ class Simulated:
         handles: Mapping[str, Handle] = MappingProxyType({}),
     ) -> None:
         """Refuse costs of groups that no graph has, or that have other ranks; devices are as many as the placement asks for."""
-        for name in [*(n.partition(".")[0] for n in self.costs.nodes if "." in n), *self.costs.ranks_per_replica]:
+        for name in [
+            *(n.partition(".")[0] for n in self.costs.nodes if "." in n),
+            *self.costs.ranks_per_replica,
+        ]:
             if name not in placement:
-                raise UserError(f"CostModel names a group {name!r}, which no graph has{nearest(name, placement)}")
+                raise UserError(
+                    f"CostModel names a group {name!r}, which no graph has{nearest(name, placement)}"
+                )
         configs = {name: handle.config for name, handle in handles.items()}
         for name, place in placement.items():
             each = self.costs.replica_ranks(name, configs.get(name))
@@ -155,7 +165,9 @@ class Simulated:
                     if name in self.costs.ranks_per_replica
                     else f"the configuration of {name!r}"
                 )
-                raise UserError(f"{where}: replicas of {each} ranks do not divide the {place.ranks} of {name!r}")
+                raise UserError(
+                    f"{where}: replicas of {each} ranks do not divide the {place.ranks} of {name!r}"
+                )
         for node, cost in self.costs.nodes.items():
             if isinstance(cost, PipelineCost | SequenceParallelCost):
                 name = node.partition(".")[0]
@@ -183,10 +195,14 @@ class Simulated:
             mesh = [Coordinates(dp=rank // each, tp=rank % each) for rank in range(place.ranks)]
             groups[name] = WorkerGroup(name, handle, place, mesh, self._submit)
             generates = [
-                c for n, c in self.costs.nodes.items() if n.startswith(f"{name}.") and isinstance(c, Generation)
+                c
+                for n, c in self.costs.nodes.items()
+                if n.startswith(f"{name}.") and isinstance(c, Generation)
             ]
             if len(generates) > 1:
-                raise UserError(f"CostModel.nodes: two nodes of {name!r} have a Generation; they share one engine")
+                raise UserError(
+                    f"CostModel.nodes: two nodes of {name!r} have a Generation; they share one engine"
+                )
             cost = generates[0] if generates else None
             for replica in range(mesh[-1].dp + 1) if cost else (0,):  # else all ranks work as one
                 self._replicas[name, replica] = Replica(cost, self._reply, self._invent)
@@ -269,7 +285,9 @@ class Simulated:
         """The next replies; the clock moves to their time, or by `timeout_s` when none comes until then."""
         self._begin()
         end = self._now + timeout_s
-        while self._due and self._due[0][0] <= max(self._now, min(end, self._replies[0][0] if self._replies else end)):
+        while self._due and self._due[0][0] <= max(
+            self._now, min(end, self._replies[0][0] if self._replies else end)
+        ):
             time, _, replica = heapq.heappop(self._due)
             if time == replica.next_s:
                 replica.run(time)
@@ -332,15 +350,25 @@ class Simulated:
         if done:  # in each optimizer step, ranks of one program wait for the slowest
             seconds += float(np.max(list(done.values()), axis=0).sum())
         for replica, own in self._by_replica(call, tasks):
-            replies = [(rank, self._result(call, rank, task, versions, cost, seconds)) for rank, task in own]
+            replies = [
+                (rank, self._result(call, rank, task, versions, cost, seconds)) for rank, task in own
+            ]
             weights = own[0][1].arguments.get("weights")
-            version = weights.version if call.method == "receive_weights" and weights is not None else None
+            version = (
+                weights.version if call.method == "receive_weights" and weights is not None else None
+            )
             replica.run(at)
             replica.add(Work(call, seconds, replies, version), at)
             self._note(replica)
 
     def _result(
-        self, call: Call, rank: int, task: Task, versions: Mapping[int, int | None], cost: LinearCost, seconds: float
+        self,
+        call: Call,
+        rank: int,
+        task: Task,
+        versions: Mapping[int, int | None],
+        cost: LinearCost,
+        seconds: float,
     ) -> Reply:
         if task.rows is None:
             return Reply(value=_value(task, rank) if task.keep else None, done=True, seconds=seconds)
@@ -349,7 +377,9 @@ class Simulated:
         return Reply(
             published,
             self._invent(8 * len(task.rows.ids)) if wrote else None,
-            _trained(call, [versions[i] for i in task.rows.ids.tolist()]) if task.keep and versions else {},
+            _trained(call, [versions[i] for i in task.rows.ids.tolist()])
+            if task.keep and versions
+            else {},
             done=True,
             seconds=seconds,
         )
@@ -361,18 +391,24 @@ class Simulated:
         operation, ids = share.operation, share.ids
         if str(RESPONSE_VERSIONS) in share.writes:
             name = call.node.name if call.node else operation.name
-            raise UserError(f"node {name!r} generates: its cost must be a Generation(...) in CostModel.nodes")
+            raise UserError(
+                f"node {name!r} generates: its cost must be a Generation(...) in CostModel.nodes"
+            )
         if operation.shape is Shape.FILTER:
             assert call.ledger is not None and call.node is not None and call.lease is not None
             rows = call.lease.row_of
             graph, node = call.ledger.name, call.node.name
             whole = operation.whole_groups
-            ids = ids[[self._draws.passes(cost, graph, rows[i], node, whole_groups=whole) for i in ids.tolist()]]
+            ids = ids[
+                [self._draws.passes(cost, graph, rows[i], node, whole_groups=whole) for i in ids.tolist()]
+            ]
         elif operation.shape is Shape.EXPAND:
             assert share.first_children is not None
             n = int(task.arguments.get("n", 1))
             numbers = [np.setdiff1d(np.arange(n), made) for made in share.made or [[]] * len(ids)]
-            children = np.concatenate([first + own for first, own in zip(share.first_children, numbers, strict=True)])
+            children = np.concatenate(
+                [first + own for first, own in zip(share.first_children, numbers, strict=True)]
+            )
             parents = np.repeat(ids, [len(own) for own in numbers])
             return Published(children, np.zeros(len(children), np.int64), None, parents, ids)
         elif not share.writes:
@@ -419,4 +455,7 @@ def _trained(call: Call, versions: Sequence[int | None]) -> Metrics:
     lags = [call.group.version - version for version in versions if version is not None and version >= 0]
     if not lags:
         return {}
-    return {"max_staleness": Max(float(max(lags))), "mean_staleness": Mean(float(sum(lags)), float(len(lags)))}
+    return {
+        "max_staleness": Max(float(max(lags))),
+        "mean_staleness": Mean(float(sum(lags)), float(len(lags))),
+    }

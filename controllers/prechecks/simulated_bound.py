@@ -71,11 +71,15 @@ def bound(
     for node in graph.nodes:
         group = node.group or FUNCTIONS
         handle = graph.handles.get(group)
-        replicas = places[group].ranks // costs.replica_ranks(group, handle.config if handle is not None else None)
+        replicas = places[group].ranks // costs.replica_ranks(
+            group, handle.config if handle is not None else None
+        )
         cost = costs.nodes.get(node.name, LinearCost())
         if isinstance(cost, Generation):
             assert node.makes_level is not None
-            made = tokens[node.makes_level] - tokens[node.level] * rows[node.makes_level] / rows[node.level]
+            made = (
+                tokens[node.makes_level] - tokens[node.level] * rows[node.makes_level] / rows[node.level]
+            )
             best = float((cost.seconds_by_batch[1:] / np.arange(1, cost.max_num_seqs + 1)).min())
             seconds = (made * best + tokens[node.level] * cost.prefill_s) / replicas
         else:
@@ -86,21 +90,29 @@ def bound(
     return Bound(float(busy[pool]), pool, dict(busy))
 
 
-def _load(costs: CostModel, graph: Graph, groups: int, seed: int, shuffle: bool) -> tuple[Counter[int], Counter[int]]:
+def _load(
+    costs: CostModel, graph: Graph, groups: int, seed: int, shuffle: bool
+) -> tuple[Counter[int], Counter[int]]:
     """Rows of each level, and their tokens, in the first so many groups of a run."""
     batch = Batch.of_table(graph.source.table)
     lengths = num_tokens(batch)
     rows: Counter[int] = Counter()
     tokens: Counter[int] = Counter()
     makers = [n for n in graph.nodes if n.makes_level is not None]
-    for number, position in enumerate(itertools.islice(positions(len(batch), seed, shuffle=shuffle), groups)):
+    for number, position in enumerate(
+        itertools.islice(positions(len(batch), seed, shuffle=shuffle), groups)
+    ):
         sizes: dict[int, list[tuple[list[int], int]]] = {SOURCE: [([], int(lengths[position]))]}
         for node in makers:
             n, cost = int(node.arguments.get("n", 1)), costs.nodes.get(node.name)
             made = sizes.setdefault(node.makes_level or SOURCE, [])
             for path, own in sizes[node.level]:
                 key = draw_key(costs.seed, "train", position, number // len(batch), path)
-                drawn = cost.lengths.draw(key, position, n) if isinstance(cost, Generation) else np.zeros(n, np.int64)
+                drawn = (
+                    cost.lengths.draw(key, position, n)
+                    if isinstance(cost, Generation)
+                    else np.zeros(n, np.int64)
+                )
                 made += [([*path, k], own + int(length)) for k, length in enumerate(drawn)]
         for level, own in sizes.items():
             rows[level] += len(own)
@@ -148,7 +160,9 @@ def calibrate(
     calls: dict[str, list[tuple[float, float, float, float]]] = {}
     last = table["last"].to_pylist() if "last" in table.column_names else [True] * len(table)
     for group, node, seconds, rows, tokens, whole in zip(
-        *(table[c].to_pylist() for c in ("group", "node", "worker_s", "rows", "tokens")), last, strict=True
+        *(table[c].to_pylist() for c in ("group", "node", "worker_s", "rows", "tokens")),
+        last,
+        strict=True,
     ):
         known = group == FUNCTIONS or node.startswith(f"{group}.")
         share = counts.get(group, 1)
@@ -165,7 +179,9 @@ def _read(timeline: Path) -> pa.Table:
     except (OSError, ValueError) as error:  # pyarrow's errors are among them
         raise UserError(f"the timeline of {timeline} cannot be read: {error}") from None
     if table is None:
-        raise UserError(f"{timeline} has no timeline: nothing was called yet, or it is not the directory of a run")
+        raise UserError(
+            f"{timeline} has no timeline: nothing was called yet, or it is not the directory of a run"
+        )
     return table
 
 
@@ -175,7 +191,11 @@ def _ranks(config: Path) -> dict[str, int]:
         described = read_json(config)
         if described["backend"] == "Local()":
             return {}
-        return {name: int(place["ranks"]) for name, place in described["placement"].items() if isinstance(place, dict)}
+        return {
+            name: int(place["ranks"])
+            for name, place in described["placement"].items()
+            if isinstance(place, dict)
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{config} does not say how many ranks each group had ({error!r}); give the run's timeline.parquet and replicas={{...}}"

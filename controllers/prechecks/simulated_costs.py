@@ -176,7 +176,11 @@ class PipelineCost(LinearCost):
 
     def _rows_of_one(self, rows: float, tokens: float) -> int:
         """Whole rows of a full microbatch."""
-        return max(1, math.floor(self.microbatch_tokens * rows / tokens + 1e-9)) if tokens else max(1, math.ceil(rows))
+        return (
+            max(1, math.floor(self.microbatch_tokens * rows / tokens + 1e-9))
+            if tokens
+            else max(1, math.ceil(rows))
+        )
 
     @property
     def _shares(self) -> np.ndarray:
@@ -189,7 +193,9 @@ class PipelineCost(LinearCost):
         number = max(1, len(microbatches))
         whole = number if self.chunks == 1 else -(-number // self.stages) * self.stages
         filled = [*microbatches, *[(0.0, 0.0)] * (whole - len(microbatches))]
-        passes = np.outer(self._shares, [self.per_row_s * rows + self.per_token_s * tokens for rows, tokens in filled])
+        passes = np.outer(
+            self._shares, [self.per_row_s * rows + self.per_token_s * tokens for rows, tokens in filled]
+        )
         transfers = [self.transfer_s * tokens for _, tokens in filled]
         schedule = interleaved(self.stages, whole, self.chunks)
         return run(schedule, FORWARD_SHARE * passes, (1 - FORWARD_SHARE) * passes, transfers)
@@ -224,7 +230,9 @@ class SequenceParallelCost(LinearCost):
 
     def seconds_of_steps(self, lengths: np.ndarray, cuts: Sequence[np.ndarray]) -> np.ndarray:
         """As `LinearCost.seconds_of_steps`: of the slowest group of each step."""
-        return np.array([self.per_row_s * len(cut) / self.ranks + self.groups(lengths[cut]).seconds for cut in cuts])
+        return np.array(
+            [self.per_row_s * len(cut) / self.ranks + self.groups(lengths[cut]).seconds for cut in cuts]
+        )
 
     def least_s(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
         """As `LinearCost.least_s`: rows of one length, whose attention takes least, shared by all ranks without an exchange."""
@@ -243,7 +251,9 @@ class SequenceParallelCost(LinearCost):
 
     @property
     def _cost(self) -> SequenceCost:
-        return SequenceCost(self.memory_tokens, self.per_token_s, RowCost(self.attention_length), self.exchange_s)
+        return SequenceCost(
+            self.memory_tokens, self.per_token_s, RowCost(self.attention_length), self.exchange_s
+        )
 
 
 class Generation(Config):
@@ -269,7 +279,11 @@ class Generation(Config):
     @classmethod
     def _is_a_table(cls, value: Any) -> Any:
         table = ((0.0, value),) if isinstance(value, float) else value
-        if not table or any(s <= 0 for _, s in table) or [b for b, _ in table] != sorted({b for b, _ in table}):
+        if (
+            not table
+            or any(s <= 0 for _, s in table)
+            or [b for b, _ in table] != sorted({b for b, _ in table})
+        ):
             raise ValueError(
                 "decode_step_s must be seconds above 0, or a table of such by ascending numbers of responses"
             )
@@ -278,7 +292,9 @@ class Generation(Config):
     @property
     def seconds_by_batch(self) -> np.ndarray:
         """[max_num_seqs + 1] seconds of a step by the number of responses."""
-        table = ((0.0, self.decode_step_s),) if isinstance(self.decode_step_s, float) else self.decode_step_s
+        table = (
+            ((0.0, self.decode_step_s),) if isinstance(self.decode_step_s, float) else self.decode_step_s
+        )
         return np.interp(np.arange(self.max_num_seqs + 1), *np.array(table, float).T)
 
 

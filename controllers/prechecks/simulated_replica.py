@@ -101,7 +101,11 @@ class Replica:
     """
 
     def __init__(
-        self, cost: Generation | None, on_reply: OnReply, invent: Callable[[int], Segment], at: float = 0.0
+        self,
+        cost: Generation | None,
+        on_reply: OnReply,
+        invent: Callable[[int], Segment],
+        at: float = 0.0,
     ) -> None:
         self.cost = cost
         self.at = at
@@ -244,7 +248,9 @@ class Replica:
         ids = rows.first_children[prompts] + np.array([index for _, index in responses], np.int64)
         finished = [k for k in dict.fromkeys(prompts) if not call.left[k]]
         knows = str(RESPONSE_VERSIONS) in rows.writes
-        versions = np.array([call.versions[k][index] for k, index in responses], np.int64) if knows else None
+        versions = (
+            np.array([call.versions[k][index] for k, index in responses], np.int64) if knows else None
+        )
         tokens = float(lengths.sum())
         metrics: Metrics = {"tokens": Sum(tokens), "response_length": Mean(tokens, float(len(lengths)))}
         segment = self._invent(BYTES_PER_TOKEN * int(tokens))

@@ -113,7 +113,10 @@ class CallOrder(Generic[C]):
 
     def find(self, number: int) -> C | None:
         """The call of this number; None: it has not come, or is over."""
-        return next((c for queue in (self._exclusive, self._interruptible) for c in queue if c.number == number), None)
+        return next(
+            (c for queue in (self._exclusive, self._interruptible) for c in queue if c.number == number),
+            None,
+        )
 
     def _queue(self, call: C) -> deque[C]:
         return self._interruptible if call.interruptible else self._exclusive
@@ -208,9 +211,7 @@ def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Re
         yield replace(last, done=last.failure is None, seconds=time.perf_counter() - started)
     except OURS:  # Weft or the user ends the process or the call
         raise
-    except (
-        BaseException
-    ) as error:  # the user's code may raise anything (`asyncio.CancelledError`), and ends no process by it
+    except BaseException as error:  # the user's code may raise anything (`asyncio.CancelledError`), and ends no process by it
         yield Reply(failure=failure_of(error))
 
 
@@ -235,14 +236,18 @@ def _run_on_rows(
     return last
 
 
-def _publish_parts(task: Task, result: Iterator[Any], publisher: Publisher, given_up: list[int]) -> Replies:
+def _publish_parts(
+    task: Task, result: Iterator[Any], publisher: Publisher, given_up: list[int]
+) -> Replies:
     """Publish what a method yields, part by part."""
     assert task.rows is not None
     gathered = Gathered(task.gather_s, time.monotonic)
     try:
         for part in _parts(result, given_up):
             gives_way = part is None and task.rows.operation.interruptible
-            yield from _published(task, publisher, gathered.take_due() if gives_way else gathered.add(part))
+            yield from _published(
+                task, publisher, gathered.take_due() if gives_way else gathered.add(part)
+            )
             if gives_way:
                 yield None
     except (Exception, SystemExit, Cancelled) as error:  # these rows are finished, whatever ends the call
@@ -278,7 +283,11 @@ def failure_of(error: BaseException) -> Failure:
     """An exception as text, with the samples that it names: `error.sample_ids`, and the first in words, `error.sample`."""
     # The message of a UserError says it all, unless an exception of the user's code is behind it.
     explained = isinstance(error, UserError) and error.__cause__ is None
-    text = "" if explained else "".join(traceback.format_exception(type(error), error, _below_executor(error)))
+    text = (
+        ""
+        if explained
+        else "".join(traceback.format_exception(type(error), error, _below_executor(error)))
+    )
     message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):
         message = f"it called sys.exit({error.code!r}), which ends no run"
@@ -286,7 +295,11 @@ def failure_of(error: BaseException) -> Failure:
         message = "a debugger was left, and the run ends"
         if sys.stdin is None or not sys.stdin.isatty():
             # On the main thread it is `Local` already.
-            how = "" if threading.current_thread() is threading.main_thread() else " with backend=weft.Local()"
+            how = (
+                ""
+                if threading.current_thread() is threading.main_thread()
+                else " with backend=weft.Local()"
+            )
             message = f"breakpoint() found no terminal to stop at; run{how} in a terminal, or take it out"
     kind = FailureKind.USER_ERROR if isinstance(error, UserError | BdbQuit) else FailureKind.EXCEPTION
     kind = FailureKind.DISK_FULL if is_full(error) else kind
@@ -344,7 +357,9 @@ class Executor:
         clock: in seconds.
     """
 
-    def __init__(self, worker: Worker, data: DataAccess, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, worker: Worker, data: DataAccess, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._worker = worker
         self._data = data
         self._clock = clock
@@ -436,7 +451,9 @@ class Activity:
         return self._seen != before
 
 
-def replies_of(coming: queue.SimpleQueue[Reply], activity: Activity, poll_s: float = POLL_S) -> Iterator[Reply]:
+def replies_of(
+    coming: queue.SimpleQueue[Reply], activity: Activity, poll_s: float = POLL_S
+) -> Iterator[Reply]:
     """Yield the replies of a call to the last, and an empty one whenever none came for a while but the worker did something."""
     while True:
         try:
@@ -517,7 +534,9 @@ class ExecutorThread:
         self._up.set()
         try:
             self._serve(executor)
-        except BaseException:  # a worker that ends its thread ends its process: nobody waits for it in vain
+        except (
+            BaseException
+        ):  # a worker that ends its thread ends its process: nobody waits for it in vain
             traceback.print_exc()
             os._exit(1)
         if self._worker is not None:

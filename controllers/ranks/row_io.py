@@ -79,7 +79,11 @@ def gather(rows: RowTask, reader: SegmentReader) -> Batch:
     Returns:
         [len(rows.ids)] rows.
     """
-    columns: dict[str, Any] = {str(SAMPLE_ID): rows.ids, str(GROUP_ID): rows.group_ids, str(PARENT_ID): rows.parent_ids}
+    columns: dict[str, Any] = {
+        str(SAMPLE_ID): rows.ids,
+        str(GROUP_ID): rows.group_ids,
+        str(PARENT_ID): rows.parent_ids,
+    }
     if rows.draws is not None:
         columns[str(DRAW_PATH)] = rows.draws
     if rows.made is not None and str(MADE_BEFORE) in rows.operation.may_read:
@@ -111,7 +115,9 @@ def _masked(batch: Batch, ids: frozenset[int]) -> Batch:
     """The batch with no token of these rows trained on."""
     lengths = batch.lengths(RESPONSE_IDS)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    mask = batch.ragged_numpy(RESPONSE_MASK)[0] if RESPONSE_MASK in batch else np.ones(offsets[-1], np.uint8)
+    mask = (
+        batch.ragged_numpy(RESPONSE_MASK)[0] if RESPONSE_MASK in batch else np.ones(offsets[-1], np.uint8)
+    )
     trained = np.repeat(~np.isin(batch.numpy(SAMPLE_ID), list(ids)), lengths)
     return batch.with_columns(**{str(RESPONSE_MASK): (mask * trained.astype(np.uint8), offsets)})
 
@@ -133,8 +139,12 @@ class Publisher:
         firsts = rows.first_children if rows.first_children is not None else ()
         self._first = dict(zip(rows.ids.tolist(), firsts, strict=False))
         made = rows.made or [()] * len(rows.ids)
-        self._made = {parent: set(numbers) for parent, numbers in zip(rows.ids.tolist(), made, strict=True)}
-        self._made_before = {(parent, number) for parent, numbers in self._made.items() for number in numbers}
+        self._made = {
+            parent: set(numbers) for parent, numbers in zip(rows.ids.tolist(), made, strict=True)
+        }
+        self._made_before = {
+            (parent, number) for parent, numbers in self._made.items() for number in numbers
+        }
 
     def publish(self, part: Any) -> Generator[Reply, None, Reply]:
         """Write what a method returned or yielded to a segment. Yields a paused reply while the disk is full.
@@ -182,7 +192,9 @@ class Publisher:
 
     @property
     def _declared(self) -> str:
-        return f"{self._rows.operation.name} is declared with shape=Shape.{self._rows.operation.shape.name}"
+        return (
+            f"{self._rows.operation.name} is declared with shape=Shape.{self._rows.operation.shape.name}"
+        )
 
     def _described(self, rows: Batch | Children) -> tuple[Published, Batch]:
         """The report of a result to the ledger, and the columns of it that are written."""
@@ -231,20 +243,31 @@ class Publisher:
             del self._missing[id]
         return ids
 
-    def _described_children(self, rows: Batch | Children) -> tuple[Batch, np.ndarray, np.ndarray, np.ndarray]:
+    def _described_children(
+        self, rows: Batch | Children
+    ) -> tuple[Batch, np.ndarray, np.ndarray, np.ndarray]:
         """New rows without those published before, their [rows] int64 sample ids and parents, and the [parents] that are finished."""
-        batch, numbers = (rows.rows, rows.numbers.tolist()) if isinstance(rows, Children) else (rows, None)
+        batch, numbers = (
+            (rows.rows, rows.numbers.tolist()) if isinstance(rows, Children) else (rows, None)
+        )
         parents = batch.numpy(PARENT_ID).astype(np.int64)
         finished = rows.finished if isinstance(rows, Children) else np.unique(parents)
-        if stranger := next((id for id in (*parents.tolist(), *finished.tolist()) if id not in self._first), None):
+        if stranger := next(
+            (id for id in (*parents.tolist(), *finished.tolist()) if id not in self._first), None
+        ):
             raise UserError(
                 f"{self._declared}: the parent_id of a row that it makes is the sample_id of a row that it was given; "
                 f"it made a row of {stranger}"
             )
         numbers = _in_order(parents) if numbers is None else numbers
-        new = [k for k, place in enumerate(zip(parents.tolist(), numbers, strict=True)) if self._is_new(*place)]
+        new = [
+            k
+            for k, place in enumerate(zip(parents.tolist(), numbers, strict=True))
+            if self._is_new(*place)
+        ]
         ids = np.array(
-            [self._first[parent] + number for parent, number in zip(parents, numbers, strict=True)], np.int64
+            [self._first[parent] + number for parent, number in zip(parents, numbers, strict=True)],
+            np.int64,
         )
         if len(new) < len(ids):
             batch, ids, parents = batch.take(new), ids[new], parents[new]
@@ -259,7 +282,9 @@ class Publisher:
         if (parent, number) in self._made_before:
             return False
         if number in self._made[parent]:
-            raise UserError(f"{self._declared}: it makes a row once; it made row {number} of {parent} twice")
+            raise UserError(
+                f"{self._declared}: it makes a row once; it made row {number} of {parent} twice"
+            )
         self._made[parent].add(number)
         return True
 
@@ -270,7 +295,11 @@ def _taken_apart(name: str, part: Any) -> tuple[Batch | Children | None, Metrics
     if isinstance(batch, Mapping):
         batch, metrics = None, batch
     if not isinstance(batch, Batch | Children | None) or not isinstance(metrics, Mapping):
-        got = f"({type(batch).__name__}, {type(metrics).__name__})" if isinstance(part, tuple) else type(part).__name__
+        got = (
+            f"({type(batch).__name__}, {type(metrics).__name__})"
+            if isinstance(part, tuple)
+            else type(part).__name__
+        )
         raise TypeError(f"{name} must return a Batch, metrics, or both as a pair, not {got}")
     for key, metric in metrics.items():
         if not isinstance(metric, Metric):

@@ -50,7 +50,9 @@ def recorded_settings(
     return without_secrets(texts), rules
 
 
-def changes(before: Mapping[str, str], now: Mapping[str, str], rules: Mapping[str, Rule], rule: Rule) -> list[str]:
+def changes(
+    before: Mapping[str, str], now: Mapping[str, str], rules: Mapping[str, Rule], rule: Rule
+) -> list[str]:
     """Settings under a rule that differ, as "NAME was X, is Y".
 
     A setting that only one side has is a difference only if the other has a value in the place of the whole: an adapter, or none.
@@ -59,8 +61,15 @@ def changes(before: Mapping[str, str], now: Mapping[str, str], rules: Mapping[st
     for name in dict.fromkeys([*before, *now]):
         was, there = _value(before, name)
         new, here = _value(now, name)
-        if was is not None and new is not None and was != new and rules.get(name, rules.get(here, "reported")) == rule:
-            found.append(f"{there if len(there) < len(here) else here} was {_short(was)}, is {_short(new)}")
+        if (
+            was is not None
+            and new is not None
+            and was != new
+            and rules.get(name, rules.get(here, "reported")) == rule
+        ):
+            found.append(
+                f"{there if len(there) < len(here) else here} was {_short(was)}, is {_short(new)}"
+            )
     return list(dict.fromkeys(found))
 
 

@@ -79,7 +79,10 @@ class RunState:
         """Read the state that `write` left in the folder of a checkpoint; states written by earlier versions of Weft are read too."""
         fields = read_json(folder / RUN)
         cursor = fields.get("cursor", {"issued": 0, "again": ()})
-        read = {"position": Position(**fields["position"]), "cursor": Cursor(cursor["issued"], tuple(cursor["again"]))}
+        read = {
+            "position": Position(**fields["position"]),
+            "cursor": Cursor(cursor["issued"], tuple(cursor["again"])),
+        }
         return cls(**{**fields, **read})
 
 
@@ -149,7 +152,10 @@ class CheckpointFolder:
     """
 
     def __init__(
-        self, run: RunDirectory, config: CheckpointConfig, on_complete: Callable[[int], None] = lambda step: None
+        self,
+        run: RunDirectory,
+        config: CheckpointConfig,
+        on_complete: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._on_complete = on_complete
         self.path = run.path / CHECKPOINTS
@@ -219,7 +225,9 @@ class CheckpointFolder:
     def sizes(self, step: int) -> dict[Path, int]:
         """Bytes of each file of an unfinished checkpoint; empty while it is being renamed."""
         try:
-            return {path: path.stat().st_size for path in self.unfinished(step).rglob("*") if path.is_file()}
+            return {
+                path: path.stat().st_size for path in self.unfinished(step).rglob("*") if path.is_file()
+            }
         except OSError:
             return {}
 
@@ -272,7 +280,11 @@ class CheckpointFolder:
         self._run.check(sure=True)
         present = complete_checkpoints(self.path)
         best = self.best(values)
-        keep = {*present[: self._config.keep], *self._not_evaluated(present, values), *([best.path] if best else [])}
+        keep = {
+            *present[: self._config.keep],
+            *self._not_evaluated(present, values),
+            *([best.path] if best else []),
+        }
         for path in present:
             if path not in keep:
                 _remove(path)
@@ -301,7 +313,9 @@ class CheckpointFolder:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, latest first."""
-    return sorted((p for p in folder.glob("step_*") if re.fullmatch(r"step_\d+", p.name)), key=step_of, reverse=True)
+    return sorted(
+        (p for p in folder.glob("step_*") if re.fullmatch(r"step_\d+", p.name)), key=step_of, reverse=True
+    )
 
 
 def restore_replaced(folder: Path) -> None:

@@ -24,7 +24,17 @@ import pyarrow.fs as pf
 from ...dataflow.buffer.recovery import checkpoint_path
 from ...dataflow.errors import UserError
 from ...dataflow.runs.directory import CONFIG, hold, make_aside, require_folder, set_run_aside
-from ...dataflow.runs.files import BUFFER, CHECKPOINTS, LOCK, LOG, METRICS, SAMPLES, STREAM, TIMELINE, make_folder
+from ...dataflow.runs.files import (
+    BUFFER,
+    CHECKPOINTS,
+    LOCK,
+    LOG,
+    METRICS,
+    SAMPLES,
+    STREAM,
+    TIMELINE,
+    make_folder,
+)
 from ...dataflow.runs.log_archive import HISTORY, header, part_before
 from ...dataflow.runs.manifest import MANIFEST, describe, verify_manifest
 from .checkpoints import CheckpointConfig, RunState, complete_checkpoints, has_checkpoints, step_of
@@ -97,7 +107,8 @@ class RemoteRun:
         """Steps whose checkpoints are complete there, latest first."""
         folders = (name for name in self._names(CHECKPOINTS) if re.fullmatch(r"step_\d+", name))
         return sorted(
-            (step_of(Path(n)) for n in folders if MANIFEST in self._names(f"{CHECKPOINTS}/{n}")), reverse=True
+            (step_of(Path(n)) for n in folders if MANIFEST in self._names(f"{CHECKPOINTS}/{n}")),
+            reverse=True,
         )
 
     def has(self, run: Path, step: int) -> bool:
@@ -151,13 +162,18 @@ class RemoteRun:
         """Remove the manifests of checkpoints that are none of the run any more, and of the one that is copied."""
         for there in self.steps():
             given_up = went_back_to is not None and there > went_back_to
-            differs = (run / CHECKPOINTS / f"step_{there:06d}" / MANIFEST).exists() and not self.has(run, there)
+            differs = (run / CHECKPOINTS / f"step_{there:06d}" / MANIFEST).exists() and not self.has(
+                run, there
+            )
             if there == step or given_up or differs:
                 self._files.delete_file(str(self._base / CHECKPOINTS / f"step_{there:06d}" / MANIFEST))
 
     def prune(self, run: Path) -> None:
         """Remove the checkpoints there that the run does not keep any more."""
-        kept = {step_of(path): RunState.read(path).position for path in complete_checkpoints(run / CHECKPOINTS)}
+        kept = {
+            step_of(path): RunState.read(path).position
+            for path in complete_checkpoints(run / CHECKPOINTS)
+        }
         complete = self.steps()
         for name in self._names(CHECKPOINTS):
             if re.fullmatch(r"step_\d+", name) and (step := step_of(Path(name))) not in kept:
@@ -182,7 +198,9 @@ class RemoteRun:
             name, chunks = tail
             keep.add(name)
             written += self._write(f"{folder}/{name}", chunks)
-        self._remove_others(folder, keep)  # those of earlier checkpoints; their records are in the later part, too
+        self._remove_others(
+            folder, keep
+        )  # those of earlier checkpoints; their records are in the later part, too
         return written
 
     def _update(self, run: Path, paths: Iterable[Path]) -> int:
@@ -294,11 +312,18 @@ class RemoteRun:
     def _below(self, folder: str) -> list[PurePosixPath]:
         """All files below a folder there; none if it is not there."""
         selector = pf.FileSelector(str(self._base / folder), allow_not_found=True, recursive=True)
-        return [PurePosixPath(i.path) for i in self._files.get_file_info(selector) if i.type is pf.FileType.File]
+        return [
+            PurePosixPath(i.path)
+            for i in self._files.get_file_info(selector)
+            if i.type is pf.FileType.File
+        ]
 
     def _read_file(self, name: str, path: Path) -> None:
         make_folder(path.parent)
-        with self._files.open_input_stream(str(self._base / name), compression=None) as stream, path.open("wb") as file:
+        with (
+            self._files.open_input_stream(str(self._base / name), compression=None) as stream,
+            path.open("wb") as file,
+        ):
             path.chmod(0o600)
             while data := stream.read(CHUNK_BYTES):
                 file.write(data)
@@ -311,9 +336,16 @@ def check_address(address: str) -> None:
         UserError: saying what is wrong with it, without the password.
     """
     if not address.strip():
-        raise UserError("CheckpointConfig.copy_to is empty; it is an address such as s3://bucket/runs, or a path")
+        raise UserError(
+            "CheckpointConfig.copy_to is empty; it is an address such as s3://bucket/runs, or a path"
+        )
     scheme, colon, rest = address.partition(":")
-    if colon and re.fullmatch(r"[A-Za-z]\w+", scheme) and rest.startswith("/") and not rest.startswith("//"):
+    if (
+        colon
+        and re.fullmatch(r"[A-Za-z]\w+", scheme)
+        and rest.startswith("/")
+        and not rest.startswith("//")
+    ):
         raise UserError(
             f"CheckpointConfig.copy_to: an address begins with {scheme}://, not with {scheme}:/; "
             f"write ./{scheme}:/... for a folder of that name"
@@ -397,7 +429,11 @@ class Copies:
         return notes
 
     def close(
-        self, timeout_s: float = 0.0, *, say: Callable[[str], None] = lambda line: None, say_s: float = SAY_S
+        self,
+        timeout_s: float = 0.0,
+        *,
+        say: Callable[[str], None] = lambda line: None,
+        say_s: float = SAY_S,
     ) -> None:
         """Wait for the copies that are due, and end the thread.
 
@@ -407,7 +443,10 @@ class Copies:
             say_s: seconds between two lines about the wait.
         """
         end = time.monotonic() + timeout_s
-        while not (done := self._is_done(min(say_s, max(0.0, end - time.monotonic())))) and time.monotonic() < end:
+        while (
+            not (done := self._is_done(min(say_s, max(0.0, end - time.monotonic()))))
+            and time.monotonic() < end
+        ):
             for line in self.take_notes():
                 say(line)
             say(
@@ -438,14 +477,18 @@ class Copies:
             with self._changed:
                 self._busy = False
                 if failure:
-                    self._notes.append(f"checkpoint of step {step} could not be copied to {self._remote}: {failure}")
+                    self._notes.append(
+                        f"checkpoint of step {step} could not be copied to {self._remote}: {failure}"
+                    )
                     if self._waiting is None and (self._run / CHECKPOINTS / f"step_{step:06d}").exists():
                         self._notes[-1] += f"; it is tried again in {pause_s:.3g} s"
                         self._waiting = step
                 self._changed.notify_all()
                 if failure:
                     failed = (None, step)  # a later checkpoint ends the pause: its copy may not fail
-                    self._changed.wait_for(lambda known=failed: self._closing or self._waiting not in known, pause_s)
+                    self._changed.wait_for(
+                        lambda known=failed: self._closing or self._waiting not in known, pause_s
+                    )
                 pause_s = min(2 * pause_s, MAX_PAUSE_S) if failure else self._first_pause_s
 
     def _copy(self, step: int) -> str:
@@ -462,7 +505,9 @@ class Copies:
                         f"checkpoint of step {step} was copied to {self._remote} ({written / 1e6:.1f} MB, {seconds:.1f} s)"
                     )
                 self._prune()
-        except Exception as error:  # even if the checkpoint cannot be read, the thread goes on with the next one
+        except (
+            Exception
+        ) as error:  # even if the checkpoint cannot be read, the thread goes on with the next one
             return _in_a_line(error)
         return ""
 

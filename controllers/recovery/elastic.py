@@ -109,7 +109,9 @@ class Elastic:
         has = f"{len(group.up)} of at least {group.place.min_ranks} ranks"
         if group.name not in self._short_since:
             self._short_since[group.name] = now
-            self._say(f"{group.name!r} has {has}; waiting for {', '.join(missing)}, {limit_s:.0f} s at most")
+            self._say(
+                f"{group.name!r} has {has}; waiting for {', '.join(missing)}, {limit_s:.0f} s at most"
+            )
         if now - self._short_since[group.name] > limit_s:
             raise DeadlineError(
                 f"group {group.name!r} had {has} for {limit_s:.0f} s (Place(min_ranks={group.place.min_ranks})). Waited for: "
@@ -202,7 +204,9 @@ class LostNodes:
         for node in sorted(set(lost) - self._said):
             self._said.add(node)
             ranks = sum(at == node for *_, at in gone)
-            self._progress.lost_node(f"node {node} is gone, with {ranks} ranks; the run goes on with the others")
+            self._progress.lost_node(
+                f"node {node} is gone, with {ranks} ranks; the run goes on with the others"
+            )
         if again:
             self._progress.say(f"{len(again)} groups whose rows lay there are issued again")
         return requests

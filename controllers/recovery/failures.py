@@ -37,7 +37,9 @@ MOST_RANKS = 64
 MOST_SAMPLES = 4
 
 
-def who_is_silent(backend: Backend, calls: Sequence[Call], rank: int, others: Sequence[int], now: float) -> str:
+def who_is_silent(
+    backend: Backend, calls: Sequence[Call], rank: int, others: Sequence[int], now: float
+) -> str:
     """The calls that a rank does not answer, and where it stands, with the other ranks of its group that are silent.
 
     Args:
@@ -50,7 +52,9 @@ def who_is_silent(backend: Backend, calls: Sequence[Call], rank: int, others: Se
     what = "; ".join(_call(backend, call, rank, now) for call in calls)
     stacks = where_they_stand(backend, group, [rank, *(other for other in others if other != rank)])
     return "\n".join(
-        part for part in (what, stacks, _logs(group, rank) if stacks and backend.has_processes else "") if part
+        part
+        for part in (what, stacks, _logs(group, rank) if stacks and backend.has_processes else "")
+        if part
     )
 
 
@@ -61,7 +65,9 @@ def where_they_stand(backend: Backend, group: WorkerGroup, ranks: Sequence[int])
     for rank in ranks[:MOST_RANKS]:
         if rank in found:
             at.setdefault(found[rank], []).append(rank)
-    return "\n".join(f"{', '.join(f'{group.name}[{r}]' for r in same)}: {text}" for text, same in at.items())
+    return "\n".join(
+        f"{', '.join(f'{group.name}[{r}]' for r in same)}: {text}" for text, same in at.items()
+    )
 
 
 def _call(backend: Backend, call: Call, rank: int, now: float) -> str:
@@ -177,7 +183,9 @@ class Failures:
         for event in events:
             self._heard[event.call.group.name, event.rank] = now
         paused = self._disk.take_paused()  # nobody was asked for anything meanwhile
-        if paused or (events and not self._backend.has_processes):  # groups take turns: the others had none
+        if paused or (
+            events and not self._backend.has_processes
+        ):  # groups take turns: the others had none
             self._all_heard = now
         if now - self._looked < LOOK_S:
             return []
@@ -235,8 +243,8 @@ class Failures:
         if call.lease is None and not call.lost:
             self._counts.at.pop((call.describe(), None), None)
         elif call.lease is not None and call.ledger is not None:
-            self._counts.seen[call.ledger.name, call.lease.node.name] += call.lease.num_rows - self._returned.pop(
-                call, 0
+            self._counts.seen[call.ledger.name, call.lease.node.name] += (
+                call.lease.num_rows - self._returned.pop(call, 0)
             )
 
     def remedy(self, event: Event) -> Remedy | None:
@@ -285,7 +293,10 @@ class Failures:
             held = call.held_by(rank)
             blamed = {at} if at is not None and at in held else held
             hopeless[call] = self._count(call, rank, blamed, "was lost", why)
-        rows = sum(self.give_back(call, rank, f"the process of {group.name}[{rank}] ended") for call in interrupted)
+        rows = sum(
+            self.give_back(call, rank, f"the process of {group.name}[{rank}] ended")
+            for call in interrupted
+        )
         for call in group.calls:
             if rank in call.ranks:  # its successor knows nothing of what it has answered
                 call.lose(rank)
@@ -296,7 +307,9 @@ class Failures:
             self._leave(group, rank, why, rows)
         else:
             self._counts.replaced += 1
-            requests = self._start(group, rank, partial(self._progress.replaced, why=why, rows=rows), began)
+            requests = self._start(
+                group, rank, partial(self._progress.replaced, why=why, rows=rows), began
+            )
         for call, samples in hopeless.items():
             self._do_without(call, samples, f"{call.describe(rank)} was lost", Failure(why))
         return requests
@@ -326,20 +339,26 @@ class Failures:
         else:
             self._progress.say(f"worker {worker} did not come up, and is tried again later; {why}")
 
-    def _start(self, group: WorkerGroup, rank: int, tell: Callable[..., None], began: float) -> list[CallRequest]:
+    def _start(
+        self, group: WorkerGroup, rank: int, tell: Callable[..., None], began: float
+    ) -> list[CallRequest]:
         """Have the process of a rank started; `tell` is told its name and the seconds that it took, once it is up."""
         self._backend.replace(group, rank)
         group.starting.add(rank)
         then = partial(self._registered, rank=rank, tell=tell, began=began)
         return [CallRequest(group, REGISTER, ranks=(rank,), then=then)]
 
-    def _registered(self, call: Call, rank: int, tell: Callable[..., None], began: float) -> list[CallRequest]:
+    def _registered(
+        self, call: Call, rank: int, tell: Callable[..., None], began: float
+    ) -> list[CallRequest]:
         if rank in call.lost:  # it ended before it was up, and was replaced in turn
             return []
         group = call.group
         group.starting.discard(rank)
         if call.results != [group.mesh[rank]]:
-            raise WorkerError(f"{call.describe(rank)}: it stands at {call.results}, not at {group.mesh[rank]}")
+            raise WorkerError(
+                f"{call.describe(rank)}: it stands at {call.results}, not at {group.mesh[rank]}"
+            )
         tell(f"{group.name}[{rank}]", seconds=self._backend.clock() - began)
         return self._weights.resend(group, rank)
 
@@ -394,7 +413,10 @@ class Failures:
         positions = {row.id: row.position for row in call.lease.rows}
         said = {samples[0]: f"; {failure.sample}"} if failure.sample else {}
         source = ledger.graph.source.name
-        named = (f"sample {id} (row {positions[id]} of source {source!r}{said.get(id, '')})" for id in samples[:4])
+        named = (
+            f"sample {id} (row {positions[id]} of source {source!r}{said.get(id, '')})"
+            for id in samples[:4]
+        )
         at = ", ".join(named)
         failed = self._counts.dropped[key] + len(samples)
         seen = self._counts.seen[key] + failed  # those that were dropped have not come through
@@ -405,4 +427,6 @@ class Failures:
             )
         ledger.drop(node, samples, f"{what}: {failure.message.splitlines()[0]}")
         self._counts.dropped[key] = failed
-        self._progress.dropped(f"{what} {MAX_FAILURES} times at {at}", samples[4:], failure.message.splitlines()[0])
+        self._progress.dropped(
+            f"{what} {MAX_FAILURES} times at {at}", samples[4:], failure.message.splitlines()[0]
+        )

@@ -77,7 +77,9 @@ class ResumePoint:
         if not self.with_rows:
             origin += f", with weights alone: {self.given_up}"
         state = self.state
-        directory = RunDirectory.reopen(self.run, state.step, state.time_s, state.position, lock, origin=origin)
+        directory = RunDirectory.reopen(
+            self.run, state.step, state.time_s, state.position, lock, origin=origin
+        )
         if not self.with_rows:
             directory.give_up_rows()
         return directory
@@ -158,7 +160,9 @@ def _lost_rows(path: Path) -> str:
     except (UserError, RuntimeError, OSError) as error:
         return f"its rows cannot be restored: {error}"
     return (
-        "" if history.end == position else "; ".join(history.damage) or f"{buffer} ends before byte {position.offset}"
+        ""
+        if history.end == position
+        else "; ".join(history.damage) or f"{buffer} ends before byte {position.offset}"
     )
 
 
@@ -199,7 +203,9 @@ def open_run(
         lock = hold(run)
         try:
             at = Path(resume)
-            point = _at(at, run) if is_checkpoint(at) else find_checkpoint(run, with_rows=resume != "weights")
+            point = (
+                _at(at, run) if is_checkpoint(at) else find_checkpoint(run, with_rows=resume != "weights")
+            )
             point = accept(point)
             if point is not None:
                 directory = point.reopen(lock)
@@ -292,7 +298,9 @@ def _latest_run(root: Path, name: str | None, resume: str) -> tuple[Path | None,
     run = root / name
     if has_checkpoints(run):
         return run, ""
-    others = ", ".join(f"{p.name!r} (step {step_of(complete_checkpoints(p / CHECKPOINTS)[0])})" for p in there[:5])
+    others = ", ".join(
+        f"{p.name!r} (step {step_of(complete_checkpoints(p / CHECKPOINTS)[0])})" for p in there[:5]
+    )
     known = f"; checkpoints are in {others}" if others else "; no run there has one"
     if (run / CHECKPOINTS).exists() and not (run / CHECKPOINTS).is_dir():
         return (
@@ -300,7 +308,10 @@ def _latest_run(root: Path, name: str | None, resume: str) -> tuple[Path | None,
             f"damaged: resume={resume!r}: {run / CHECKPOINTS} is not a folder, so nothing can be gone on from{known}",
         )
     what = "there is no checkpoint of run" if is_used(run) else "there is no run"
-    return None, f"resume={resume!r}: {what} {name!r} in {root}{nearest(name, [p.name for p in there])}{known}"
+    return (
+        None,
+        f"resume={resume!r}: {what} {name!r} in {root}{nearest(name, [p.name for p in there])}{known}",
+    )
 
 
 def _checkpointed(root: Path) -> list[Path]:

@@ -227,7 +227,9 @@ class Saving:
         if self.phase is Phase.WRITING and not self._writing:
             if self._full_disk:
                 return Progressed(given_up=self._give_up())
-            self._naming = self._thread.submit(self.folder.complete, self._state.step, values, self._count_hashed)
+            self._naming = self._thread.submit(
+                self.folder.complete, self._state.step, values, self._count_hashed
+            )
             self.phase = Phase.NAMING
         if self.phase is Phase.NAMING:
             return self._named()
@@ -238,7 +240,11 @@ class Saving:
         if self.phase is not Phase.WRITING or now - self._asked < ASK_S:
             return []
         self._asked = now
-        return [CallRequest(g, "checkpoint_written", then=self._answered) for g in self._writing.values() if not g.busy]
+        return [
+            CallRequest(g, "checkpoint_written", then=self._answered)
+            for g in self._writing.values()
+            if not g.busy
+        ]
 
     def _answered(self, call: Call) -> Iterable[CallRequest]:
         if all(call.results):
@@ -272,7 +278,9 @@ class Saving:
     def failed(self, event: Event) -> bool:
         """Note a rank that found the disk full when it copied or wrote its part; False: the event is something else."""
         call, failure = event.call, event.reply.failure
-        own = call.method in ("save_checkpoint", "checkpoint_written") and call.group.name in self._writing
+        own = (
+            call.method in ("save_checkpoint", "checkpoint_written") and call.group.name in self._writing
+        )
         if failure is None or failure.kind is not FailureKind.DISK_FULL or not own:
             return False
         self._full_disk = f"{call.describe(event.rank)}: {failure.message}"

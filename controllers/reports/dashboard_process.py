@@ -42,7 +42,15 @@ def start_dashboard(run: Path) -> str:
     with socket.socket() as listening, (run / LOGS / LOG).open("ab") as log:
         listening.bind(("127.0.0.1", 0))
         listening.listen(128)
-        command = [sys.executable, "-m", PROGRAM, str(run.parent), run.name, str(listening.fileno()), str(IDLE_S)]
+        command = [
+            sys.executable,
+            "-m",
+            PROGRAM,
+            str(run.parent),
+            run.name,
+            str(listening.fileno()),
+            str(IDLE_S),
+        ]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -54,4 +62,6 @@ def start_dashboard(run: Path) -> str:
         )
         # If it ends before this process, it is no zombie.
         threading.Thread(target=process.wait, name="dashboard", daemon=True).start()
-        return f"http://127.0.0.1:{listening.getsockname()[1]}/?token={token}#/curves?run={quote(run.name)}"
+        return (
+            f"http://127.0.0.1:{listening.getsockname()[1]}/?token={token}#/curves?run={quote(run.name)}"
+        )

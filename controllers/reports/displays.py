@@ -68,7 +68,9 @@ class JsonLines:
         self._write("warning" if warning else "message", text=text)
 
     def step(self, step: Step) -> None:
-        self._write("step", step=step.number, of=step.of, left_s=step.left_s, metrics=_numbers(step.metrics))
+        self._write(
+            "step", step=step.number, of=step.of, left_s=step.left_s, metrics=_numbers(step.metrics)
+        )
 
     def evaluated(self, score: EvaluationScore) -> None:
         self._write("evaluation", **_of_score(score))
@@ -77,13 +79,28 @@ class JsonLines:
         parts = _numbers(sample.parts)
         if sample.reward is not None:
             parts = {"reward": sample.reward if math.isfinite(sample.reward) else None, **parts}
-        self._write("sample", step=sample.step, texts=sample.texts, finish_reason=sample.finish_reason, rewards=parts)
+        self._write(
+            "sample",
+            step=sample.step,
+            texts=sample.texts,
+            finish_reason=sample.finish_reason,
+            rewards=parts,
+        )
 
     def ended(self, ending: Ending) -> None:
-        best, last = [_of_score(score) for score in ending.best], [_of_score(score) for score in ending.last]
+        best, last = (
+            [_of_score(score) for score in ending.best],
+            [_of_score(score) for score in ending.last],
+        )
         places = {what: str(where) for what, where in ending.places.items()}
         self._write(
-            "end", run=ending.run, steps=ending.steps, seconds=ending.seconds, best=best, last=last, places=places
+            "end",
+            run=ending.run,
+            steps=ending.steps,
+            seconds=ending.seconds,
+            best=best,
+            last=last,
+            places=places,
         )
 
 
@@ -119,7 +136,12 @@ def _of_score(score: EvaluationScore) -> dict[str, Any]:
     value = score.value if math.isfinite(score.value) else None
     interval = score.interval if score.interval and all(map(math.isfinite, score.interval)) else None
     lost = {"prompts_lost": score.lost, "prompts_asked": score.asked} if score.lost else {}
-    measured = {"metric": score.label, "value": value, "interval": interval, "mean_reward": score.mean_reward}
+    measured = {
+        "metric": score.label,
+        "value": value,
+        "interval": interval,
+        "mean_reward": score.mean_reward,
+    }
     return {"name": score.evaluation, "step": score.step, **measured, **lost}
 
 
@@ -254,7 +276,11 @@ class Terminal:
             return
         if not self._rows or widths != self._widths:
             self._widths, self._rows = widths, 0
-            self._columns([Figure(f.label, f.label) for f in figures], dict.fromkeys(widths, LABEL), min(room, APART))
+            self._columns(
+                [Figure(f.label, f.label) for f in figures],
+                dict.fromkeys(widths, LABEL),
+                min(room, APART),
+            )
         self._columns(figures, STYLES, min(room, APART))
         self._rows = (self._rows + 1) % ROWS_A_HEADER
 
@@ -293,7 +319,9 @@ class Terminal:
         self._rows = 0
         width = min(WIDEST_FRAME, self._console.width)
         titled = self._text(title[: width - 6])
-        self._console.print(Panel(content, title=titled, title_align="left", border_style=FRAME, width=width))
+        self._console.print(
+            Panel(content, title=titled, title_align="left", border_style=FRAME, width=width)
+        )
 
     def _text(self, text: str, style: str = "") -> Text:
         return Text(encodable(readable(text), self._encoding), style=style)

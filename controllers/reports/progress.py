@@ -57,7 +57,9 @@ class Progress:
         return not isinstance(self._display, Nothing)
 
     def starting(self, groups: Iterable[str], backend: str) -> None:
-        self.say(f"run {self._run_dir.name}: starting {', '.join(groups)} with {backend}; files in {self._run_dir}")
+        self.say(
+            f"run {self._run_dir.name}: starting {', '.join(groups)} with {backend}; files in {self._run_dir}"
+        )
 
     def noted(self, notes: Iterable[str]) -> None:
         """Say what worker groups understood of their configurations."""
@@ -72,7 +74,9 @@ class Progress:
                 self.say(f"data {source.name!r}: {understood}")
             elif number := getattr(source, "dropped", 0):
                 why = "; ".join(understood.dropped) if understood else "they are too long"
-                self.say(f"{number} of {number + len(source.table)} prompts of {source.name!r} are left out: {why}")
+                self.say(
+                    f"{number} of {number + len(source.table)} prompts of {source.name!r} are left out: {why}"
+                )
 
     def resumed(self, checkpoint: Path, step: int, damage: Iterable[str]) -> None:
         for what in damage:
@@ -99,14 +103,17 @@ class Progress:
 
     def replaced(self, worker: str, why: str, rows: int, seconds: float) -> None:
         self._happened(
-            "replaced", f"worker {worker} was replaced after {seconds:.1f} s, {rows} rows are requeued; {why}"
+            "replaced",
+            f"worker {worker} was replaced after {seconds:.1f} s, {rows} rows are requeued; {why}",
         )
 
     def joined(self, worker: str, seconds: float, up: int, most: int) -> None:
         self.say(f"worker {worker} joined after {seconds:.1f} s; {up} of {most} ranks are up")
 
     def left_group(self, worker: str, why: str, rows: int, up: int, most: int) -> None:
-        self._happened("left", f"worker {worker} left, {rows} rows are requeued; {up} of {most} ranks are up; {why}")
+        self._happened(
+            "left", f"worker {worker} left, {rows} rows are requeued; {up} of {most} ranks are up; {why}"
+        )
 
     def dropped(self, what: str, others: Sequence[int], why: str) -> None:
         more = f", and {len(others)} more" if others else ""
@@ -117,7 +124,10 @@ class Progress:
         self.say(f"{who} failed{at}; its rows are requeued: {why}")
 
     def paused(self, why: str) -> None:
-        self._happened("disk_full", f"paused, for want of room on the disk: {why}; the run goes on when there is some")
+        self._happened(
+            "disk_full",
+            f"paused, for want of room on the disk: {why}; the run goes on when there is some",
+        )
 
     def lost_node(self, text: str) -> None:
         self._happened("node_lost", text)
@@ -126,12 +136,22 @@ class Progress:
         self._happened("restarted", f"{why}\nall groups are started again")
 
     def left(self, checkpoints: Path) -> None:
-        self._happened("ended_early", f"ended early, and saved in {checkpoints}; resume='latest' goes on from there")
+        self._happened(
+            "ended_early", f"ended early, and saved in {checkpoints}; resume='latest' goes on from there"
+        )
 
-    def started(self, graphs: Mapping[str, Graph], groups: Mapping[str, Any], placement: Mapping[str, Place]) -> None:
-        fewer = [f"{n} {placement[n].ranks}" for n, group in groups.items() if placement[n].ranks > len(group.mesh)]
+    def started(
+        self, graphs: Mapping[str, Graph], groups: Mapping[str, Any], placement: Mapping[str, Place]
+    ) -> None:
+        fewer = [
+            f"{n} {placement[n].ranks}"
+            for n, group in groups.items()
+            if placement[n].ranks > len(group.mesh)
+        ]
         if fewer:
-            self.say(f"the backend gives each group one rank, the placement asks for more: {', '.join(fewer)}")
+            self.say(
+                f"the backend gives each group one rank, the placement asks for more: {', '.join(fewer)}"
+            )
         sizes = ", ".join(
             f"{name} x{len(group.up)}" + f" (of {len(group.mesh)})" * bool(group.absent)
             for name, group in groups.items()
@@ -203,7 +223,9 @@ class Progress:
         except (OSError, ValueError) as error:
             if isinstance(error, ValueError) and not is_closed():
                 raise
-            if is_full(error):  # of the disk that it is written to; there may be room for what comes later
+            if is_full(
+                error
+            ):  # of the disk that it is written to; there may be room for what comes later
                 return
             self._display = (
                 Nothing()

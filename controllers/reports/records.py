@@ -118,7 +118,9 @@ def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> Evalua
     Args:
         metrics: named `EVALUATION/...`; others are passed over.
     """
-    own = {n.removeprefix(f"{evaluation}/"): v for n, v in metrics.items() if n.startswith(f"{evaluation}/")}
+    own = {
+        n.removeprefix(f"{evaluation}/"): v for n, v in metrics.items() if n.startswith(f"{evaluation}/")
+    }
     lost, asked = (int(own.pop(name, 0.0)) for name in ("prompts_lost", "prompts_asked"))
     name = next((n for pattern in SCORES for n in own if re.fullmatch(pattern, n)), None)
     label = next(iter(own), None) if name is None else score_label(name)
@@ -131,7 +133,9 @@ def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> Evalua
     reward = next((v for n, v in own.items() if re.fullmatch(r"avg@\d+", n)), None)
     differs = reward is not None and not math.isclose(reward, own[name], abs_tol=1e-6)
     mean_reward = reward if differs and not math.isnan(own[name]) else None
-    return EvaluationScore(evaluation, step, own[name], _interval_of(name, own), label, mean_reward, lost, asked)
+    return EvaluationScore(
+        evaluation, step, own[name], _interval_of(name, own), label, mean_reward, lost, asked
+    )
 
 
 def _interval_of(name: str, metrics: Mapping[str, float]) -> tuple[float, float] | None:
@@ -165,7 +169,10 @@ class Ending:
         several = len({score.evaluation for score in self.last}) > 1
         named = [("best", score) for score in self.best] + [("last", score) for score in self.last]
         told = [
-            (f"{word} {score.evaluation if several else 'evaluation'}", f"{score.text} at step {score.step}")
+            (
+                f"{word} {score.evaluation if several else 'evaluation'}",
+                f"{score.text} at step {score.step}",
+            )
             for word, score in named
         ]
         places = {what: str(where) for what, where in self.places.items()}
@@ -191,7 +198,9 @@ def ending_of(
         places: what it is -> where it lies.
     """
     rows = list(rows)
-    scores = {name: [s for row in rows if (s := score_of(name, int(row["step"]), row))] for name in evaluations}
+    scores = {
+        name: [s for row in rows if (s := score_of(name, int(row["step"]), row))] for name in evaluations
+    }
     known = [of for of in scores.values() if of]
     best = (max(of, key=_rank) for of in known if of[0].larger_is_better)
     steps = max((int(row["step"]) for row in rows), default=0)

@@ -108,10 +108,16 @@ def sample_of(row: pa.RecordBatch, step: int) -> Sample:
             text = f"tokens {' '.join(map(str, tokens[:MOST_TOKENS]))}{more}"
         if text is not None:
             texts[str(name)] = cut(str(text), LONGEST)
-    numbers = {name: value(name) for name in row.schema.names if is_of_reward(name) or name == str(PREFERRED)}
-    parts = {name.removeprefix(f"{REWARD}/"): number for name, number in numbers.items() if name != str(REWARD)}
+    numbers = {
+        name: value(name) for name in row.schema.names if is_of_reward(name) or name == str(PREFERRED)
+    }
+    parts = {
+        name.removeprefix(f"{REWARD}/"): number for name, number in numbers.items() if name != str(REWARD)
+    }
     with suppress(ValueError, TypeError, AttributeError):
         parts |= json.loads(parts.pop(str(REWARD_PARTS), "{}"))
     parts = {name: float(number) for name, number in parts.items() if isinstance(number, int | float)}
     reward = numbers.get(str(REWARD))
-    return Sample(step, texts, str(value(FINISH_REASON) or ""), None if reward is None else float(reward), parts)
+    return Sample(
+        step, texts, str(value(FINISH_REASON) or ""), None if reward is None else float(reward), parts
+    )

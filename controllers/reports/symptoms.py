@@ -120,7 +120,9 @@ def check_group_sizes(graph: Graph) -> None:
     """
     for node in graph.nodes:
         estimator = node.arguments.get("estimator")
-        compares = node.function in COMPARING or (node.function is group_advantages and is_group_relative(estimator))
+        compares = node.function in COMPARING or (
+            node.function is group_advantages and is_group_relative(estimator)
+        )
         if compares and _rows_of_group(graph, node) == 1:
             of = f" ({getattr(estimator, '__name__', estimator)})" if estimator is not None else ""
             raise UserError(
@@ -155,7 +157,9 @@ def _rows_of_group(graph: Graph, node: Node) -> int | None:
             return None
         number, level = number * each, maker.level
     before = graph.nodes[: graph.nodes.index(node)]
-    kept = (n.arguments.get("n") for n in before if n.function is first_of_group and n.level == node.level)
+    kept = (
+        n.arguments.get("n") for n in before if n.function is first_of_group and n.level == node.level
+    )
     return min([number, *(n for n in kept if isinstance(n, int))])
 
 
@@ -181,7 +185,8 @@ MISTAKES = (
     ),
     Mistake(_greedy, "there is nothing to compare. Try Sampling(temperature=1)"),
     Mistake(
-        _large_rates, "that destroys a model. Try 1e-6 for all weights, 1e-4 for an adapter, 1e-3 for a tiny model"
+        _large_rates,
+        "that destroys a model. Try 1e-6 for all weights, 1e-4 for an adapter, 1e-3 for a tiny model",
     ),
 )
 
@@ -226,7 +231,9 @@ def _equal_rewards(past: Past) -> str | None:
 def _all_are(row: Row) -> str:
     """What all rewards are, where each group of workers that measures them found one value."""
     values = {name for name, value in _training(row, "std") if value == 0}
-    all_are = [f"all are {row[mean]:g}" for name in values if (mean := name.removesuffix("std") + "mean") in row]
+    all_are = [
+        f"all are {row[mean]:g}" for name in values if (mean := name.removesuffix("std") + "mean") in row
+    ]
     return f" ({all_are[0]})" if all_are else ""
 
 
@@ -266,7 +273,9 @@ def rewards_of(row: Row) -> str:
     shown = [
         f"{name.partition('/')[2] if len(rewarders) == 1 else name} {value:.3g}"
         for name, value in row.items()
-        if name.count("/") == 1 and name.partition("/")[0] in rewarders and not name.endswith(("/scored", "/max"))
+        if name.count("/") == 1
+        and name.partition("/")[0] in rewarders
+        and not name.endswith(("/scored", "/max"))
     ]
     return f" ({', '.join(shown)})" if shown else ""
 
@@ -297,7 +306,11 @@ def _blown_up(past: Past) -> str:
 
 
 def _collapsed(past: Past) -> str | None:
-    known = {n: (value, past.at_first(n)) for n, value in _training(past.last, "entropy") if math.isfinite(value)}
+    known = {
+        n: (value, past.at_first(n))
+        for n, value in _training(past.last, "entropy")
+        if math.isfinite(value)
+    }
     if not known:
         return None
     for name, (value, first) in known.items():
@@ -312,9 +325,7 @@ def _drifted(past: Past) -> str | None:
         return None
     for name, (value, first) in known.items():
         if value > DRIFTED_GAP and value > GAP_GROWTH * first:
-            return (
-                f"{name} is {value:.3g} nats a token, and was {first:.3g} at first: generator and trainer drift apart"
-            )
+            return f"{name} is {value:.3g} nats a token, and was {first:.3g} at first: generator and trainer drift apart"
     return ""
 
 
@@ -435,7 +446,9 @@ are no_signal, signal_lost, equal_rewards, all_truncated, diverged, entropy_coll
         UserError: there is none of a name.
     """
     if isinstance(names, str) or not isinstance(names, Collection):
-        raise UserError(f"Driver(stop_on={names!r}) is a sequence of names of symptoms, such as stop_on=('no_signal',)")
+        raise UserError(
+            f"Driver(stop_on={names!r}) is a sequence of names of symptoms, such as stop_on=('no_signal',)"
+        )
     for name in names:
         if name not in SYMPTOM_NAMES:
             raise UserError(
@@ -480,7 +493,11 @@ class Watch:
     def see(self, row: Row) -> list[Seen]:
         """New symptoms of a finished step."""
         self._past.add(row)
-        return [seen for symptom in SYMPTOMS if row["step"] and (seen := self._judge(symptom, int(row["step"])))]
+        return [
+            seen
+            for symptom in SYMPTOMS
+            if row["step"] and (seen := self._judge(symptom, int(row["step"])))
+        ]
 
     def _judge(self, symptom: Symptom, step: int) -> Seen | None:
         if symptom.name in self._said or (text := symptom.shows(self._past)) is None:

@@ -126,7 +126,11 @@ class SentMetrics:
         """What was written there; nothing was sent where there is no such file, or it is damaged."""
         try:
             found = read_json(path)
-            return cls(str(found["id"]), int(found["logged"]), {str(n): int(s) for n, s in found["steps"].items()})
+            return cls(
+                str(found["id"]),
+                int(found["logged"]),
+                {str(n): int(s) for n, s in found["steps"].items()},
+            )
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return cls()
 
@@ -218,7 +222,9 @@ class TrackerProcess:
         said = None
         try:
             while said is None:
-                said = said_within(POLL_S)  # first: what is on the disk when the run is over is all there is
+                said = said_within(
+                    POLL_S
+                )  # first: what is on the disk when the run is over is all there is
                 self._send(tracker)
         finally:
             self._values.close()
@@ -247,7 +253,9 @@ class TrackerProcess:
         step = max((file.step for file in files), default=-1)
         if not self._sent.new(step, {SAMPLES: 0.0}) or step < 0:
             return False
-        rows = itertools.chain.from_iterable(table.to_batches() for table in tables(_of_step(files, step), []))
+        rows = itertools.chain.from_iterable(
+            table.to_batches() for table in tables(_of_step(files, step), [])
+        )
         batches = (batch.slice(at, 1) for batch in rows for at in range(len(batch)))
         found = [sample_of(_hidden(batch), step) for batch in itertools.islice(batches, self._samples)]
         if found:
@@ -271,7 +279,9 @@ class Input:
 
     def _wait(self) -> None:
         line = sys.stdin.readline().strip()
-        signal.setitimer(signal.ITIMER_REAL, PATIENCE_S)  # its signal ends this process, wherever it is stuck
+        signal.setitimer(
+            signal.ITIMER_REAL, PATIENCE_S
+        )  # its signal ends this process, wherever it is stuck
         self._lines.put(line)
 
     def within(self, seconds: float) -> str | None:

@@ -86,18 +86,32 @@ class TrackerProcesses:
             try:
                 self._processes.append(self._started(name, after))
             except OSError as error:
-                self._warn(f"tracker {name!r} could not be started, and the run goes on without it: {error}")
+                self._warn(
+                    f"tracker {name!r} could not be started, and the run goes on without it: {error}"
+                )
 
     def _started(self, name: str, after: int | None) -> _Process:
         log = self._run / LOGS / f"tracker-{path_of(self._run, name).stem}.log"
         step = [] if after is None else [str(after)]
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", tracker_process.__name__, str(self._run), name, str(self._samples), *step],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    tracker_process.__name__,
+                    str(self._run),
+                    name,
+                    str(self._samples),
+                    *step,
+                ],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                },
                 start_new_session=True,  # a signal of the terminal is for the driver
             )
         return _Process(name, process, log, path_of(self._run, name), (0, self._clock()))
@@ -144,7 +158,9 @@ class TrackerProcesses:
         for one in processes:
             with suppress(OSError):  # it is gone
                 assert one.process.stdin is not None
-                one.process.stdin.write(f"{tracker_process.FINISHED if finished else 'failed'}\n".encode())
+                one.process.stdin.write(
+                    f"{tracker_process.FINISHED if finished else 'failed'}\n".encode()
+                )
                 one.process.stdin.close()
         patience_s = FINISH_S if finished else LEAVE_S
         deadline = self._clock() + patience_s

@@ -116,7 +116,9 @@ def check_trackers(names: Sequence[str], *, has_endpoint: bool) -> None:
                 "own".replace("??", "?")
             )
         if name == PROMETHEUS and not has_endpoint:
-            raise UserError(f"trackers: {name!r} is the endpoint of a Ray cluster, so it needs backend=RayBackend()")
+            raise UserError(
+                f"trackers: {name!r} is the endpoint of a Ray cluster, so it needs backend=RayBackend()"
+            )
         if name in KINDS and importlib.util.find_spec(KINDS[name].package) is None:
             raise UserError(
                 f"trackers: {name!r} needs the package {KINDS[name].package}, which is not installed: pip install 'weft[{name}]'"
@@ -171,7 +173,9 @@ class TensorboardTracker:
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """As text in indented blocks, which no text of a sample can end."""
         parts = (f"{name}: {value}" for row in rows for name, value in (*row.items(), ("", "")))
-        self._writer.add_text("samples", textwrap.indent("\n".join(parts), "    ", lambda line: True), step)
+        self._writer.add_text(
+            "samples", textwrap.indent("\n".join(parts), "    ", lambda line: True), step
+        )
 
     def flush(self) -> None:
         self._writer.flush()
@@ -286,7 +290,9 @@ class MlflowTracker:
         known = self._client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else self._client.create_experiment(name)
         self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
-        settings = [Param(plain(key), str(value)[:LONGEST]) for key, value in flattened(run.config).items()]
+        settings = [
+            Param(plain(key), str(value)[:LONGEST]) for key, value in flattened(run.config).items()
+        ]
         for first in range(0, len(settings), MOST):
             self._client.log_batch(self._id, params=settings[first : first + MOST])
         return self._id
@@ -295,7 +301,9 @@ class MlflowTracker:
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, metrics=[Metric(plain(n), v, now, step) for n, v in metrics.items()])
+        self._client.log_batch(
+            self._id, metrics=[Metric(plain(n), v, now, step) for n, v in metrics.items()]
+        )
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         columns = {"step": [step] * len(rows), **{name: [row[name] for row in rows] for name in rows[0]}}

@@ -44,7 +44,8 @@ class Catalogue:
                 self._looked = now
                 found = self._find()
                 self._readers = {
-                    name: self._readers.get(name) or RunReader(name, found[name]) for name in sorted(found)
+                    name: self._readers.get(name) or RunReader(name, found[name])
+                    for name in sorted(found)
                 }
             return self._readers
 
@@ -93,7 +94,9 @@ def joined(names: Iterable[str]) -> str:
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
     try:
         with os.scandir(folder) as entries:
-            folders = sorted(entry.path for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+            folders = sorted(
+                entry.path for entry in entries if entry.is_dir() and not entry.name.startswith(".")
+            )
     except OSError:
         return
     for path in map(Path, folders):

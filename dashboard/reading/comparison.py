@@ -77,7 +77,9 @@ def _differences(a: Any, b: Any, name: str = "") -> Iterator[tuple[str, list[Any
         a, b = ({str(place): entry for place, entry in enumerate(one)} for one in (a, b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in dict.fromkeys([*a, *b]):
-            yield from _differences(a.get(key, MISSING), b.get(key, MISSING), f"{name}.{key}" if name else str(key))
+            yield from _differences(
+                a.get(key, MISSING), b.get(key, MISSING), f"{name}.{key}" if name else str(key)
+            )
     elif a != b:
         yield name, [a, b]
 
@@ -96,7 +98,11 @@ def compare_metrics(
     """
     for step in sorted(set(a) & set(b)):
         names = [name for name in a[step] if name in b[step] and not name.endswith(OF_THE_CLOCK)]
-        pairs = {name: [a[step][name], b[step][name]] for name in names if not _same(a[step][name], b[step][name])}
+        pairs = {
+            name: [a[step][name], b[step][name]]
+            for name in names
+            if not _same(a[step][name], b[step][name])
+        }
         if pairs:
             return step, dict(sorted(pairs.items(), key=lambda item: -_relative(*item[1])))
     return None, {}
@@ -166,7 +172,10 @@ class TokenPair:
 
     def __str__(self) -> str:
         mark = " " if self.a == self.b else ">"
-        a, b = (f"{'end' if i is None else i!s:>8} {'' if p is None else f'{p:.6f}':>11}" for i, p in self._sides)
+        a, b = (
+            f"{'end' if i is None else i!s:>8} {'' if p is None else f'{p:.6f}':>11}"
+            for i, p in self._sides
+        )
         return f"{mark} {self.place:>6}  {a}  | {b}"
 
     @property
@@ -231,7 +240,9 @@ def first_difference(a: Path, b: Path, notes: list[str]) -> SampleDifference | N
         for sample in sorted(set(rows[0]) | set(rows[1])):
             one, two = rows[0].get(sample), rows[1].get(sample)
             if one is None or two is None:
-                return SampleDifference(graph, step, sample, f"only run {'A' if two is None else 'B'} has it")
+                return SampleDifference(
+                    graph, step, sample, f"only run {'A' if two is None else 'B'} has it"
+                )
             if one != two and (found := _compare(graph, step, sample, one, two)):
                 return found
     return None
@@ -247,7 +258,9 @@ def _rows(parts: Iterator[pa.Table]) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _compare(graph: str, step: int, sample: int, a: dict[str, Any], b: dict[str, Any]) -> SampleDifference | None:
+def _compare(
+    graph: str, step: int, sample: int, a: dict[str, Any], b: dict[str, Any]
+) -> SampleDifference | None:
     texts = str(a.get("response") or ""), str(b.get("response") or "")
     for what in (*IDS, LOGPROBS):
         one, two = a.get(what) or [], b.get(what) or []
@@ -256,7 +269,9 @@ def _compare(graph: str, step: int, sample: int, a: dict[str, Any], b: dict[str,
             pairs = _around(a, b, what if what in IDS else IDS[1], place)
             return SampleDifference(graph, step, sample, what, place, pairs, texts)
     if a.get("reward") != b.get("reward"):
-        return SampleDifference(graph, step, sample, "reward", texts=texts, values=(a.get("reward"), b.get("reward")))
+        return SampleDifference(
+            graph, step, sample, "reward", texts=texts, values=(a.get("reward"), b.get("reward"))
+        )
     return None
 
 

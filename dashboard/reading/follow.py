@@ -91,7 +91,9 @@ class FollowedTable:
         this = found.st_ino, found.st_size, found.st_mtime_ns
         if this == self._read_from:
             if self._damage is not None:
-                raise self._damage.with_traceback(None)  # which would grow, and keep frames, with each look
+                raise self._damage.with_traceback(
+                    None
+                )  # which would grow, and keep frames, with each look
             return News()
         self._read_from, self._damage = None, None
         try:
@@ -111,7 +113,9 @@ class FollowedTable:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 8))
             footer, ending = int.from_bytes(file.read(4), "little"), file.read(4)
         if ending == b"PAR1" and footer > MOST_FOOTER:
-            raise ValueError(f"it describes its columns in {footer / 1e6:.0f} MB; {MOST_FOOTER / 1e6:.0f} are read")
+            raise ValueError(
+                f"it describes its columns in {footer / 1e6:.0f} MB; {MOST_FOOTER / 1e6:.0f} are read"
+            )
         with pq.ParquetFile(self._parquet) as file:
             names = file.schema_arrow.names
             kept = names[: self._most_columns]
@@ -197,7 +201,9 @@ class CallLog:
             for batch in news.batches:
                 self._add(pa.Table.from_batches([batch]))
             if news.table is not None:
-                self._add(news.table.select([name for name in CALLS.names if name in news.table.column_names]))
+                self._add(
+                    news.table.select([name for name in CALLS.names if name in news.table.column_names])
+                )
             self.damage = None
         except (OSError, ValueError, KeyError, pa.ArrowException) as error:
             self.damage = f"{self._table.path}: {error}"
@@ -209,7 +215,9 @@ class CallLog:
             known = self._words[name]
             numbers = [known.setdefault(str(word), len(known)) for word in coded.dictionary.to_pylist()]
             part[name] = np.array(numbers, np.int32)[coded.indices.to_numpy(zero_copy_only=False)]
-        if BY_RANK in table.column_names and (ranks := _ranks(table[BY_RANK].combine_chunks(), self._length)):
+        if BY_RANK in table.column_names and (
+            ranks := _ranks(table[BY_RANK].combine_chunks(), self._length)
+        ):
             self._rank_parts.append(ranks)
         self._parts.append(part)
         self._length += len(table)
@@ -218,17 +226,28 @@ class CallLog:
     def columns(self) -> dict[str, np.ndarray]:
         """[calls] of each column; `graph`, `group` and `node` are numbers of `words`."""
         if len(self._parts) > 1:
-            self._parts = [{name: np.concatenate([part[name] for part in self._parts]) for name in self._parts[0]}]
+            self._parts = [
+                {name: np.concatenate([part[name] for part in self._parts]) for name in self._parts[0]}
+            ]
         if not self._parts:
-            return {name: np.empty(0, np.int32 if name in WORDS else np.float64) for name in (*NUMBERS, *WORDS)}
+            return {
+                name: np.empty(0, np.int32 if name in WORDS else np.float64)
+                for name in (*NUMBERS, *WORDS)
+            }
         return self._parts[0]
 
     @property
     def ranks(self) -> dict[str, np.ndarray]:
         """[ranks of calls] of each column of RANKS, in the order of the calls."""
         if len(self._rank_parts) > 1:
-            self._rank_parts = [{name: np.concatenate([part[name] for part in self._rank_parts]) for name in RANKS}]
-        return self._rank_parts[0] if self._rank_parts else {name: np.empty(0, kind) for name, kind in RANKS.items()}
+            self._rank_parts = [
+                {name: np.concatenate([part[name] for part in self._rank_parts]) for name in RANKS}
+            ]
+        return (
+            self._rank_parts[0]
+            if self._rank_parts
+            else {name: np.empty(0, kind) for name, kind in RANKS.items()}
+        )
 
     def words(self, column: str) -> Sequence[str]:
         """The words of `graph`, `group` or `node` by their numbers."""

@@ -51,7 +51,15 @@ def graph_page(
         nodes.append(_source(name, source, counts))
         for node in described.get("nodes", ()):
             nodes.append(
-                _node(name, node, nested(counts, "nodes", node["name"]), live, worked, config, goes_on=goes_on)
+                _node(
+                    name,
+                    node,
+                    nested(counts, "nodes", node["name"]),
+                    live,
+                    worked,
+                    config,
+                    goes_on=goes_on,
+                )
             )
             edges += _edges(name, str(source.get("name")), node, nested(counts, "nodes", node["name"]))
     return {
@@ -151,7 +159,9 @@ def _node(
     }
 
 
-def _edges(graph: str, source: str, node: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _edges(
+    graph: str, source: str, node: Mapping[str, Any], now: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     columns: dict[str, list[str]] = {writer: [] for writer in node.get("after", ())}
     for column, writer in nested(node, "writers").items():
         columns.setdefault(writer, []).append(column)
@@ -220,7 +230,11 @@ def last_received(calls: CallLog, follower: str) -> dict[str, Any] | None:
     if not len(own):
         return None
     row = int(own[-1])
-    return {"at_s": float(c["end_s"][row]), "transfer_s": float(c["worker_s"][row]), "step": int(c["step"][row])}
+    return {
+        "at_s": float(c["end_s"][row]),
+        "transfer_s": float(c["worker_s"][row]),
+        "step": int(c["step"][row]),
+    }
 
 
 # Buffer page
@@ -235,7 +249,9 @@ MOST_BARS = 200
 """Stretches of steps for which staleness is counted."""
 
 
-def buffer_page(run: Path, live: Mapping[str, Any], samples: pa.Table, config: Mapping[str, Any]) -> dict[str, Any]:
+def buffer_page(
+    run: Path, live: Mapping[str, Any], samples: pa.Table, config: Mapping[str, Any]
+) -> dict[str, Any]:
     """What the buffer holds, and held.
 
     Args:
@@ -270,12 +286,14 @@ def buffer_page(run: Path, live: Mapping[str, Any], samples: pa.Table, config: M
         },
         "graphs": {
             name: {
-                key: nested(graphs, name).get(key) for key in ("issued", "in_flight", "done", "groups", "groups_behind")
+                key: nested(graphs, name).get(key)
+                for key in ("issued", "in_flight", "done", "groups", "groups_behind")
             }
             for name in graphs
         },
         "drops": [
-            {"reason": reason, "rows": rows} for reason, rows in sorted(dropped.items(), key=lambda item: -item[1])
+            {"reason": reason, "rows": rows}
+            for reason, rows in sorted(dropped.items(), key=lambda item: -item[1])
         ],
         "stale": nested(train, "stale"),
         "waiting": [
@@ -304,8 +322,12 @@ def _ages(train: Mapping[str, Any]) -> dict[str, Any]:
     >>> _ages({"steps": {"3": [4, 0.5], "2": [1, 70.0]}})
     {'edges_s': [0.0, 1.0, 3.0, 10.0, 30.0, 100.0], 'counts': [4, 0, 0, 0, 1]}
     """
-    found = [value for value in nested(train, "steps").values() if isinstance(value, list) and len(value) == 2]
-    number = next((k for k, edge in enumerate(AGES_S) if all(age <= edge for _, age in found)), len(AGES_S))
+    found = [
+        value for value in nested(train, "steps").values() if isinstance(value, list) and len(value) == 2
+    ]
+    number = next(
+        (k for k, edge in enumerate(AGES_S) if all(age <= edge for _, age in found)), len(AGES_S)
+    )
     edges = [0.0, *AGES_S[: number + 1]]
     counts = [0] * min(number + 1, len(AGES_S) + 1)
     for groups, age in found:
@@ -319,7 +341,9 @@ def _age(graph: Mapping[str, Any], step: int) -> float | None:
 
 
 def _numbered(counts: Mapping[str, Any]) -> list[dict[str, int]]:
-    return [{"key": int(key), "groups": number} for key, number in counts.items() if key.lstrip("-").isdigit()]
+    return [
+        {"key": int(key), "groups": number} for key, number in counts.items() if key.lstrip("-").isdigit()
+    ]
 
 
 def staleness(samples: pa.Table) -> list[dict[str, Any]]:
@@ -331,7 +355,9 @@ def staleness(samples: pa.Table) -> list[dict[str, Any]]:
     """
     if "version_min" not in samples.column_names:
         return []
-    own = samples.select(["graph", "step", "version_min"]).filter(pc.field("graph") == "train").drop_null()
+    own = (
+        samples.select(["graph", "step", "version_min"]).filter(pc.field("graph") == "train").drop_null()
+    )
     if not len(own):
         return []
     steps = own["step"].to_numpy()

@@ -58,7 +58,9 @@ class Lanes:
 
     def __init__(self, calls: CallLog, graphs: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         self._columns = calls.columns
-        self._nodes, self._groups, self._graphs = (calls.words(name) for name in ("node", "group", "graph"))
+        self._nodes, self._groups, self._graphs = (
+            calls.words(name) for name in ("node", "group", "graph")
+        )
         self._upstream = _upstream(graphs)
         self._pools = {name: str(nested(config, "placement", name).get("pool")) for name in self._groups}
         self._of_rank = calls.ranks
@@ -122,7 +124,9 @@ class Lanes:
         sent = self._sorted(inside[np.isin(c["node"][inside], self._numbers_of(WEIGHTS))])
         if len(sent):
             lanes.append(self._lane("weights", sent, window, "weights"))
-        saved = [span for span in self._checkpoints if span[1] >= window.start_s and span[0] <= window.end_s]
+        saved = [
+            span for span in self._checkpoints if span[1] >= window.start_s and span[0] <= window.end_s
+        ]
         if saved:
             lanes.append(self._checkpoint_lane(saved, window))
         every = max(1, -(-len(steps) // 200))
@@ -157,7 +161,9 @@ class Lanes:
     def _rank_lanes(self, number: int, window: Window) -> Iterator[dict[str, Any]]:
         """Those of a group: what each rank itself took of each call, until it had answered."""
         c, of, group = self._columns, self._of_rank, self._groups[number]
-        inside = np.flatnonzero((of["end_s"] >= window.start_s) & (of["end_s"] - of["worker_s"] <= window.end_s))
+        inside = np.flatnonzero(
+            (of["end_s"] >= window.start_s) & (of["end_s"] - of["worker_s"] <= window.end_s)
+        )
         inside = inside[c["group"][of["call"][inside]] == number]
         for rank in range(self._num_ranks[group]):
             own = inside[of["rank"][inside] == rank]
@@ -168,7 +174,9 @@ class Lanes:
             lane["gaps"] = [self._rank_gap(group, *gap[:2], calls, *gap[2:]) for gap in gaps]
             yield {**lane, "group": group, "kind": "rank", "rank": rank}
 
-    def _checkpoint_lane(self, saved: Sequence[tuple[float, float, int]], window: Window) -> dict[str, Any]:
+    def _checkpoint_lane(
+        self, saved: Sequence[tuple[float, float, int]], window: Window
+    ) -> dict[str, Any]:
         """Checkpoints, from the copy of the state until all of it is on the disk."""
         rows = np.array([row for _, _, row in saved])
         starts, ends = np.array([span[0] for span in saved]), np.array([span[1] for span in saved])
@@ -207,7 +215,8 @@ class Lanes:
             "gaps": [],
         }
         return lane, [
-            (float(idle.start_s[k]), float(idle.end_s[k]), int(idle.before[k]), int(idle.after[k])) for k in told
+            (float(idle.start_s[k]), float(idle.end_s[k]), int(idle.before[k]), int(idle.after[k]))
+            for k in told
         ]
 
     def _bars(self, drawn: _Drawn) -> list[list[Any]]:
@@ -237,7 +246,12 @@ class Lanes:
             own = kinds == node
             shares[place] = covered(drawn.start_s[own], drawn.end_s[own], window.start_s, width, number)
         shares /= np.maximum(1.0, shares.sum(axis=0))
-        return {"t0": window.start_s, "dt": width, "nodes": nodes, "shares": np.round(shares.T, 3).tolist()}
+        return {
+            "t0": window.start_s,
+            "dt": width,
+            "nodes": nodes,
+            "shares": np.round(shares.T, 3).tolist(),
+        }
 
     # Why a group stood idle
 
@@ -275,9 +289,15 @@ class Lanes:
             return "rows", f"no more work in this window; {self._what(most)} went on"
         method = next_node.rpartition(".")[2]
         upstream = self._upstream.get(next_node, frozenset())
-        fed = [row for row in others if self._name("node", row) in upstream and c["end_s"][row] <= end + TOUCHING_S]
+        fed = [
+            row
+            for row in others
+            if self._name("node", row) in upstream and c["end_s"][row] <= end + TOUCHING_S
+        ]
         if method in WEIGHTS:
-            giving = [row for row in others if self._name("node", row).rpartition(".")[2] not in CHECKPOINTS]
+            giving = [
+                row for row in others if self._name("node", row).rpartition(".")[2] not in CHECKPOINTS
+            ]
             return (
                 "weights",
                 f"waits for weights of {self._what(max(giving or others, key=lambda row: c['end_s'][row]))}",
@@ -290,9 +310,14 @@ class Lanes:
             return "disk", f"{self._what(last)} is written"
         if name in WEIGHTS:
             return "weights", f"{next_node} waits until {self._what(last)} is over"
-        same = [row for row in others if self._pools.get(self._name("group", row)) == self._pools.get(group)]
+        same = [
+            row for row in others if self._pools.get(self._name("group", row)) == self._pools.get(group)
+        ]
         if same and self._pools.get(group) not in (None, "None"):
-            return "device", f"{self._what(max(same, key=lambda row: c['end_s'][row]))} has the devices of the pool"
+            return (
+                "device",
+                f"{self._what(max(same, key=lambda row: c['end_s'][row]))} has the devices of the pool",
+            )
         return "rows", f"{next_node} waits for {self._what(last)}"
 
     def _last_rank(self, call: int) -> int | None:
@@ -374,7 +399,13 @@ class Lanes:
         """A stretch of the critical path in which no call of a group went on that the step waited for."""
         on_disk = sum(max(0.0, min(end, span[1]) - max(start, span[0])) for span in self._checkpoints)
         text = "a checkpoint on its way to the disk" if on_disk > 0.5 * (end - start) else "the driver"
-        return {"lane": None, "node": None, "start_s": round(start, 6), "end_s": round(end, 6), "text": text}
+        return {
+            "lane": None,
+            "node": None,
+            "start_s": round(start, 6),
+            "end_s": round(end, 6),
+            "text": text,
+        }
 
 
 _Gap: TypeAlias = tuple[float, float, int, int]

@@ -67,12 +67,17 @@ class MetricLog:
             self.damage = f"{self._table.path}: {error}"
 
     def _take(self, batch: pa.RecordBatch) -> None:
-        steps, values = batch["step"].to_numpy(zero_copy_only=False), batch["value"].to_numpy(zero_copy_only=False)
+        steps, values = (
+            batch["step"].to_numpy(zero_copy_only=False),
+            batch["value"].to_numpy(zero_copy_only=False),
+        )
         coded = batch["name"].dictionary_encode()
         codes = coded.indices.to_numpy(zero_copy_only=False)
         order = np.argsort(codes, kind="stable")
         ends = np.cumsum(np.bincount(codes, minlength=len(coded.dictionary)))
-        for start, end, name in zip([0, *ends[:-1].tolist()], ends.tolist(), coded.dictionary.to_pylist(), strict=True):
+        for start, end, name in zip(
+            [0, *ends[:-1].tolist()], ends.tolist(), coded.dictionary.to_pylist(), strict=True
+        ):
             own = order[start:end]
             self._add(name, steps[own], values[own])
 
@@ -177,7 +182,9 @@ def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.n
     low = np.where(np.isnan(stretches), np.inf, stretches).argmin(axis=1)
     high = np.where(np.isnan(stretches), -np.inf, stretches).argmax(axis=1)
     starts = np.arange(rows) * size
-    chosen = np.unique(np.concatenate([[0, number - 1], starts[~none] + low[~none], starts[~none] + high[~none]]))
+    chosen = np.unique(
+        np.concatenate([[0, number - 1], starts[~none] + low[~none], starts[~none] + high[~none]])
+    )
     return x[chosen], y[chosen]
 
 
@@ -204,13 +211,19 @@ def axis_of(metrics: MetricLog, steps: np.ndarray, axis: Axis) -> np.ndarray:
     exact = np.zeros(len(steps), bool)
     exact[found] = known[at[found]] == steps[found]
     before = np.clip(np.searchsorted(known, steps, side="right") - 1, 0, len(known) - 1)
-    if axis == "samples":  # a step without updates, such as step 0, has trained on as many as the one before it
+    if (
+        axis == "samples"
+    ):  # a step without updates, such as step 0, has trained on as many as the one before it
         return np.where(steps < known[0], 0.0, values[before])
     return np.where(exact, values[np.minimum(at, len(known) - 1)], np.nan)
 
 
 def curve(
-    metrics: MetricLog, name: str, axis: Axis = "step", points: int = 800, window: tuple[float, float] | None = None
+    metrics: MetricLog,
+    name: str,
+    axis: Axis = "step",
+    points: int = 800,
+    window: tuple[float, float] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """A metric over an axis, thinned.
 
@@ -237,7 +250,10 @@ def numbers(values: np.ndarray | Sequence[float], digits: int = 7) -> list[float
     >>> numbers([0.1 + 0.2, float("nan"), 12.0, 1e-9 / 3])
     [0.3, None, 12.0, 3.333333e-10]
     """
-    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in np.asarray(values).tolist()]
+    return [
+        float(f"{value:.{digits}g}") if math.isfinite(value) else None
+        for value in np.asarray(values).tolist()
+    ]
 
 
 MOST_ALERTS, MOST_CHARACTERS = 500, 300
@@ -248,7 +264,9 @@ def marks(
     metrics: MetricLog, config: Mapping[str, Any], alerts: Sequence[Any], checkpoints: Sequence[int]
 ) -> list[dict[str, Any]]:
     """What happened at which step: evaluations, checkpoints that are kept, restarts and other alerts, in order of steps."""
-    found: list[dict[str, Any]] = [{"step": step, "kind": "checkpoint", "text": f"step_{step}"} for step in checkpoints]
+    found: list[dict[str, Any]] = [
+        {"step": step, "kind": "checkpoint", "text": f"step_{step}"} for step in checkpoints
+    ]
     graphs = config.get("graphs")
     for name in graphs if isinstance(graphs, Mapping) else ():
         own = next((metric for metric in metrics.names if metric.startswith(f"{name}/")), None)
@@ -308,7 +326,9 @@ KINDS = (
     CardKind("length", "response length", "response_length", beside="response_length_p95", form="count"),
     CardKind("truncated", "truncated", "truncation_rate", form="share"),
     CardKind("gap", "log-probability gap", "mean_logprob_gap", beside="max_logprob_gap", form="small"),
-    CardKind("ratio", "generator ratio", "mean_generator_ratio", beside="max_generator_ratio", floor=None),
+    CardKind(
+        "ratio", "generator ratio", "mean_generator_ratio", beside="max_generator_ratio", floor=None
+    ),
     CardKind("clipped", "clip fraction", "clip_fraction", form="share"),
     CardKind("staleness", "staleness", "mean_staleness", beside="max_staleness"),
     CardKind("grad_norm", "gradient norm", "grad_norm"),
@@ -373,7 +393,9 @@ def _card(kind: CardKind, names: list[str], there: set[str]) -> dict[str, Any]:
         name = f"{group}/{metric}" if group else metric
         return name if metric and name in there else None
 
-    lost = [f"{name.partition('/')[0]}/prompts_lost" for name in names] if kind.scope == "evaluation" else []
+    lost = (
+        [f"{name.partition('/')[0]}/prompts_lost" for name in names] if kind.scope == "evaluation" else []
+    )
     bands = {name: [f"{name}_low", f"{name}_high"] for name in names if f"{name}_low" in there}
     return {
         "id": kind.id,

@@ -65,7 +65,9 @@ def weights_page(
                 }
             )
     names = [
-        name for name in metrics.names if name.endswith(("weights_transfer_s", "weights_pause_s", "changed_share"))
+        name
+        for name in metrics.names
+        if name.endswith(("weights_transfer_s", "weights_pause_s", "changed_share"))
     ]
     return {"edges": [*edges], "versions": versions, "metrics": names, "ranks": []}
 
@@ -104,7 +106,9 @@ class RunPages:
         facts = self._reader.facts
         graphs, live = read_graphs(self._path), read_live(self._path)
         with self._reader.parts() as (metrics, calls):
-            return graph_page(graphs, live, calls, metrics, facts.config, goes_on=facts.life is Life.ALIVE)
+            return graph_page(
+                graphs, live, calls, metrics, facts.config, goes_on=facts.life is Life.ALIVE
+            )
 
     def timeline(
         self,
@@ -247,4 +251,8 @@ def _cell(value: Any) -> Any:
         return f"{value[:MOST_CELL]} … ({len(value):,} characters)"
     if isinstance(value, list) and len(value) > MOST_CELL:
         return [*value[:MOST_CELL], "…"]
-    return value if value is None or isinstance(value, int | float | str | bool | list | dict) else str(value)
+    return (
+        value
+        if value is None or isinstance(value, int | float | str | bool | list | dict)
+        else str(value)
+    )

@@ -221,7 +221,9 @@ class RunReader:
         with self._lock:
             _, lost = self._metrics.series(f"{held_out.partition('/')[0]}/prompts_lost")
             _, score = self._metrics.series(held_out)
-            spark_x, spark = curve(self._metrics, shown.get("reward", shown.get("loss", "")), points=SPARK)
+            spark_x, spark = curve(
+                self._metrics, shown.get("reward", shown.get("loss", "")), points=SPARK
+            )
         schedule = facts.config.get("schedule")
         return {
             "run": self.name,
@@ -296,9 +298,20 @@ class RunReader:
 
     def _few_settings(self, facts: RunFacts) -> dict[str, Any]:
         """What tells runs apart at a glance."""
-        flat = flattened({"schedule": facts.config.get("schedule") or {}, "groups": facts.config.get("groups") or {}})
-        wanted = ("schedule.kind", "prompts_per_step", "max_staleness", "model", "learning_rate", "engine")
-        return {key: value for key, value in flat.items() if key.endswith(wanted)} | {"seed": facts.config.get("seed")}
+        flat = flattened(
+            {"schedule": facts.config.get("schedule") or {}, "groups": facts.config.get("groups") or {}}
+        )
+        wanted = (
+            "schedule.kind",
+            "prompts_per_step",
+            "max_staleness",
+            "model",
+            "learning_rate",
+            "engine",
+        )
+        return {key: value for key, value in flat.items() if key.endswith(wanted)} | {
+            "seed": facts.config.get("seed")
+        }
 
     def _left_s(self, facts: RunFacts) -> float | None:
         """Seconds to the last step at the pace of the last twenty."""
@@ -324,7 +337,9 @@ class RunReader:
             "gap": _of_group(last, "mean_logprob_gap"),
             "alerts": len(facts.alerts),
             "samples": len(self.samples.table()),
-            "rows_in_flight": sum(one.get("in_flight", 0) for one in nested(live, "graphs").values()) if live else None,
+            "rows_in_flight": sum(one.get("in_flight", 0) for one in nested(live, "graphs").values())
+            if live
+            else None,
             "workers": _workers(live, facts.config),
             "last": dict(last),
             "settings": {key: value for key, value in facts.config.items() if key != "versions"},
@@ -395,16 +410,22 @@ class RunReader:
                 x, y = curve(self._metrics, name, axis, points, window)
                 x_s, y_s = numbers(x, 9), numbers(y)
                 last = {"x": x_s[-1], "y": y_s[-1]} if x_s else None
-                found.append({"run": self.name, "name": name, "x": x_s, "y": y_s, "last": last, "of": len(steps)})
+                found.append(
+                    {"run": self.name, "name": name, "x": x_s, "y": y_s, "last": last, "of": len(steps)}
+                )
         return found
 
     def marks(self, axis: Axis) -> list[dict[str, Any]]:
         """What happened, with its place on an axis."""
         facts = self.facts
-        kept = [int(path.name.rpartition("_")[2]) for path in complete_checkpoints(self.path / CHECKPOINTS)]
+        kept = [
+            int(path.name.rpartition("_")[2]) for path in complete_checkpoints(self.path / CHECKPOINTS)
+        ]
         with self._lock:
             found = marks(self._metrics, facts.config, facts.alerts, kept)
-            places = numbers(axis_of(self._metrics, np.array([float(mark["step"]) for mark in found]), axis), 9)
+            places = numbers(
+                axis_of(self._metrics, np.array([float(mark["step"]) for mark in found]), axis), 9
+            )
         return [{"run": self.name, "x": x, **mark} for x, mark in zip(places, found, strict=True)]
 
     @property
@@ -420,7 +441,9 @@ def _workers(live: Mapping[str, Any], config: Mapping[str, Any]) -> int:
     if live:
         return sum(one["ranks"] for one in live["groups"].values())
     places = nested(config, "placement")
-    return sum(ranks if isinstance(ranks := nested(places, name).get("ranks"), int) else 1 for name in places)
+    return sum(
+        ranks if isinstance(ranks := nested(places, name).get("ranks"), int) else 1 for name in places
+    )
 
 
 def _of_group(row: Mapping[str, float], metric: str) -> float | None:

@@ -74,7 +74,9 @@ class SampleIndex:
                 self._reader = threading.Thread(target=self._read_rest, name="samples", daemon=True)
                 self._reader.start()
             if len(self._parts) > FEW_PARTS:
-                self._parts = [pa.concat_tables(self._parts, promote_options="permissive").combine_chunks()]
+                self._parts = [
+                    pa.concat_tables(self._parts, promote_options="permissive").combine_chunks()
+                ]
             return pa.concat_tables(self._parts, promote_options="permissive") if self._parts else _EMPTY
 
     def wait(self, limit_s: float) -> bool:
@@ -166,7 +168,9 @@ class SampleIndex:
     def _add(self, table: pa.Table, path: Path) -> None:
         made = _indexed(table, len(self._files), short=self._text_bytes > TEXT_BYTES)
         self._files.append(path)
-        self._text_bytes += sum(made[name].nbytes for name in (*TEXTS, "_text") if name in made.column_names)
+        self._text_bytes += sum(
+            made[name].nbytes for name in (*TEXTS, "_text") if name in made.column_names
+        )
         self._parts.append(made)
         self.version += 1
 
@@ -180,7 +184,9 @@ class SampleIndex:
         """All columns of the samples of a group, by their ids."""
         table = self.table()
         found = np.flatnonzero(table["group_id"].to_numpy() == group)[:most]
-        return sorted((self._whole(table, place) for place in found.tolist()), key=lambda row: row["sample_id"])
+        return sorted(
+            (self._whole(table, place) for place in found.tolist()), key=lambda row: row["sample_id"]
+        )
 
     def _whole(self, table: pa.Table, place: int) -> dict[str, Any]:
         own = table.slice(place, 1).to_pylist()[0]
@@ -239,7 +245,9 @@ def _indexed(table: pa.Table, file: int, *, short: bool) -> pa.Table:
             kept[name] = column.take(all_rows)
     texts = [kept[name] for name in TEXTS if name in kept]
     if texts:
-        joined = compute.binary_join_element_wise(*texts, "\n", null_handling="replace", null_replacement="")
+        joined = compute.binary_join_element_wise(
+            *texts, "\n", null_handling="replace", null_replacement=""
+        )
         kept["_text"] = compute.utf8_lower(joined)
     kept["prompt_key"] = pa.array(_prompt_keys(table), pa.string())
     kept["_file"] = pa.array(np.full(len(table), file, np.int32))
@@ -250,14 +258,21 @@ def _of_tokens(name: str, column: Any) -> dict[str, Any]:
     """Length, mean, or ends of a column of tokens."""
     lengths = compute.fill_null(compute.list_value_length(column), 0).to_numpy(zero_copy_only=False)
     if name in LISTS_OF_TOKENS:
-        return {"length" if name == "response_ids" else name.replace("_ids", "_length"): pa.array(lengths)}
+        return {
+            "length" if name == "response_ids" else name.replace("_ids", "_length"): pa.array(lengths)
+        }
     values = column.flatten()
     if name == "response_versions":
         numbers = values.to_numpy(zero_copy_only=False)
-        return {"version_min": _ends(numbers, lengths, np.minimum), "version_max": _ends(numbers, lengths, np.maximum)}
+        return {
+            "version_min": _ends(numbers, lengths, np.minimum),
+            "version_max": _ends(numbers, lengths, np.maximum),
+        }
     means = {"advantages": "advantage", "response_logprobs": "logprob"}
     if name in means and pa.types.is_floating(values.type):
-        numbers = np.concatenate([[0.0], np.cumsum(values.to_numpy(zero_copy_only=False), dtype=np.float64)])
+        numbers = np.concatenate(
+            [[0.0], np.cumsum(values.to_numpy(zero_copy_only=False), dtype=np.float64)]
+        )
         ends = np.cumsum(lengths)
         sums = numbers[ends] - numbers[ends - lengths]
         return {means[name]: pa.array(sums / np.maximum(lengths, 1), mask=lengths == 0)}

@@ -62,13 +62,17 @@ _POOL = ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="searc
 def _contains(column: pa.ChunkedArray, text: str) -> np.ndarray:
     """[rows] bool, whether a text is in each, on all cores."""
     pieces = [chunk.slice(at, PIECE) for chunk in column.chunks for at in range(0, len(chunk), PIECE)]
-    found = _POOL.map(lambda piece: compute.fill_null(compute.match_substring(piece, text), False), pieces)
+    found = _POOL.map(
+        lambda piece: compute.fill_null(compute.match_substring(piece, text), False), pieces
+    )
     return np.concatenate([each.to_numpy(zero_copy_only=False) for each in found] or [np.empty(0, bool)])
 
 
 def _condition(table: pa.Table, text: str) -> Any:
     operator = min(
-        (op for op in (*OPERATORS, "~") if op in text), key=lambda op: (text.index(op), -len(op)), default=None
+        (op for op in (*OPERATORS, "~") if op in text),
+        key=lambda op: (text.index(op), -len(op)),
+        default=None,
     )
     if operator is None:
         raise UserError(
@@ -77,11 +81,15 @@ def _condition(table: pa.Table, text: str) -> Any:
     name, _, value = (part.strip() for part in text.partition(operator))
     column = table[require_column(table, name)]
     if operator == "~":
-        return compute.fill_null(compute.match_substring(column.cast(pa.string()), value, ignore_case=True), False)
+        return compute.fill_null(
+            compute.match_substring(column.cast(pa.string()), value, ignore_case=True), False
+        )
     try:
         wanted = pa.scalar(value, pa.string()).cast(column.type)
     except pa.ArrowException:
-        raise UserError(f"filter {text!r}: {value!r} is no {column.type}, as column {name!r} has") from None
+        raise UserError(
+            f"filter {text!r}: {value!r} is no {column.type}, as column {name!r} has"
+        ) from None
     return compute.fill_null(OPERATORS[operator](column, wanted), False)
 
 
@@ -181,7 +189,11 @@ class SamplePages:
             places = chosen(table, filters, search) if len(table) else np.empty(0, np.int64)
             self._grouped = key, table, _Groups(table, places)
         _, table, groups = self._grouped
-        return {"total": len(groups), "groups": groups.page(table, sort or "-step", offset, limit), **self._state}
+        return {
+            "total": len(groups),
+            "groups": groups.page(table, sort or "-step", offset, limit),
+            **self._state,
+        }
 
     @property
     def _state(self) -> dict[str, Any]:
@@ -227,7 +239,12 @@ class SamplePages:
             visits.setdefault(row["group_id"], []).append(row)
         found = [_visit(group, own) for group, own in visits.items()]
         found.sort(key=lambda visit: (visit["step"], visit["group"]))
-        return {"key": key, "prompt": _cut(rows[0].get("prompt")), "visits": found[-MOST_VISITS:], "total": len(found)}
+        return {
+            "key": key,
+            "prompt": _cut(rows[0].get("prompt")),
+            "visits": found[-MOST_VISITS:],
+            "total": len(found),
+        }
 
     @property
     def _hint(self) -> str:
@@ -260,7 +277,9 @@ class _Groups:
             "step": table["step"].to_numpy()[places[self.first]],
             "mean": mean,
             "spread": np.sqrt(np.maximum(square - mean**2, 0.0)),
-            "length": np.bincount(self._of_row, np.nan_to_num(_floats(table, "length")[places]), len(self.ids))
+            "length": np.bincount(
+                self._of_row, np.nan_to_num(_floats(table, "length")[places]), len(self.ids)
+            )
             / number,
             "group": self.ids,
         }
@@ -273,7 +292,9 @@ class _Groups:
         if name not in self.keys:
             raise UserError(f"groups are sorted by {', '.join(self.keys)}, not by {name!r}")
         values = self.keys[name]
-        order = np.lexsort((self.ids, -values if sort.startswith("-") else values))[offset : offset + limit]
+        order = np.lexsort((self.ids, -values if sort.startswith("-") else values))[
+            offset : offset + limit
+        ]
         firsts = rows_at(table, self._places[self.first[order]])
         return [
             {
@@ -327,7 +348,12 @@ def _whole(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     ids = list(row.get("response_ids") or row.get("chosen_ids") or [])
     columns: dict[str, Any] = {}
     for name, value in row.items():
-        if isinstance(value, list) and name not in NOT_COLUMNS and len(value) == len(ids) and _are_numbers(value):
+        if (
+            isinstance(value, list)
+            and name not in NOT_COLUMNS
+            and len(value) == len(ids)
+            and _are_numbers(value)
+        ):
             columns[NAMES.get(name, name)] = numbers(np.array(value[:MOST_TOKENS], np.float64), 6)
     columns |= _derived(row, ids)
     parts = _reward_parts(row)
@@ -369,7 +395,9 @@ def _reward_parts(row: Mapping[str, Any]) -> dict[str, float]:
     >>> _reward_parts({"reward": 1.1, "reward/style": 0.1, "reward_parts": '{"right": 1.0, "style": 0.1}'})
     {'style': 0.1, 'right': 1.0}
     """
-    parts = {name.removeprefix("reward/"): value for name, value in row.items() if name.startswith("reward/")}
+    parts = {
+        name.removeprefix("reward/"): value for name, value in row.items() if name.startswith("reward/")
+    }
     try:
         recorded = json.loads(row.get("reward_parts") or "{}")
     except (TypeError, ValueError):  # a column of the user's own that has this name

@@ -37,7 +37,13 @@ PART = re.compile(
     r"|<tool_response>(?P<result>.*?)(?:</tool_response>|\Z)|\[TOOL_RESULTS\](?P<results>.*?)(?:\[/TOOL_RESULTS\]|\Z)",
     re.DOTALL,
 )
-ROLES = {"model": "assistant", "human": "user", "ipython": "tool", "observation": "tool", "developer": "system"}
+ROLES = {
+    "model": "assistant",
+    "human": "user",
+    "ipython": "tool",
+    "observation": "tool",
+    "developer": "system",
+}
 MESSAGES = ("prompt_messages", "messages", "context_messages", "turns", "conversation")
 """Columns that have the messages of a prompt, as lists or as JSON."""
 MOST_TURNS = 500
@@ -77,7 +83,9 @@ def _stretches(text: str, role: str) -> Iterator[tuple[str, int, int, str]]:
             yield speaker or "system", start, _without_end(text, start, header.start()), said_as
         kind = header.lastgroup or ""
         named = {"asked": "user", "answers": "assistant", "begun": "assistant"}.get(kind)
-        said = named or next(value for name, value in header.groupdict().items() if value and name != "channel")
+        said = named or next(
+            value for name, value in header.groupdict().items() if value and name != "channel"
+        )
         speaker, start = ROLES.get(said, said), header.end()
         said_as = "thinking" if (header["channel"] or header["begun"]) == "analysis" else "text"
     if speaker:
@@ -136,7 +144,10 @@ def turns_of_tokens(tokens: Sequence[str]) -> list[dict[str, Any]] | None:
         return None
     ends = np.cumsum([len(token) for token in tokens])
     for part in (part for turn in turns for part in turn["parts"]):
-        first, last = np.searchsorted(ends, part.pop("start"), "right"), np.searchsorted(ends, part.pop("end"), "left")
+        first, last = (
+            np.searchsorted(ends, part.pop("start"), "right"),
+            np.searchsorted(ends, part.pop("end"), "left"),
+        )
         part |= {"from": int(first), "to": min(len(tokens), int(last) + 1)}
         del part["text"]
     return turns
@@ -154,8 +165,14 @@ def turns_of_prompt(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
             found = json.loads(value) if isinstance(value, str) else value
         except (ValueError, RecursionError):
             continue
-        if isinstance(found, list) and found and all(isinstance(turn, dict) and "role" in turn for turn in found):
-            answered = name != "prompt_messages" and found[-1]["role"] == "assistant" and row.get("response_ids")
+        if (
+            isinstance(found, list)
+            and found
+            and all(isinstance(turn, dict) and "role" in turn for turn in found)
+        ):
+            answered = (
+                name != "prompt_messages" and found[-1]["role"] == "assistant" and row.get("response_ids")
+            )
             return [_of_message(turn) for turn in (found[:-1] if answered else found)[:MOST_TURNS]]
     turns = turns_of_text(str(row.get("prompt") or ""))
     if turns and turns[-1]["role"] == "assistant" and not turns[-1]["parts"]:
@@ -197,7 +214,9 @@ def gist(prompt: str) -> str:
     ('2+2?', '2+2=')
     """
     turns = turns_of_text(prompt) or ()
-    said = [part["text"] for turn in turns for part in turn["parts"] if turn["role"] not in ("system", "tool")]
+    said = [
+        part["text"] for turn in turns for part in turn["parts"] if turn["role"] not in ("system", "tool")
+    ]
     return said[-1] if said else prompt
 
 

@@ -41,7 +41,9 @@ def workers_page(
         life: of its driver.
     """
     memory, logs = _memory(run), _logs(run)
-    where = {who: host for host in nested(live, "hosts") for who in nested(live, "hosts", host, "processes")}
+    where = {
+        who: host for host in nested(live, "hosts") for who in nested(live, "hosts", host, "processes")
+    }
     found: list[dict[str, Any]] = []
     for name in dict.fromkeys([*nested(config, "placement"), *nested(live, "groups")]):
         group, place = nested(live, "groups", name), nested(config, "placement", name)
@@ -66,7 +68,14 @@ def workers_page(
                     "stack_at": nested(live, "stacks", worker).get("at"),
                 }
             )
-    driver = {"rank": DRIVER, "group": None, "node": where.get(DRIVER), "device": None, "log": None, "log_bytes": None}
+    driver = {
+        "rank": DRIVER,
+        "group": None,
+        "node": where.get(DRIVER),
+        "device": None,
+        "log": None,
+        "log_bytes": None,
+    }
     state = {"state": _of_life(life) or "busy", "call": None, "since_s": None}
     found.append(
         {
@@ -96,7 +105,12 @@ def _state(group: Mapping[str, Any], rank: int, life: Life, live: Mapping[str, A
     late_s = max(0.0, time.time() - live.get("at", time.time()))
     for call in group.get("calls", ()):
         if rank in call.get("waits_for", ()):
-            return {"state": "busy", "call": call["what"], "rows": call["rows"], "since_s": call["since_s"] + late_s}
+            return {
+                "state": "busy",
+                "call": call["what"],
+                "rows": call["rows"],
+                "since_s": call["since_s"] + late_s,
+            }
     return {"state": "idle" if group else "unknown", "call": None, "since_s": None}
 
 
@@ -114,7 +128,10 @@ def _device(place: Mapping[str, Any], rank: int) -> str | None:
 
 
 def _of_memory(
-    worker: str, live: Mapping[str, Any], where: Mapping[str, str], memory: Mapping[str, list[list[float]]]
+    worker: str,
+    live: Mapping[str, Any],
+    where: Mapping[str, str],
+    memory: Mapping[str, list[list[float]]],
 ) -> dict[str, Any]:
     host = nested(live, "hosts", where.get(worker, ""))
     now = nested(host, "processes").get(worker)
@@ -140,7 +157,8 @@ def _troubles(worker: str, alerts: Sequence[Alert]) -> dict[str, Any]:
 def _hosts(live: Mapping[str, Any]) -> list[dict[str, Any]]:
     names = ("used_bytes", "limit_bytes", "object_store_bytes")
     return [
-        {"node": host, **{key: nested(live, "hosts", host).get(key) for key in names}} for host in nested(live, "hosts")
+        {"node": host, **{key: nested(live, "hosts", host).get(key) for key in names}}
+        for host in nested(live, "hosts")
     ]
 
 
@@ -153,7 +171,9 @@ def _memory(run: Path) -> dict[str, list[list[float]]]:
         for worker in dict.fromkeys(workers.tolist()):
             own = workers == worker
             times.setdefault(worker, []).append(batch["time_s"].to_numpy()[own])
-            sizes.setdefault(worker, []).append(batch["resident_bytes"].to_numpy()[own].astype(np.float64))
+            sizes.setdefault(worker, []).append(
+                batch["resident_bytes"].to_numpy()[own].astype(np.float64)
+            )
     found: dict[str, list[list[float]]] = {}
     for worker in times:
         x, y = thinned(np.concatenate(times[worker]), np.concatenate(sizes[worker]), MOST_POINTS)
@@ -169,7 +189,9 @@ def _logs(run: Path) -> dict[str, int]:
     try:
         with os.scandir(run / LOGS) as entries:
             return {
-                entry.name: entry.stat().st_size for entry in sorted(entries, key=lambda e: e.name) if entry.is_file()
+                entry.name: entry.stat().st_size
+                for entry in sorted(entries, key=lambda e: e.name)
+                if entry.is_file()
             }
     except OSError:
         return {}
@@ -191,7 +213,8 @@ def log_part(run: Path, name: str, after: int) -> dict[str, Any]:
     if file not in logs:
         hint = nearest(name, logs)
         raise UserError(
-            f"there is no log of {name!r}{hint}" + ("" if logs else "; workers of Local() write to the terminal")
+            f"there is no log of {name!r}{hint}"
+            + ("" if logs else "; workers of Local() write to the terminal")
         )
     size = logs[file]
     start = min(max(after, 0), size) if after else max(0, size - TAIL)

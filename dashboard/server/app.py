@@ -205,7 +205,10 @@ def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
     def vendor(name: str) -> Response:
         path = vendored(name)
         if path is None:
-            return answer({"error": "unknown", "message": f"no package that is installed has the file {name!r}"}, 404)
+            return answer(
+                {"error": "unknown", "message": f"no package that is installed has the file {name!r}"},
+                404,
+            )
         return FileResponse(path, headers={"cache-control": "no-cache"})
 
     app.mount("/static", Pages(directory=PAGES), name="static")
@@ -260,7 +263,9 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 async def _gone(_: Request, error: Exception) -> Response:
-    return answer({"error": "gone", "message": error.text if isinstance(error, WeftError) else str(error)}, 404)
+    return answer(
+        {"error": "gone", "message": error.text if isinstance(error, WeftError) else str(error)}, 404
+    )
 
 
 async def _unknown(request: Request, _: Exception) -> Response:
@@ -381,13 +386,23 @@ def _add_pages(app: FastAPI, catalogue: Catalogue) -> None:
 def _add_samples(app: FastAPI, catalogue: Catalogue) -> None:
     @app.get("/api/samples")
     def samples(
-        run: str, filter: str = "", search: str = "", sort: str = "", offset: Offset = 0, limit: Limit = 50
+        run: str,
+        filter: str = "",
+        search: str = "",
+        sort: str = "",
+        offset: Offset = 0,
+        limit: Limit = 50,
     ) -> Response:
         return answer(catalogue[run].sample_pages.samples(filter, search, sort, offset, limit))
 
     @app.get("/api/groups")
     def groups(
-        run: str, filter: str = "", search: str = "", sort: str = "", offset: Offset = 0, limit: Limit = 50
+        run: str,
+        filter: str = "",
+        search: str = "",
+        sort: str = "",
+        offset: Offset = 0,
+        limit: Limit = 50,
     ) -> Response:
         return answer(catalogue[run].sample_pages.groups(filter, search, sort, offset, limit))
 
@@ -411,7 +426,9 @@ def _add_requests(app: FastAPI, catalogue: Catalogue) -> None:
     @app.post("/api/sql")
     async def sql(asked: Question) -> Response:
         try:
-            return answer(await run_in_threadpool(lambda: RunPages(catalogue[asked.run]).sql(asked.query)))
+            return answer(
+                await run_in_threadpool(lambda: RunPages(catalogue[asked.run]).sql(asked.query))
+            )
         finally:
             prepare()  # by the thread of the server, with which that process ends; threads of the pool end earlier
 

@@ -86,7 +86,9 @@ async def _answers(app: FastAPI, run: str) -> tuple[dict[str, Any], int, int]:
         answers[each] = await ask(app, each)
     names = _curves_of(answers[address("metrics", {"runs": joined([run])})]["cards"])
     for axis in ("step", "time_s", "samples") if names else ():
-        each = address("curves", {"runs": joined([run]), "names": joined(names), "axis": axis, "points": 600})
+        each = address(
+            "curves", {"runs": joined([run]), "names": joined(names), "axis": axis, "points": 600}
+        )
         answers[each] = await ask(app, each)
     listed = address("groups", {**one, "limit": GROUPS})
     answers[listed] = await ask(app, listed)
@@ -121,7 +123,9 @@ def _curves_of(cards: list[dict[str, Any]]) -> list[str]:
     for card in cards:
         bands = [name for pair in card["bands"].values() for name in pair]
         found |= dict.fromkeys(
-            name for name in (*card["names"], card["spread"], card["beside"], *card["lost"], *bands) if name
+            name
+            for name in (*card["names"], card["spread"], card["beside"], *card["lost"], *bands)
+            if name
         )
     return list(found)
 
@@ -132,7 +136,9 @@ def address(name: str, values: Mapping[str, Any]) -> str:
     >>> address("curves", {"runs": "a b", "names": "reward/mean,x"})
     '/api/curves?names=reward%2Fmean%2Cx&runs=a+b'
     """
-    parts = [f"{quote_plus(key, safe='*')}={quote_plus(str(values[key]), safe='*')}" for key in sorted(values)]
+    parts = [
+        f"{quote_plus(key, safe='*')}={quote_plus(str(values[key]), safe='*')}" for key in sorted(values)
+    ]
     return f"/api/{name}" + (f"?{'&'.join(parts)}" if parts else "").replace("~", "%7E")
 
 
@@ -201,7 +207,9 @@ def _page(answers: Mapping[str, Any]) -> str:
     html = re.sub(r'<link rel="stylesheet" href="([^"]+)">', style, html)
     html = re.sub(r'<script src="([^"]+)"[^>]*></script>', script, html)
     data = json.dumps(answers, separators=(",", ":")).replace("<", "\\u003c")
-    html = html.replace("</body>", f'<script type="application/json" id="exported">{data}</script>\n</body>')
+    html = html.replace(
+        "</body>", f'<script type="application/json" id="exported">{data}</script>\n</body>'
+    )
     allowed = f"script-src {_hashes(scripts)}; style-src {_hashes(styles)}; img-src data:"
     policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -248,7 +256,9 @@ def _as_function(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
 
     def imported(found: re.Match[str]) -> str:
-        names = ", ".join(part.strip().replace(" as ", ": ") for part in found[1].split(",") if part.strip())
+        names = ", ".join(
+            part.strip().replace(" as ", ": ") for part in found[1].split(",") if part.strip()
+        )
         return f"const {{ {names} }} = {_variable(found[2])};"
 
     body = _IMPORT.sub(imported, text)

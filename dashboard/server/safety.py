@@ -67,7 +67,9 @@ class Access:
         >>> [access.knows_host(host) for host in ("127.0.0.1:8000", "localhost", "[::1]:1", "evil.example", "10.0.0.1:80", "")]
         [True, True, True, False, False, False]
         """
-        name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+        name = (
+            host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+        )
         if name.lower() in LOOPBACK or name.lower() in self.names:
             return True
         return self.any_address and _is_address(name)
@@ -125,7 +127,9 @@ class Guard:
             return self._welcome(scope, {name: value for name, value in asked.items() if name != "token"})
         if self._is_known(headers):
             return None
-        return PlainTextResponse("open the address that `weft dashboard` printed: it has the token\n", 401)
+        return PlainTextResponse(
+            "open the address that `weft dashboard` printed: it has the token\n", 401
+        )
 
     def _is_known(self, headers: Headers) -> bool:
         sent = headers.get("authorization", "").removeprefix("Bearer ")
@@ -142,7 +146,9 @@ class Guard:
         escaped = target.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
         page = f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0;url={escaped}"><title>Weft</title>'
         response = HTMLResponse(page, headers={"cache-control": "no-store"})
-        response.set_cookie(self._access.cookie, self._access.token, httponly=True, samesite="strict", path="/")
+        response.set_cookie(
+            self._access.cookie, self._access.token, httponly=True, samesite="strict", path="/"
+        )
         return response
 
 

@@ -49,7 +49,9 @@ class Serving:
         self.app = new_app(Catalogue(folder), Access(token, names, any_address))
 
     @classmethod
-    def at(cls, folder: Path, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> Serving:
+    def at(
+        cls, folder: Path, host: str = "127.0.0.1", port: int = 0, token: str | None = None
+    ) -> Serving:
         """Listen on an address.
 
         Args:
@@ -62,7 +64,9 @@ class Serving:
             UserError: the address cannot be listened on, or would show runs to everybody.
         """
         if not 0 <= port <= 65535:
-            raise UserError(f"--port {port} is no port: they go from 1 to 65535, and 0 takes one that is free")
+            raise UserError(
+                f"--port {port} is no port: they go from 1 to 65535, and 0 takes one that is free"
+            )
         loopback = _is_loopback(host)
         if token == "" and not loopback:
             raise UserError(
@@ -98,7 +102,9 @@ class Serving:
         server = uvicorn.Server(config)
         if idle_s:
             self.app.add_middleware(LastAsked, clock := Clock())
-            threading.Thread(target=_end_when_idle, args=(server, clock, idle_s, goes_on), daemon=True).start()
+            threading.Thread(
+                target=_end_when_idle, args=(server, clock, idle_s, goes_on), daemon=True
+            ).start()
         with contextlib.suppress(KeyboardInterrupt), self._socket:
             server.run(sockets=[self._socket])
 
@@ -130,7 +136,9 @@ class LastAsked:
             self._clock.asked_at = time.monotonic()
 
 
-def _end_when_idle(server: uvicorn.Server, clock: Clock, idle_s: float, goes_on: Callable[[], bool]) -> None:
+def _end_when_idle(
+    server: uvicorn.Server, clock: Clock, idle_s: float, goes_on: Callable[[], bool]
+) -> None:
     while not server.should_exit:
         time.sleep(min(10.0, idle_s))
         server.should_exit |= clock.quiet_s() > idle_s and not goes_on()
@@ -150,7 +158,9 @@ def _is_loopback(host: str) -> bool:
 def _listen(host: str, port: int) -> socket.socket:
     with contextlib.ExitStack() as undo:
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[
+                0
+            ]
             listening = undo.enter_context(socket.socket(family, kind, protocol))
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)

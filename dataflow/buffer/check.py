@@ -117,7 +117,9 @@ def read_log(folder: Path, checker: Checker, notes: list[str]) -> None:
         notes += [f"{DAMAGED}{one}" for one in found if one.rule is Rule.SOUND_LOG]
 
 
-def check_records(folder: Path, checker: Checker, damage: list[str]) -> Iterator[tuple[Position, list[Violation]]]:
+def check_records(
+    folder: Path, checker: Checker, damage: list[str]
+) -> Iterator[tuple[Position, list[Violation]]]:
     """Feed the log in the folder of a buffer to a checker. Yields the end of each record and the rules that the record breaks.
 
     Args:
@@ -182,7 +184,12 @@ class SavedStates:
             return
         self.sound += 1
         groups = (record for record in records if record["do"] == "group")
-        saved = {id: state for record in groups for level in record["levels"] for id, state in _saved_states(level)}
+        saved = {
+            id: state
+            for record in groups
+            for level in record["levels"]
+            for id, state in _saved_states(level)
+        }
         rows = self._checker.rows.in_flight
         for id in sorted(saved.keys() ^ rows.keys()):
             where = "the checkpoint lacks" if id in rows else "the log lacks"
@@ -255,7 +262,11 @@ class RecordedSamples:
             self._compare(graph, lease, steps, None)
 
     def _compare(
-        self, graph: str, lease: int, steps: Mapping[int, int], late: dict[tuple[str, int], Mapping[int, int]] | None
+        self,
+        graph: str,
+        lease: int,
+        steps: Mapping[int, int],
+        late: dict[tuple[str, int], Mapping[int, int]] | None,
     ) -> None:
         found = self._parts.pop((graph, lease), [])
         if steps and not (self._run / SAMPLES).is_dir():
@@ -281,7 +292,9 @@ class RecordedSamples:
             self._complain(f"{who}: {len(wrong)} rows {those}")
         if wrong := [(id, step) for id, step in filed if steps.get(id, step) != step]:
             id, step = wrong[0]
-            self._complain(f"{who}: sample {id} is filed under step {step}; it belongs to step {steps[id]}")
+            self._complain(
+                f"{who}: sample {id} is filed under step {step}; it belongs to step {steps[id]}"
+            )
         if len(self.violations) == before:
             self._compare_checksums(found)
 
@@ -309,7 +322,9 @@ class RecordedSamples:
         left = [part.path for own in self._parts.values() for part in own]
         found = [f"{path} belongs to a lease that was not finished: readers skip it" for path in left]
         if self._checksums and self._without_checksum:  # an earlier version of Weft noted none
-            found.append(f"{self._run / SAMPLES}: {self._without_checksum} files have no checksum to be compared with")
+            found.append(
+                f"{self._run / SAMPLES}: {self._without_checksum} files have no checksum to be compared with"
+            )
         if self._uncompared:
             what = f"{self._uncompared} recorded rows are not compared with it"
             found.append(f"{self._run / SAMPLES} does not exist: {what}")

@@ -165,7 +165,9 @@ class CheckedGraph:
             node.needs_above = [need for need in node.needs if need[0] != node.level]
             node.downstream = [n for n in self.nodes if node.name in self._upstream(n, node)]
         for node in self.nodes:
-            node.quorums_after = [n for n in self.nodes if n.quorum and any(node in before for _, before in n.needs)]
+            node.quorums_after = [
+                n for n in self.nodes if n.quorum and any(node in before for _, before in n.needs)
+            ]
             if node.quorum:
                 self._find_upstream_only(node)
 
@@ -185,7 +187,9 @@ class CheckedGraph:
 
     def _find_upstream_only(self, quorum: CheckedNode) -> None:
         served = {quorum, *quorum.downstream}
-        for node in reversed(self.nodes):  # recorded before the quorum, or after it on a branch of its own
+        for node in reversed(
+            self.nodes
+        ):  # recorded before the quorum, or after it on a branch of its own
             users = self._users(node)
             alike = node.level == quorum.level and node.node.makes_level is None and not node.takes_groups
             if node not in served and alike and users and users <= served:
@@ -209,7 +213,10 @@ class CheckedGraph:
 
     def has_passed(self, row: CheckedRow, before: CheckedNode) -> bool:
         """Whether a node that comes before one of the row's level is done with the row, or with its ancestor."""
-        return before.node.makes_level in self.line(row.level) or row.ancestor(before.level).id in before.done
+        return (
+            before.node.makes_level in self.line(row.level)
+            or row.ancestor(before.level).id in before.done
+        )
 
     def state(self, row: CheckedRow) -> str:
         """What a row in flight is: leased, dropped or waiting."""
@@ -267,7 +274,10 @@ class CheckedRows:
     """The rows and groups with which something is left to do, and the open leases."""
 
     def __init__(
-        self, on_finished: Callable[[CheckedGroup, Mapping[int, CheckedRow]], None] | None, *, keep_parts: bool
+        self,
+        on_finished: Callable[[CheckedGroup, Mapping[int, CheckedRow]], None] | None,
+        *,
+        keep_parts: bool,
     ) -> None:
         """See `Checker`."""
         self.in_flight: dict[int, CheckedRow] = {}
@@ -362,7 +372,9 @@ class CheckedRows:
             if parent is None or id in self.in_flight:
                 continue  # a violation already
             version = parent.version if versions is None else versions[k]
-            child = CheckedRow(id, parent.group, parent, level, parent.tokens + record["tokens"][k], version)
+            child = CheckedRow(
+                id, parent.group, parent, level, parent.tokens + record["tokens"][k], version
+            )
             parent.children.append(child)
             made.append(child)
         return made
@@ -400,7 +412,9 @@ class CheckedRows:
         node.leased |= taken
         if (level := node.node.makes_level) is not None:
             for row in (self.in_flight[id] for id in ids):
-                if not any(child.level == level for child in row.children):  # else it keeps the ids that it has
+                if not any(
+                    child.level == level for child in row.children
+                ):  # else it keeps the ids that it has
                     row.group.ids_aside[row.id, level] = range(self.next_id, self.next_id + MAX_CHILDREN)
                     self.next_id += MAX_CHILDREN
         self.leases[graph.name, number] = CheckedLease(node, taken, set(taken), at)

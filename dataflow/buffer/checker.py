@@ -46,13 +46,15 @@ from .checked_rows import (
 class Rule(enum.Enum):
     """The law of rows. `weft buffer check` names each rule that a log breaks."""
 
-    KNOWN_RECORD = "a record is of a known kind, has all its fields, and names graphs and nodes that exist"
-    NEW_ID = (
-        "a sample id or group id is assigned once and in order; a child's id is one of those reserved for its lease"
+    KNOWN_RECORD = (
+        "a record is of a known kind, has all its fields, and names graphs and nodes that exist"
     )
+    NEW_ID = "a sample id or group id is assigned once and in order; a child's id is one of those reserved for its lease"
     READY = "a node claims rows of its level that all nodes before it are done with"
     ONCE = "a node consumes a row at most once: a row that is not leased, that it has not consumed, and that was not dropped"
-    COMPLETE_GROUP = "a node that takes groups claims or drops complete groups, which can get no more rows"
+    COMPLETE_GROUP = (
+        "a node that takes groups claims or drops complete groups, which can get no more rows"
+    )
     QUORUM = "a quorum takes the first rows of a group that were ready"
     LEASE = "only the holder of an open lease publishes, finishes or releases rows, and only rows of that lease"
     NOTHING_LEFT_OUT = "a map or a group publishes all rows of its lease"
@@ -64,7 +66,9 @@ class Rule(enum.Enum):
     ACCOUNTED = "every row is exactly one of waiting, leased, done or dropped"
     SOUND_LOG = "each record of the log follows the one before"
     CHECKPOINT = "a checkpoint and the log agree on the rows in flight"
-    SAMPLES = "the samples are the rows that were recorded according to the log, each once, under its step"
+    SAMPLES = (
+        "the samples are the rows that were recorded according to the log, each once, under its step"
+    )
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,11 @@ class Checker:
         """
         self.at, self._violations = at, []
         try:
-            if self._restarting and record["do"] not in ("lose", "epoch") and record.get("why") != RESTARTED:
+            if (
+                self._restarting
+                and record["do"] not in ("lose", "epoch")
+                and record.get("why") != RESTARTED
+            ):
                 self._end_restart()
             self._take(record)
         except BrokenRule as broken:
@@ -156,7 +164,10 @@ class Checker:
                 self._violations.append(Violation(Rule.ACCOUNTED, problem))
             for row in (row for row in self.rows.in_flight.values() if row.group.graph is graph):
                 for node in graph.on_level[row.level]:
-                    if sum(row.id in ids for ids in (node.waiting, node.leased, node.done, node.dropped)) != 1:
+                    if (
+                        sum(row.id in ids for ids in (node.waiting, node.leased, node.done, node.dropped))
+                        != 1
+                    ):
                         problem = f"graph {name!r}: row {row.id} is in no state, or in two, at node {node.name!r}"
                         self._violations.append(Violation(Rule.ACCOUNTED, problem))
         return self._violations
@@ -191,7 +202,9 @@ class Checker:
             case "epoch":
                 self._begin_epoch(record)
             case _:
-                raise BrokenRule("no such record is known; the log was written by another version", Rule.KNOWN_RECORD)
+                raise BrokenRule(
+                    "no such record is known; the log was written by another version", Rule.KNOWN_RECORD
+                )
 
     def _break(self, rule: Rule, text: str) -> None:
         self._violations.append(Violation(rule, text, self.at))
@@ -221,7 +234,9 @@ class Checker:
         elif key == "step":
             for name, at in self._versions.items():
                 if not at:
-                    self._break(Rule.ONE_UPDATE, f"note: step {value} ended without an update of {name!r}")
+                    self._break(
+                        Rule.ONE_UPDATE, f"note: step {value} ended without an update of {name!r}"
+                    )
                 at.clear()
         self.notes[key] = value
 
@@ -233,14 +248,14 @@ class Checker:
         made.append(self.at)
         if len(made) > max(allowed, 1):
             step = self.notes.get("step", 0) + 1
-            problem = (
-                f"version {version} of {name!r} is update {len(made)} of step {step}, whose first is at byte {made[0]}"
-            )
+            problem = f"version {version} of {name!r} is update {len(made)} of step {step}, whose first is at byte {made[0]}"
             self._break(Rule.ONE_UPDATE, f"note: {problem}")
 
     def _begin_ids(self, record: Record) -> None:
         if self.rows.next_id or self.rows.next_group:
-            raise BrokenRule("a log may begin with other ids than 0, but this one has given out some", Rule.NEW_ID)
+            raise BrokenRule(
+                "a log may begin with other ids than 0, but this one has given out some", Rule.NEW_ID
+            )
         self.rows.next_id, self.rows.next_group = record["next_id"], record["next_group"]
 
     def _graph(self, record: Record) -> None:
@@ -284,16 +299,26 @@ class Checker:
 
     def _issue(self, record: Record) -> None:
         graph = self._graph_of(record)
-        first, group, positions, tokens = record["first"], record["group"], record["positions"], record["tokens"]
+        first, group, positions, tokens = (
+            record["first"],
+            record["group"],
+            record["positions"],
+            record["tokens"],
+        )
         if first < self.rows.next_id:
-            problem = f"issue: row {first} is issued, but ids below {self.rows.next_id} were given out before"
+            problem = (
+                f"issue: row {first} is issued, but ids below {self.rows.next_id} were given out before"
+            )
             self._break(Rule.NEW_ID, problem)
         elif first > self.rows.next_id:
             self._break(
-                Rule.NEW_ID, f"issue: row {first} is issued, but {self.rows.next_id} is next: a record is missing"
+                Rule.NEW_ID,
+                f"issue: row {first} is issued, but {self.rows.next_id} is next: a record is missing",
             )
         if group != self.rows.next_group:
-            self._break(Rule.NEW_ID, f"issue: group {group} is issued, but {self.rows.next_group} is next")
+            self._break(
+                Rule.NEW_ID, f"issue: group {group} is issued, but {self.rows.next_group} is next"
+            )
         if len(positions) != len(tokens):
             problem = f"{len(positions)} rows have {len(tokens)} numbers of tokens"
             raise BrokenRule(problem, Rule.KNOWN_RECORD)
@@ -352,7 +377,9 @@ class Checker:
         if row is None:
             return (
                 Rule.ONCE,
-                "which is finished, or was never made" if id < self.rows.next_id else "which was never made",
+                "which is finished, or was never made"
+                if id < self.rows.next_id
+                else "which was never made",
             )
         of = f"of group {row.group.id}, "
         if row.group.graph is not graph:
@@ -361,7 +388,9 @@ class Checker:
             names = graph.level_names
             return Rule.READY, f"{of}which is of level {names[row.level]!r}, not {names[node.level]!r}"
         if id in node.leased:
-            numbers = (n for (_, n), lease in self.rows.leases.items() if lease.node is node and id in lease.ids)
+            numbers = (
+                n for (_, n), lease in self.rows.leases.items() if lease.node is node and id in lease.ids
+            )
             return Rule.ONCE, f"{of}which it holds already (lease {next(numbers, '?')})"
         if id in node.done:
             return Rule.ONCE, f"{of}which it has consumed before"
@@ -383,13 +412,17 @@ class Checker:
 
     # Rows are too old
 
-    def _set_aside(self, graph: CheckedGraph, node: CheckedNode, record: Record, who: str) -> list[CheckedGroup]:
+    def _set_aside(
+        self, graph: CheckedGraph, node: CheckedNode, record: Record, who: str
+    ) -> list[CheckedGroup]:
         """The ready groups that a claim sets aside because they are too old. Logs of format 5 and earlier do not name them."""
         ids, limit, named = record["ids"], record.get("groups"), record.get("too_old")
         version, bound, fate = record["stale"]
         waits = named is None or fate == "wait"
         node.held_back = {
-            id for id in node.held_back if waits and self._is_too_old(self.rows.groups[id], node, version, bound)
+            id
+            for id in node.held_back
+            if waits and self._is_too_old(self.rows.groups[id], node, version, bound)
         }
         if fate == "mask":
             return []  # the claim takes or leaves groups that are too old, like others
@@ -420,7 +453,9 @@ class Checker:
         rows = group.levels[node.level] & node.waiting
         return bool(rows) and graph.is_complete(group, node) and node.is_ready(rows, self.rows.in_flight)
 
-    def _check_order(self, graph: CheckedGraph, node: CheckedNode, taken: Iterable[int], who: str) -> None:
+    def _check_order(
+        self, graph: CheckedGraph, node: CheckedNode, taken: Iterable[int], who: str
+    ) -> None:
         """An update takes the ready groups with the oldest tokens."""
         groups = {row.group for id in taken for row in [self.rows.in_flight[id]]}
         youngest = max(groups, key=lambda group: self._oldest(group, node), default=None)
@@ -439,10 +474,15 @@ class Checker:
     def _oldest(self, group: CheckedGroup, node: CheckedNode) -> float:
         """Oldest version in the rows of a group that reach a node; infinity where no policy made them."""
         rows = (self.rows.in_flight[id] for id in group.levels[node.level] - node.dropped)
-        return min((row.version for row in rows if row.version is not None and row.version >= 0), default=math.inf)
+        return min(
+            (row.version for row in rows if row.version is not None and row.version >= 0),
+            default=math.inf,
+        )
 
     def _is_too_old(self, group: CheckedGroup, node: CheckedNode, version: int, bound: int) -> bool:
-        return any(self.rows.in_flight[id].age(version) > bound for id in group.levels[node.level] - node.dropped)
+        return any(
+            self.rows.in_flight[id].age(version) > bound for id in group.levels[node.level] - node.dropped
+        )
 
     def _check_age(self, ids: Iterable[int], stale: Sequence[Any], who: str) -> None:
         version, bound, fate = stale
@@ -464,21 +504,28 @@ class Checker:
         if (parents is None) != (node.node.makes_level is None):
             problem = "new rows without parents" if parents is None else "parents of rows of a map"
             raise BrokenRule(f"{who}: {problem}", Rule.KNOWN_RECORD)
-        if len(tokens) != len(ids) or any(x is not None and len(x) != len(ids) for x in (parents, versions)):
+        if len(tokens) != len(ids) or any(
+            x is not None and len(x) != len(ids) for x in (parents, versions)
+        ):
             raise BrokenRule(
-                f"{who}: of {len(ids)} rows, parents, tokens or versions are more or fewer", Rule.KNOWN_RECORD
+                f"{who}: of {len(ids)} rows, parents, tokens or versions are more or fewer",
+                Rule.KNOWN_RECORD,
             )
         if len(set(ids)) != len(ids):
             raise BrokenRule(f"{who} publishes a row twice", Rule.ONCE)
         foreign = set[int](parents or ()) - lease.open
         for id in sorted(foreign):
-            self._break(Rule.LEASE, f"publish: {who} makes a row of row {id}, which is not, or no longer, its own")
+            self._break(
+                Rule.LEASE, f"publish: {who} makes a row of row {id}, which is not, or no longer, its own"
+            )
         if parents is not None:
             self._check_children(lease, ids, parents, f"publish: {who} makes")
         finished = set[int](ids if parents is None else record["finished"])
         for id in sorted(finished - lease.open - foreign):
             verb = "publishes" if parents is None else "finishes"
-            self._break(Rule.LEASE, f"publish: {who} {verb} row {id}, which is not, or no longer, its own")
+            self._break(
+                Rule.LEASE, f"publish: {who} {verb} row {id}, which is not, or no longer, its own"
+            )
         finished &= lease.open
         lease.open -= finished
         if "segment" in record:
@@ -492,7 +539,9 @@ class Checker:
         else:
             self.rows.accept(node, record, finished)
 
-    def _check_children(self, lease: CheckedLease, ids: Sequence[int], parents: Sequence[int], what: str) -> None:
+    def _check_children(
+        self, lease: CheckedLease, ids: Sequence[int], parents: Sequence[int], what: str
+    ) -> None:
         level = lease.node.node.makes_level
         assert level is not None
         for id, parent in ((i, p) for i, p in zip(ids, parents, strict=True) if p in lease.open):
@@ -561,10 +610,13 @@ class Checker:
         who, ids = f"lease {record['lease']} of node {lease.node.name!r}", set[int](record["ids"])
         if lease.node.takes_groups:
             raise BrokenRule(
-                f"{who} gives back some of its rows, but the node takes complete groups", Rule.COMPLETE_GROUP
+                f"{who} gives back some of its rows, but the node takes complete groups",
+                Rule.COMPLETE_GROUP,
             )
         for id in sorted(ids - lease.open):
-            self._break(Rule.LEASE, f"release: {who} gives back row {id}, which is not, or no longer, its own")
+            self._break(
+                Rule.LEASE, f"release: {who} gives back row {id}, which is not, or no longer, its own"
+            )
         ids &= lease.open
         lease.open -= ids
         lease.ids -= ids

@@ -147,7 +147,10 @@ def _ids(ids: list[int]) -> str:
     if len(begins) > len(ids) // 2:
         return _numbers(ids)
     ends = [*begins[1:], len(ids)]
-    runs = [f"[{ids[k]},{end - k}]" if end - k > 1 else str(ids[k]) for k, end in zip(begins, ends, strict=True)]
+    runs = [
+        f"[{ids[k]},{end - k}]" if end - k > 1 else str(ids[k])
+        for k, end in zip(begins, ends, strict=True)
+    ]
     return f"[{','.join(runs)}]"
 
 
@@ -216,7 +219,9 @@ def _publish_to_json(event: Publish, graph: str) -> str:
     segment = "" if event.segment is None else f',"segment":{_of_segment(event.segment)}'
     if len(event.ids) == 1 and event.parents and event.versions and event.finished == []:
         one = f'[{event.ids[0]}],"tokens":[{event.tokens[0]}]{segment}'
-        return f'{head}{one},"versions":[{event.versions[0]}],"parents":[{event.parents[0]}],"finished":[]}}'
+        return (
+            f'{head}{one},"versions":[{event.versions[0]}],"parents":[{event.parents[0]}],"finished":[]}}'
+        )
     versions = "" if event.versions is None else f',"versions":{_values(event.versions)}'
     parents = "" if event.parents is None else f',"parents":{_numbers(event.parents)}'
     finished = "" if event.finished is None else f',"finished":{_numbers(event.finished)}'

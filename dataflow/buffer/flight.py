@@ -29,7 +29,15 @@ import pyarrow.flight as pf
 from ..errors import DamagedSegment, UserError, nearest
 from ..runs.files import make_folder
 from .segment_store import delete_local
-from .segments import END_OF_STREAM, FILE, Segment, SegmentReader, full_disk_named, verify_segment, write_all
+from .segments import (
+    END_OF_STREAM,
+    FILE,
+    Segment,
+    SegmentReader,
+    full_disk_named,
+    verify_segment,
+    write_all,
+)
 
 # Certificate
 #
@@ -80,7 +88,9 @@ def make_certificate() -> Certificate:
     )
     return Certificate(
         made.public_bytes(serialization.Encoding.PEM),
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        ),
     )
 
 
@@ -107,13 +117,21 @@ class SegmentServer(pf.FlightServerBase):
     """Where it listens: `grpc://host:port`, or `grpc+tls://host:port`."""
 
     def __init__(
-        self, folder: Path, node: str, *, host: str = "127.0.0.1", token: str, certificate: Certificate | None = None
+        self,
+        folder: Path,
+        node: str,
+        *,
+        host: str = "127.0.0.1",
+        token: str,
+        certificate: Certificate | None = None,
     ) -> None:
         if not token:
             raise ValueError("SegmentServer.token must not be empty: it keeps strangers out")
         scheme, address = ("grpc+tls" if certificate else "grpc"), f"[{host}]" if ":" in host else host
         secrets = [(certificate.certificate, certificate.key)] if certificate else None
-        super().__init__(f"{scheme}://{address}:0", tls_certificates=secrets, middleware={"token": _TokenGate(token)})
+        super().__init__(
+            f"{scheme}://{address}:0", tls_certificates=secrets, middleware={"token": _TokenGate(token)}
+        )
         self.location = f"{scheme}://{address}:{self.port}"
         self.folder, self.node = folder, node
         self._reader = SegmentReader(folder, node)
@@ -128,7 +146,10 @@ class SegmentServer(pf.FlightServerBase):
         except DamagedSegment as error:
             raise pf.FlightInternalError(str(error), DAMAGED) from None
         pieces = [schema.serialize()]
-        pieces += [message.slice(i, min(PIECE_BYTES, message.size - i)) for i in range(0, message.size, PIECE_BYTES)]
+        pieces += [
+            message.slice(i, min(PIECE_BYTES, message.size - i))
+            for i in range(0, message.size, PIECE_BYTES)
+        ]
         return pf.GeneratorStream(PIECES, map(_row, pieces))
 
     def do_action(self, context: Any, action: pf.Action) -> list[bytes]:
@@ -182,7 +203,9 @@ class SegmentClient:
         timeout_s: the longest that a call may take.
     """
 
-    def __init__(self, location: str, token: str, certificate: bytes | None = None, *, timeout_s: float) -> None:
+    def __init__(
+        self, location: str, token: str, certificate: bytes | None = None, *, timeout_s: float
+    ) -> None:
         self._location, self._timeout_s = location, timeout_s
         trust = {"tls_root_certs": certificate, "override_hostname": NAME} if certificate else {}
         self._client = pf.FlightClient(location, **trust)
@@ -207,12 +230,16 @@ class SegmentClient:
         """
         ticket = pf.Ticket(json.dumps(segment.to_json()).encode())
         try:
-            with self._deadline(f"fetching file {segment.file} of node {segment.node!r} from {self._location}"):
+            with self._deadline(
+                f"fetching file {segment.file} of node {segment.node!r} from {self._location}"
+            ):
                 table = self._client.do_get(ticket, self._options()).read_all()
         except pf.FlightInternalError as error:
             if error.extra_info != DAMAGED:
                 raise
-            raise DamagedSegment(segment, f"{self._location}/{segment.file}", f"its node says: {error}") from None
+            raise DamagedSegment(
+                segment, f"{self._location}/{segment.file}", f"its node says: {error}"
+            ) from None
         sink = pa.BufferOutputStream()
         for array in table.column("bytes").chunks:
             for piece in array:
@@ -247,7 +274,9 @@ class SegmentClient:
             TimeoutError: the server cannot be reached, or did not answer in time.
         """
         asked = json.dumps([segment.to_json() for segment in segments]).encode()
-        with self._deadline(f"verifying {len(segments)} messages of node {segments[0].node!r} at {self._location}"):
+        with self._deadline(
+            f"verifying {len(segments)} messages of node {segments[0].node!r} at {self._location}"
+        ):
             results = self._client.do_action(pf.Action("verify", asked), self._options())
             return [result.body.to_pybytes().decode() for result in results]
 
@@ -274,14 +303,19 @@ class _TokenGate(pf.ServerMiddlewareFactory):
         self._wanted = f"Bearer {token}".encode()
 
     def start_call(self, info: Any, headers: Mapping[str, list[str | bytes]]) -> None:
-        shown = next((v for name, values in headers.items() if name.lower() == "authorization" for v in values), b"")
+        shown = next(
+            (v for name, values in headers.items() if name.lower() == "authorization" for v in values),
+            b"",
+        )
         if not hmac.compare_digest(shown.encode() if isinstance(shown, str) else shown, self._wanted):
             raise pf.FlightUnauthenticatedError("the token is missing, or is not this run's")
 
 
 def _check(node: object, file: object) -> None:
     if not isinstance(file, str) or not FILE.fullmatch(file):
-        raise pf.FlightServerError(f"a segment's file is named writer.stream.sequence.arrows, not {file!r}")
+        raise pf.FlightServerError(
+            f"a segment's file is named writer.stream.sequence.arrows, not {file!r}"
+        )
     if not isinstance(node, str) or node in ("", ".", "..") or "/" in node or "\0" in node:
         raise pf.FlightServerError(f"a node's name is one part of a path, not {node!r}")
 
@@ -323,7 +357,9 @@ class Peers:
     def unreadable(self, segments: Iterable[Segment]) -> dict[Segment, str]:
         """Those of the segments that cannot be read on their nodes, and why. Nodes that are no peers are passed over."""
         found: dict[Segment, str] = {}
-        for node, own in itertools.groupby(sorted(segments, key=_place), key=lambda segment: segment.node):
+        for node, own in itertools.groupby(
+            sorted(segments, key=_place), key=lambda segment: segment.node
+        ):
             if (location := self.locations.get(node)) is None:
                 continue
             left = list(own)
@@ -335,7 +371,11 @@ class Peers:
                     except TimeoutError as error:  # it is asked no more: each question may take as long
                         some, left = [*some, *left], []
                         problems = [str(error)] * len(some)
-                    found |= {segment: problem for segment, problem in zip(some, problems, strict=True) if problem}
+                    found |= {
+                        segment: problem
+                        for segment, problem in zip(some, problems, strict=True)
+                        if problem
+                    }
         return found
 
     def fetch(self, segment: Segment, path: Path) -> None:
@@ -352,11 +392,15 @@ class Peers:
         """
         if (location := self.locations.get(segment.node)) is None:
             hint = nearest(segment.node, self.locations) or f"; there are {', '.join(self.locations)}"
-            raise UserError(f"segment {segment.file} lies on node {segment.node!r}, which is not a peer{hint}")
+            raise UserError(
+                f"segment {segment.file} lies on node {segment.node!r}, which is not a peer{hint}"
+            )
         make_folder(path.parent)
         deadline = time.monotonic() + self.timeout_s
         with open(f"{path}.lock", "wb") as lock:
-            self._wait_for(lock, deadline, f"fetching file {segment.file} of node {segment.node!r} from {location}")
+            self._wait_for(
+                lock, deadline, f"fetching file {segment.file} of node {segment.node!r} from {location}"
+            )
             if path.exists():
                 return
             with self.client(location, max(deadline - time.monotonic(), 1e-3)) as client:
@@ -412,7 +456,9 @@ class Deletions:
 
     def __init__(self, peers: Peers, *, timeout_s: float = 5.0, pause_s: float = 0.2) -> None:
         self._pause_s = pause_s
-        self._peers = [_PeerToTell(peers, location, timeout_s, pause_s) for location in peers.locations.values()]
+        self._peers = [
+            _PeerToTell(peers, location, timeout_s, pause_s) for location in peers.locations.values()
+        ]
         self._files: list[tuple[str, str]] = []
         self._changed = threading.Condition()
         self._closing = False

@@ -65,7 +65,9 @@ def buffer_folder(run: Path) -> Path:
     if not run.is_dir():
         others = [p.name for p in run.parent.iterdir() if p.is_dir()] if run.parent.is_dir() else []
         raise UserError(f"there is no run {run}{nearest(run.name, others)}")
-    raise UserError(f"{run} has no {BUFFER}/{LOG}: it is not the directory of a run, or of one without a sample buffer")
+    raise UserError(
+        f"{run} has no {BUFFER}/{LOG}: it is not the directory of a run, or of one without a sample buffer"
+    )
 
 
 def history(folder: Path, notes: list[str] | None = None) -> pa.Table:
@@ -140,7 +142,9 @@ def why(folder: Path, group_id: int, graph: str | None = None) -> str:
     return "\n".join([_why(folder, checker, ended, group_id, graph), *notes])
 
 
-def _why(folder: Path, checker: Checker, ended: list[tuple[str, str]], group_id: int, graph: str | None) -> str:
+def _why(
+    folder: Path, checker: Checker, ended: list[tuple[str, str]], group_id: int, graph: str | None
+) -> str:
     if graph is not None and graph not in checker.graphs:
         there = nearest(graph, checker.graphs) or f"; there are {', '.join(checker.graphs) or 'none'}"
         raise UserError(f"the run has no graph {graph!r}{there}")
@@ -166,7 +170,9 @@ def _end(group: CheckedGroup, rows: Mapping[int, CheckedRow], checker: Checker) 
     step, dropped = checker.notes.get("step"), group.graph.dropped_of(group)
     after = f", after step {step}" if step is not None else ""
     ids = [id for level in group.levels for id in sorted(level)]
-    fates = Counter(f"dropped: {group.lost or rows[id].reason}" if id in dropped else "done" for id in ids)
+    fates = Counter(
+        f"dropped: {group.lost or rows[id].reason}" if id in dropped else "done" for id in ids
+    )
     became = ", ".join(f"{number} {fate}" for fate, number in fates.items())
     return f"was finished at byte {checker.at} of the log{after}: of {len(ids)} rows {became}"
 
@@ -192,7 +198,11 @@ def waits_for(ledger: Ledger, group_id: int) -> str:
             missing.append("all else to be done with the group")
         too_old = group.too_old >> i & 1 and f"too old, of version {oldest}; waits for a larger bound"
         state = too_old or (
-            f"{leased} leased" if leased else f"waits for {', '.join(missing)}" if missing else "ready, not claimed"
+            f"{leased} leased"
+            if leased
+            else f"waits for {', '.join(missing)}"
+            if missing
+            else "ready, not claimed"
         )
         lines.append(f"{node.name}: {len(left)} of {len(rows)} rows to do; {state}")
     return "\n".join(lines)

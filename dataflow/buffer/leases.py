@@ -41,7 +41,9 @@ class Staleness:
     def too_old(self, rows: LevelRows, mask: int) -> list[int]:
         """Places of those of these rows that are too old."""
         versions, oldest = rows.versions, self.version - self.bound
-        return [place for place in places_in(mask) if (v := versions[place]) is not None and 0 <= v < oldest]
+        return [
+            place for place in places_in(mask) if (v := versions[place]) is not None and 0 <= v < oldest
+        ]
 
 
 NONE = np.empty(0, np.int64)
@@ -76,7 +78,10 @@ class Published:
         finished: Sequence[int] | None,
     ) -> Published:
         """Make it from a record of the log or of a checkpoint."""
-        made = [None if numbers is None else np.array(numbers, np.int64) for numbers in (versions, parents, finished)]
+        made = [
+            None if numbers is None else np.array(numbers, np.int64)
+            for numbers in (versions, parents, finished)
+        ]
         return cls(np.array(ids, np.int64), np.array(num_tokens, np.int64), made[0], made[1], made[2])
 
     @cached_property
@@ -106,9 +111,13 @@ class Published:
         return cls(
             join([part.ids for part in parts]),
             join([part.num_tokens for part in parts]),
-            None if first.versions is None else join([p.versions for p in parts if p.versions is not None]),
+            None
+            if first.versions is None
+            else join([p.versions for p in parts if p.versions is not None]),
             None if first.parents is None else join([p.parents for p in parts if p.parents is not None]),
-            None if first.parents is None else join([NONE if p.finished is None else p.finished for p in parts]),
+            None
+            if first.parents is None
+            else join([NONE if p.finished is None else p.finished for p in parts]),
             max([part.newest for part in parts]),
         )
 
@@ -121,9 +130,15 @@ class Published:
         """The same without the rows made from these parents."""
         assert self.parents is not None
         kept = self.not_of(parents)
-        finished = None if self.finished is None else self.finished[[p not in parents for p in self.finished.tolist()]]
+        finished = (
+            None
+            if self.finished is None
+            else self.finished[[p not in parents for p in self.finished.tolist()]]
+        )
         versions = None if self.versions is None else self.versions[kept]
-        return Published(self.ids[kept], self.num_tokens[kept], versions, self.parents[kept], finished, self.newest)
+        return Published(
+            self.ids[kept], self.num_tokens[kept], versions, self.parents[kept], finished, self.newest
+        )
 
 
 class Spread(NamedTuple):
@@ -144,7 +159,9 @@ class Spread(NamedTuple):
 
     def to_json(self) -> list[list[Any]]:
         """As the log has it: the number of rows and the segment of each."""
-        return [[rows, *segment.to_json()] for segment, rows in zip(self.segments, self.counts, strict=True)]
+        return [
+            [rows, *segment.to_json()] for segment, rows in zip(self.segments, self.counts, strict=True)
+        ]
 
     @classmethod
     def from_json(cls, value: Sequence[Sequence[Any]]) -> Spread:
@@ -240,7 +257,9 @@ class Lease:
         level = self.node.makes_level
         assert level is not None
         rows = [(group.levels[of], places) for group, of, _, places in self.taken]
-        return np.array([own.first_child(place, level) for own, places in rows for place in places], np.int64)
+        return np.array(
+            [own.first_child(place, level) for own, places in rows for place in places], np.int64
+        )
 
     @property
     def versions(self) -> list[int | None]:
@@ -284,7 +303,8 @@ class Lease:
         if above == SOURCE:
             return self.of_groups([group.levels[SOURCE].ids[0] for group in self.groups])
         parents = [
-            (group.levels[above].ids, group.levels[level].parents, places) for group, level, _, places in self.taken
+            (group.levels[above].ids, group.levels[level].parents, places)
+            for group, level, _, places in self.taken
         ]
         return np.array([ids[of[place]] for ids, of, places in parents for place in places], np.int64)
 
@@ -310,7 +330,9 @@ class Lease:
         if not (all(map(open.__contains__, held)) and all(map(open.__contains__, finished))):
             id = next(id for id in (*held, *finished) if id not in open)
             what = "published row" if not makes else "made a row of" if id in held else "finished row"
-            raise LeaseError(f"node {self.node.name!r} {what} {id}, which is not (or no longer) in lease {self.token}")
+            raise LeaseError(
+                f"node {self.node.name!r} {what} {id}, which is not (or no longer) in lease {self.token}"
+            )
         if not len(ids) == len(held) == len(tokens) == len(ids if versions is None else versions):
             lengths = {len(column) for column in (ids, held, tokens, versions) if column is not None}
             raise LeaseError(
@@ -318,7 +340,9 @@ class Lease:
             )
         again = len(set(ids)) != len(ids) or (len(finished) > 1 and len(set(finished)) != len(finished))
         if makes and not again:
-            staged = {id for _, before, _ in self.staged for id in before.ids.tolist()} if self.staged else ()
+            staged = (
+                {id for _, before, _ in self.staged for id in before.ids.tolist()} if self.staged else ()
+            )
             again = any(map(rows.__contains__, ids)) or any(map(staged.__contains__, ids))
         if again:
             raise LeaseError(f"node {self.node.name!r} published a row twice in lease {self.token}")
@@ -472,7 +496,9 @@ class Pieces:
         numbers = {other.name: i for i, other in enumerate(graph.nodes)}
         for (writer, _), columns in by_writer.items():
             if not writer:
-                assert source is not None, f"graph {graph.name!r} has no segment with the rows of its source"
+                assert source is not None, (
+                    f"graph {graph.name!r} has no segment with the rows of its source"
+                )
                 positions = lease.of_groups([group.position for group in lease.groups])
                 self._found.append((tuple(columns), positions, None))
                 continue
@@ -514,7 +540,13 @@ class Pieces:
                 if parts is None:
                     assert self._source is not None
                     own.append(
-                        Piece(columns, ordered[begin:end], (self._source,), True, of_file=columns[0] in self._of_file)
+                        Piece(
+                            columns,
+                            ordered[begin:end],
+                            (self._source,),
+                            True,
+                            of_file=columns[0] in self._of_file,
+                        )
                     )
                 else:
                     of = dict.fromkeys([parts[k] for k in share or (0,)])
@@ -527,5 +559,8 @@ def _places_on(group: Group, at: int, places: Sequence[int], level: int) -> Sequ
     """Places of the ancestors, on a level, of rows of the level `at`."""
     while at != level:
         rows = group.levels[at]
-        at, places = rows.above, [0] * len(places) if rows.above == SOURCE else [rows.parents[k] for k in places]
+        at, places = (
+            rows.above,
+            [0] * len(places) if rows.above == SOURCE else [rows.parents[k] for k in places],
+        )
     return places

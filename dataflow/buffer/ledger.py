@@ -74,7 +74,9 @@ class Claims:
         self.stale: Counter[str] = Counter()
         """Groups that were too old when an update claimed them, by their fate."""
 
-    def take(self, i: int, max_rows: int | None, max_groups: int | None, staleness: Staleness | None = None) -> Taking:
+    def take(
+        self, i: int, max_rows: int | None, max_groups: int | None, staleness: Staleness | None = None
+    ) -> Taking:
         """Choose the rows that node i gets."""
         readiness, groups = self._live.readiness, self._live.groups
         if not self._live.wiring.takes_groups[i]:
@@ -134,16 +136,22 @@ class Claims:
             name = self._live.graph.nodes[i].name
             raise ValueError(f"group {group.id} is {group.state(i).value} at node {name!r}, not ready")
 
-    def _too_old_by_id(self, i: int, taken: Sequence[Group], max_groups: int | None, staleness: Staleness) -> list[int]:
+    def _too_old_by_id(
+        self, i: int, taken: Sequence[Group], max_groups: int | None, staleness: Staleness
+    ) -> list[int]:
         """The groups that a claim of an earlier format set aside."""
         if staleness.fate == "mask":
             return []
         full = max_groups is not None and len(taken) >= max_groups
         groups, last = self._live.groups, max((group.id for group in taken), default=-1)
         ready = self._live.readiness.ready_ids(i, groups)
-        return [id for id in ready if (id < last or not full) and self._is_too_old(groups[id], i, staleness)]
+        return [
+            id for id in ready if (id < last or not full) and self._is_too_old(groups[id], i, staleness)
+        ]
 
-    def _take_group(self, group: Group, i: int, staleness: Staleness | None, masked: list[int]) -> tuple[Group, int]:
+    def _take_group(
+        self, group: Group, i: int, staleness: Staleness | None, masked: list[int]
+    ) -> tuple[Group, int]:
         """Node i gets a ready group."""
         readiness, rows = self._live.readiness, group.levels[self._live.wiring.level[i]]
         mask = readiness.offered_rows(group, i)
@@ -331,7 +339,14 @@ class Ledger:
         deadline = None if deadline_s is None else self._clock() + deadline_s
         stale = [staleness.version, staleness.bound, staleness.fate] if staleness else None
         asked = Claim(
-            self.leases.take_token(), node.name, [], max_rows, max_groups, stale, version=version, holder=holder
+            self.leases.take_token(),
+            node.name,
+            [],
+            max_rows,
+            max_groups,
+            stale,
+            version=version,
+            holder=holder,
         )
         return self._grant(asked, taking, deadline)
 
@@ -364,7 +379,9 @@ class Ledger:
         """Note a claim, and lease what it takes."""
         node, level = self.graph[asked.node], self.graph[asked.node].level
         i, taken = self._index[node.name], taking.taken
-        lease = Lease.of(asked.lease, node, taken, holder=asked.holder, deadline=deadline, masked=taking.masked)
+        lease = Lease.of(
+            asked.lease, node, taken, holder=asked.holder, deadline=deadline, masked=taking.masked
+        )
         if node.makes_level is not None:
             self.claims.set_ids_aside(lease.taken, node.makes_level)
         self._note(replace(asked, ids=list(lease.open), too_old=taking.too_old))
@@ -394,7 +411,11 @@ class Ledger:
                 written = written.only(published.not_of(lease.given_up))
             published = published.without(lease.given_up)
         lists = published.lists
-        whole = lease.is_whole(published) and len(lists.num_tokens) == lease.num_rows and lists.versions is None
+        whole = (
+            lease.is_whole(published)
+            and len(lists.num_tokens) == lease.num_rows
+            and lists.versions is None
+        )
         if not whole:
             lease.check(lists, self.live.group_of)
         ids, tokens, versions, parents, finished = lists
@@ -417,7 +438,13 @@ class Ledger:
         self._accept(lease, through, lists, written, at_once=at_once)
 
     def _accept(
-        self, lease: Lease, through: Sequence[int], published: PublishedLists, written: Written, *, at_once: bool
+        self,
+        lease: Lease,
+        through: Sequence[int],
+        published: PublishedLists,
+        written: Written,
+        *,
+        at_once: bool,
     ) -> None:
         """Rows are done, and rows made of these parents are there.
 
@@ -483,7 +510,8 @@ class Ledger:
                 self.parts.discard(segment)
             return []
         parts = [
-            self.parts.add(segment, number) for segment, number in zip(spread.segments, spread.counts, strict=True)
+            self.parts.add(segment, number)
+            for segment, number in zip(spread.segments, spread.counts, strict=True)
         ]
         if len(parts) == 1:
             return parts
@@ -523,7 +551,9 @@ class Ledger:
         lease.open = {}
         self.leases.finish(lease)
 
-    def release(self, lease: Lease, why: str = "given back", *, ids: Collection[int] | None = None) -> None:
+    def release(
+        self, lease: Lease, why: str = "given back", *, ids: Collection[int] | None = None
+    ) -> None:
         """Give the rows of a lease back that were not published (of a node that takes groups: all of them): they are ready
         again, and the lease is void.
 
@@ -554,7 +584,9 @@ class Ledger:
         wrong = next((id for id in ids if id not in lease.open), None)
         if wrong is not None or self._takes_groups[i]:
             what = "takes complete groups" if wrong is None else f"does not hold row {wrong}"
-            raise LeaseError(f"rows of lease {lease.token} are released, but node {lease.node.name!r} {what}")
+            raise LeaseError(
+                f"rows of lease {lease.token} are released, but node {lease.node.name!r} {what}"
+            )
         self._note(Release(lease.token, why, list(ids)))
         for id in ids:
             del lease.open[id]
@@ -589,7 +621,9 @@ class Ledger:
         """
         i = self._index[node.name]
         if self.live.wiring.quorum[i]:
-            raise LeaseError(f"node {node.name!r} has a quorum: it takes what comes, and no row of it is dropped")
+            raise LeaseError(
+                f"node {node.name!r} has a quorum: it takes what comes, and no row of it is dropped"
+            )
         level, takes_groups = node.level, self._takes_groups[i]
         there = [row for id in ids if (row := self.live.rows.get(id)) is not None]
         for group, at, place in there:
@@ -601,7 +635,9 @@ class Ledger:
         offered = self.readiness.offered_rows
         found = [(group, offered(group, i) if takes_groups else mask) for group, mask in masks.items()]
         dropped = [
-            group.levels[level].ids[place] for group, mask in found for place in group.levels[level].in_order(mask)
+            group.levels[level].ids[place]
+            for group, mask in found
+            for place in group.levels[level].in_order(mask)
         ]
         self._note(Drop(node.name, dropped, why))
         for group, mask in found:
@@ -621,7 +657,9 @@ class Ledger:
         group = self.live.groups[group_id]
         issue_again = issue_again and not group.rested  # what was trained on is not trained on again
         if group.num_leased:
-            raise LeaseError(f"group {group_id} of graph {self.name!r} is lost ({why}) while rows of it are leased")
+            raise LeaseError(
+                f"group {group_id} of graph {self.name!r} is lost ({why}) while rows of it are leased"
+            )
         self._note(Lose(group_id, why, issue_again))
         self.live.lose(group, "lost" if issue_again else "given up")
         if issue_again:
@@ -707,22 +745,32 @@ def capacity(
         The smallest of the bounds, never negative, and the reason for it.
     """
     updates = [n for n in ledger.graph.nodes if n.operation.updates]
-    missing = groups_per_update - ledger.live.groups_at_work + max(map(ledger.readiness.too_old, updates), default=0)
+    missing = (
+        groups_per_update
+        - ledger.live.groups_at_work
+        + max(map(ledger.readiness.too_old, updates), default=0)
+    )
     bounds: list[tuple[int, str]] = []
     if max_rows is not None:
         each = max(expected_rows(ledger.graph), ledger.live.largest_group)
         free = max_rows // each - len(ledger.live.groups)
         free = max(free, missing) if ledger.live.largest_group > expected_rows(ledger.graph) else free
-        bounds.append((free, f"{len(ledger.live.rows)} rows in flight, max_rows={max_rows}, {each} a group"))
+        bounds.append(
+            (free, f"{len(ledger.live.rows)} rows in flight, max_rows={max_rows}, {each} a group")
+        )
     if max_bytes is not None:
         each_bytes = ledger.parts.largest_group_bytes
         written = round(ledger.parts.published_bytes - ledger.parts.finished_bytes)  # by groups in flight
         expected = ledger.parts.num_bytes + max(0, each_bytes * len(ledger.live.groups) - written)
         free = (max_bytes - expected) // each_bytes if each_bytes else UNBOUNDED
-        reason = f"{ledger.parts.num_bytes} bytes in flight, max_bytes={max_bytes}, up to {each_bytes} a group"
+        reason = (
+            f"{ledger.parts.num_bytes} bytes in flight, max_bytes={max_bytes}, up to {each_bytes} a group"
+        )
         bounds.append((max(free, missing), reason))
     if staleness is not None and updates:
-        ahead = max(ledger.readiness.unclaimed(n) + max(taken, ledger.leases.num_groups(n)) for n in updates)
+        ahead = max(
+            ledger.readiness.unclaimed(n) + max(taken, ledger.leases.num_groups(n)) for n in updates
+        )
         free = (staleness + 1 - lag) * groups_per_update - ahead
         bounds.append((free, f"{ahead} groups wait to be trained on, max_staleness={staleness}"))
     free, reason = min(bounds, default=(UNBOUNDED, ""))
@@ -735,5 +783,7 @@ def expected_rows(graph: Graph) -> int:
     for node in graph.nodes:
         if node.operation.shape is Shape.EXPAND and node.makes_level is not None:
             number = node.arguments.get("n", 1)
-            sizes[node.makes_level] = sizes[node.level] * (number if isinstance(number, int) and number > 0 else 1)
+            sizes[node.makes_level] = sizes[node.level] * (
+                number if isinstance(number, int) and number > 0 else 1
+            )
     return sum(sizes.values())

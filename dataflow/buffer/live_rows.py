@@ -62,7 +62,9 @@ class StoredParts:
         """All rows of a group are finished."""
         num_bytes = 0.0
         columns = [column for rows in group.levels for _, column in sorted(rows.parts.items()) if column]
-        for column in columns:  # in an order that does not depend on who was through first: a copy frees in the same
+        for column in (
+            columns
+        ):  # in an order that does not depend on who was through first: a copy frees in the same
             for part, rows in _counted(column):
                 num_bytes += part.row_bytes * rows
                 part.in_flight -= rows
@@ -165,7 +167,9 @@ class LiveRows:
 
     def issue(self, position: int, tokens: int, step: int) -> None:
         """A row of the source comes in, the root of a new group."""
-        group = Group(self._ids.take_group(), position, step, tokens, self.wiring.above, len(self.graph.nodes))
+        group = Group(
+            self._ids.take_group(), position, step, tokens, self.wiring.above, len(self.graph.nodes)
+        )
         self.groups[group.id] = group
         self.groups_of_step[step] += 1
         self.readiness.open_group()
@@ -373,7 +377,10 @@ class LiveRows:
             if wiring.level[j] == level:
                 self._offer_if_ready(masks, j, order)
             else:
-                below = {group: wiring.below(group, level, mask, wiring.level[j]) for group, mask in masks.items()}
+                below = {
+                    group: wiring.below(group, level, mask, wiring.level[j])
+                    for group, mask in masks.items()
+                }
                 self._offer_if_ready(below, j)
         made = self.graph.nodes[i].makes_level
         for group in masks:
@@ -397,7 +404,9 @@ class LiveRows:
         for j in self.wiring.downstream[i]:
             node = self.graph.nodes[j]
             self.skip(
-                group, self.wiring.below(group, level, mask, node.level) & group.levels[node.level].awaiting(j), j
+                group,
+                self.wiring.below(group, level, mask, node.level) & group.levels[node.level].awaiting(j),
+                j,
             )
             if node.makes_level is not None:
                 self._finish_level_if_complete(group, node.makes_level)
@@ -520,7 +529,9 @@ class LiveRows:
             queued = [(groups[id], 1) for id in self.readiness.ready_ids(i, groups)]
         else:
             waiting = sorted(self.readiness.in_row_queues[i])
-            queued = [(g, g.levels[level].ready(i).bit_count()) for id in waiting if (g := groups.get(id))]
+            queued = [
+                (g, g.levels[level].ready(i).bit_count()) for id in waiting if (g := groups.get(id))
+            ]
         for group, ready in queued:
             if ready and step not in (-1, group.issued_in):
                 break
@@ -542,7 +553,9 @@ class LiveRows:
         found: dict[int, Segment] = {}
         for group in self.groups.values() if segments else ():
             columns = (column for rows in group.levels for column in rows.parts.values())
-            parts = dict.fromkeys(part for column in columns for part in dict.fromkeys(column) if part is not None)
+            parts = dict.fromkeys(
+                part for column in columns for part in dict.fromkeys(column) if part is not None
+            )
             there = next((part.segment for part in parts if part.segment in segments), None)
             if there is not None:
                 found[group.id] = there

@@ -34,7 +34,9 @@ class Wiring:
         self.num_levels = max([SOURCE, *(n.makes_level for n in nodes if n.makes_level is not None)]) + 1
         self.maker = {n.makes_level: i for i, n in enumerate(nodes) if n.makes_level is not None}
         """Level -> the node that makes its rows."""
-        self.on_level = [[i for i, n in enumerate(nodes) if n.level == lv] for lv in range(self.num_levels)]
+        self.on_level = [
+            [i for i, n in enumerate(nodes) if n.level == lv] for lv in range(self.num_levels)
+        ]
         self.takes_groups = [n.operation.takes_groups for n in nodes]
         self.behind = [n.operation.behind for n in nodes]
         self.quorum = [n.operation.quorum.n if n.operation.quorum else 0 for n in nodes]
@@ -53,14 +55,19 @@ class Wiring:
         """Level -> whether one of its nodes waits for something to be done with an ancestor of its rows."""
         self.behind_on_level = [sum(self.behind[i] for i in own) for own in self.on_level]
         """Level -> how many of its nodes follow behind."""
-        self.then = [[j for j, m in enumerate(nodes) if n.name in m.after and n.makes_level != m.level] for n in nodes]
+        self.then = [
+            [j for j, m in enumerate(nodes) if n.name in m.after and n.makes_level != m.level]
+            for n in nodes
+        ]
         """For each node, the nodes that a row may become ready for when it is done: on the row's level, and on deeper ones."""
         self.downstream = [self._downstream(n) for n in nodes]
         """For each node, the nodes that see only the rows that it lets through: its dependents, and theirs. The nodes that see the rows it
         makes are not included: existing rows go on when it makes no more."""
         self.upstream_only = [self._upstream_only(i) if self.quorum[i] else [] for i in range(len(nodes))]
         """For each quorum, the nodes of its level whose results are only used by it and by what comes after it."""
-        self.served = [[i for i, own in enumerate(self.upstream_only) if j in own] for j in range(len(nodes))]
+        self.served = [
+            [i for i, own in enumerate(self.upstream_only) if j in own] for j in range(len(nodes))
+        ]
         """For each node, the quorums that it is upstream-only of."""
         self.makes_for = [self._makes_for(i) if self.quorum[i] else None for i in range(len(nodes))]
         """For each quorum, the node that makes its rows, if only the quorum, its upstream-only nodes and what comes after it use them."""
@@ -136,10 +143,16 @@ class Wiring:
     def _upstream_only(self, i: int) -> list[int]:
         served = {i, *self.downstream[i]}
         found: list[int] = []
-        for j in reversed(range(len(self.graph.nodes))):  # recorded before node i or after it, on a branch of its own
+        for j in reversed(
+            range(len(self.graph.nodes))
+        ):  # recorded before node i or after it, on a branch of its own
             node = self.graph.nodes[j]
             users = self._users(node)
-            alike = node.level == self.graph.nodes[i].level and node.makes_level is None and not self.takes_groups[j]
+            alike = (
+                node.level == self.graph.nodes[i].level
+                and node.makes_level is None
+                and not self.takes_groups[j]
+            )
             if j not in served and alike and users and users <= served:
                 served.add(j)
                 found.append(j)
@@ -260,7 +273,9 @@ class Readiness:
             self.fresh_row_queues[i].append(group.id)
         self.num_rows[i] += number
 
-    def take_rows(self, i: int, number: int | None, known: Mapping[int, Group]) -> list[tuple[Group, int]]:
+    def take_rows(
+        self, i: int, number: int | None, known: Mapping[int, Group]
+    ) -> list[tuple[Group, int]]:
         """At most so many of the rows that are ready for node i, in the order of their groups and ids: masks of the rows by group."""
         queue, fresh, level = self.row_queues[i], self.fresh_row_queues[i], self._wiring.level[i]
         taken: list[tuple[Group, int]] = []
@@ -338,7 +353,9 @@ class Readiness:
         """Oldest policy version in the rows that a group offers to node i; YOUNGEST if no policy generated them."""
         versions = group.levels[self._wiring.level[i]].versions
         offered = places_in(self.offered_rows(group, i))
-        return min((v for place in offered if (v := versions[place]) is not None and v >= 0), default=YOUNGEST)
+        return min(
+            (v for place in offered if (v := versions[place]) is not None and v >= 0), default=YOUNGEST
+        )
 
     def first_group(self, i: int, known: Mapping[int, Group]) -> Group | None:
         """The next ready group of node i, or None."""
@@ -409,7 +426,11 @@ class Readiness:
         i = self._wiring.index[node.name]
         if self._wiring.quorum[i]:
             return self.num_groups[i] == self.num_unclaimed[i] > 0
-        return self.todo[i] > 0 and self.unfinished_levels[node.level] == 0 and self.num_rows[i] == self.todo[i]
+        return (
+            self.todo[i] > 0
+            and self.unfinished_levels[node.level] == 0
+            and self.num_rows[i] == self.todo[i]
+        )
 
     def exhausted(self, node: Node) -> bool:
         """Nothing issued so far is left for this node to do."""
@@ -421,4 +442,6 @@ class Readiness:
         i = self._wiring.index[node.name]
         unclaimed, offered = self.unclaimed_of[i], self.offered_of[i]
         versions = sorted(unclaimed)
-        return list(zip(versions, accumulate(unclaimed[v] - offered.get(v, 0) for v in versions), strict=True))
+        return list(
+            zip(versions, accumulate(unclaimed[v] - offered.get(v, 0) for v in versions), strict=True)
+        )

@@ -16,7 +16,19 @@ from ..graph import SOURCE, Graph
 from ..runs.files import LOG, Disk
 from ..runs.log import LogReader, Position, Record, described_graph, has_position, line_of
 from ..safe_files import open_file, parse_json
-from .events import Claim, Drop, Event, Finish, Issue, Lose, Offer, Publish, Release, SetSource, from_record
+from .events import (
+    Claim,
+    Drop,
+    Event,
+    Finish,
+    Issue,
+    Lose,
+    Offer,
+    Publish,
+    Release,
+    SetSource,
+    from_record,
+)
 from .leases import Lease, Published, Spread
 from .ledger import Ledger
 from .readiness import Readiness, Wiring
@@ -67,7 +79,9 @@ def save(ledger: Ledger) -> Iterator[Record]:
             "holder": lease.holder,
             "given_up": sorted(lease.given_up),
             "masked": sorted(lease.masked),
-            "staged": [[ids, published.lists, s.to_json() if s else None] for ids, published, s in lease.staged],
+            "staged": [
+                [ids, published.lists, s.to_json() if s else None] for ids, published, s in lease.staged
+            ],
         }
 
 
@@ -156,7 +170,8 @@ def _load_lease(ledger: Ledger, record: Record) -> None:
     lease.masked, lease.given_up = frozenset(record["masked"]), set(record["given_up"])
     lease.open = dict.fromkeys(record["open"])
     lease.staged = [
-        (ids, Published.of_lists(*lists), Segment.from_json(s) if s else None) for ids, lists, s in record["staged"]
+        (ids, Published.of_lists(*lists), Segment.from_json(s) if s else None)
+        for ids, lists, s in record["staged"]
     ]
     ledger.leases.begin(lease)
 
@@ -216,7 +231,9 @@ FORMAT = 2
 format is passed over: the log says the same, and takes longer to read."""
 
 
-def write_checkpoint(path: Path, position: Position, records: Iterable[Record], *, disk: Disk | None = None) -> None:
+def write_checkpoint(
+    path: Path, position: Position, records: Iterable[Record], *, disk: Disk | None = None
+) -> None:
     """Write a state as records; `path` is replaced atomically.
 
     The first line names the position in the log that the state belongs to, and the last line gives the number of records.
@@ -262,7 +279,11 @@ def is_sound_checkpoint(path: Path, position: Position) -> bool:
     except OSError:
         return False
     ended = {"do": "end", "records": number - 2}
-    return number > 1 and parse_json(first[9:], path) == _start(position) and parse_json(last[9:], path) == ended
+    return (
+        number > 1
+        and parse_json(first[9:], path) == _start(position)
+        and parse_json(last[9:], path) == ended
+    )
 
 
 def checkpoint_position(path: Path) -> Position:
@@ -279,14 +300,21 @@ def checkpoint_position(path: Path) -> Position:
 
 
 def _start(position: Position) -> Record:
-    return {"do": "checkpoint", "offset": position.offset, "checksum": position.checksum, "format": FORMAT}
+    return {
+        "do": "checkpoint",
+        "offset": position.offset,
+        "checksum": position.checksum,
+        "format": FORMAT,
+    }
 
 
 def _check_format(path: Path, start: Record) -> None:
     found = start.get("format", 1)
     if found != FORMAT:
         which = "an earlier" if found < FORMAT else "a later"
-        raise ValueError(f"{path} has format {found}, of {which} version of Weft; this version reads format {FORMAT}")
+        raise ValueError(
+            f"{path} has format {found}, of {which} version of Weft; this version reads format {FORMAT}"
+        )
 
 
 # Folder
@@ -331,7 +359,9 @@ def _apply(ledger: Ledger, event: Event) -> None:
     match event:
         case Issue():
             if (event.first, event.group) != (ledger.ids.next_id, ledger.ids.next_group):
-                raise ValueError(f"rows were issued from id {event.first}, but {ledger.ids.next_id} is next")
+                raise ValueError(
+                    f"rows were issued from id {event.first}, but {ledger.ids.next_id} is next"
+                )
             ledger.issue(event.positions, event.tokens, step=event.step)
         case SetSource():
             ledger.set_source(Segment.from_json(event.segment))
@@ -413,7 +443,9 @@ def restore(
         for name in restored.unwritten:
             restored.ledgers[name] = Ledger(graphs[name], ids=restored.ids, name=name, clock=clock)
     if graphs is not None and set(graphs) != set(restored.ledgers):
-        raise UserError(f"{folder} is of a run of the graphs {sorted(restored.ledgers)}, not {sorted(graphs)}")
+        raise UserError(
+            f"{folder} is of a run of the graphs {sorted(restored.ledgers)}, not {sorted(graphs)}"
+        )
     return restored
 
 
@@ -442,7 +474,10 @@ def _replay_log(
 
 
 def _take(
-    restored: RestoredState, record: Record, graphs: Mapping[str, Graph] | None, clock: Callable[[], float]
+    restored: RestoredState,
+    record: Record,
+    graphs: Mapping[str, Graph] | None,
+    clock: Callable[[], float],
 ) -> None:
     match record["do"]:
         case "graph":
@@ -473,7 +508,9 @@ def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -
         names = [n.name for n in then.nodes]
         changed = [n.name for n in now.nodes if n.name not in names] or [
             n["name"]
-            for n, m in zip(json.loads(json.dumps(now.outline()["nodes"])), outline["nodes"], strict=False)
+            for n, m in zip(
+                json.loads(json.dumps(now.outline()["nodes"])), outline["nodes"], strict=False
+            )
             if n != m
         ]
         raise UserError(

@@ -253,7 +253,9 @@ class Group:
         "version",
     )
 
-    def __init__(self, id: int, position: int, step: int, tokens: int, above: Sequence[int], num_nodes: int) -> None:
+    def __init__(
+        self, id: int, position: int, step: int, tokens: int, above: Sequence[int], num_nodes: int
+    ) -> None:
         """
         Args:
             above: level -> the level of the rows that its rows are made of.
@@ -311,7 +313,9 @@ class Group:
     @property
     def num_dropped(self) -> int:
         """Rows that some node never sees, and that none has."""
-        return sum([(union(rows.skipped, rows.lost) & ~union(rows.leased)).bit_count() for rows in self.levels])
+        return sum(
+            [(union(rows.skipped, rows.lost) & ~union(rows.leased)).bit_count() for rows in self.levels]
+        )
 
     def find(self, id: int) -> Row:
         """A row of it, by its sample id."""
@@ -396,7 +400,11 @@ class Row(NamedTuple):
         rows = self.group.levels[level]
         if rows.above != self.level:
             return []
-        return [Row(self.group, level, place) for place, parent in enumerate(rows.parents) if parent == self.place]
+        return [
+            Row(self.group, level, place)
+            for place, parent in enumerate(rows.parents)
+            if parent == self.place
+        ]
 
     @property
     def number(self) -> int:

@@ -146,7 +146,9 @@ class SampleBuffer:
             UserError: the folder has a log already.
         """
         if (folder / LOG).exists() and any(True for _ in LogReader(folder / LOG)):
-            raise UserError(f"{folder} holds the buffer of a run already; SampleBuffer.recover() goes on with it")
+            raise UserError(
+                f"{folder} holds the buffer of a run already; SampleBuffer.recover() goes on with it"
+            )
         root = _root(folder, scratch) if scratch is None else scratch.hold()
         _make_folders(folder, root, node)
         disk = disk or Disk()
@@ -154,13 +156,27 @@ class SampleBuffer:
         ids = ids or Ids()
         if ids.next_id:
             log.append({"do": "ids", "next_id": ids.next_id, "next_group": ids.next_group})
-        ledgers = {name: Ledger(graph, ids=ids, name=name, log=log, clock=clock) for name, graph in graphs.items()}
+        ledgers = {
+            name: Ledger(graph, ids=ids, name=name, log=log, clock=clock)
+            for name, graph in graphs.items()
+        }
         for name, graph in graphs.items():
             log.append(graph_record(name, graph.outline()))
         log.commit(sync=True)
         store = SegmentStore(root / node, node)
         kept = keep_checkpoints
-        return cls(folder, node, config, ledgers, ids, log, store, disk=disk, scratch=scratch, keep_checkpoints=kept)
+        return cls(
+            folder,
+            node,
+            config,
+            ledgers,
+            ids,
+            log,
+            store,
+            disk=disk,
+            scratch=scratch,
+            keep_checkpoints=kept,
+        )
 
     @classmethod
     def recover(
@@ -203,9 +219,18 @@ class SampleBuffer:
         _make_folders(folder, root, node)
         disk = disk or Disk()
         restored = restore(folder, graphs, at=at, clock=clock)
-        log = Log(folder / LOG, at=restored.end, sync_interval_s=sync_interval_s, disk=disk, clock=clock, fence=fence)
+        log = Log(
+            folder / LOG,
+            at=restored.end,
+            sync_interval_s=sync_interval_s,
+            disk=disk,
+            clock=clock,
+            fence=fence,
+        )
         store = SegmentStore(root / node, node)
-        buffer = cls(folder, node, config, restored.ledgers, restored.ids, log, store, disk=disk, scratch=scratch)
+        buffer = cls(
+            folder, node, config, restored.ledgers, restored.ids, log, store, disk=disk, scratch=scratch
+        )
         buffer.keep_checkpoints = keep_checkpoints
         buffer.notes, buffer.damage = restored.notes, restored.damage
         buffer._remove_checkpoints_but(restored.checkpoints)
@@ -235,7 +260,9 @@ class SampleBuffer:
         if self.scratch is not None:
             self.scratch.release(over=not going_on)
             return
-        pinned = self._pins.segments - {ledger.source for ledger in self.ledgers.values()} if going_on else ()
+        pinned = (
+            self._pins.segments - {ledger.source for ledger in self.ledgers.values()} if going_on else ()
+        )
         if not pinned and not any(ledger.live.groups for ledger in self.ledgers.values()):
             shutil.rmtree(self.folder / SEGMENTS, ignore_errors=True)
 
@@ -299,7 +326,11 @@ class SampleBuffer:
             return []
         root, here = self.segments.parent, self.node
         all_parts = (segment for ledger in self.ledgers.values() for segment in ledger.parts.segments)
-        return [segment for segment in all_parts if segment.node != here and not (root / segment.node).is_dir()]
+        return [
+            segment
+            for segment in all_parts
+            if segment.node != here and not (root / segment.node).is_dir()
+        ]
 
     def drop_lost(self, lost: Mapping[Segment, str]) -> list[str]:
         """Issue the groups again that have columns in these segments. For recovery, before any call is made.
@@ -312,7 +343,9 @@ class SampleBuffer:
         """
         said: list[str] = []
         for ledger in self.ledgers.values():
-            for group, segment in ledger.live.groups_in({s: lost[s] for s in ledger.parts.segments if s in lost}):
+            for group, segment in ledger.live.groups_in(
+                {s: lost[s] for s in ledger.parts.segments if s in lost}
+            ):
                 again = ledger.lose(group, lost[segment])
                 became = "is issued again" if again else "is done, but its samples cannot be recorded"
                 said.append(f"group {group} of graph {ledger.name!r} {became}: {lost[segment]}")
@@ -334,7 +367,9 @@ class SampleBuffer:
             gone = {segment for segment in ledger.parts.segments if segment.node not in nodes}
             groups = dict(ledger.live.groups_in(gone)) if gone else {}
             if live:
-                groups = {id: segment for id, segment in groups.items() if not ledger.live.is_in_training(id)}
+                groups = {
+                    id: segment for id, segment in groups.items() if not ledger.live.is_in_training(id)
+                }
             if groups:
                 found[name] = groups
         return found
@@ -389,7 +424,9 @@ class SampleBuffer:
         """
         self.log.commit(sync=sync)
         self.cutting.finish()
-        self._pins.free(segment for ledger in self.ledgers.values() for segment in ledger.parts.take_freed())
+        self._pins.free(
+            segment for ledger in self.ledgers.values() for segment in ledger.parts.take_freed()
+        )
 
     def checkpoint(self, kept: Collection[Position] = ()) -> Position:
         """Save the state of the ledgers, so that recovery starts from here. What no checkpoint needs of the log any more is archived.
@@ -439,7 +476,13 @@ class SampleBuffer:
         self._pins.drop(path.name)
 
     def capacity(
-        self, name: str, *, groups_per_update: int = 1, staleness: int | None = None, lag: int = 0, taken: int = 0
+        self,
+        name: str,
+        *,
+        groups_per_update: int = 1,
+        staleness: int | None = None,
+        lag: int = 0,
+        taken: int = 0,
     ) -> Capacity:
         """How many groups of this graph may be issued now, under the bounds of the configuration: see `capacity`."""
         return capacity(

@@ -79,7 +79,9 @@ class Scratch:
                     return made
         made = made or cls(f"{_prefix(buffer.parent)}{secrets.token_hex(4)}", parent)
         make_folder(buffer)
-        Disk().write_whole(noted, json.dumps({"name": made.name, "path": str(made.path)}).encode() + b"\n")
+        Disk().write_whole(
+            noted, json.dumps({"name": made.name, "path": str(made.path)}).encode() + b"\n"
+        )
         return made
 
     @property
@@ -113,7 +115,9 @@ class Scratch:
                     )
                 descriptor = os.open(path / IN_USE, os.O_RDWR | os.O_CREAT, 0o600)
             except OSError as error:
-                raise UserError(f"the scratch folder {path} cannot be used ({error.strerror}); {_SETTING}") from None
+                raise UserError(
+                    f"the scratch folder {path} cannot be used ({error.strerror}); {_SETTING}"
+                ) from None
             if _lock(descriptor, path / IN_USE):
                 _held[path] = descriptor
                 (path / OVER).unlink(missing_ok=True)  # of an earlier start: the run goes on
@@ -121,7 +125,9 @@ class Scratch:
                 break
             os.close(descriptor)
             if time.monotonic() > deadline:
-                raise UserError(f"the scratch folder {path} has been in the process of removal for {HOLD_S:.0f} s")
+                raise UserError(
+                    f"the scratch folder {path} has been in the process of removal for {HOLD_S:.0f} s"
+                )
             time.sleep(0.01)
         return path
 
@@ -141,7 +147,9 @@ class Scratch:
         """Remove the folders on this machine that earlier beginnings of a run left and no process holds."""
         for path in self.path.parent.glob(f"{_prefix(run)}*"):
             if path != self.path and path not in _held:
-                with suppress(FileNotFoundError, BlockingIOError):  # its watcher has removed it meanwhile; it is held
+                with suppress(
+                    FileNotFoundError, BlockingIOError
+                ):  # its watcher has removed it meanwhile; it is held
                     _remove_free(path)
 
 
@@ -188,7 +196,9 @@ def file_system(path: Path, mounts: Path = MOUNTS) -> str:
     for line in lines:
         _, at, kind, *_ = line.split(" ")
         at = at.encode().decode("unicode_escape")  # a space is \040
-        if path.is_relative_to(at) and len(at) >= len(best[0]):  # of two mounts at one place the later one is seen
+        if path.is_relative_to(at) and len(at) >= len(
+            best[0]
+        ):  # of two mounts at one place the later one is seen
             best = at, kind
     return best[1]
 
@@ -241,4 +251,6 @@ def _watch(path: Path, grace_s: float) -> None:
     program = Path(__file__).with_name("scratch_watch.py")
     command: Sequence[str] = [sys.executable, "-I", "-S", str(program), str(path), str(grace_s)]
     quiet = subprocess.DEVNULL
-    subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, cwd="/", env={}, check=False, timeout=60)
+    subprocess.run(
+        command, stdin=quiet, stdout=quiet, stderr=quiet, cwd="/", env={}, check=False, timeout=60
+    )

@@ -34,8 +34,15 @@ class SegmentStore:
         *,
         max_free_bytes: int = MAX_FREE_BYTES,
     ) -> None:
-        self.folder, self.node, self.delete_remote, self.max_free_bytes = folder, node, delete_remote, max_free_bytes
-        self._live: dict[tuple[str, str, int], _LiveFiles] = {}  # by node, writer and number of the stream
+        self.folder, self.node, self.delete_remote, self.max_free_bytes = (
+            folder,
+            node,
+            delete_remote,
+            max_free_bytes,
+        )
+        self._live: dict[
+            tuple[str, str, int], _LiveFiles
+        ] = {}  # by node, writer and number of the stream
         self._ended: set[tuple[str, str]] = set()
 
     def published(self, segment: Segment) -> None:
@@ -50,7 +57,9 @@ class SegmentStore:
             return
         files.latest = max(before, sequence)
         files.offsets.setdefault(sequence, set()).add(segment.offset)
-        if before < files.latest and not files.offsets.get(before, {0}):  # complete now, and empty already
+        if before < files.latest and not files.offsets.get(
+            before, {0}
+        ):  # complete now, and empty already
             self._delete(stream, before)
 
     def freed(self, segments: Iterable[Segment]) -> None:
@@ -90,8 +99,15 @@ class SegmentStore:
         return self._sweep("*.arrows")
 
     def _sweep(self, pattern: str) -> int:
-        live = {_file_name(s, k) for s, files in self._live.items() if s[0] == self.node for k in files.offsets}
-        dead = [p.name for p in self.folder.glob(pattern) if FILE.fullmatch(p.name) and p.name not in live]
+        live = {
+            _file_name(s, k)
+            for s, files in self._live.items()
+            if s[0] == self.node
+            for k in files.offsets
+        }
+        dead = [
+            p.name for p in self.folder.glob(pattern) if FILE.fullmatch(p.name) and p.name not in live
+        ]
         for file in dead:
             self._recycle(self.node, file)
         return len(dead)
@@ -121,7 +137,9 @@ class _LiveFiles:
         """The file that may still be appended to: only it can be empty."""
 
 
-def delete_local(folder: Path, here: str, node: str, file: str, max_free_bytes: int = MAX_FREE_BYTES) -> None:
+def delete_local(
+    folder: Path, here: str, node: str, file: str, max_free_bytes: int = MAX_FREE_BYTES
+) -> None:
     """Drop a segment file: recycle it on its own node, and delete the fetched copies of its messages on any other.
 
     Args:

@@ -63,7 +63,9 @@ class StreamFile:
         self.descriptor, self.path, self.sequence, self.end, self.capacity = -1, Path(), -1, 0, 0
         self._pieces = _Pieces()
         self._writer = pa.ipc.new_stream(pa.PythonFile(self._pieces, "w"), schema)
-        self.message(pa.RecordBatch.from_pylist([], schema=schema))  # Arrow writes the schema with the first message
+        self.message(
+            pa.RecordBatch.from_pylist([], schema=schema)
+        )  # Arrow writes the schema with the first message
 
     def message(self, record: pa.RecordBatch) -> list[Any]:
         """The pieces of a message: the buffers of its columns, not copied, between small pieces of metadata and padding."""
@@ -150,7 +152,9 @@ def new_file(path: Path, capacity: int, start: bytes) -> int:
                 os.ftruncate(descriptor, capacity)
                 write_all(descriptor, [start], 0)
                 os.rename(free, path)
-                fcntl.flock(descriptor, fcntl.LOCK_SH)  # while this writer may write, no other takes it over
+                fcntl.flock(
+                    descriptor, fcntl.LOCK_SH
+                )  # while this writer may write, no other takes it over
                 return descriptor
         except (BlockingIOError, FileNotFoundError):
             pass
@@ -252,7 +256,11 @@ def with_file(path: Path, do: Callable[[int], Any]) -> Any:
 def _resident_since(descriptor: int) -> tuple[int, int] | None:
     """When a file was last written (ns), and its bytes without holes; None when it is not in memory."""
     status = os.fstat(descriptor)
-    return (status.st_mtime_ns, min(status.st_size, status.st_blocks * 512)) if is_resident(descriptor) else None
+    return (
+        (status.st_mtime_ns, min(status.st_size, status.st_blocks * 512))
+        if is_resident(descriptor)
+        else None
+    )
 
 
 def is_resident(descriptor: int) -> bool:
@@ -318,7 +326,9 @@ class SegmentReader:
 
     MAX_MAPPINGS = 64
 
-    def __init__(self, folder: Path, node: str, *, fetch: Fetch | None = None, retry_s: float = 0.0) -> None:
+    def __init__(
+        self, folder: Path, node: str, *, fetch: Fetch | None = None, retry_s: float = 0.0
+    ) -> None:
         self.folder, self.node, self.fetch, self.retry_s = folder, node, fetch, retry_s
         self._mappings: OrderedDict[Path, _Mapping] = OrderedDict()
         self._lock = threading.Lock()
@@ -430,7 +440,9 @@ class _Mapping:
                 fcntl.flock(file, fcntl.LOCK_SH)
                 if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     raise FileNotFoundError
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # duplicates the descriptor
+                self._map = mmap.mmap(
+                    file.fileno(), 0, access=mmap.ACCESS_READ
+                )  # duplicates the descriptor
         except FileNotFoundError:
             raise DamagedSegment(segment, path, "the file is missing") from None
         except ValueError:
@@ -440,15 +452,21 @@ class _Mapping:
         try:
             self.schema = pa.ipc.read_schema(source)
         except (pa.ArrowInvalid, OSError) as error:
-            raise DamagedSegment(segment, path, f"the schema at its start cannot be read: {error}") from None
+            raise DamagedSegment(
+                segment, path, f"the schema at its start cannot be read: {error}"
+            ) from None
         self.start = source.tell()
         self._verified: set[tuple[int, int, int]] = set()
 
     def message(self, segment: Segment, offset: int) -> pa.Buffer:
-        if offset + segment.num_bytes > (size := self._map.size()):  # of the file; beyond it a mapping is deadly
+        if offset + segment.num_bytes > (
+            size := self._map.size()
+        ):  # of the file; beyond it a mapping is deadly
             raise DamagedSegment(segment, self.path, f"the file is too short: it ends at {size}")
         if offset + segment.num_bytes > len(self._map):
-            raise DamagedSegment(segment, self.path, f"the file was too short when it was mapped: {len(self._map)}")
+            raise DamagedSegment(
+                segment, self.path, f"the file was too short when it was mapped: {len(self._map)}"
+            )
         message = self._buffer.slice(offset, segment.num_bytes)
         if (key := (offset, segment.num_bytes, segment.checksum)) not in self._verified:
             _compare(segment, self.path, xxhash.xxh3_64_intdigest(message))
@@ -458,7 +476,9 @@ class _Mapping:
 
 def _compare(segment: Segment, path: Path, checksum: int) -> None:
     if checksum != segment.checksum:
-        raise DamagedSegment(segment, path, f"the checksum differs: {checksum:#x}, not {segment.checksum:#x}")
+        raise DamagedSegment(
+            segment, path, f"the checksum differs: {checksum:#x}, not {segment.checksum:#x}"
+        )
 
 
 # Segment writer
@@ -486,12 +506,20 @@ class SegmentWriter:
     """
 
     def __init__(
-        self, folder: Path, node: str, name: str, *, file_bytes: int = 64 << 20, memory_bytes: int | None = None
+        self,
+        folder: Path,
+        node: str,
+        name: str,
+        *,
+        file_bytes: int = 64 << 20,
+        memory_bytes: int | None = None,
     ) -> None:
         if not NAME.fullmatch(name):
             raise UserError(f"a writer's name is letters, digits, '_' and '-', not {name!r}")
         make_folder(folder)
-        if used := sorted(path.name for kind in (".", FREE) for path in (folder / kind).glob(f"{name}.*")):
+        if used := sorted(
+            path.name for kind in (".", FREE) for path in (folder / kind).glob(f"{name}.*")
+        ):
             raise UserError(
                 f"the name {name!r} was used before: {folder} has {', '.join(used)} of that writer; take a new name"
             )

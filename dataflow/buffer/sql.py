@@ -133,14 +133,18 @@ class QueryProcess:
                     pipe.close()
 
 
-def ask(asked: Mapping[str, Any], tables: Mapping[str, pa.Table], timeout_s: float) -> tuple[dict[str, Any], pa.Table]:
+def ask(
+    asked: Mapping[str, Any], tables: Mapping[str, pa.Table], timeout_s: float
+) -> tuple[dict[str, Any], pa.Table]:
     """Ask the process that waits, or a new one; see `QueryProcess.ask`."""
     waiting = _waiting.taken()
     answered = None if waiting is None else waiting.ask(asked, tables, timeout_s)
     if answered is None:
         answered = QueryProcess().ask(asked, tables, timeout_s)
     if answered is None:
-        raise UserError("the process of the query ended before it had read it; is there memory left on this machine?")
+        raise UserError(
+            "the process of the query ended before it had read it; is there memory left on this machine?"
+        )
     return answered
 
 
@@ -224,7 +228,9 @@ def query(
     if find_spec("duckdb") is None:
         raise UserError("SQL needs DuckDB, which is not installed: pip install 'weft[inspect]'")
     if not 0 < timeout_s <= MAX_TIMEOUT_S:
-        raise UserError(f"a query may take more than 0 s, and at most {MAX_TIMEOUT_S:g} s, not {timeout_s:g}")
+        raise UserError(
+            f"a query may take more than 0 s, and at most {MAX_TIMEOUT_S:g} s, not {timeout_s:g}"
+        )
     if not sql.strip():
         raise UserError("the query is empty; such as: select count(*) from samples")
     if not _running.acquire(blocking=False):
@@ -232,8 +238,14 @@ def query(
     try:
         notes = [] if notes is None else notes
         readers = {**_tables(run, notes), **known}
-        named = {name: read for name, read in readers.items() if re.search(rf"\b{name}\b", sql, re.IGNORECASE)}
-        found = {name: table for name, read in named.items() if (table := read()) is not None and table.num_columns}
+        named = {
+            name: read for name, read in readers.items() if re.search(rf"\b{name}\b", sql, re.IGNORECASE)
+        }
+        found = {
+            name: table
+            for name, read in named.items()
+            if (table := read()) is not None and table.num_columns
+        }
         asked = {"sql": sql, "max_rows": max_rows, "timeout_s": timeout_s, "memory_bytes": memory_bytes}
         said, answer = ask(asked, found, timeout_s)
     finally:
@@ -260,13 +272,21 @@ def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | No
         folder = None
     run = folder.parent if folder is not None and folder.name == BUFFER else run
     return {
-        "rows": lambda: None if folder is None else _readable(folder, lambda path: history(path, notes), notes),
-        "columns": lambda: None if folder is None else _readable(folder, lambda path: columns(path, notes), notes),
+        "rows": lambda: (
+            None if folder is None else _readable(folder, lambda path: history(path, notes), notes)
+        ),
+        "columns": lambda: (
+            None if folder is None else _readable(folder, lambda path: columns(path, notes), notes)
+        ),
         "samples": lambda: _readable(
             run / SAMPLES, lambda path: _with_length(recorded_or_archived(path.parent, notes)), notes
         ),
-        "metrics": lambda: _readable(run / f"{METRICS}{PARQUET}", lambda path: read_metrics(path.parent), notes),
-        "timeline": lambda: _readable(run / f"{TIMELINE}{PARQUET}", lambda path: read_timeline(path.parent), notes),
+        "metrics": lambda: _readable(
+            run / f"{METRICS}{PARQUET}", lambda path: read_metrics(path.parent), notes
+        ),
+        "timeline": lambda: _readable(
+            run / f"{TIMELINE}{PARQUET}", lambda path: read_timeline(path.parent), notes
+        ),
     }
 
 
@@ -312,14 +332,18 @@ class _Reader:
             if read:
                 written = pa.concat_tables(read, promote_options="permissive")
                 places = {id: place for place, id in enumerate(written["sample_id"].to_pylist())}
-                table = _with_columns(table, written.take(pa.array([places.get(id) for id in ids], pa.int64())))
+                table = _with_columns(
+                    table, written.take(pa.array([places.get(id) for id in ids], pa.int64()))
+                )
         return table
 
     def _read(self, segment: Segment) -> pa.Table | None:
         own = self._folder / segment.node
         reader = self._readers.get(segment.node)
         if reader is None:
-            reader = self._readers[segment.node] = SegmentReader(own if own.is_dir() else self._folder, segment.node)
+            reader = self._readers[segment.node] = SegmentReader(
+                own if own.is_dir() else self._folder, segment.node
+            )
         try:
             return pa.Table.from_batches([reader.read(segment).record])
         except (DamagedSegment, OSError, UserError) as error:

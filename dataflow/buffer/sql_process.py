@@ -72,8 +72,12 @@ def main() -> None:
 
 def _bound(more: int) -> None:
     """Let this process take so much address space more than it has."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, resource.RLIM_INFINITY))
+    pages = (
+        int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
+    )
+    resource.setrlimit(
+        resource.RLIMIT_AS, (pages * resource.getpagesize() + more, resource.RLIM_INFINITY)
+    )
 
 
 def _cut(answer: Any, max_rows: int) -> tuple[bool, pa.Table]:

@@ -36,7 +36,14 @@ _SHAREGPT = {
 }
 """ShareGPT's `from` -> role."""
 
-_OF_RENDERING = {"messages", "tools", "documents", "add_generation_prompt", "continue_last", "continue_final_message"}
+_OF_RENDERING = {
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_last",
+    "continue_final_message",
+}
 """Variables that the renderer sets."""
 
 
@@ -50,7 +57,9 @@ def read_messages(table: pa.Table, path: str, origin: Origin) -> list[Messages]:
     for row, value in enumerate(find_column(table, path, origin, "column").to_pylist()):
         messages = [value] if isinstance(value, Mapping) else value
         if not messages:
-            raise UserError(f"{origin(row)}: {path!r} is {short(messages)}; every row needs at least one message there")
+            raise UserError(
+                f"{origin(row)}: {path!r} is {short(messages)}; every row needs at least one message there"
+            )
         try:
             dialogues.append([_message(message) for message in messages])
         except UserError as error:
@@ -65,7 +74,9 @@ def _message(value: Any) -> dict[str, Any]:
     if "role" not in message and "from" in message:
         said = message.pop("from")
         if said not in _SHAREGPT:
-            raise UserError(f"is from {said!r}; ShareGPT's names are {', '.join(_SHAREGPT)}{nearest(said, _SHAREGPT)}")
+            raise UserError(
+                f"is from {said!r}; ShareGPT's names are {', '.join(_SHAREGPT)}{nearest(said, _SHAREGPT)}"
+            )
         message = {"role": _SHAREGPT[said], "content": message.pop("value", None), **message}
         message = _without_nulls(message)
     if "role" not in message:
@@ -83,8 +94,12 @@ def read_tools(table: pa.Table, origin: Origin) -> list[Any] | None:
     """
     found = _read_json(table, "tools", origin)
     for row, tools in enumerate(found or ()):
-        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-            raise UserError(f"{origin(row)}: 'tools' is {short(tools)}; it must be a list of functions (objects)")
+        if tools is not None and not (
+            isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+        ):
+            raise UserError(
+                f"{origin(row)}: 'tools' is {short(tools)}; it must be a list of functions (objects)"
+            )
     return found
 
 
@@ -97,7 +112,9 @@ def read_variables(table: pa.Table, origin: Origin) -> list[Any] | None:
     found = _read_json(table, "chat_template_kwargs", origin)
     for row, variables in enumerate(found or ()):
         if variables is not None and not isinstance(variables, dict):
-            raise UserError(f"{origin(row)}: 'chat_template_kwargs' is {short(variables)}; it must be an object")
+            raise UserError(
+                f"{origin(row)}: 'chat_template_kwargs' is {short(variables)}; it must be an object"
+            )
         if taken := _OF_RENDERING.intersection(variables or ()):
             raise UserError(
                 f"{origin(row)}: 'chat_template_kwargs' has {min(taken)!r}, which follows from the row itself; leave it out"
@@ -117,7 +134,9 @@ def same_text(one: Any, other: Any) -> bool:
 
 
 def _words(content: Any) -> Any:
-    if isinstance(content, list) and all(isinstance(b, Mapping) and b.get("type") == "text" for b in content):
+    if isinstance(content, list) and all(
+        isinstance(b, Mapping) and b.get("type") == "text" for b in content
+    ):
         content = "".join(str(block.get("text", "")) for block in content)
     return content.split() if isinstance(content, str) else content
 
@@ -235,7 +254,9 @@ class Conversations:
     images: Sequence[int] | None = None
     """Number of images, by row. None if the source has no images."""
 
-    def render(self, exchanges: Sequence[Exchange], columns: Mapping[str, str], *, split: bool = False) -> Texts:
+    def render(
+        self, exchanges: Sequence[Exchange], columns: Mapping[str, str], *, split: bool = False
+    ) -> Texts:
         """Render rows as text. Gaps exclude everything but assistant turns from training.
 
         Args:
@@ -257,10 +278,13 @@ class Conversations:
             own_system += is_own
             messages = self._placed(row, messages, list(exchange.responses.values()))
             before = messages[:-1] if exchange.begun else messages
-            first = {name: self._finished(row, [*before, tail[0]]) for name, tail in exchange.responses.items()}
+            first = {
+                name: self._finished(row, [*before, tail[0]]) for name, tail in exchange.responses.items()
+            }
             prompt = self._prompt(row, messages, list(first.values()), begun=exchange.begun)
             runs = {
-                name: self._runs(row, prompt, first[name], before, tail) for name, tail in exchange.responses.items()
+                name: self._runs(row, prompt, first[name], before, tail)
+                for name, tail in exchange.responses.items()
             }
             made = max(map(len, runs.values()), default=1)
             if made > 1 and not split:
@@ -287,7 +311,9 @@ class Conversations:
             trained_turns=trained,
         )
 
-    def _runs(self, row: int, prompt: str, first: str, before: Messages, response: Messages) -> list[_Run]:
+    def _runs(
+        self, row: int, prompt: str, first: str, before: Messages, response: Messages
+    ) -> list[_Run]:
         """Collect the assistant turns of a response. A turn joins the previous run if its prompt extends the text of that run.
 
         Args:
@@ -313,7 +339,9 @@ class Conversations:
             ended = text
         return runs
 
-    def _prompt(self, row: int, messages: Messages, finished: Sequence[str], *, begun: bool = False) -> str:
+    def _prompt(
+        self, row: int, messages: Messages, finished: Sequence[str], *, begun: bool = False
+    ) -> str:
         """Render the prompt with the header for generation, and check that all finished turns begin with it.
 
         Some templates open the turn for generation with text that finished turns lack (`<think>`). The prompt then ends with the header
@@ -464,7 +492,9 @@ class Divider:
                     "keep the two in different files, or train on every assistant turn (train_on='all')"
                 )
             if answered and len(messages) == 1:
-                raise UserError(f"{self.origin(row)}: {column!r} holds only a response, with no message before it")
+                raise UserError(
+                    f"{self.origin(row)}: {column!r} holds only a response, with no message before it"
+                )
         if not answered:
             return [Exchange(messages) for messages in dialogues]
         return [Exchange(messages[:-1], {"response_ids": messages[-1:]}) for messages in dialogues]
@@ -480,10 +510,14 @@ class Divider:
             turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
             if not turns or turns[0] == 0:
                 what = (
-                    "begins with the assistant's turn, with no message before it" if turns else "has no assistant turn"
+                    "begins with the assistant's turn, with no message before it"
+                    if turns
+                    else "has no assistant turn"
                 )
                 raise UserError(f"{self.origin(row)}: {column!r} {what} (train_on='all')")
-            made.append(Exchange(messages[: turns[0]], {"response_ids": messages[turns[0] : turns[-1] + 1]}))
+            made.append(
+                Exchange(messages[: turns[0]], {"response_ids": messages[turns[0] : turns[-1] + 1]})
+            )
         return made
 
     def _whole(self, row: int, prompt: Messages, response: Messages, column: str) -> tuple[Messages, int]:
@@ -500,7 +534,9 @@ class Divider:
             "a response is the assistant's turn, or a whole conversation that repeats the prompt"
         )
 
-    def _divided(self, row: int, wholes: dict[str, Messages], columns: Mapping[str, str], start: int) -> Exchange:
+    def _divided(
+        self, row: int, wholes: dict[str, Messages], columns: Mapping[str, str], start: int
+    ) -> Exchange:
         """Divide conversations before an assistant turn, after the longest shared beginning.
 
         Args:
@@ -511,7 +547,9 @@ class Divider:
         names = " and ".join(repr(columns[name]) for name in wholes)
         most = min(map(len, wholes.values())) - 1  # at least one message is the response
         if others:
-            shared = next((k for k in range(most) if not all(same_message(first[k], o[k]) for o in others)), most)
+            shared = next(
+                (k for k in range(most) if not all(same_message(first[k], o[k]) for o in others)), most
+            )
         else:
             shared = start
         if shared < start:
@@ -525,7 +563,9 @@ class Divider:
 
     def _no_prompt(self, row: int, names: str, number: int) -> NoReturn:
         if number > 1:
-            raise UserError(f"{self.origin(row)}: {names} begin with different messages: no common prompt")
+            raise UserError(
+                f"{self.origin(row)}: {names} begin with different messages: no common prompt"
+            )
         raise UserError(f"{self.origin(row)}: {names} has no message before the response")
 
     def _check_ends(self, row: int, wholes: Mapping[str, Messages], columns: Mapping[str, str]) -> None:
@@ -543,7 +583,12 @@ def _continued(prompt: Messages, response: Messages) -> Messages:
     repeats = len(response) > len(before) and all(map(same_message, response, before))
     turn, *rest = response[len(before) :] if repeats else response
     begun, text = last.get("content"), turn.get("content")
-    if turn["role"] != "assistant" or not isinstance(begun, str) or not isinstance(text, str) or turn == last:
+    if (
+        turn["role"] != "assistant"
+        or not isinstance(begun, str)
+        or not isinstance(text, str)
+        or turn == last
+    ):
         return []
     if text.startswith(begun):
         return [turn, *rest]
@@ -566,5 +611,8 @@ def _system(content: str) -> dict[str, Any]:
 
 def _end(text: str, other: str, characters: int = 30) -> str:
     """Excerpt of a text around its first difference from another text, for error messages."""
-    same = next((k for k, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    same = next(
+        (k for k, (a, b) in enumerate(zip(text, other, strict=False)) if a != b),
+        min(len(text), len(other)),
+    )
     return repr(text[max(0, same - 15) : same + characters])

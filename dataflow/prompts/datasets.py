@@ -66,7 +66,9 @@ def find_part(folder: Path, subset: str | None, split: str | None) -> DataPart:
     named = [name for name in splits if name is not None]
     if split is not None or len(splits) > 1:
         if not named:
-            raise UserError(f"{folder}: no file is named after a split (split={split!r}); it has {_names(files)}")
+            raise UserError(
+                f"{folder}: no file is named after a split (split={split!r}); it has {_names(files)}"
+            )
         split, choice = choose("split", named, split, str(folder), ("train",))
         choices += choice
         if None in splits:
@@ -218,10 +220,16 @@ def read_hub(name: str, subset: str | None, split: str | None) -> HubSplit:
     def ask(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         try:
             return call(source, *arguments, **more)
-        except (OSError, ValueError, RuntimeError) as error:  # no network after all; files that cannot be read
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # no network after all; files that cannot be read
             raise UserError(f"data set {name!r}: {_first_line(error)}") from None
 
-    subset, chosen = choose("subset", ask(datasets.get_dataset_config_names), subset, name, ("default", "main"))
+    subset, chosen = choose(
+        "subset", ask(datasets.get_dataset_config_names), subset, name, ("default", "main")
+    )
     splits = ask(datasets.get_dataset_split_names, subset)
     split, also = choose("split", splits, split, name, ("train",))
     rows = ask(datasets.load_dataset, subset, split=split)
@@ -237,7 +245,11 @@ def _cached(name: str) -> str | None:
         folder = huggingface_hub.snapshot_download(name, repo_type="dataset", local_files_only=True)
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    files = [path for path in Path(folder).rglob("*") if path.is_file() and path.name not in ("README.md", "LICENSE")]
+    files = [
+        path
+        for path in Path(folder).rglob("*")
+        if path.is_file() and path.name not in ("README.md", "LICENSE")
+    ]
     return folder if any(not path.name.startswith(".") for path in files) else None
 
 
@@ -253,8 +265,12 @@ def _check_reachable(name: str, cache: Path) -> None:
             f"data set {name!r} asks for an agreement on its page first, and for `hf auth login`: {_first_line(error)}"
         ) from None
     except RepositoryNotFoundError:
-        raise UserError(f"{name!r} is no file or folder here, and no data set on the Hugging Face hub") from None
-    except Exception as error:  # no network, offline mode, a time-out: the client's library decides on the classes
+        raise UserError(
+            f"{name!r} is no file or folder here, and no data set on the Hugging Face hub"
+        ) from None
+    except (
+        Exception
+    ) as error:  # no network, offline mode, a time-out: the client's library decides on the classes
         if (cache / name.replace("/", "___")).is_dir():
             return
         raise UserError(
@@ -325,7 +341,9 @@ def read_rows(
         return Rows(name, table.replace_schema_metadata(None), Origin(((found.name, 0),)), found.choices)
     for setting, value in (("subset", subset), ("split", split)):
         if value is not None:
-            raise UserError(f"{setting}={value!r} is for folders and Hugging Face ids, and {str(source)!r} is files")
+            raise UserError(
+                f"{setting}={value!r} is for folders and Hugging Face ids, and {str(source)!r} is files"
+            )
     table, origin = read_files(paths, limit)
     names = list(dict.fromkeys(Path(path.name).stem.split(".")[0] for path in paths))
     return Rows("+".join(names) if len(names) <= 3 else f"{names[0]}+{len(names) - 1}", table, origin)

@@ -241,7 +241,9 @@ def refuse_mixed(name: str, values: Iterable[Any], origin: Callable[[int], str])
 
 def short(value: Any) -> str:
     """A value as JSON, in at most 60 characters."""
-    text = _SURROGATE.sub(lambda half: ascii(half[0])[1:-1], json.dumps(value, ensure_ascii=False, default=str))
+    text = _SURROGATE.sub(
+        lambda half: ascii(half[0])[1:-1], json.dumps(value, ensure_ascii=False, default=str)
+    )
     return beginning(text, 60)
 
 
@@ -332,7 +334,9 @@ def table_of(rows: Any, name: str, limit: int | None = None) -> pa.Table:
     elif is_frame(rows):
         table = _table_of_frame(rows.head(limit) if limit is not None else rows, name)
     elif isinstance(rows, Sequence) and not isinstance(rows, str | bytes):
-        table = _table(((f"{name}, row {number}", row) for number, row in enumerate(rows[:limit], start=1)), name)
+        table = _table(
+            ((f"{name}, row {number}", row) for number, row in enumerate(rows[:limit], start=1)), name
+        )
     else:
         raise UserError(f"{name}: rows are {ACCEPTED_ROWS}, not {described(rows)}")
     if not table.num_rows:
@@ -367,19 +371,25 @@ def _table_of_frame(frame: Any, name: str) -> pa.Table:
         series = frame.iloc[:, place]
         if series.dtype == object:
             values = [None if _is_missing(value) else value for value in series.tolist()]
-            columns[key] = _column(key, [(f"{name}, row {row}", {key: v}) for row, v in enumerate(values, start=1)])
+            columns[key] = _column(
+                key, [(f"{name}, row {row}", {key: v}) for row, v in enumerate(values, start=1)]
+            )
             continue
         try:
             columns[key] = pa.Array.from_pandas(series)
         except (pa.ArrowException, TypeError, ValueError) as error:
-            raise UserError(f"{name}: column {key!r} of type {series.dtype} cannot be read ({error})") from None
+            raise UserError(
+                f"{name}: column {key!r} of type {series.dtype} cannot be read ({error})"
+            ) from None
     return pa.table(columns)
 
 
 def _is_missing(value: object) -> bool:
     """Whether pandas counts a value as missing: None, nan, `pandas.NA` or `pandas.NaT`."""
     return (
-        value is None or (isinstance(value, float) and value != value) or type(value).__name__ in ("NAType", "NaTType")
+        value is None
+        or (isinstance(value, float) and value != value)
+        or type(value).__name__ in ("NAType", "NaTType")
     )
 
 
@@ -392,7 +402,11 @@ def described(value: object) -> str:
     kind = type(value)
     if kind.__name__ == "DatasetDict" and isinstance(value, Mapping):
         return f"a DatasetDict: give one of its splits ({', '.join(map(repr, value))})"
-    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+    name = (
+        kind.__name__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+    )
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
@@ -406,17 +420,26 @@ def _check_file(path: Path) -> None:
     if not path.exists():
         folder = path.parent
         if not folder.is_dir():
-            raise UserError(f"prompt file {str(path)!r} does not exist: there is no folder {str(folder)!r}")
+            raise UserError(
+                f"prompt file {str(path)!r} does not exist: there is no folder {str(folder)!r}"
+            )
         there = sorted(p.name for p in folder.iterdir() if is_readable(p))
-        hint = nearest(path.name, there) or (f"; {str(folder)!r} has {', '.join(there[:5])}" if there else "")
+        hint = nearest(path.name, there) or (
+            f"; {str(folder)!r} has {', '.join(there[:5])}" if there else ""
+        )
         if path.parent == Path() and not path.suffix:
             hint += "; the id of a data set is OWNER/NAME"
         raise UserError(f"prompt file {str(path)!r} does not exist{hint}")
     if path.is_dir():
-        raise UserError(f"{str(path)!r} is a folder; a list of paths names the files in it, a folder is given alone")
+        raise UserError(
+            f"{str(path)!r} is a folder; a list of paths names the files in it, a folder is given alone"
+        )
     if not is_readable(path):
         kind = file_kind(path)
-        hint = nearest(kind.lower(), _READERS) or f"; these can be read: {', '.join(_READERS)}, and with {COMPRESSED}"
+        hint = (
+            nearest(kind.lower(), _READERS)
+            or f"; these can be read: {', '.join(_READERS)}, and with {COMPRESSED}"
+        )
         raise UserError(f"{path}: unknown kind of file {kind!r}{hint}")
     if path.stat().st_size == 0:
         raise UserError(f"{path}: the file is empty")
@@ -439,7 +462,9 @@ def _read_parquet(path: Path, limit: int | None) -> pa.Table:
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:  # not read_table, which takes columns from folder names
+        with pyarrow.parquet.ParquetFile(
+            path
+        ) as file:  # not read_table, which takes columns from folder names
             if limit is None:
                 return file.read()
             batches: list[pa.RecordBatch] = []
@@ -499,7 +524,9 @@ def _table(rows: Iterable[tuple[str, Any]], source: str, where: str = "") -> pa.
             if not isinstance(row, Mapping):
                 raise UserError(f"{place}: a row is an object {{...}}{where}, not {short(row)}")
         keys = dict.fromkeys(key for _, row in part for key in row)
-        parts.append(pa.table({key: _column(key, part) for key in keys}) if keys else _no_columns(len(part)))
+        parts.append(
+            pa.table({key: _column(key, part) for key in keys}) if keys else _no_columns(len(part))
+        )
     if not parts:
         raise UserError(f"{source}: {'the file has' if where else 'there are'} no rows")
     names = list(dict.fromkeys(name for part in parts for name in part.column_names))
@@ -509,7 +536,9 @@ def _table(rows: Iterable[tuple[str, Any]], source: str, where: str = "") -> pa.
         {
             name: joined(
                 [
-                    part.column(name) if name in part.column_names else pa.chunked_array([pa.nulls(len(part))])
+                    part.column(name)
+                    if name in part.column_names
+                    else pa.chunked_array([pa.nulls(len(part))])
                     for part in parts
                 ]
             )
@@ -542,7 +571,9 @@ def _read_json(path: Path, limit: int | None) -> pa.Table:
         text = data.decode("utf-8-sig")
         array = text.lstrip().startswith("[")
         rows = itertools.islice((_elements if array else _objects)(text), limit)
-        return _table(((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1)), str(path))
+        return _table(
+            ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1)), str(path)
+        )
     except UserError:
         raise
     except ValueError as error:
@@ -592,14 +623,18 @@ def _read_csv(path: Path, limit: int | None, delimiter: str = ",") -> pa.Table:
     if twice is not None:
         raise UserError(f"{path}: the header has {twice!r} twice ({', '.join(header)})")
     if len(header) == 1 and ";" in header[0]:
-        raise UserError(f"{path}: the header is {header[0]!r}; fields are parted by {delimiter!r}, not by ';'")
+        raise UserError(
+            f"{path}: the header is {header[0]!r}; fields are parted by {delimiter!r}, not by ';'"
+        )
     refuse_open_quote(path, data, delimiter)
     try:
         table = pyarrow.csv.read_csv(
             pa.BufferReader(data.removeprefix(codecs.BOM_UTF8)),
             pyarrow.csv.ReadOptions(block_size=max(len(data), 1) if len(data) < _ONE_BLOCK else _BLOCK),
             pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-            pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(header, pa.string()), strings_can_be_null=False),
+            pyarrow.csv.ConvertOptions(
+                column_types=dict.fromkeys(header, pa.string()), strings_can_be_null=False
+            ),
         )
     except pa.ArrowInvalid as error:
         explain_csv(path, data, delimiter)
@@ -643,7 +678,9 @@ def _concat(tables: Sequence[pa.Table], files: Sequence[str]) -> pa.Table:
         try:
             columns[column] = joined([table.column(column) for table in tables])
         except (pa.ArrowException, TypeError, ValueError):
-            kinds = {file: table.schema.field(column).type for file, table in zip(files, tables, strict=True)}
+            kinds = {
+                file: table.schema.field(column).type for file, table in zip(files, tables, strict=True)
+            }
             other = next(file for file in files if kinds[file] != kinds[files[0]])
             raise UserError(
                 f"{other}: column {column!r} is {kinds[other]}, but {kinds[files[0]]} in {files[0]}"

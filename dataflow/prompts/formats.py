@@ -128,10 +128,14 @@ def _find_format(table: pa.Table, origin: Origin, columns: Mapping[str, str | No
             find_column(table, column, origin, role)
     if prompt is not None:
         if response is None and {"chosen", "rejected"} <= set(names):
-            return Format(f"preference, prompt={prompt!r}", prompt=prompt, chosen="chosen", rejected="rejected")
+            return Format(
+                f"preference, prompt={prompt!r}", prompt=prompt, chosen="chosen", rejected="rejected"
+            )
         said = f"prompt={prompt!r}" + (f", response={response!r}" if response else "")
         whole = response is None and not is_text(find_column(table, prompt, origin, "prompt").type)
-        if whole and prompt != "prompt":  # OpenRLHF's `--input_key`; only TRL's own `prompt` may hold half a response
+        if (
+            whole and prompt != "prompt"
+        ):  # OpenRLHF's `--input_key`; only TRL's own `prompt` may hold half a response
             return Format(said, dialogue=prompt)
         return Format(said, prompt=prompt, response=response)
     for format in FORMATS:
@@ -146,7 +150,9 @@ def _find_format(table: pa.Table, origin: Origin, columns: Mapping[str, str | No
             format = dataclasses.replace(format, prompt="input", dialogue=None)
         if format.columns == ("prompt",) and response is None and (whole := _conversations(table)):
             format = Format("UltraChat conversations", dialogue=whole)
-        if format.columns == ("chosen", "rejected") and all(_has_turns(table.column(name)) for name in format.columns):
+        if format.columns == ("chosen", "rejected") and all(
+            _has_turns(table.column(name)) for name in format.columns
+        ):
             format = dataclasses.replace(format, name="HH-RLHF")
         if response is not None:
             if not format.prompt:
@@ -174,7 +180,9 @@ def refuse_quoted_messages(table: pa.Table, format: Format, origin: Origin) -> N
         column = table.column(name) if name in table.column_names else None
         if column is None or not is_text(column.type) or not len(column):
             continue
-        if count_matches(as_text(column), r"""^\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""") == len(column):
+        if count_matches(
+            as_text(column), r"""^\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:"""
+        ) == len(column):
             raise UserError(
                 f"{origin.files}: the texts of column {name!r} are lists of messages, such as {start_of(column[0].as_py())}; read them "
                 f"into objects (json.loads) and give these as rows. To take the text as it is, set prompt={format.prompt!r}"
@@ -189,7 +197,9 @@ def _has_turns(column: pa.ChunkedArray) -> bool:
 def _unknown(table: pa.Table, origin: Origin) -> UserError:
     """No known format has these columns: what was found, and what the nearest format lacks."""
     names = table.column_names
-    best = max(FORMATS, key=lambda format: sum(_likest(column, names)[0] - 0.7 for column in format.columns))
+    best = max(
+        FORMATS, key=lambda format: sum(_likest(column, names)[0] - 0.7 for column in format.columns)
+    )
     found = ", ".join(f"{f.name!r} ({type_name(f.type)})" for f in table.schema)
     hint = ""
     for column in best.columns:
@@ -225,8 +235,12 @@ def find_column(table: pa.Table, path: str, origin: Origin, role: str) -> pa.Chu
     for inner in fields:
         inside = [f.name for f in column.type] if pa.types.is_struct(column.type) else []
         if inner not in inside:
-            hint = nearest(inner, inside) or (f"; it has {', '.join(inside)}" if inside else f"; it is {column.type}")
-            raise UserError(f"{origin.files}: column {name!r} has no field {inner!r} ({role}={path!r}){hint}")
+            hint = nearest(inner, inside) or (
+                f"; it has {', '.join(inside)}" if inside else f"; it is {column.type}"
+            )
+            raise UserError(
+                f"{origin.files}: column {name!r} has no field {inner!r} ({role}={path!r}){hint}"
+            )
         column = pc.call_function("struct_field", [column], pc.StructFieldOptions([inside.index(inner)]))
     return column
 
@@ -286,7 +300,9 @@ def type_name(kind: pa.DataType) -> str:
 # Both functions scan a text once, so a text of 100,000 characters costs no more than its length.
 
 
-_BOX = re.compile(r"\\(?:boxed|fbox|beginboxed)\s*(?=\{)|\\(?:boxed|fbox)(?:\s+\$?|\$|(?=[\d-]))(?P<bare>[^\s${}\\]+)")
+_BOX = re.compile(
+    r"\\(?:boxed|fbox|beginboxed)\s*(?=\{)|\\(?:boxed|fbox)(?:\s+\$?|\$|(?=[\d-]))(?P<bare>[^\s${}\\]+)"
+)
 
 
 def boxes(text: str) -> list[tuple[int, int, str]]:
@@ -306,7 +322,9 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
             inside = (match.end() + 1, closing[match.end()])
         if inside[0] >= 0:
             places.append((match.start(), inside[1] + (match["bare"] is None), *inside))
-    innermost = [one for one, following in pairwise([*places, (len(text),) * 4]) if one[1] <= following[0]]
+    innermost = [
+        one for one, following in pairwise([*places, (len(text),) * 4]) if one[1] <= following[0]
+    ]
     return [(start, end, text[inside:outside].rstrip(".,;")) for start, end, inside, outside in innermost]
 
 
@@ -381,7 +399,9 @@ class Answers:
         return np.flatnonzero(self.values.is_null().to_numpy()).tolist()
 
 
-def find_answers(table: pa.Table, format: Format, origin: Origin, answer: str | None, extract: bool) -> Answers | None:
+def find_answers(
+    table: pa.Table, format: Format, origin: Origin, answer: str | None, extract: bool
+) -> Answers | None:
     """The ground truth of each row as it is in the file, or None where the rows have none.
 
     Args:
@@ -486,13 +506,19 @@ def _has_field(column: pa.ChunkedArray, name: str) -> bool:
 def _values(table: pa.Table, path: str, origin: Origin) -> pa.ChunkedArray:
     """A column, or with dots in the path a field of a column of objects: text as plain strings, other values as JSON where it has them."""
     name, *fields = path.split(".")
-    if path not in table.column_names and name in table.column_names and is_json(table.schema.field(name).type):
+    if (
+        path not in table.column_names
+        and name in table.column_names
+        and is_json(table.schema.field(name).type)
+    ):
         values = table.column(name).to_pylist()
         for field in fields:
             if not any(isinstance(value, dict) and field in value for value in values):
                 there = dict.fromkeys(key for value in values if isinstance(value, dict) for key in value)
                 hint = nearest(field, there) or (f"; it has {', '.join(there)}" if there else "")
-                raise UserError(f"{origin.files}: column {name!r} has no field {field!r} (answer={path!r}){hint}")
+                raise UserError(
+                    f"{origin.files}: column {name!r} has no field {field!r} (answer={path!r}){hint}"
+                )
             values = [value.get(field) if isinstance(value, dict) else None for value in values]
         column = pa.chunked_array([exact_array(values)])
     else:

@@ -62,7 +62,9 @@ def find_images(table: pa.Table, origin: Origin) -> Images | None:
     if not found:
         return None
     if len(found) > 1:
-        raise UserError(f"{origin.files}: columns {found[0]!r} and {found[1]!r} both hold images; put them into one")
+        raise UserError(
+            f"{origin.files}: columns {found[0]!r} and {found[1]!r} both hold images; put them into one"
+        )
     column = found[0]
     values = pa.chunked_array([_as_lists(chunk) for chunk in table.column(column).chunks], IMAGES.type)
     values = values.combine_chunks() if values.num_chunks != 1 else values.chunk(0)
@@ -123,9 +125,7 @@ def why_unreadable(encoded: pa.Buffer) -> str:
         except (Image.DecompressionBombWarning, Image.DecompressionBombError):
             return f"it has more than the {Image.MAX_IMAGE_PIXELS:,} pixels that Pillow takes for safe"
         except Exception as error:  # a decoder can fail in any way
-            return (
-                f"it is no image that Pillow can read ({short(str(error)) if str(error) else 'its header is cut off'})"
-            )
+            return f"it is no image that Pillow can read ({short(str(error)) if str(error) else 'its header is cut off'})"
 
 
 def with_places(messages: Sequence[dict[str, Any]], images: int) -> list[dict[str, Any]]:
@@ -147,16 +147,23 @@ def with_places(messages: Sequence[dict[str, Any]], images: int) -> list[dict[st
     places = sum(block.get("type") == "image" for message in placed for block in _blocks(message))
     what = "a content block of type 'image'"
     if not places:
-        marked = [{**message, "content": _parted(message)} if _has_mark(message) else message for message in placed]
+        marked = [
+            {**message, "content": _parted(message)} if _has_mark(message) else message
+            for message in placed
+        ]
         places = sum(block.get("type") == "image" for message in marked for block in _blocks(message))
         placed, what = (marked, "a mark <image>") if places else (placed, what)
     if not places and images:
         first = next((message for message in placed if message.get("role") == "user"), None)
         if first is None:
-            raise UserError(f"the row has {_counted(images)}, and no message of the user to put them into")
+            raise UserError(
+                f"the row has {_counted(images)}, and no message of the user to put them into"
+            )
         first["content"] = [{"type": "image"}] * images + _blocks(first)
     elif places != images:
-        raise UserError(f"the row has {_counted(images)}, and its messages have places for {places} ({what} each)")
+        raise UserError(
+            f"the row has {_counted(images)}, and its messages have places for {places} ({what} each)"
+        )
     return placed
 
 
@@ -195,4 +202,6 @@ def _parts(block: dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(text, str):  # a block of another kind
         return [block]
     parts = filter(None, _MARK.split(text))
-    return [{"type": "image"} if _MARK.fullmatch(part) else {"type": "text", "text": part} for part in parts]
+    return [
+        {"type": "image"} if _MARK.fullmatch(part) else {"type": "text", "text": part} for part in parts
+    ]

@@ -160,7 +160,9 @@ class Prompts:
         names = [f"file_{name}" if name in _RENAMED else name for name in table.column_names]
         exact, table = exact.rename_columns(names), table.rename_columns(names)
         images = find_images(table, origin)
-        format = find_format(table, origin, {"prompt": how.prompt, "answer": how.answer, "response": how.response})
+        format = find_format(
+            table, origin, {"prompt": how.prompt, "answer": how.answer, "response": how.response}
+        )
         if format.prompt != "prompt" and "prompt" in names:
             names = ["file_prompt" if name == "prompt" else name for name in names]
             exact, table = exact.rename_columns(names), table.rename_columns(names)
@@ -188,11 +190,15 @@ class Prompts:
                     continue
             of_part = np.arange(len(part)) if texts.rows is None else np.asarray(texts.rows)
             ids = tokenise(texts, there, tokenizer)
-            observer.see(texts, ids, None if answers is None else answers.values.slice(start, _PART).take(of_part))
+            observer.see(
+                texts, ids, None if answers is None else answers.values.slice(start, _PART).take(of_part)
+            )
             parts.append(pa.table({**ids, "prompt": pa.array(texts.prompts, pa.string())}))
             sources.append(start + of_part)
         if not parts:
-            raise UserError(f"{origin.files}: all {dropped} rows have texts of more than {MAX_CHARACTERS:,} characters")
+            raise UserError(
+                f"{origin.files}: all {dropped} rows have texts of more than {MAX_CHARACTERS:,} characters"
+            )
         made, source_rows = _with_useful_masks(pa.concat_tables(parts)), np.concatenate(sources)
         lengths = {name: _lengths(made, name) for name in made.column_names if name.endswith("_ids")}
         understood = observer.understanding(replace(rows, table=table), answers, lengths, images)
@@ -218,12 +224,16 @@ class Prompts:
         long = np.flatnonzero(lengths > limit)
         if len(long) and (how.too_long == "error" or len(long) == len(lengths)):
             more = f" ({len(long)} of {len(lengths)} rows are longer)"
-            way = "raise max_prompt_tokens" + (", or say too_long='drop'" if len(long) < len(lengths) else "")
+            way = "raise max_prompt_tokens" + (
+                ", or say too_long='drop'" if len(long) < len(lengths) else ""
+            )
             raise UserError(
                 f"{origin(int(source_rows[long[0]]))}: the prompt has {lengths[long[0]]} tokens, max_prompt_tokens is {limit}{more}; {way}"
             )
         return (
-            self._keeping(lengths <= limit, f"longer than max_prompt_tokens={limit}") if len(long) else self._compact()
+            self._keeping(lengths <= limit, f"longer than max_prompt_tokens={limit}")
+            if len(long)
+            else self._compact()
         )
 
     def up_to(self, tokens: int) -> Prompts:
@@ -276,7 +286,9 @@ class Prompts:
                 "evaluate on; each needs at least one"
             )
         train = replace(self, table=rest)._compact()
-        return train, replace(self, name=f"{self.name}_held_out", table=held_out, dropped=0, understood=None)._compact()
+        return train, replace(
+            self, name=f"{self.name}_held_out", table=held_out, dropped=0, understood=None
+        )._compact()
 
     def filter(self, keep: Callable[[dict[str, Any]], bool]) -> Prompts:
         """Keep the rows that a function accepts, in their order. `dropped` counts the other rows.
@@ -325,13 +337,19 @@ class Prompts:
         """
         keys = list(self._of_each_row(key))
         name = getattr(key, "__name__", repr(key))
-        unordered = next((k for k, value in enumerate(keys) if isinstance(value, float) and value != value), None)
+        unordered = next(
+            (k for k, value in enumerate(keys) if isinstance(value, float) and value != value), None
+        )
         if unordered is not None:
-            raise UserError(f"{self.name}, row {unordered + 1}: the key of sort({name}) is nan, which has no order")
+            raise UserError(
+                f"{self.name}, row {unordered + 1}: the key of sort({name}) is nan, which has no order"
+            )
         try:
             order = sorted(range(len(keys)), key=keys.__getitem__, reverse=reverse)
         except TypeError as error:
-            raise UserError(f"{self.name}: the keys of sort({name}) cannot be compared ({error})") from None
+            raise UserError(
+                f"{self.name}: the keys of sort({name}) cannot be compared ({error})"
+            ) from None
         return replace(self, table=self.table.take(pa.array(order, pa.int64())))._compact()
 
     def _of_each_row(self, function: Callable[[dict[str, Any]], Any]) -> Iterator[Any]:
@@ -350,14 +368,20 @@ class Prompts:
         texts = self.table["prompt"].to_pylist()
         if str(IMAGES) not in self.columns:
             return [(text,) for text in texts]
-        images = ([xxhash.xxh3_128_digest(one.as_buffer()) for one in row.values] for row in self.table[str(IMAGES)])
+        images = (
+            [xxhash.xxh3_128_digest(one.as_buffer()) for one in row.values]
+            for row in self.table[str(IMAGES)]
+        )
         return [(text, *digests) for text, digests in zip(texts, images, strict=True)]
 
     def _keeping(self, kept: np.ndarray, reason: str) -> Prompts:
         dropped = int((~kept).sum())
         understood = self.understood.without(dropped, reason) if self.understood else None
         rest = replace(
-            self, table=self.table.filter(pa.array(kept)), dropped=self.dropped + dropped, understood=understood
+            self,
+            table=self.table.filter(pa.array(kept)),
+            dropped=self.dropped + dropped,
+            understood=understood,
         )
         return rest._compact()
 
@@ -381,7 +405,9 @@ def _with_useful_masks(made: pa.Table) -> pa.Table:
     return made if useful else made.drop_columns(masks)
 
 
-def _with_the_rest(made: pa.Table, table: pa.Table, answers: Answers | None, images: Images | None) -> pa.Table:
+def _with_the_rest(
+    made: pa.Table, table: pa.Table, answers: Answers | None, images: Images | None
+) -> pa.Table:
     """The columns that were made, and those of the file that none of them takes the place of."""
     columns: dict[str, pa.ChunkedArray] = dict(zip(made.column_names, made.columns, strict=True))
     if answers is not None:
@@ -410,7 +436,9 @@ def _refuse_columns(table: pa.Table, origin: Origin) -> None:
         raise UserError(f"{origin.files}: there are two columns {twice!r}; rename one of them")
     taken = next((column for column in _WRITTEN if column in names), None)
     if taken:
-        raise UserError(f"{origin.files}: column {taken!r} is one that Weft writes; rename it in the file")
+        raise UserError(
+            f"{origin.files}: column {taken!r} is one that Weft writes; rename it in the file"
+        )
     for column in _MEDIA:
         values = table.column(column) if column in table.column_names else ()
         row = next((row for row, value in enumerate(values) if value.as_py() not in (None, [], "")), None)

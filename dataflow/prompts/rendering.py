@@ -70,7 +70,8 @@ class Rendering:
         """
         columns = [path for path in (format.prompt, format.dialogue, *format.responses.values()) if path]
         kinds: dict[str, Kind] = {
-            path: column_kind(find_column(table, path, origin, "column").type, path, origin) for path in columns
+            path: column_kind(find_column(table, path, origin, "column").type, path, origin)
+            for path in columns
         }
         if format.dialogue and kinds[format.dialogue] == "text":
             raise UserError(
@@ -115,11 +116,15 @@ class Rendering:
         """
         format = self.format
         if format.text:
-            return Texts(_strings(table, format.text, origin), {}, chat=False, has_bos=self.has_bos, whole=True)
+            return Texts(
+                _strings(table, format.text, origin), {}, chat=False, has_bos=self.has_bos, whole=True
+            )
         parts = format.responses
         if not self.chat:
             prompts = self._prompts(table, origin) if format.prompt else []
-            responses = {name: self._answers(table, path, origin, prompts) for name, path in parts.items()}
+            responses = {
+                name: self._answers(table, path, origin, prompts) for name, path in parts.items()
+            }
             if format.prompt:
                 return Texts(prompts, responses, chat=False, has_bos=self.has_bos)
             return _split_texts(responses, origin, self.has_bos)
@@ -135,20 +140,30 @@ class Rendering:
         )
         divider = Divider(origin)
         if format.dialogue:
-            dialogues, response = read_messages(table, format.dialogue, origin), {"response_ids": format.dialogue}
+            dialogues, response = (
+                read_messages(table, format.dialogue, origin),
+                {"response_ids": format.dialogue},
+            )
             if self.train_on == "all":
-                return rows.render(divider.all_turns(dialogues, format.dialogue), response, split=images is None)
+                return rows.render(
+                    divider.all_turns(dialogues, format.dialogue), response, split=images is None
+                )
             exchanges = divider.last_turns(dialogues, format.dialogue, self.answered)
             return rows.render(exchanges, response if self.answered else {})
         prompts = self._prompts(table, origin) if self.kinds.get(format.prompt or "") == "text" else []
         answers = {
             name: read_messages(table, path, origin)
             if self.kinds[path] == "messages"
-            else [[{"role": "assistant", "content": text}] for text in self._answers(table, path, origin, prompts)]
+            else [
+                [{"role": "assistant", "content": text}]
+                for text in self._answers(table, path, origin, prompts)
+            ]
             for name, path in parts.items()
         }
         if not format.prompt:
-            return rows.render(divider.pairs(answers["chosen_ids"], answers["rejected_ids"], parts), parts)
+            return rows.render(
+                divider.pairs(answers["chosen_ids"], answers["rejected_ids"], parts), parts
+            )
         asked = (
             [[{"role": "user", "content": text}] for text in prompts]
             if prompts
@@ -220,14 +235,21 @@ def _needs_template(
     if format.name == "HH-RLHF":
         return False, "the texts mark their turns themselves ('Human:', 'Assistant:')"
     if format.text or format.prompt is None:
-        return False, "each text is one sequence" if format.text else "the prompt is what both responses begin with"
+        return (
+            False,
+            "each text is one sequence"
+            if format.text
+            else "the prompt is what both responses begin with",
+        )
     if wanted is not None:
         return wanted, f"chat={wanted}"
     if not tokenizer.chat:
         return False, "the tokenizer has no chat template"
     if repeats:
         return False, "the responses begin with the prompts, so each is one text with its prompt"
-    responses = [as_text(find_column(table, path, origin, "response")) for path in format.responses.values()]
+    responses = [
+        as_text(find_column(table, path, origin, "response")) for path in format.responses.values()
+    ]
     if responses and all(count_matches(column, r"^\s") == len(column) for column in responses):
         return False, "the responses begin with a space, so they continue the text of the prompts"
     prompts = as_text(find_column(table, format.prompt, origin, "prompt"))
@@ -253,14 +275,18 @@ def _refuse_template_settings(settings: ReadSettings, reason: str) -> None:
     for name in ("system", "thinking", "chat_template_kwargs"):
         value = getattr(settings, name)
         if value is not None and value != {} and not (name == "thinking" and value is False):
-            raise UserError(f"{name}={short(value)}: the chat template is not applied to these prompts ({reason})")
+            raise UserError(
+                f"{name}={short(value)}: the chat template is not applied to these prompts ({reason})"
+            )
 
 
 def _refuse_template_columns(table: pa.Table, format: Format, origin: Origin, reason: str) -> None:
     """Refuse system prompts and tools without a chat template: the model would not see them."""
     for column in (format.system, "tools", "chat_template_kwargs"):
         values = table.column(column) if column is not None and column in table.column_names else ()
-        row = next((row for row, value in enumerate(values) if value.as_py() not in (None, [], "", {})), None)
+        row = next(
+            (row for row, value in enumerate(values) if value.as_py() not in (None, [], "", {})), None
+        )
         if row is not None:
             raise UserError(
                 f"{origin(row)}: column {column!r} is for the chat template, which is not applied to these rows ({reason}); rename the "
@@ -268,7 +294,9 @@ def _refuse_template_columns(table: pa.Table, format: Format, origin: Origin, re
             )
 
 
-def _strings(table: pa.Table, path: str, origin: Origin, empty: Literal["refuse", "allow"] = "allow") -> list[str]:
+def _strings(
+    table: pa.Table, path: str, origin: Origin, empty: Literal["refuse", "allow"] = "allow"
+) -> list[str]:
     """A text column as Python strings; null is refused, and blank text too if the caller asks for that."""
     texts = as_text(find_column(table, path, origin, "column")).to_pylist()
     for row, text in enumerate(texts):
@@ -360,7 +388,9 @@ def tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa
     values, offsets = _encode(tokenizer, texts.prompts, special)
     empty = np.flatnonzero(np.diff(offsets) == 0)
     if len(empty):
-        raise UserError(f"{origin(int(empty[0]))}: the prompt {short(texts.prompts[empty[0]])} has no tokens")
+        raise UserError(
+            f"{origin(int(empty[0]))}: the prompt {short(texts.prompts[empty[0]])} has no tokens"
+        )
     if not texts.responses and not texts.whole:
         return {"prompt_ids": ragged_array(values, offsets, pa.int32())}
     prompts = np.split(values, offsets[1:-1])
@@ -421,22 +451,34 @@ def _masks(
         rows = responses[name]
         masks[name] = [np.ones(len(ids), np.uint8) for ids in rows]
         gapped = [row for row, gaps in enumerate(all_gaps) if gaps]
-        ends = {row: [*itertools.chain(*all_gaps[row]), len(texts.responses[name][row])] for row in gapped}
-        pieces = {
-            row: [texts.responses[name][row][a:b] for a, b in itertools.pairwise([0, *ends[row]])] for row in gapped
+        ends = {
+            row: [*itertools.chain(*all_gaps[row]), len(texts.responses[name][row])] for row in gapped
         }
-        tokens = iter(_rows(tokenizer, [piece for row in gapped for piece in pieces[row]], False) if gapped else [])
+        pieces = {
+            row: [texts.responses[name][row][a:b] for a, b in itertools.pairwise([0, *ends[row]])]
+            for row in gapped
+        }
+        tokens = iter(
+            _rows(tokenizer, [piece for row in gapped for piece in pieces[row]], False) if gapped else []
+        )
         for row in gapped:
             parts = list(itertools.islice(tokens, len(pieces[row])))
             joined = np.concatenate(parts)
-            if np.array_equal(joined, rows[row]) or _text(tokenizer, joined) == _text(tokenizer, rows[row]):
+            if np.array_equal(joined, rows[row]) or _text(tokenizer, joined) == _text(
+                tokenizer, rows[row]
+            ):
                 rows[row] = joined
-                masks[name][row] = np.repeat(np.arange(len(parts)) % 2 == 0, [len(part) for part in parts]).astype(
-                    np.uint8
-                )
+                masks[name][row] = np.repeat(
+                    np.arange(len(parts)) % 2 == 0, [len(part) for part in parts]
+                ).astype(np.uint8)
             else:  # the tokenizer adds a space before each part
                 masks[name][row] = _mask_by_place(
-                    rows[row], texts.prompts[row], texts.responses[name][row], all_gaps[row], origin(row), tokenizer
+                    rows[row],
+                    texts.prompts[row],
+                    texts.responses[name][row],
+                    all_gaps[row],
+                    origin(row),
+                    tokenizer,
                 )
     return masks
 
@@ -467,7 +509,9 @@ def _responses(
     """The tokens of responses, by column. A prompt whose last token reaches into a response is shortened in place."""
     # Prompt and response are tokenised together, so that the response's first word is split as in running text.
     wholes = {
-        name: _rows(tokenizer, [prompt + tail for prompt, tail in zip(texts.prompts, tails, strict=True)], special)
+        name: _rows(
+            tokenizer, [prompt + tail for prompt, tail in zip(texts.prompts, tails, strict=True)], special
+        )
         for name, tails in texts.responses.items()
     }
     responses = {
@@ -500,7 +544,8 @@ def _part(
     alone = {name: _rows(tokenizer, [tail], False)[0] for name, tail in tails.items()}
     decode = tokenizer.backend.decode
     if all(
-        decode([*prompt, *alone[name]], skip_special_tokens=False) == decode(whole.tolist(), skip_special_tokens=False)
+        decode([*prompt, *alone[name]], skip_special_tokens=False)
+        == decode(whole.tolist(), skip_special_tokens=False)
         for name, whole in wholes.items()
     ):
         return prompt, alone
@@ -518,9 +563,16 @@ def _whole(
         rows = [_stopped(row, stop) for row in rows]
     for index, row in enumerate(rows):
         if len(row) < 2:
-            raise UserError(f"{origin(index)}: the text {short(texts.prompts[index])} has fewer than two tokens")
-    texts.prompts[:] = tokenizer.backend.decode_batch([row[:1].tolist() for row in rows], skip_special_tokens=False)
-    return {"prompt_ids": _lists([row[:1] for row in rows]), "response_ids": _lists([row[1:] for row in rows])}
+            raise UserError(
+                f"{origin(index)}: the text {short(texts.prompts[index])} has fewer than two tokens"
+            )
+    texts.prompts[:] = tokenizer.backend.decode_batch(
+        [row[:1].tolist() for row in rows], skip_special_tokens=False
+    )
+    return {
+        "prompt_ids": _lists([row[:1] for row in rows]),
+        "response_ids": _lists([row[1:] for row in rows]),
+    }
 
 
 def _stopped(response: np.ndarray, stop: int) -> np.ndarray:

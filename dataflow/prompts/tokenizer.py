@@ -98,7 +98,9 @@ class ChatTemplate:
             return text
         end = text.rfind(mark.strip())
         if end < 0:
-            raise UserError(f"the chat template of {self.name} leaves out the last message, which should be continued")
+            raise UserError(
+                f"the chat template of {self.name} leaves out the last message, which should be continued"
+            )
         # A template that trims the message trimmed the mark's space too: then trim as it would have.
         return text[:end] if text.startswith(mark, end) else text[:end].rstrip()
 
@@ -117,8 +119,12 @@ class ChatTemplate:
             if name not in reads:
                 ours = {"messages", "tools", "documents", "add_generation_prompt", *self.special_tokens}
                 known = sorted(reads - ours)
-                hint = nearest(name, known) or (f"; it reads {', '.join(known)}" if known else "; it reads none")
-                raise UserError(f"chat_template_kwargs: the chat template of {self.name} reads no {name!r}{hint}")
+                hint = nearest(name, known) or (
+                    f"; it reads {', '.join(known)}" if known else "; it reads none"
+                )
+                raise UserError(
+                    f"chat_template_kwargs: the chat template of {self.name} reads no {name!r}{hint}"
+                )
         if thinking is None:
             return dict(others)
         switch = next((name for name in _THINKING if name in reads), None)
@@ -155,7 +161,9 @@ class ChatTemplate:
         name = "tool_use" if with_tools and "tool_use" in self.sources else "default"
         if name not in self.sources:
             known = ", ".join(sorted(self.sources))
-            raise UserError(f"{self.name} has several chat templates and none is called 'default': {known}")
+            raise UserError(
+                f"{self.name} has several chat templates and none is called 'default': {known}"
+            )
         return _compiled(self.sources[name])
 
 
@@ -172,7 +180,8 @@ def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
         return {**message, "content": "".join(str(block.get("text", "")) for block in content)}
     if kinds <= {"text", "image"}:
         blocks = [
-            {"type": "image"} if b["type"] == "image" else {"type": "text", "text": str(b["text"])} for b in content
+            {"type": "image"} if b["type"] == "image" else {"type": "text", "text": str(b["text"])}
+            for b in content
         ]
         return {**message, "content": blocks}
     raise UserError(
@@ -200,16 +209,24 @@ def _environment() -> jinja2.Environment:
 
         def parse(self, parser: Any) -> nodes.Node:
             line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+            return nodes.Scope(
+                parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+            )
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
     def tojson(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: Any = None,
+        separators: Any = None,
+        sort_keys: bool = False,
     ) -> str:
         # Jinja's own filter escapes HTML, which a model should not see.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
@@ -230,7 +247,15 @@ def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
     return {**message, "content": content + mark}
 
 
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 """Special tokens that a chat template can use by name, as in `transformers`."""
 
 _FILES = (
@@ -240,7 +265,9 @@ _FILES = (
     "*.jinja",
     "additional_chat_templates/*",
 )
-_CHUNK = 8192  # texts per call: bounds the memory held by encodings, and is plenty for the library's threads
+_CHUNK = (
+    8192  # texts per call: bounds the memory held by encodings, and is plenty for the library's threads
+)
 
 
 class Tokenizer:
@@ -273,7 +300,9 @@ class Tokenizer:
         self.backend = backend
         self.name = name
         self.special_tokens = dict(special_tokens or {})
-        sources = {"default": chat_template} if isinstance(chat_template, str) else dict(chat_template or {})
+        sources = (
+            {"default": chat_template} if isinstance(chat_template, str) else dict(chat_template or {})
+        )
         self.chat = ChatTemplate(sources, self.special_tokens, name)
 
     @classmethod
@@ -291,7 +320,8 @@ class Tokenizer:
         file = folder / "tokenizer.json"
         if not file.is_file():
             slow = any(
-                (folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+                (folder / name).is_file()
+                for name in ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
             )
             hint = (
                 f"; write it once with transformers: AutoTokenizer.from_pretrained({str(source)!r})"
@@ -303,16 +333,22 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{file}: not a tokenizer that the tokenizers library can read ({error})") from None
+            raise UserError(
+                f"{file}: not a tokenizer that the tokenizers library can read ({error})"
+            ) from None
 
         config = _json(folder / "tokenizer_config.json")
-        if "added_tokens_decoder" not in config:  # models saved long ago keep special tokens in a file of their own
+        if (
+            "added_tokens_decoder" not in config
+        ):  # models saved long ago keep special tokens in a file of their own
             config |= _json(folder / "special_tokens_map.json")
         named = {name: _text(config[name]) for name in NAMED_TOKENS if config.get(name)}
         _add_missing(backend, config, named)
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
 
-        return cls(backend, chat_template=_chat_templates(folder, config), special_tokens=named, name=str(source))
+        return cls(
+            backend, chat_template=_chat_templates(folder, config), special_tokens=named, name=str(source)
+        )
 
     def __repr__(self) -> str:
         templates = ", ".join(self.chat.sources) or "no chat template"
@@ -331,7 +367,9 @@ class Tokenizer:
             encoding = self.backend.encode(probe, add_special_tokens=True)
             if len(encoding.ids) > number:
                 before = encoding.special_tokens_mask.index(0)
-                return tuple(encoding.ids[:before]), tuple(encoding.ids[len(encoding.ids) - number + before :])
+                return tuple(encoding.ids[:before]), tuple(
+                    encoding.ids[len(encoding.ids) - number + before :]
+                )
         return (), ()
 
     @functools.cached_property
@@ -346,7 +384,11 @@ class Tokenizer:
                 text = self.chat.render(turns).rstrip()
             except UserError:  # a template for other messages
                 return ends
-            last = max((special for special in self.special_texts if text.endswith(special)), key=len, default=None)
+            last = max(
+                (special for special in self.special_texts if text.endswith(special)),
+                key=len,
+                default=None,
+            )
             if last and (token := self.backend.token_to_id(last)) is not None:
                 ends.setdefault(token, "the chat template's end of a turn")
         return ends
@@ -356,7 +398,9 @@ class Tokenizer:
         """The texts of all special tokens."""
         added = self.backend.get_added_tokens_decoder().values()
         return tuple(
-            dict.fromkeys([*self.special_tokens.values(), *(token.content for token in added if token.special)])
+            dict.fromkeys(
+                [*self.special_tokens.values(), *(token.content for token in added if token.special)]
+            )
         )
 
     def encode(
@@ -396,7 +440,9 @@ class Tokenizer:
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Jinja source by name. Template files, where there are any, take the place of the ones in the configuration."""
-    files = {"default": folder / "chat_template.jinja"} if (folder / "chat_template.jinja").is_file() else {}
+    files = (
+        {"default": folder / "chat_template.jinja"} if (folder / "chat_template.jinja").is_file() else {}
+    )
     files |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if files:
         return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
@@ -406,13 +452,17 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return {"default": templates} if isinstance(templates, str) else dict(templates)
 
 
-def _add_missing(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+def _add_missing(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]
+) -> None:
     """Adds tokens that the configuration declares and `tokenizer.json` lacks, in the order of their ids."""
     import tokenizers
 
     have = {token.content for token in backend.get_added_tokens_decoder().values()}
     missing: dict[str, tokenizers.AddedToken] = {}
-    for _, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
+    for _, token in sorted(
+        (config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])
+    ):
         flags = {
             key: bool(token[key])
             for key in ("single_word", "lstrip", "rstrip", "normalized", "special")

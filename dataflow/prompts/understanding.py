@@ -133,8 +133,12 @@ class Understanding:
         kept = [name for name in self.columns if name not in used]
         lines.append(f"  reads     {'; '.join(self._column(name) for name in used)}")
         if kept:
-            lines.append(f"  keeps     {self._listed(kept)}; not trained on, for rewards and nodes of your own")
-        lines.append(f"  template  {'applied' if self.chat else 'not applied'}: {self.chat_reason}{self._settings()}")
+            lines.append(
+                f"  keeps     {self._listed(kept)}; not trained on, for rewards and nodes of your own"
+            )
+        lines.append(
+            f"  template  {'applied' if self.chat else 'not applied'}: {self.chat_reason}{self._settings()}"
+        )
         lines.append(f"  trains    {self.trains}")
         if "answer" in self.roles:
             lines.append(f"  answers   from {self.roles['answer']!r}: {self.extraction}")
@@ -153,14 +157,20 @@ class Understanding:
         return "\n".join(map(one_line, lines))
 
     def _roles_of(self, column: str) -> list[str]:
-        return [role for role, name in self.roles.items() if name == column or name.startswith(f"{column}.")]
+        return [
+            role for role, name in self.roles.items() if name == column or name.startswith(f"{column}.")
+        ]
 
     def _column(self, name: str) -> str:
-        return f"{_clipped(name)} ({_clipped(self.columns[name])}) as {' and '.join(self._roles_of(name))}"
+        return (
+            f"{_clipped(name)} ({_clipped(self.columns[name])}) as {' and '.join(self._roles_of(name))}"
+        )
 
     def _listed(self, names: Sequence[str]) -> str:
         named = [f"{_clipped(name)} ({_clipped(self.columns[name])})" for name in names[:_NAMED]]
-        return ", ".join(named) + (f" and {len(names) - _NAMED:,} more columns" if len(names) > _NAMED else "")
+        return ", ".join(named) + (
+            f" and {len(names) - _NAMED:,} more columns" if len(names) > _NAMED else ""
+        )
 
     def _settings(self) -> str:
         said = [f"{name}={value!r}" for name, value in self.variables.items()]
@@ -236,11 +246,17 @@ class Observer:
         if format.chosen:
             return f"the chosen and the rejected response, compared with each other{turns}"
         if format.dialogue and rendering.train_on == "all":
-            split = "; the template changes earlier turns when later ones follow, so " if self._split else ""
-            split += f"some conversations became several rows ({self._split:,} more)" if self._split else ""
+            split = (
+                "; the template changes earlier turns when later ones follow, so " if self._split else ""
+            )
+            split += (
+                f"some conversations became several rows ({self._split:,} more)" if self._split else ""
+            )
             return f"every assistant turn, {self._trained_turns:,} in {_rows(self._rows)} (train_on='all'){split}"
         if format.dialogue and rendering.answered:
-            more = f"{self._trained_turns:,} of {self._turns:,} turns (train_on='last'; 'all' trains each)"
+            more = (
+                f"{self._trained_turns:,} of {self._turns:,} turns (train_on='last'; 'all' trains each)"
+            )
             return f"the last assistant turn of each conversation{f', {more}' if self._turns > self._trained_turns else ''}"
         if format.response:
             return f"the response{turns}"
@@ -252,7 +268,9 @@ class Observer:
         if self._rendering.repeats:
             notes.append("every response begins with its prompt, which is taken once")
         if self._empty:
-            notes.append(f"empty responses: {self._empty:,} of {odd_of:,}; they train the model to answer nothing")
+            notes.append(
+                f"empty responses: {self._empty:,} of {odd_of:,}; they train the model to answer nothing"
+            )
         if self._equal:
             notes.append(
                 f"pairs of equal responses: {self._equal:,} of {_rows(len(rows.table))}; they have no preference"
@@ -384,7 +402,9 @@ def _example_lines(number: int, example: Example) -> list[str]:
     for column, text in texts.items():
         name = column.removesuffix("_ids")
         for k, part in enumerate(example.parts.get(column, () if text is None else (text,))[:_PARTS]):
-            lines.append(f"            {'(not trained)' if k % 2 else f'{name:8}'} {_shown(part, _SHOWN // 2)}")
+            lines.append(
+                f"            {'(not trained)' if k % 2 else f'{name:8}'} {_shown(part, _SHOWN // 2)}"
+            )
         if len(example.parts.get(column, ())) > _PARTS:
             lines.append(f"            and {len(example.parts[column]) - _PARTS:,} more parts of it")
     if example.answer is not None:

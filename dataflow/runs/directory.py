@@ -79,7 +79,9 @@ class RunDirectory:
     flush_interval_s = 0.5
     """Longest delay, in seconds, before new metrics and timeline entries are on disk."""
 
-    def __init__(self, path: Path, lock: RunLock | None = None, *, origin: str = "begins with step 1") -> None:
+    def __init__(
+        self, path: Path, lock: RunLock | None = None, *, origin: str = "begins with step 1"
+    ) -> None:
         self.path = path
         self.lock = lock
         """The process that writes into a run holds its lock."""
@@ -114,7 +116,9 @@ class RunDirectory:
         lock = hold(path)
         if is_used(path):
             lock.give_back()
-            raise UserError(f"run directory {path} is used already; give the run another name, or remove it")
+            raise UserError(
+                f"run directory {path} is used already; give the run another name, or remove it"
+            )
         require_folder(path / LOGS, f"run directory {str(path)!r}")
         if not why:
             return cls(path, lock)
@@ -139,13 +143,23 @@ class RunDirectory:
         directory._set_aside_what_is_no_file()
         directory._set_aside_damaged_config()
         metrics = directory._read(METRICS, read_metrics, ("step",))
-        rows = {row["step"]: present(row) for row in metrics.to_pylist() if row["step"] is not None} if metrics else {}
+        rows = (
+            {row["step"]: present(row) for row in metrics.to_pylist() if row["step"] is not None}
+            if metrics
+            else {}
+        )
         if any(earlier not in rows for earlier in range(step + 1)):
-            rows = {row["step"]: row for row in samples_by_step(path / BUFFER / LOG, step, position)} | rows
+            rows = {
+                row["step"]: row for row in samples_by_step(path / BUFFER / LOG, step, position)
+            } | rows
         kept = [value for at in sorted(rows) if at <= step for value in values_from(rows[at])]
         begin_again(path, METRICS, pa.Table.from_pylist(kept, VALUES))
-        calls = directory._read(TIMELINE, read_timeline, [name for name in CALLS.names if name != BY_RANK])
-        begin_again(path, TIMELINE, calls_kept(calls, time_s) if calls is not None else CALLS.empty_table())
+        calls = directory._read(
+            TIMELINE, read_timeline, [name for name in CALLS.names if name != BY_RANK]
+        )
+        begin_again(
+            path, TIMELINE, calls_kept(calls, time_s) if calls is not None else CALLS.empty_table()
+        )
         return directory
 
     def give_up_rows(self) -> None:
@@ -188,7 +202,9 @@ class RunDirectory:
         if self.lock is not None:
             self.lock.check(sure=sure)
 
-    def _read(self, name: str, read: Callable[[Path], pa.Table | None], columns: Sequence[str]) -> pa.Table | None:
+    def _read(
+        self, name: str, read: Callable[[Path], pa.Table | None], columns: Sequence[str]
+    ) -> pa.Table | None:
         """Metrics or timeline, which have these columns; None, and a note, where they are damaged or gone."""
         stream, path = self.path / f"{name}{STREAM}", self.path / f"{name}{PARQUET}"
         path = stream if stream.exists() else path
@@ -226,12 +242,16 @@ class RunDirectory:
             TakenOverError: another driver goes on with the run.
         """
         self.check()
-        plain = json.loads(json.dumps({**config, "starts": self.starts, "origin": self.origin}, default=_plain))
+        plain = json.loads(
+            json.dumps({**config, "starts": self.starts, "origin": self.origin}, default=_plain)
+        )
         described = json.dumps(without_secrets(plain), indent=2) + "\n"
         self._disk.write_whole(self.path / CONFIG, described.encode())
         self._disk.write_whole(self.path / MERMAID, redacted(graphs[TRAIN].mermaid()).encode())
         structure = {name: graph.structure() for name, graph in graphs.items()}
-        self._disk.write_whole(self.path / GRAPH, json.dumps(without_secrets(structure, by_name=False)).encode())
+        self._disk.write_whole(
+            self.path / GRAPH, json.dumps(without_secrets(structure, by_name=False)).encode()
+        )
 
     def add_metrics(self, row: Mapping[str, float]) -> Mapping[str, float]:
         """Note metrics of a step. They reach the disk with the next `flush`.
@@ -310,7 +330,12 @@ def check_name(name: object, what: str) -> None:
         UserError: the rule, and the nearest name that is right.
     """
     text = str(name)
-    leads_on = not text.isprintable() or text.startswith((".", "-")) or text != text.strip() or {*text} & {"/", "\\"}
+    leads_on = (
+        not text.isprintable()
+        or text.startswith((".", "-"))
+        or text != text.strip()
+        or {*text} & {"/", "\\"}
+    )
     if isinstance(name, str) and name and not leads_on and len(text.encode()) <= MAX_NAME_BYTES:
         return
     plain = re.sub(r"[^\w.=,+@ -]+", "-", text).strip(" .-")[: MAX_NAME_BYTES // 4]
@@ -432,7 +457,11 @@ def require_folder(path: Path, what: str, *, private: bool = True) -> None:
         if is_full(error):
             raise
         at = next((p for p in (path, *path.parents) if os.path.lexists(p)), path)
-        why = f"{at} is no folder" if not at.is_dir() else f"nothing can be written into {at} ({error.strerror})"
+        why = (
+            f"{at} is no folder"
+            if not at.is_dir()
+            else f"nothing can be written into {at} ({error.strerror})"
+        )
         raise UserError(f"{what} cannot be used: {why}") from None
 
 

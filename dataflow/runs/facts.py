@@ -64,7 +64,9 @@ class RunFacts:
     def since(self) -> float:
         """Seconds since 1970 at which the latest driver took the run; 0 where nobody says."""
         with suppress(ValueError):
-            return calendar.timegm(time.strptime(self.holder.since if self.holder else "", "%Y-%m-%d %H:%M:%S UTC"))
+            return calendar.timegm(
+                time.strptime(self.holder.since if self.holder else "", "%Y-%m-%d %H:%M:%S UTC")
+            )
         return 0.0
 
     @property

@@ -115,7 +115,10 @@ class RunLock:
             TakenOverError: somebody else holds it by now.
         """
         self.check(sure=True)
-        before, self._claim = self._claim, _take(self.run / LOCK, self._claim.holder.epoch, own=self._claim.path)
+        before, self._claim = (
+            self._claim,
+            _take(self.run / LOCK, self._claim.holder.epoch, own=self._claim.path),
+        )
         self._release.detach()
         self._hold(self._claim)
         before.let_go()
@@ -132,7 +135,13 @@ class RunLock:
     def record(self) -> Record:
         """The record of this epoch in the log."""
         holder = self._claim.holder
-        return {"do": "epoch", "epoch": holder.epoch, "host": holder.host, "pid": holder.pid, "since": holder.since}
+        return {
+            "do": "epoch",
+            "epoch": holder.epoch,
+            "host": holder.host,
+            "pid": holder.pid,
+            "since": holder.since,
+        }
 
     def check(self, *, sure: bool = False) -> None:
         """See that this process may write.
@@ -154,7 +163,9 @@ class RunLock:
             if other
             else f"has no lock any more: {self._claim.path} was removed, or the run moved"
         )
-        raise TakenOverError(f"run {self.run} {who}; this driver held it as {self._claim.holder}, and ends")
+        raise TakenOverError(
+            f"run {self.run} {who}; this driver held it as {self._claim.holder}, and ends"
+        )
 
     def release(self) -> None:
         """Let others take the run."""
@@ -285,7 +296,9 @@ def _never_named(folder: Path, now: float) -> Iterator[Path]:
     """Files of those who were ended while they took the run."""
     for path in folder.glob(".*"):
         with suppress(OSError, ValueError):
-            if now - path.stat().st_mtime > DEAD_AFTER_S or ((by := _read(path)).is_here and by.has_ended):
+            if now - path.stat().st_mtime > DEAD_AFTER_S or (
+                (by := _read(path)).is_here and by.has_ended
+            ):
                 yield path
 
 
@@ -330,7 +343,11 @@ def _refuse_while_held(run: Path, epoch: int, path: Path, now: float) -> None:
         return
     silent = now - touched
     if holder is not None and holder.is_here:
-        end = "close the other driver of this process" if holder.pid == os.getpid() else f"end it (kill {holder.pid})"
+        end = (
+            "close the other driver of this process"
+            if holder.pid == os.getpid()
+            else f"end it (kill {holder.pid})"
+        )
         raise UserError(
             f"run {run} is held by {holder}: one run has one driver. Wait until it is over, or {end} and go on with "
             "resume='latest'; or give this run another name"

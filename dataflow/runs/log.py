@@ -180,7 +180,9 @@ class Log:
                 self._disk.write(descriptor, header(self.start.offset, self.start.checksum))
             if end > self.start.offset:
                 with open_file(self.path) as before:
-                    copy_records(before.fileno(), self.start, self.start.offset, end, descriptor, self._disk)
+                    copy_records(
+                        before.fileno(), self.start, self.start.offset, end, descriptor, self._disk
+                    )
             self._disk.sync(descriptor)
             self._disk.rename(unnamed, self.path)
             self._disk.sync_folder(self.path.parent)
@@ -467,7 +469,9 @@ def described_graph(record: Record) -> Graph:
     if not OLDEST <= found <= FORMAT:
         which = "an earlier" if found < FORMAT else "a later"
         where = f"graph {record['graph']!r} is described in format {found}, by {which} version of Weft"
-        raise FormatError(f"the log cannot be read: {where}; this version reads formats {OLDEST} to {FORMAT}")
+        raise FormatError(
+            f"the log cannot be read: {where}; this version reads formats {OLDEST} to {FORMAT}"
+        )
     return Graph.from_outline(record["outline"])
 
 
@@ -487,7 +491,9 @@ def has_position(path: Path, position: Position) -> bool:
             begin = max(0, place - size)
             file.seek(begin)
             tail, size = file.read(place - begin), 4 * size
-    return tail.endswith(b"\n") and tail[tail.rfind(b"\n", 0, -1) + 1 :].startswith(b"%08x " % position.checksum)
+    return tail.endswith(b"\n") and tail[tail.rfind(b"\n", 0, -1) + 1 :].startswith(
+        b"%08x " % position.checksum
+    )
 
 
 def damage_before(path: Path, end: Position) -> str | None:
@@ -555,12 +561,18 @@ def find_fork(path: Path, damage: Position, *, look_back: int = 1000) -> int | N
     for _ in reader:
         places.append(reader.end)
     line = next(lines(raw(path, damage.offset)), b"")
-    after = (p.offset for p in reversed(places) if line[:9] == b"%08x " % zlib.crc32(line[9:-1], p.checksum))
+    after = (
+        p.offset for p in reversed(places) if line[:9] == b"%08x " % zlib.crc32(line[9:-1], p.checksum)
+    )
     return next(after, None)
 
 
 def _file_start(at: Position) -> FileStart:
-    return FileStart(at.offset, at.checksum, len(header(at.offset, at.checksum))) if at.offset else FileStart()
+    return (
+        FileStart(at.offset, at.checksum, len(header(at.offset, at.checksum)))
+        if at.offset
+        else FileStart()
+    )
 
 
 def _begins_with(path: Path, beginning: Path) -> bool:

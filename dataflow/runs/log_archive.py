@@ -71,14 +71,20 @@ class Part:
 
 def header(offset: int, checksum: int) -> bytes:
     """The first line of a file that begins at this byte of its log."""
-    payload = json.dumps({"do": "cut", "offset": offset, "checksum": checksum}, separators=(",", ":")).encode()
+    payload = json.dumps(
+        {"do": "cut", "offset": offset, "checksum": checksum}, separators=(",", ":")
+    ).encode()
     return b"%08x %b\n" % (zlib.crc32(payload), payload)
 
 
 def file_start(file: BinaryIO) -> FileStart:
     """Read where the file of a log begins. Afterwards the file stands at its first record."""
     line = file.readline(1 << 10)
-    if line.endswith(b"\n") and line[9:20] == b'{"do":"cut"' and line[:9] == b"%08x " % zlib.crc32(line[9:-1]):
+    if (
+        line.endswith(b"\n")
+        and line[9:20] == b'{"do":"cut"'
+        and line[:9] == b"%08x " % zlib.crc32(line[9:-1])
+    ):
         fields = json.loads(line[9:])
         return FileStart(fields["offset"], fields["checksum"], len(line))
     file.seek(0)
@@ -180,7 +186,11 @@ def split(log: Path, at: int, checksum: int, disk: Disk) -> None:
     for part in parts(log, start_of(log), at):
         if part.begin[0] < at < part.end[0]:
             size = at - part.begin[0]
-            _write_part(_part(log, part.begin, (at, checksum)), _first_bytes(part.chunks(part.begin[0]), size), disk)
+            _write_part(
+                _part(log, part.begin, (at, checksum)),
+                _first_bytes(part.chunks(part.begin[0]), size),
+                disk,
+            )
 
 
 def copy_records(descriptor: int, start: FileStart, begin: int, end: int, into: int, disk: Disk) -> None:

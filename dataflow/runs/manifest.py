@@ -42,7 +42,9 @@ class Damage:
         return f"{self.file} {self.problem}"
 
 
-def write_manifest(folder: Path, *, disk: Disk | None = None, advance: Callable[[], None] = lambda: None) -> None:
+def write_manifest(
+    folder: Path, *, disk: Disk | None = None, advance: Callable[[], None] = lambda: None
+) -> None:
     """Sync every file below a folder and make it private, then write their sizes and checksums. The manifest is written last,
     atomically.
 
@@ -61,8 +63,12 @@ def write_manifest(folder: Path, *, disk: Disk | None = None, advance: Callable[
     for path in (folder, *(p for p in folder.rglob("*") if not p.is_symlink())):
         make_private(path)
     with ThreadPoolExecutor(_THREADS) as pool:
-        files = dict(zip(names, pool.map(lambda name: describe(folder / name, disk, advance), names), strict=True))
-    for inside in sorted({folder / parent for name in names for parent in Path(name).parents}, reverse=True):
+        files = dict(
+            zip(names, pool.map(lambda name: describe(folder / name, disk, advance), names), strict=True)
+        )
+    for inside in sorted(
+        {folder / parent for name in names for parent in Path(name).parents}, reverse=True
+    ):
         disk.sync_folder(inside)
     disk.write_whole(folder / MANIFEST, _render(files))
 
@@ -84,11 +90,17 @@ def verify_manifest(folder: Path) -> list[Damage]:
         return [Damage(MANIFEST, f"cannot be read: {error}")]
     files = _parse(written)
     if files is None:
-        return [Damage(MANIFEST, f"is damaged: its {len(written)} bytes do not have the checksum that it names")]
+        return [
+            Damage(
+                MANIFEST, f"is damaged: its {len(written)} bytes do not have the checksum that it names"
+            )
+        ]
     found = set(_files(folder))
     strange = [Damage(name, "is not in the manifest") for name in found - files.keys()]
     with ThreadPoolExecutor(_THREADS) as pool:
-        checked = pool.map(lambda name: _check(folder, name, files[name]) if name in found else "is missing", files)
+        checked = pool.map(
+            lambda name: _check(folder, name, files[name]) if name in found else "is missing", files
+        )
         wrong = [Damage(name, problem) for name, problem in zip(files, checked, strict=True) if problem]
     return sorted([*wrong, *strange], key=lambda damage: damage.file)
 
@@ -145,7 +157,10 @@ def _parse(written: bytes) -> Mapping[str, _Entry] | None:
     """The files that a manifest lists; None when it is damaged."""
     try:
         files = parse_object(written, MANIFEST)["files"]
-        sound = all(isinstance(entry["bytes"], int) and isinstance(entry["xxh3_64"], str) for entry in files.values())
+        sound = all(
+            isinstance(entry["bytes"], int) and isinstance(entry["xxh3_64"], str)
+            for entry in files.values()
+        )
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
     if not sound:

@@ -72,12 +72,16 @@ def finished_leases(
             break
         match record["do"]:
             case "graph":
-                nodes |= {(record["graph"], node.name) for node in described_graph(record).nodes if of(node)}
+                nodes |= {
+                    (record["graph"], node.name) for node in described_graph(record).nodes if of(node)
+                }
             case "claim" if (record["graph"], record["node"]) in nodes:
                 open_leases[record["graph"], record["lease"]] = record["node"], len(record["ids"])
             case "finish" if lease := open_leases.pop((record["graph"], record["lease"]), None):
                 name, rows = lease
-                finished.append(FinishedLease(record["graph"], name, record["lease"], rows, record.get("step")))
+                finished.append(
+                    FinishedLease(record["graph"], name, record["lease"], rows, record.get("step"))
+                )
             case _:
                 pass
     if notes is not None:
@@ -101,7 +105,13 @@ def samples_by_step(log: Path, last: int, end: Position) -> list[dict[str, float
         for lease in finished_leases(log, lambda node: node.operation.updates, end=end) or ():
             if lease.step is not None:
                 trained.setdefault(lease.step, Counter())[lease.node] += lease.rows
-    except (OSError, LookupError, TypeError, FormatError, UserError):  # the rows then have only their steps
+    except (
+        OSError,
+        LookupError,
+        TypeError,
+        FormatError,
+        UserError,
+    ):  # the rows then have only their steps
         pass
     rows: list[dict[str, float]] = []
     for step in range(last + 1):
@@ -174,7 +184,10 @@ class SampleFile:
         with pa.memory_map(str(self.path)) as file:
             table = pa.ipc.open_file(file).read_all()
         table.validate(full=True)  # else reading the values of a damaged file may go out of bounds
-        graph, step = pa.array([self.graph] * len(table), pa.string()), pa.array([self.step] * len(table), pa.int64())
+        graph, step = (
+            pa.array([self.graph] * len(table), pa.string()),
+            pa.array([self.step] * len(table), pa.int64()),
+        )
         return table.add_column(0, "graph", graph).add_column(1, "step", step)
 
 
@@ -255,7 +268,9 @@ def archive(run: Path) -> Path:
     if wrong:
         raise UserError(f"the archive would be incomplete: {wrong[0]}")
     if not schemas:
-        raise UserError(f"{run} has no samples ({SAMPLES}/*.arrow); Driver(record_every=...) records them")
+        raise UserError(
+            f"{run} has no samples ({SAMPLES}/*.arrow); Driver(record_every=...) records them"
+        )
     schema = pa.unify_schemas(schemas, promote_options="permissive")
     with replacing(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         for table in tables(found, wrong):

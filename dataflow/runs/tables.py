@@ -44,7 +44,12 @@ CALLS = pa.schema(
         ("tokens", pa.int64()),
         ("last", pa.bool_()),  # of an update in several calls: this one completes its batch
         # of a call on several ranks: when each had answered, and what it itself took
-        ("by_rank", pa.list_(pa.struct([("rank", pa.int32()), ("end_s", pa.float64()), ("worker_s", pa.float32())]))),
+        (
+            "by_rank",
+            pa.list_(
+                pa.struct([("rank", pa.int32()), ("end_s", pa.float64()), ("worker_s", pa.float32())])
+            ),
+        ),
     ]
 )
 """The timeline: a row per call, in the order in which they ended."""
@@ -87,7 +92,11 @@ class TableStream:
         if not self._pending:
             return
         number = len(self._pending)
-        data = pa.RecordBatch.from_pylist([dict(row) for row in self._pending], self.schema).serialize().to_pybytes()
+        data = (
+            pa.RecordBatch.from_pylist([dict(row) for row in self._pending], self.schema)
+            .serialize()
+            .to_pybytes()
+        )
         if self._descriptor < 0:
             self._descriptor = self._disk.open(self.path)
             self._size = os.fstat(self._descriptor).st_size
@@ -147,12 +156,17 @@ def by_step(table: pa.Table) -> list[dict[str, float]]:
 def values_of(table: pa.Table, name: str) -> dict[int, float]:
     """Step -> value of one metric, for the steps that measured it."""
     own = table.filter(pc.field("name") == name)
-    return {int(step): value for step, value in zip(own["step"].to_pylist(), own["value"].to_pylist(), strict=True)}
+    return {
+        int(step): value
+        for step, value in zip(own["step"].to_pylist(), own["value"].to_pylist(), strict=True)
+    }
 
 
 def wide(rows: Sequence[Mapping[str, float]]) -> pa.Table:
     """A table with a column for each metric, null where a step did not measure it."""
-    return pa.table({key: [row.get(key) for row in rows] for key in dict.fromkeys(k for row in rows for k in row)})
+    return pa.table(
+        {key: [row.get(key) for row in rows] for key in dict.fromkeys(k for row in rows for k in row)}
+    )
 
 
 # Readers
@@ -362,11 +376,17 @@ def render_table(table: pa.Table, *, limit: int = 20, width: int = 32) -> str:
     generate       -
     """
     table = table.rename_columns(list(map(one_line, table.column_names)))
-    shown = [{name: _plain(value, width) for name, value in row.items()} for row in table.slice(0, limit).to_pylist()]
+    shown = [
+        {name: _plain(value, width) for name, value in row.items()}
+        for row in table.slice(0, limit).to_pylist()
+    ]
     widths = {name: max([len(name), *(len(row[name]) for row in shown)]) for name in table.column_names}
     right = {f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)}
     lines = [
-        "  ".join(text.rjust(widths[name]) if name in right else text.ljust(widths[name]) for name, text in row.items())
+        "  ".join(
+            text.rjust(widths[name]) if name in right else text.ljust(widths[name])
+            for name, text in row.items()
+        )
         for row in [{name: name for name in table.column_names}, *shown]
     ]
     if len(table) > limit:
@@ -379,7 +399,8 @@ def _plain(value: Any, width: int) -> str:
         return "-"
     if isinstance(value, list):
         text = ", ".join(
-            one_line(str(v["writer"])) if isinstance(v, dict) and "writer" in v else _plain(v, width) for v in value
+            one_line(str(v["writer"])) if isinstance(v, dict) and "writer" in v else _plain(v, width)
+            for v in value
         )
     elif isinstance(value, float):
         text = f"{value:.6g}"

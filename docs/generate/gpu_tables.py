@@ -110,7 +110,9 @@ def expected(model: str, machine: Machine, settings: Mapping[str, Any]) -> Expec
         settings: of an `ActorConfig`, in bfloat16.
     """
     config = ActorConfig(model=model, dtype="bfloat16", **settings)
-    made = training_memory(_size(model), config, ranks=machine.gpus, trains=True, lora=config.lora, saves=True)
+    made = training_memory(
+        _size(model), config, ranks=machine.gpus, trains=True, lora=config.lora, saves=True
+    )
     rest, in_pass, host = placed(made, config, on_gpu=True)
     activations = _activations(model, machine, config.lora is not None, config.activation_checkpointing)
     in_pass = with_activations(in_pass, activations, made)
@@ -138,9 +140,15 @@ def table(machine: Machine) -> Iterator[str]:
             if found is None:
                 yield f"| {model} | {what} | does not fit | | | | {weights / GIB:.0f} |"
                 continue
-            said = ", ".join(f"`{name}={value!r}`" for name, value in found.settings.items() if name != "lora")
+            said = ", ".join(
+                f"`{name}={value!r}`" for name, value in found.settings.items() if name != "lora"
+            )
             numbers = (found.device, found.activations, found.host, weights)
-            yield f"| {model} | {what} | {said or 'none'} | " + " | ".join(f"{n / GIB:.0f}" for n in numbers) + " |"
+            yield (
+                f"| {model} | {what} | {said or 'none'} | "
+                + " | ".join(f"{n / GIB:.0f}" for n in numbers)
+                + " |"
+            )
 
 
 @cache

@@ -19,7 +19,11 @@ PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Entropy (nats a token)", "none", ("actor/entropy",)),
     ("Divergence (nats a token)", "none", ("actor/approx_kl", "actor/kl")),
     ("Clipped tokens", "percentunit", ("actor/clip_fraction",)),
-    ("Generator and trainer apart (nats a token)", "none", ("actor/mean_logprob_gap", "actor/max_logprob_gap")),
+    (
+        "Generator and trainer apart (nats a token)",
+        "none",
+        ("actor/mean_logprob_gap", "actor/max_logprob_gap"),
+    ),
     ("Staleness (versions)", "none", ("actor/mean_staleness", "actor/max_staleness")),
     ("Loss", "none", ("actor/loss", "critic/loss")),
     ("Gradient norm", "none", ("actor/grad_norm", "critic/grad_norm")),
@@ -51,12 +55,16 @@ def dashboard() -> dict[str, Any]:
         "editable": True,
         "refresh": "10s",
         "time": {"from": "now-6h", "to": "now"},
-        "templating": {"list": [{"name": "datasource", "type": "datasource", "query": "prometheus"}, run]},
+        "templating": {
+            "list": [{"name": "datasource", "type": "datasource", "query": "prometheus"}, run]
+        },
         "panels": [_panel(number, *panel, source=source) for number, panel in enumerate(PANELS)],
     }
 
 
-def _panel(number: int, title: str, unit: str, metrics: tuple[str, ...], *, source: dict[str, str]) -> dict[str, Any]:
+def _panel(
+    number: int, title: str, unit: str, metrics: tuple[str, ...], *, source: dict[str, str]
+) -> dict[str, Any]:
     targets = []
     for ref, metric in zip("ABCDEFG", metrics, strict=False):
         gauge, evaluation = labelled(metric)

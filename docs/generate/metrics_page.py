@@ -19,7 +19,9 @@ def page() -> str:
 
 
 def _shown(entry: MetricEntry) -> str:
-    return {"run": entry.name, "group": f"GROUP/{entry.name}", "either": f"[GROUP/]{entry.name}"}[entry.place]
+    return {"run": entry.name, "group": f"GROUP/{entry.name}", "either": f"[GROUP/]{entry.name}"}[
+        entry.place
+    ]
 
 
 if __name__ == "__main__":

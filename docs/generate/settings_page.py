@@ -109,13 +109,33 @@ SECTIONS = (
         "Arguments of `weft.group(weft.RolloutWorker, ...)`, and of a call of `generate`.",
         (RolloutConfig, VllmSettings, Sampling),
     ),
-    Section("Rewards", "Arguments of `weft.group(weft.RewardWorker, ...)`.", (RewardConfig, Reward, Judge)),
+    Section(
+        "Rewards", "Arguments of `weft.group(weft.RewardWorker, ...)`.", (RewardConfig, Reward, Judge)
+    ),
     Section(
         "Losses",
         "Values that an algorithm is made of: they say what is optimised, not how a run goes.",
         (
-            *(AggregatedLoss, PolicyLoss, Clipped, Cispo, Sapo, KlPenalty, TruncatedImportance, Rejection, ValueLoss),
-            *(AdaptiveKlConfig, AdaptiveCoefficient, PreferenceLoss, LogRatio, LogLikelihood, Logistic, RobustLogistic),
+            *(
+                AggregatedLoss,
+                PolicyLoss,
+                Clipped,
+                Cispo,
+                Sapo,
+                KlPenalty,
+                TruncatedImportance,
+                Rejection,
+                ValueLoss,
+            ),
+            *(
+                AdaptiveKlConfig,
+                AdaptiveCoefficient,
+                PreferenceLoss,
+                LogRatio,
+                LogLikelihood,
+                Logistic,
+                RobustLogistic,
+            ),
             *(Squared, DesirabilityLoss, RewardLoss),
         ),
     ),
@@ -140,7 +160,9 @@ def settings_of(owner: type) -> list[Setting]:
 def counts() -> dict[str, int]:
     """Section -> number of its settings; of the first without the arguments of `Driver`, which stand under that name."""
     found = {"Driver": len(settings_of(Driver))}
-    return found | {s.title: sum(len(settings_of(o)) for o in s.owners if o is not Driver) for s in SECTIONS}
+    return found | {
+        s.title: sum(len(settings_of(o)) for o in s.owners if o is not Driver) for s in SECTIONS
+    }
 
 
 def _fields(owner: type[Config]) -> Iterator[Setting]:
@@ -182,7 +204,9 @@ def _allowed(field: FieldInfo) -> str:
     """The range of a number, or what kinds of values there may be."""
     bounds = {type(rule).__name__: rule for rule in field.metadata}
     signs = {"Ge": "≥", "Gt": ">", "Le": "≤", "Lt": "<"}
-    limits = [f"{sign} {getattr(bounds[kind], kind.lower())}" for kind, sign in signs.items() if kind in bounds]
+    limits = [
+        f"{sign} {getattr(bounds[kind], kind.lower())}" for kind, sign in signs.items() if kind in bounds
+    ]
     if not limits:
         return _kinds(field.annotation)
     return ", ".join(limits) + (" or None" if type(None) in typing.get_args(field.annotation) else "")
@@ -246,9 +270,13 @@ def page() -> str:
 
 
 def _table(owner: type) -> str:
-    parents = [each.__name__ for each in owner.__mro__[1:] if issubclass(each, Config) and settings_of(each)]
+    parents = [
+        each.__name__ for each in owner.__mro__[1:] if issubclass(each, Config) and settings_of(each)
+    ]
     about = (inspect.getdoc(owner) or "").split("\n\n")[0].replace("\n", " ")
-    also = f" It also has the settings of {', '.join(f'`{name}`' for name in parents)}." if parents else ""
+    also = (
+        f" It also has the settings of {', '.join(f'`{name}`' for name in parents)}." if parents else ""
+    )
     rows = [
         f"| `{s.name}` | {s.unit or '-'} | {f'`{s.default}`' if s.default else 'must be given'} | {_cell(s.allowed)} | {_cell(s.text)} |"
         for s in settings_of(owner)

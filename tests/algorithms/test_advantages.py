@@ -20,16 +20,27 @@ from weft.dataflow.errors import UserError
 from weft.dataflow.source import TableSource
 from weft.dataflow.tracing import graph
 
-ESTIMATORS = [group_normalized, group_centred, leave_one_out, length_weighted, valid_groups_centred, best_of_group]
+ESTIMATORS = [
+    group_normalized,
+    group_centred,
+    leave_one_out,
+    length_weighted,
+    valid_groups_centred,
+    best_of_group,
+]
 WITHIN_A_GROUP = [e for e in ESTIMATORS if e is not valid_groups_centred]
 
 
 def random_outcomes(num_rows: int = 200, num_groups: int = 40) -> Outcomes:
     rng = np.random.default_rng(0)
     groups = np.unique(rng.integers(0, num_groups, num_rows), return_inverse=True)[1]
-    rewards = np.where(groups < 5, 0.25, rng.integers(0, 4, num_rows) / 4).astype(np.float32)  # some equal, some tied
+    rewards = np.where(groups < 5, 0.25, rng.integers(0, 4, num_rows) / 4).astype(
+        np.float32
+    )  # some equal, some tied
     return Outcomes.of(
-        torch.from_numpy(rewards), torch.from_numpy(groups), torch.from_numpy(rng.integers(1, 50, num_rows))
+        torch.from_numpy(rewards),
+        torch.from_numpy(groups),
+        torch.from_numpy(rng.integers(1, 50, num_rows)),
     )
 
 
@@ -57,9 +68,13 @@ def reference(estimator: object, outcomes: Outcomes) -> np.ndarray:
 
 
 def test_by_hand():
-    outcomes = Outcomes.of([1.0, 0.0, 0.0, 3.0], groups=[0, 0, 0, 0], lengths=[2, 1, 1, 4])  # mean 1, deviation sqrt(2)
+    outcomes = Outcomes.of(
+        [1.0, 0.0, 0.0, 3.0], groups=[0, 0, 0, 0], lengths=[2, 1, 1, 4]
+    )  # mean 1, deviation sqrt(2)
     assert group_centred(outcomes).tolist() == [0, -1, -1, 2]
-    assert group_normalized(outcomes, epsilon=0).tolist() == pytest.approx([0, -(0.5**0.5), -(0.5**0.5), 2**0.5])
+    assert group_normalized(outcomes, epsilon=0).tolist() == pytest.approx(
+        [0, -(0.5**0.5), -(0.5**0.5), 2**0.5]
+    )
     assert leave_one_out(outcomes).tolist() == pytest.approx([0, -4 / 3, -4 / 3, 8 / 3])
     assert length_weighted(outcomes).tolist() == [-0.75, -1.75, -1.75, 1.25]  # baseline (2 + 12) / 8
     assert best_of_group(outcomes).tolist() == [0, 0, 0, 2]
@@ -67,7 +82,16 @@ def test_by_hand():
 
 def test_rows_of_equal_rewards_are_made_up_for():
     outcomes = Outcomes.of([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 2.0, 0.0], groups=[0, 0, 1, 1, 2, 2, 3, 3])
-    assert valid_groups_centred(outcomes).tolist() == [1, -1, 0, 0, 0, 0, 2, -2]  # 8 rows, 4 of them in valid groups
+    assert valid_groups_centred(outcomes).tolist() == [
+        1,
+        -1,
+        0,
+        0,
+        0,
+        0,
+        2,
+        -2,
+    ]  # 8 rows, 4 of them in valid groups
 
 
 def test_only_a_single_best_row_adds_to_the_best_of_its_group():
@@ -82,7 +106,9 @@ def test_the_advantages_of_best_of_group_are_the_gradient_of_the_expected_best()
     p, draws = torch.softmax(logits, 0), torch.cartesian_prod(*[torch.arange(3)] * 3)
     weights = p[draws].prod(1)
     expected = torch.autograd.grad((weights * rewards[draws].amax(1)).sum(), logits, retain_graph=True)[0]
-    advantages = torch.stack([best_of_group(Outcomes.of(rewards[draw], groups=[0] * 3)).double() for draw in draws])
+    advantages = torch.stack(
+        [best_of_group(Outcomes.of(rewards[draw], groups=[0] * 3)).double() for draw in draws]
+    )
     surrogate = (weights.detach() * (advantages * p[draws].log()).sum(1)).sum()
     torch.testing.assert_close(torch.autograd.grad(surrogate, logits)[0], expected)
 
@@ -90,7 +116,9 @@ def test_the_advantages_of_best_of_group_are_the_gradient_of_the_expected_best()
 def test_the_greedy_response_is_the_baseline():
     outcomes = Outcomes.of([1.0, 0.0, 2.0], groups=[0, 0, 1], baseline_reward=[0.5, 0.5, 2.0])
     assert greedy_baseline(outcomes).tolist() == [0.5, -0.5, 0.0]
-    with pytest.raises(UserError, match="'baseline_reward', which its outcomes do not have; there are none"):
+    with pytest.raises(
+        UserError, match="'baseline_reward', which its outcomes do not have; there are none"
+    ):
         greedy_baseline(Outcomes.of([1.0], groups=[0]))
 
 
@@ -116,13 +144,19 @@ def test_order_of_rows_and_a_constant_on_all_rewards_do_not_matter(estimator):
     rewards, groups, lengths = torch.randn(64), torch.arange(64) % 8, torch.randint(1, 9, (64,))
     order = torch.randperm(64)
     plain = estimator(Outcomes.of(rewards, groups, lengths))
-    torch.testing.assert_close(estimator(Outcomes.of(rewards[order], groups[order], lengths[order])), plain[order])
-    torch.testing.assert_close(estimator(Outcomes.of(rewards + 5, groups, lengths)), plain, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        estimator(Outcomes.of(rewards[order], groups[order], lengths[order])), plain[order]
+    )
+    torch.testing.assert_close(
+        estimator(Outcomes.of(rewards + 5, groups, lengths)), plain, atol=1e-5, rtol=1e-5
+    )
     names = torch.randperm(8)  # what the groups are called
     torch.testing.assert_close(estimator(Outcomes.of(rewards, names[groups], lengths)), plain)
     weights = lengths if estimator is length_weighted else torch.ones(64)
     sums = torch.zeros(8).index_add_(0, groups, plain * weights)
-    assert (sums >= 0).all() if estimator is best_of_group else sums.abs().max() < 1e-4  # else a group sums to nothing
+    assert (
+        (sums >= 0).all() if estimator is best_of_group else sums.abs().max() < 1e-4
+    )  # else a group sums to nothing
 
 
 @pytest.mark.parametrize("estimator", WITHIN_A_GROUP)
@@ -140,7 +174,9 @@ def test_empty_responses_do_no_harm(estimator):
 
 
 def test_every_token_of_a_response_gets_its_rows_advantage():
-    samples = Batch.of(group_id=[9, 4, 9, 4], reward=[1, 5, 0, 5], response_ids=[[1, 2], [3], [4, 5, 6], []])
+    samples = Batch.of(
+        group_id=[9, 4, 9, 4], reward=[1, 5, 0, 5], response_ids=[[1, 2], [3], [4, 5, 6], []]
+    )
     out = group_advantages(samples.slice(0, 4), estimator=group_centred)
     assert out["advantages"].to_pylist() == [[0.5, 0.5], [0.0], [-0.5, -0.5, -0.5], []]
     assert group_advantages(samples.slice(0, 0))["advantages"].to_pylist() == []
@@ -153,7 +189,10 @@ def test_every_token_of_a_response_gets_its_rows_advantage():
 
 def test_lengths_are_of_trained_tokens_and_another_reward_can_be_compared():
     samples = Batch.of(
-        group_id=[1, 1], shaped=[1.0, 0.0], response_ids=[[1, 2, 3, 4], [3]], response_mask=[[1, 0, 1, 1], [1]]
+        group_id=[1, 1],
+        shaped=[1.0, 0.0],
+        response_ids=[[1, 2, 3, 4], [3]],
+        response_mask=[[1, 0, 1, 1], [1]],
     )
     out = group_advantages(samples, estimator=length_weighted, reward="shaped")
     assert out["advantages"].to_pylist() == [[0.25] * 4, [-0.75]]
@@ -176,7 +215,14 @@ def test_an_estimator_that_reads_a_column_is_checked_when_the_graph_is_recorded(
     import pyarrow as pa
 
     rows = {"reward": [1.0], "response_ids": [[1]]}
-    with pytest.raises(UserError, match="'group_advantages' reads column 'baseline_reward', which no node writes"):
+    with pytest.raises(
+        UserError, match="'group_advantages' reads column 'baseline_reward', which no node writes"
+    ):
         training(TableSource("samples", pa.table(rows)))
-    samples = Batch.of(group_id=[1, 1], reward=[1.0, 0.0], baseline_reward=[0.5, 0.5], response_ids=[[1, 2], [3]])
-    assert group_advantages(samples, estimator=greedy_baseline)["advantages"].to_pylist() == [[0.5, 0.5], [-0.5]]
+    samples = Batch.of(
+        group_id=[1, 1], reward=[1.0, 0.0], baseline_reward=[0.5, 0.5], response_ids=[[1, 2], [3]]
+    )
+    assert group_advantages(samples, estimator=greedy_baseline)["advantages"].to_pylist() == [
+        [0.5, 0.5],
+        [-0.5],
+    ]

@@ -32,7 +32,9 @@ CORRECTIONS: list[tuple[Any, ...]] = [
     (Rejection(low=0.7, high=1.5, level="geometric"), TruncatedImportance(cap=1.1, level="sequence")),
 ]
 LOSSES = [
-    PolicyLoss(correction=corrections, old=old, ratio=ratio, aggregation=aggregation, surrogate=Clipped(high=0.3))
+    PolicyLoss(
+        correction=corrections, old=old, ratio=ratio, aggregation=aggregation, surrogate=Clipped(high=0.3)
+    )
     for corrections, old, (ratio, aggregation) in itertools.product(
         CORRECTIONS,
         ["old_logprobs", None],
@@ -41,7 +43,9 @@ LOSSES = [
 ]
 
 
-def random_rows(seed: int = 0, *, old: bool = True, spread: float = 0.3) -> tuple[torch.Tensor, PackedRows]:
+def random_rows(
+    seed: int = 0, *, old: bool = True, spread: float = 0.3
+) -> tuple[torch.Tensor, PackedRows]:
     """Rows of float64, some tokens masked, one row masked whole, one empty."""
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(LENGTHS)
@@ -89,7 +93,11 @@ def reference_weights(loss: PolicyLoss, logprobs: torch.Tensor, rows: PackedRows
         for t, own in zip(tokens, differences, strict=True):
             weights[t] = 1.0
             for correction in chosen(loss):
-                log_ratio = {"token": own, "sequence": sum(differences), "geometric": sum(differences) / len(tokens)}
+                log_ratio = {
+                    "token": own,
+                    "sequence": sum(differences),
+                    "geometric": sum(differences) / len(tokens),
+                }
                 ratio = math.exp(log_ratio[correction.level])
                 if isinstance(correction, TruncatedImportance):
                     weights[t] *= min(ratio, correction.cap)
@@ -106,7 +114,9 @@ def reference(loss: PolicyLoss, logprobs: torch.Tensor, rows: PackedRows) -> Any
         if has_trainer(loss, rows):
             anchors = [rows["old_logprobs"][t] for t in tokens]
         else:
-            anchors = [logprobs[t].detach() if of_trainer(loss) else rows["response_logprobs"][t] for t in tokens]
+            anchors = [
+                logprobs[t].detach() if of_trainer(loss) else rows["response_logprobs"][t] for t in tokens
+            ]
         log_ratios = [logprobs[t] - anchor for t, anchor in zip(tokens, anchors, strict=True)]
         if loss.ratio is sequence_ratio:
             log_ratios = [torch.stack(log_ratios).mean()] * len(tokens)
@@ -117,14 +127,20 @@ def reference(loss: PolicyLoss, logprobs: torch.Tensor, rows: PackedRows) -> Any
         kept.append(losses)
     if loss.aggregation is token_mean:
         return sum(map(sum, kept)) / sum(map(len, kept))
-    return sum(sum(row) / (len(row) if loss.aggregation is sequence_mean else 6) for row in kept) / len(kept)
+    return sum(sum(row) / (len(row) if loss.aggregation is sequence_mean else 6) for row in kept) / len(
+        kept
+    )
 
 
-def of_rows(rows: PackedRows, logprobs: torch.Tensor, order: list[int]) -> tuple[torch.Tensor, PackedRows]:
+def of_rows(
+    rows: PackedRows, logprobs: torch.Tensor, order: list[int]
+) -> tuple[torch.Tensor, PackedRows]:
     """Some of the rows, in this order."""
     ends = rows.cu_seqlens.tolist()
     index = torch.tensor([t for row in order for t in range(ends[row], ends[row + 1])], dtype=torch.int64)
-    return logprobs[index], PackedRows.of([LENGTHS[r] for r in order], **{n: v[index] for n, v in rows.columns.items()})
+    return logprobs[index], PackedRows.of(
+        [LENGTHS[r] for r in order], **{n: v[index] for n, v in rows.columns.items()}
+    )
 
 
 def numbers(metrics: Any) -> dict[str, float]:
@@ -194,11 +210,15 @@ def test_decoupled_ppo_by_hand():
     )
     logprobs = torch.tensor([-1 + LN2, -1 - LN2, -1 - LN2], requires_grad=True)
     # current / trainer: 2 (clipped to 1.2), 1, 1/2 (clipped to 0.8 for its negative advantage); trainer / generator: 2, 1/2, 1
-    loss_sum, metrics = PolicyLoss(old="old_logprobs", correction=TruncatedImportance(cap=1.5))(logprobs, rows)
+    loss_sum, metrics = PolicyLoss(old="old_logprobs", correction=TruncatedImportance(cap=1.5))(
+        logprobs, rows
+    )
     assert loss_sum.item() == pytest.approx(-1.5 * 1.2 - 0.5 * 1.0 + 1.0 * 0.8)
     assert torch.autograd.grad(loss_sum, logprobs)[0].tolist() == pytest.approx([0.0, -0.5, 0.0])
     assert metrics["clip_fraction"].value == pytest.approx(2 / 3)
-    assert metrics["mean_generator_ratio"].value == pytest.approx(3.5 / 3)  # of the trainer, not of the current policy
+    assert metrics["mean_generator_ratio"].value == pytest.approx(
+        3.5 / 3
+    )  # of the trainer, not of the current policy
 
 
 def test_rejection_by_hand_and_its_counts():
@@ -209,9 +229,14 @@ def test_rejection_by_hand_and_its_counts():
         response_mask=[1, 1, 1, 0, 1],
     )
     logprobs = torch.full((5,), -1.0, requires_grad=True)
-    cases: list[tuple[Level, list[int], int]] = [("token", [0, -1, -1, 0, 0], 2), ("sequence", [0, 0, -1, 0, 0], 3)]
+    cases: list[tuple[Level, list[int], int]] = [
+        ("token", [0, -1, -1, 0, 0], 2),
+        ("sequence", [0, 0, -1, 0, 0], 3),
+    ]
     for level, expected, tokens in cases:
-        loss = PolicyLoss(surrogate=Clipped(low=0.9, high=9.0), correction=Rejection(low=0.5, high=2.0, level=level))
+        loss = PolicyLoss(
+            surrogate=Clipped(low=0.9, high=9.0), correction=Rejection(low=0.5, high=2.0, level=level)
+        )
         loss_sum, metrics = loss(logprobs, rows)
         assert torch.autograd.grad(loss_sum, logprobs)[0].tolist() == pytest.approx(expected)
         assert loss.count(rows) == 4  # what is left out is still counted
@@ -243,7 +268,9 @@ def test_the_kl_estimates_are_right_on_average():
     generator, trainer = (torch.log_softmax(torch.randn(6, dtype=torch.float64), 0) for _ in range(2))
     exact = (generator.exp() * (generator - trainer)).sum().item()
     drawn = torch.multinomial(generator.exp(), 200_000, replacement=True)
-    rows = PackedRows.of([len(drawn)], advantages=torch.zeros(len(drawn)), response_logprobs=generator[drawn])
+    rows = PackedRows.of(
+        [len(drawn)], advantages=torch.zeros(len(drawn)), response_logprobs=generator[drawn]
+    )
     _, metrics = PolicyLoss()(trainer[drawn], rows)
     assert metrics["generator_kl_k1"].value == pytest.approx(exact, rel=0.02)
     assert metrics["generator_kl_k3"].value == pytest.approx(exact, rel=0.02)
@@ -261,7 +288,9 @@ def test_weighing_makes_the_gradient_that_of_the_trainer_on_average():
     losses = torch.stack([loss(trainer[[k]], of_one(rows, k))[0] for k in range(len(rows))])
     weighted = (generator.exp() * losses).sum()  # the expectation over what the generator draws
     on_policy = -(trainer.exp() * advantages).sum()
-    mine, expected = (torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (weighted, on_policy))
+    mine, expected = (
+        torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (weighted, on_policy)
+    )
     torch.testing.assert_close(mine, expected)
 
 
@@ -274,12 +303,17 @@ def of_one(rows: PackedRows, k: int) -> PackedRows:
 
 @pytest.mark.parametrize("corrections", CORRECTIONS, ids=range(len(CORRECTIONS)))
 @pytest.mark.parametrize("old", ["old_logprobs", None])
-def test_where_trainer_and_generator_agree_nothing_changes(corrections: tuple[Correction, ...], old: str | None):
+def test_where_trainer_and_generator_agree_nothing_changes(
+    corrections: tuple[Correction, ...], old: str | None
+):
     logprobs, rows = random_rows()
     rows = PackedRows(rows.cu_seqlens, {**rows.columns, "old_logprobs": rows["response_logprobs"]})
-    if not any(c.weighs for c in corrections):  # without old_logprobs, the trainer is the policy as it stands
+    if not any(
+        c.weighs for c in corrections
+    ):  # without old_logprobs, the trainer is the policy as it stands
         rows = PackedRows(
-            rows.cu_seqlens, {n: logprobs.detach() if n.endswith("_logprobs") else v for n, v in rows.columns.items()}
+            rows.cu_seqlens,
+            {n: logprobs.detach() if n.endswith("_logprobs") else v for n, v in rows.columns.items()},
         )
     results = []
     for correction in (corrections, ()):
@@ -296,10 +330,15 @@ def test_where_trainer_and_generator_agree_nothing_changes(corrections: tuple[Co
 def test_without_a_correction_the_loss_is_what_it_was():
     logprobs, rows = random_rows()
     watching, _ = PolicyLoss(old="old_logprobs")(logprobs, rows)
-    blind = PackedRows(rows.cu_seqlens, {n: v for n, v in rows.columns.items() if n != "response_logprobs"})
+    blind = PackedRows(
+        rows.cu_seqlens, {n: v for n, v in rows.columns.items() if n != "response_logprobs"}
+    )
     plain_loss, metrics = PolicyLoss(old="old_logprobs")(logprobs, blind)
     assert watching.item() == plain_loss.item() and set(metrics) == {"clip_fraction", "approx_kl"}
-    assert PolicyLoss() == PolicyLoss(correction=()) and PolicyLoss().reads == ("advantages", "response_logprobs")
+    assert PolicyLoss() == PolicyLoss(correction=()) and PolicyLoss().reads == (
+        "advantages",
+        "response_logprobs",
+    )
 
 
 @pytest.mark.parametrize("corrections", CORRECTIONS, ids=range(len(CORRECTIONS)))
@@ -309,7 +348,9 @@ def test_no_gradient_flows_through_a_weight(corrections: tuple[Correction, ...])
     _, rows = random_rows()
     fixed = {name: v.clone().requires_grad_(v.is_floating_point()) for name, v in rows.columns.items()}
     logprobs, _ = random_rows()
-    loss_sum, _ = PolicyLoss(old="old_logprobs", correction=corrections)(logprobs, PackedRows(rows.cu_seqlens, fixed))
+    loss_sum, _ = PolicyLoss(old="old_logprobs", correction=corrections)(
+        logprobs, PackedRows(rows.cu_seqlens, fixed)
+    )
     assert torch.autograd.grad(loss_sum, fixed["response_logprobs"], allow_unused=True)[0] is None
 
 
@@ -334,7 +375,10 @@ def test_masked_tokens_have_no_gradient_and_may_hold_anything(loss: PolicyLoss):
     logprobs, rows = random_rows()
     clean, clean_metrics = loss(logprobs, rows)
     masked = rows["response_mask"] == 0
-    poisoned = {n: torch.where(masked, torch.nan, v) if v.is_floating_point() else v for n, v in rows.columns.items()}
+    poisoned = {
+        n: torch.where(masked, torch.nan, v) if v.is_floating_point() else v
+        for n, v in rows.columns.items()
+    }
     dirty, metrics = loss(logprobs, PackedRows(rows.cu_seqlens, poisoned))
     assert dirty.item() == clean.item() and metrics == clean_metrics
     (gradient,) = torch.autograd.grad(dirty, logprobs)
@@ -364,7 +408,9 @@ def test_all_masked_is_zero_with_zero_gradient():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_ratio_beyond_all_bounds_stays_finite(level: Any):
-    rows = PackedRows.of([2], advantages=[1.0, 1.0], response_logprobs=[-1000.0, -1.0], old_logprobs=[-1.0, -1.0])
+    rows = PackedRows.of(
+        [2], advantages=[1.0, 1.0], response_logprobs=[-1000.0, -1.0], old_logprobs=[-1.0, -1.0]
+    )
     both = (TruncatedImportance(cap=3.0, level=level), Rejection(level=level))
     for correction, weight in ((both[0], 3.0), (both, 0.0)):
         logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
@@ -380,10 +426,15 @@ def test_kl_penalty_and_entropy_bonus_are_not_weighed():
 
     logprobs, rows = random_rows()
     rows = PackedRows(
-        rows.cu_seqlens, {**rows.columns, "reference_logprobs": rows["old_logprobs"], "entropy": logprobs.abs()}
+        rows.cu_seqlens,
+        {**rows.columns, "reference_logprobs": rows["old_logprobs"], "entropy": logprobs.abs()},
     )
     nothing_left = Rejection(low=1.0, high=1.0)
-    extra: dict[str, Any] = {"kl": KlPenalty(coefficient=0.1), "entropy_coefficient": 0.01, "old": "old_logprobs"}
+    extra: dict[str, Any] = {
+        "kl": KlPenalty(coefficient=0.1),
+        "entropy_coefficient": 0.01,
+        "old": "old_logprobs",
+    }
     no_advantages = PackedRows(rows.cu_seqlens, {**rows.columns, "advantages": torch.zeros(sum(LENGTHS))})
     assert PolicyLoss(correction=nothing_left, **extra)(logprobs, rows)[0].item() == pytest.approx(
         PolicyLoss(**extra)(logprobs, no_advantages)[0].item()
@@ -419,7 +470,9 @@ def test_wrong_settings_are_refused_where_they_are_made():
     for settings in wrong:
         with pytest.raises(UserError, match=r"Rejection\.(low|high)"):
             Rejection(**settings)
-    with pytest.raises(UserError, match=r"adds up the gaps .* compare with the trainer's own: old='old_logprobs'"):
+    with pytest.raises(
+        UserError, match=r"adds up the gaps .* compare with the trainer's own: old='old_logprobs'"
+    ):
         PolicyLoss(old="response_logprobs", ratio=sequence_ratio)
     with pytest.raises(UserError, match="in the clipped ratio already"):
         PolicyLoss(old="response_logprobs", correction=TruncatedImportance())

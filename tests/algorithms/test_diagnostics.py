@@ -37,7 +37,10 @@ def test_training_on_the_first_finished_is_seen():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 1000, size=(50, 16))
     first = np.sort(lengths, axis=1)[:, :8]  # the shortest finish first
-    biased, fair = length_bias(first, lengths)["length_ratio"], length_bias(lengths[:, :8], lengths)["length_ratio"]
+    biased, fair = (
+        length_bias(first, lengths)["length_ratio"],
+        length_bias(lengths[:, :8], lengths)["length_ratio"],
+    )
     assert biased.value < 0.6 and fair.value == pytest.approx(1.0, abs=0.1)
 
 

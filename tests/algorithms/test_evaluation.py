@@ -80,7 +80,16 @@ def test_a_threshold_says_what_solves_a_prompt():
 
 @pytest.mark.parametrize(
     ("freedom", "quantile"),
-    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (5, 2.5706), (9, 2.2622), (29, 2.0452), (120, 1.9799)],
+    [
+        (1, 12.7062),
+        (2, 4.3027),
+        (3, 3.1824),
+        (4, 2.7764),
+        (5, 2.5706),
+        (9, 2.2622),
+        (29, 2.0452),
+        (120, 1.9799),
+    ],
 )
 def test_the_quantiles_of_students_t_are_those_of_the_tables(freedom: int, quantile: float):
     assert student_t(freedom) == pytest.approx(quantile, rel=2e-3)
@@ -90,7 +99,9 @@ def test_the_quantiles_of_students_t_are_those_of_the_tables(freedom: int, quant
 def test_wilsons_interval_holds_the_shares_that_are_not_too_unlikely(number: int, p: float):
     low, high = interval(p, math.sqrt(p * (1 - p)), number) or (0, 0)
     for share in (low, high):  # its ends are where the share that was seen is 1.96 standard errors away
-        assert abs(p - share) == pytest.approx(1.959964 * math.sqrt(share * (1 - share) / number), rel=1e-6)
+        assert abs(p - share) == pytest.approx(
+            1.959964 * math.sqrt(share * (1 - share) / number), rel=1e-6
+        )
 
 
 def test_an_interval_over_prompts_covers_and_one_over_samples_does_not():
@@ -137,8 +148,18 @@ def measured(functions: Any, **settings: Any) -> dict[str, Any]:
     ("functions", "settings", "k", "verdict"),
     [
         (Math(), {}, (1,), "reward"),
-        ((Reward(function=Math(), name="right"), Reward(function=form, weight=0.1)), {}, (1,), "reward/right"),
-        ((Reward(function=Math(), weight=0.5, name="right"), TagFormat()), {"n": 4}, (1, 4), "reward/right"),
+        (
+            (Reward(function=Math(), name="right"), Reward(function=form, weight=0.1)),
+            {},
+            (1,),
+            "reward/right",
+        ),
+        (
+            (Reward(function=Math(), weight=0.5, name="right"), TagFormat()),
+            {"n": 4},
+            (1, 4),
+            "reward/right",
+        ),
         ((right, form), {"verdict": "right"}, (1,), "reward/right"),
         ((right, form), {}, (), "reward"),
         (right, {}, (), "reward"),

@@ -53,7 +53,13 @@ def test_grpo_records_the_graph_of_the_paper():
     loss = PolicyLoss(kl=KlPenalty(coefficient=0.04))
     prompts = TableSource("prompts", pa.table({"prompt": ["1+1="], "prompt_ids": [[1]], "answer": ["2"]}))
     graph = grpo(
-        prompts, rollout=rollout, reward=reward, actor=actor, reference=reference, loss=loss, advantages=leave_one_out
+        prompts,
+        rollout=rollout,
+        reward=reward,
+        actor=actor,
+        reference=reference,
+        loss=loss,
+        advantages=leave_one_out,
     )
     assert [n.name for n in graph.nodes] == [
         "rollout.generate",
@@ -85,7 +91,9 @@ def test_grpo_records_the_graph_of_the_paper():
     ],
     ids=["tokens", "one step", "minibatches", "epochs", "correction", "decoupled"],
 )
-def test_the_old_policy_is_asked_where_the_loss_needs_it(loss: PolicyLoss, steps: dict[str, int], scored: bool):
+def test_the_old_policy_is_asked_where_the_loss_needs_it(
+    loss: PolicyLoss, steps: dict[str, int], scored: bool
+):
     rollout, reward = rollout_and_reward()
     actor, critic = group(ActorWorker, model="m"), group(CriticWorker, model="m")
     prompts = TableSource("prompts", pa.table({"prompt_ids": [[1]]}))
@@ -112,10 +120,21 @@ def test_remax_samples_a_greedy_response_to_each_prompt_first():
     prompts = TableSource("prompts", pa.table({"prompt_ids": [[1]]}))
     sampling = Sampling(max_tokens=8, temperature=0.7)
     actor = group(ActorWorker, model="m")
-    graph = grpo(prompts, rollout=rollout, reward=reward, actor=actor, sampling=sampling, advantages=greedy_baseline)
+    graph = grpo(
+        prompts,
+        rollout=rollout,
+        reward=reward,
+        actor=actor,
+        sampling=sampling,
+        advantages=greedy_baseline,
+    )
     greedy, sampled = graph["rollout.generate"], graph["rollout.generate_2"]
-    assert greedy.arguments["n"] == 1 and greedy.arguments["sampling"] == Sampling(max_tokens=8, temperature=0)
-    assert graph["reward.score"].writes == ("baseline_reward",) and graph["reward.score_2"].writes == ("reward",)
+    assert greedy.arguments["n"] == 1 and greedy.arguments["sampling"] == Sampling(
+        max_tokens=8, temperature=0
+    )
+    assert graph["reward.score"].writes == ("baseline_reward",) and graph["reward.score_2"].writes == (
+        "reward",
+    )
     assert sampled.level == greedy.makes_level and "baseline_reward" in graph["group_advantages"].reads
 
 

@@ -5,7 +5,16 @@ import pickle
 import pytest
 import torch
 
-from weft.algorithms.kl import AdaptiveCoefficient, KlPenalty, StraightThrough, absolute, full_kl, k1, k2, k3
+from weft.algorithms.kl import (
+    AdaptiveCoefficient,
+    KlPenalty,
+    StraightThrough,
+    absolute,
+    full_kl,
+    k1,
+    k2,
+    k3,
+)
 from weft.algorithms.loss import PackedRows
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.errors import UserError
@@ -85,7 +94,9 @@ def test_straight_through_has_the_value_of_one_and_the_gradient_of_the_other(val
 def test_straight_through_is_a_value_that_a_penalty_takes():
     penalty = KlPenalty(coefficient=0.5, estimator=StraightThrough(k3))
     assert (
-        penalty == pickle.loads(pickle.dumps(penalty)) == KlPenalty(coefficient=0.5, estimator=StraightThrough(k3, k2))
+        penalty
+        == pickle.loads(pickle.dumps(penalty))
+        == KlPenalty(coefficient=0.5, estimator=StraightThrough(k3, k2))
     )
     rows = PackedRows.of([1], advantages=[0.0], response_logprobs=[-1.0], reference_logprobs=[-1.5])
     logprobs = torch.tensor([-1.0], requires_grad=True)

@@ -18,11 +18,23 @@ from weft.dataflow.metrics import Max, Mean, Sum
 
 
 def test_what_does_not_count_is_not_observed_whatever_it_holds():
-    over, values = torch.tensor([True, False, True]), torch.tensor([1.0, math.nan, 2.0], requires_grad=True)
+    over, values = (
+        torch.tensor([True, False, True]),
+        torch.tensor([1.0, math.nan, 2.0], requires_grad=True),
+    )
     flags = torch.tensor([True, True])
-    found = observed(over, {"mean": values, "share": values > 1}, largest={"largest": values}, counts={"flags": flags})
-    assert found == {"mean": Mean(3.0, 2.0), "share": Mean(1.0, 2.0), "largest": Max(2.0), "flags": Sum(2.0)}
-    nothing = observed(over[:0], {"mean": values[:0]}, largest={"largest": values[:0]}, counts={"flags": flags})
+    found = observed(
+        over, {"mean": values, "share": values > 1}, largest={"largest": values}, counts={"flags": flags}
+    )
+    assert found == {
+        "mean": Mean(3.0, 2.0),
+        "share": Mean(1.0, 2.0),
+        "largest": Max(2.0),
+        "flags": Sum(2.0),
+    }
+    nothing = observed(
+        over[:0], {"mean": values[:0]}, largest={"largest": values[:0]}, counts={"flags": flags}
+    )
     assert nothing == {"mean": Mean(0.0, 0.0), "flags": Sum(2.0)}
 
 
@@ -31,7 +43,10 @@ def test_what_does_not_count_is_not_observed_whatever_it_holds():
     [
         PolicyLoss(),
         PolicyLoss(
-            ratio=sequence_ratio, aggregation=sequence_mean, entropy_coefficient=0.1, kl=KlPenalty(coefficient=0.1)
+            ratio=sequence_ratio,
+            aggregation=sequence_mean,
+            entropy_coefficient=0.1,
+            kl=KlPenalty(coefficient=0.1),
         ),
         PolicyLoss(correction=(TruncatedImportance(), Rejection(low=0.5, high=2.0, level="sequence"))),
         NegativeLogLikelihood(),
@@ -42,7 +57,14 @@ def test_what_does_not_count_is_not_observed_whatever_it_holds():
 )
 def test_a_loss_and_its_gradient_ask_nothing_of_the_device(loss: Loss):
     """On tensors without values whatever would wait for one is an error."""
-    of_tokens = ("advantages", "old_logprobs", "response_logprobs", "reference_logprobs", "entropy", "response_mask")
+    of_tokens = (
+        "advantages",
+        "old_logprobs",
+        "response_logprobs",
+        "reference_logprobs",
+        "entropy",
+        "response_mask",
+    )
     of_tokens += ("old_values", "returns", "values")
     with FakeTensorMode(allow_non_fake_inputs=False):
         logprobs = torch.zeros(5, requires_grad=True)
@@ -58,8 +80,16 @@ def test_a_loss_and_its_gradient_ask_nothing_of_the_device(loss: Loss):
 @pytest.mark.parametrize(
     ("loss", "settings", "name"),
     [
-        (PolicyLoss, {"surrogate": Clipped}, r"surrogate=Clipped is a class; make a value of it: Clipped\(\)"),
-        (PolicyLoss, {"correction": (TruncatedImportance(), Rejection)}, "correction=Rejection is a class"),
+        (
+            PolicyLoss,
+            {"surrogate": Clipped},
+            r"surrogate=Clipped is a class; make a value of it: Clipped\(\)",
+        ),
+        (
+            PolicyLoss,
+            {"correction": (TruncatedImportance(), Rejection)},
+            "correction=Rejection is a class",
+        ),
         (NegativeLogLikelihood, {"aggregation": TokenMean}, "aggregation=TokenMean is a class"),
         (PolicyLoss, {"aggregation": fixed_length}, "aggregation=FixedLength is a class"),
     ],

@@ -25,7 +25,12 @@ from weft.dataflow.metrics import Mean
 LENGTHS = [3, 1, 5, 2, 4]
 VARIANTS = [
     PolicyLoss(
-        ratio=ratio, old=old, aggregation=aggregation, kl=kl, surrogate=Clipped(high=0.3), entropy_coefficient=entropy
+        ratio=ratio,
+        old=old,
+        aggregation=aggregation,
+        kl=kl,
+        surrogate=Clipped(high=0.3),
+        entropy_coefficient=entropy,
     )
     for (ratio, old, aggregation), kl, entropy in itertools.product(
         [
@@ -67,7 +72,11 @@ def reference(loss: PolicyLoss, logprobs: torch.Tensor, rows: PackedRows) -> Any
     """The mean that the papers write, one row and token at a time."""
     kept, start = [], 0
     for length in LENGTHS:
-        tokens = [t for t in range(start, start + length) if "response_mask" not in rows or rows["response_mask"][t]]
+        tokens = [
+            t
+            for t in range(start, start + length)
+            if "response_mask" not in rows or rows["response_mask"][t]
+        ]
         start += length
         log_ratios = [logprobs[t] - rows[loss.old or "response_logprobs"][t] for t in tokens]
         if loss.ratio is sequence_ratio and tokens:
@@ -110,7 +119,9 @@ def test_sums_and_counts_add_up_over_microbatches_in_any_order(loss: Loss):
     total, count, parts = torch.zeros((), dtype=torch.float64), 0.0, []
     for row in (3, 0, 4, 2, 1):
         tokens = slice(int(rows.cu_seqlens[row]), int(rows.cu_seqlens[row + 1]))
-        part = PackedRows.of([LENGTHS[row]], **{name: values[tokens] for name, values in rows.columns.items()})
+        part = PackedRows.of(
+            [LENGTHS[row]], **{name: values[tokens] for name, values in rows.columns.items()}
+        )
         part_sum, metrics = loss(logprobs[tokens], part)
         total, count = total + part_sum, count + loss.count(part)
         parts.append(metrics)
@@ -128,8 +139,13 @@ def test_masked_tokens_have_no_gradient_and_may_hold_anything(loss: Loss):
     logprobs, rows = random_rows()
     clean, _ = loss(logprobs, rows)
     masked = rows["response_mask"] == 0
-    poisoned = {n: torch.where(masked, torch.nan, v) if v.is_floating_point() else v for n, v in rows.columns.items()}
-    impossible = logprobs.detach().masked_fill(masked, -torch.inf).requires_grad_()  # tokens of probability 0
+    poisoned = {
+        n: torch.where(masked, torch.nan, v) if v.is_floating_point() else v
+        for n, v in rows.columns.items()
+    }
+    impossible = (
+        logprobs.detach().masked_fill(masked, -torch.inf).requires_grad_()
+    )  # tokens of probability 0
     for given in (logprobs, impossible):
         dirty, metrics = loss(given, PackedRows(rows.cu_seqlens, poisoned))
         assert dirty.item() == clean.item() and all(m.value == m.value for m in metrics.values())
@@ -152,7 +168,12 @@ def of_two_engines(num_tokens: int, gap: float) -> tuple[torch.Tensor, PackedRow
 @pytest.mark.parametrize(
     ("loss", "num_tokens"),
     [
-        (PolicyLoss(surrogate=Clipped(low=3e-4, high=4e-4), ratio=sequence_ratio, aggregation=sequence_mean), 200),
+        (
+            PolicyLoss(
+                surrogate=Clipped(low=3e-4, high=4e-4), ratio=sequence_ratio, aggregation=sequence_mean
+            ),
+            200,
+        ),
         (PolicyLoss(ratio=sequence_product, aggregation=sequence_mean), 1000),
     ],
     ids=["GSPO", "RLOO"],
@@ -168,13 +189,19 @@ def test_no_on_policy_row_of_a_ratio_of_responses_is_lost_to_the_gap_of_two_engi
     assert (gradient.view(1000, -1).abs().sum(1) > 0).all(), "each row has a gradient"
     assert torch.cosine_similarity(gradient, -advantages, dim=0) >= 0.999
     assert metrics["clip_fraction"].value == 0 and metrics["approx_kl"].value == 0
-    assert metrics["generator_kl_k3"].value == pytest.approx(0.02**2 / 2, rel=0.05), "the gap is still watched"
+    assert metrics["generator_kl_k3"].value == pytest.approx(0.02**2 / 2, rel=0.05), (
+        "the gap is still watched"
+    )
 
 
 def test_all_masked_is_zero_with_zero_gradient():
     logprobs, rows = random_rows()
     nothing = PackedRows(rows.cu_seqlens, {**rows.columns, "response_mask": torch.zeros(sum(LENGTHS))})
-    for loss in (PolicyLoss(), PolicyLoss(ratio=sequence_ratio, aggregation=sequence_mean), NegativeLogLikelihood()):
+    for loss in (
+        PolicyLoss(),
+        PolicyLoss(ratio=sequence_ratio, aggregation=sequence_mean),
+        NegativeLogLikelihood(),
+    ):
         value, _ = loss(logprobs, nothing)
         assert value.item() == 0 and loss.count(nothing) == 0
         assert torch.autograd.grad(value, logprobs)[0].abs().max() == 0
@@ -199,7 +226,9 @@ def test_a_loss_and_what_it_watches_by_hand():
     loss_sum, metrics = loss(logprobs, rows)
     # clipped at 1.2; clipped at 0.8; whole. KL 0, 0, 0.
     assert loss_sum.item() == pytest.approx((-1.2 + 0.8 - 2.0) - 0.2 * 3.0)
-    assert torch.autograd.grad(loss_sum, logprobs)[0].tolist() == pytest.approx([0.1, 0.1, 0.0, -2.0 + 0.1])
+    assert torch.autograd.grad(loss_sum, logprobs)[0].tolist() == pytest.approx(
+        [0.1, 0.1, 0.0, -2.0 + 0.1]
+    )
     k3s = (2 - 1 - ln2) + (0.5 - 1 + ln2)  # of the generator from the policy as it stands
     assert numbers(metrics) == pytest.approx(
         {
@@ -218,7 +247,9 @@ def test_a_loss_and_what_it_watches_by_hand():
 
 def test_entropy_is_watched_where_the_rows_have_it_and_counts_only_where_asked_for():
     rows = PackedRows.of([3], advantages=[1.0] * 3, response_logprobs=[-1.0] * 3, response_mask=[1, 1, 0])
-    with_entropy = PackedRows(rows.cu_seqlens, {**rows.columns, "entropy": torch.tensor([0.25, 0.75, 9.0])})
+    with_entropy = PackedRows(
+        rows.cu_seqlens, {**rows.columns, "entropy": torch.tensor([0.25, 0.75, 9.0])}
+    )
     logprobs = torch.full((3,), -1.0)
     for loss, plain in ((PolicyLoss(), -2.0), (NegativeLogLikelihood(), 2.0)):
         value, metrics = loss(logprobs, with_entropy)

@@ -30,8 +30,12 @@ from weft.workers.reference import ReferenceWorker
 from weft.workers.reward import RewardWorker
 from weft.workers.rollout import RolloutWorker
 
-PAIRS = TableSource("pairs", pa.table({"prompt_ids": [[1]], "chosen_ids": [[2, 3]], "rejected_ids": [[4]]}))
-LABELLED = TableSource("labelled", pa.table({"prompt_ids": [[1]], "response_ids": [[2]], "label": [True]}))
+PAIRS = TableSource(
+    "pairs", pa.table({"prompt_ids": [[1]], "chosen_ids": [[2, 3]], "rejected_ids": [[4]]})
+)
+LABELLED = TableSource(
+    "labelled", pa.table({"prompt_ids": [[1]], "response_ids": [[2]], "label": [True]})
+)
 SIMPO = PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1)
 
 
@@ -57,7 +61,9 @@ def test_dpo_makes_rows_of_pairs_and_keeps_them_together():
     assert {"preferred", "reference_logprobs", "response_ids"} <= set(update.reads)
     plain = dpo(PAIRS, **handles("actor"), loss=SIMPO)
     assert [n.name for n in plain.nodes] == ["pairs", "actor.update"]
-    with pytest.raises(UserError, match=r"'actor\.update' reads column 'reference_logprobs', which no node writes"):
+    with pytest.raises(
+        UserError, match=r"'actor\.update' reads column 'reference_logprobs', which no node writes"
+    ):
         dpo(PAIRS, **handles("actor"))
 
 
@@ -75,7 +81,8 @@ def test_a_reference_that_is_known_is_only_read():
 
 def test_a_loss_on_pairs_needs_groups_and_one_on_tokens_does_not():
     with pytest.raises(
-        UserError, match="sees complete groups, but each row of the source 'labelled' is a group of its own"
+        UserError,
+        match="sees complete groups, but each row of the source 'labelled' is a group of its own",
     ):
         supervised(LABELLED, actor=group(ActorWorker, model="m"), loss=SIMPO)
     assert not PolicyLoss().whole_groups
@@ -85,8 +92,16 @@ def test_online_dpo_scores_only_the_rows_that_it_keeps_under_the_reference():
     prompts = TableSource("prompts", pa.table({"prompt": ["1+1="], "prompt_ids": [[1]], "answer": ["2"]}))
     graph = online_dpo(prompts, **handles("rollout", "reward", "actor", "reference"), n=4)
     names = [n.name for n in graph.nodes]
-    assert names == ["rollout.generate", "reward.score", "best_and_worst", "reference.logprobs", "actor.update"]
-    assert "best_and_worst" in graph["reference.logprobs"].after and graph["best_and_worst"].writes == ("preferred",)
+    assert names == [
+        "rollout.generate",
+        "reward.score",
+        "best_and_worst",
+        "reference.logprobs",
+        "actor.update",
+    ]
+    assert "best_and_worst" in graph["reference.logprobs"].after and graph["best_and_worst"].writes == (
+        "preferred",
+    )
 
 
 def test_kto_takes_single_responses_and_those_of_pairs():
@@ -108,7 +123,9 @@ def test_the_best_and_the_worst_of_uneven_groups():
     assert sorted(kept["group_id"].to_pylist()) == [3, 3, 9, 9]
     none, _ = best_and_worst(kept.slice(0, 0))
     assert len(none) == 0
-    lost, metrics = best_and_worst(Batch.of(sample_id=[1, 2], group_id=[1, 1], reward=[float("nan"), 1.0]))
+    lost, metrics = best_and_worst(
+        Batch.of(sample_id=[1, 2], group_id=[1, 1], reward=[float("nan"), 1.0])
+    )
     assert len(lost) == 0 and metrics["tied_groups"].value == 1
 
 
@@ -144,7 +161,9 @@ def test_masked_tokens_stay_out_of_comparisons_and_of_the_reference_point():
     )
     beside = mismatched(rows)
     assert beside["mismatched_mask"].to_pylist() == [[1, 1], [1, 0]], "the mask goes with the response"
-    assert mismatched(rows.select(["sample_id", "group_id", "response_ids"]))["mismatched_mask"].to_pylist() == [
+    assert mismatched(rows.select(["sample_id", "group_id", "response_ids"]))[
+        "mismatched_mask"
+    ].to_pylist() == [
         [1, 1],
         [1, 1],
     ]
@@ -154,7 +173,9 @@ def test_masked_tokens_stay_out_of_comparisons_and_of_the_reference_point():
         mismatched_reference_logprobs=[[-2.0, -2.0], [-4.0, nothing]],
     )
     assert reference_point(scored)["reference_point"].to_pylist() == [2.5, 2.5]
-    pair = Batch.of(group_id=[4, 4], preferred=[1, 0], response_mask=[[1, 0], [1, 1]], a=[[-1.0, -9.0], [-2.0, -2.0]])
+    pair = Batch.of(
+        group_id=[4, 4], preferred=[1, 0], response_mask=[[1, 0], [1, 1]], a=[[-1.0, -9.0], [-2.0, -2.0]]
+    )
     found = compare(pair, score="a")
     assert found["preference_accuracy"].value == 1 and found["preference_margin"].value == 3  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -162,7 +183,9 @@ def test_masked_tokens_stay_out_of_comparisons_and_of_the_reference_point():
 def test_pairs_of_a_slice_keep_their_own_tokens():
     batch = Batch.of(sample_id=[1, 2, 3], chosen_ids=[[1], [2, 2], [3]], rejected_ids=[[4], [5], [6, 6]])
     rows = pairs(batch.slice(1, 2))
-    assert rows["response_ids"].to_pylist() == [[2, 2], [5], [3], [6, 6]] and rows["parent_id"].to_pylist() == [
+    assert rows["response_ids"].to_pylist() == [[2, 2], [5], [3], [6, 6]] and rows[
+        "parent_id"
+    ].to_pylist() == [
         2,
         2,
         3,
@@ -171,6 +194,8 @@ def test_pairs_of_a_slice_keep_their_own_tokens():
 
 
 def test_ties_are_not_right():
-    rows = Batch.of(group_id=[1, 1, 2, 2], preferred=[1, 0, 0, 1], a=[[-1.0], [-1.0], [-2.0], [-1.0]], b=[[0.0]] * 4)
+    rows = Batch.of(
+        group_id=[1, 1, 2, 2], preferred=[1, 0, 0, 1], a=[[-1.0], [-1.0], [-2.0], [-1.0]], b=[[0.0]] * 4
+    )
     found = compare(rows, score="a", against="b")
     assert found["preference_accuracy"].value == 0.5 and found["preference_margin"].value == 0.5  # pyright: ignore[reportAttributeAccessIssue]

@@ -58,7 +58,12 @@ CASES: dict[str, tuple[PreferenceLoss, Any, bool, bool]] = {
         True,
         True,
     ),
-    "hinge": (PreferenceLoss(comparison=Hinge()), lambda w, r, **_: torch.relu(1 - 0.1 * (w - r)), True, False),
+    "hinge": (
+        PreferenceLoss(comparison=Hinge()),
+        lambda w, r, **_: torch.relu(1 - 0.1 * (w - r)),
+        True,
+        False,
+    ),
     "simpo": (
         PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=0.5),
         lambda w, r, **_: -log_sigmoid(2 * w - 2 * r - 0.5),
@@ -68,7 +73,10 @@ CASES: dict[str, tuple[PreferenceLoss, Any, bool, bool]] = {
     "orpo": (PreferenceLoss(beta=1, score=LogOdds(), weight=0.25, likelihood=1), orpo, False, True),
     "rpo": (PreferenceLoss(likelihood=0.5), lambda w, r, nll: dpo(w, r) + 0.5 * nll, True, False),
 }
-EVERY: dict[str, Loss] = {**{name: case[0] for name, case in CASES.items()}, "kto": DesirabilityLoss(beta=0.7)}
+EVERY: dict[str, Loss] = {
+    **{name: case[0] for name, case in CASES.items()},
+    "kto": DesirabilityLoss(beta=0.7),
+}
 
 
 def random_rows(seed: int = 0) -> tuple[torch.Tensor, PackedRows]:
@@ -88,7 +96,9 @@ def random_rows(seed: int = 0) -> tuple[torch.Tensor, PackedRows]:
     return logprobs.requires_grad_(), PackedRows.of(LENGTHS, **columns)
 
 
-def value_and_gradient(loss: Loss, logprobs: torch.Tensor, rows: PackedRows) -> tuple[float, torch.Tensor]:
+def value_and_gradient(
+    loss: Loss, logprobs: torch.Tensor, rows: PackedRows
+) -> tuple[float, torch.Tensor]:
     total, _ = loss(logprobs, rows)
     (gradient,) = torch.autograd.grad(total, logprobs)
     return total.item(), gradient
@@ -123,7 +133,9 @@ def test_kto_weighs_good_and_bad_responses_by_themselves():
     expected = torch.zeros((), dtype=torch.float64)
     for k in range(6):
         above = 0.7 * (of_row(logprobs - rows["reference_logprobs"], rows, k).sum() - 0.25)
-        expected = expected + (2 * (1 - torch.sigmoid(above)) if PREFERRED[k] else 0.5 * (1 - torch.sigmoid(-above)))
+        expected = expected + (
+            2 * (1 - torch.sigmoid(above)) if PREFERRED[k] else 0.5 * (1 - torch.sigmoid(-above))
+        )
     (gradient,) = torch.autograd.grad(expected, logprobs)
     value, mine = value_and_gradient(loss, logprobs, rows)
     assert value == pytest.approx(expected.item(), rel=1e-6) and loss.count(rows) == 6
@@ -138,7 +150,9 @@ def test_what_stands_under_the_mask_changes_nothing(name: str):
     poisoned = torch.where(masked, math.nan, rows["reference_logprobs"])
     other = PackedRows(rows.cu_seqlens, {**rows.columns, "reference_logprobs": poisoned})
     value, gradient = value_and_gradient(loss, logprobs, rows)
-    again, same = value_and_gradient(loss, torch.where(masked, math.nan, logprobs).detach().requires_grad_(), other)
+    again, same = value_and_gradient(
+        loss, torch.where(masked, math.nan, logprobs).detach().requires_grad_(), other
+    )
     assert again == value and torch.equal(same, gradient) and (gradient[masked] == 0).all()
 
 
@@ -159,7 +173,9 @@ def test_half_a_masked_pair_is_left_out():
     mask[int(rows.cu_seqlens[1])] = 0  # the rejected response of group 4
     left = PackedRows(rows.cu_seqlens, {**rows.columns, "response_mask": mask})
     _, gradient = value_and_gradient(PreferenceLoss(likelihood=1), logprobs, left)
-    assert PreferenceLoss().count(left) == 2 and (gradient[left.per_token(left["group_id"] == 4)] == 0).all()
+    assert (
+        PreferenceLoss().count(left) == 2 and (gradient[left.per_token(left["group_id"] == 4)] == 0).all()
+    )
 
 
 def test_metrics_say_who_is_ahead():
@@ -214,5 +230,7 @@ def test_bradley_terry_by_hand():
     losses = bradley_terry(chosen, torch.tensor([1.0, 1e4]), margin=torch.tensor([0.5, 0.0]))
     losses.sum().backward()
     assert losses.tolist() == pytest.approx([math.log(1 + math.exp(-0.5)), 2e4])
-    assert chosen.grad is not None and chosen.grad.tolist() == pytest.approx([-1 / (1 + math.exp(0.5)), -1.0])
+    assert chosen.grad is not None and chosen.grad.tolist() == pytest.approx(
+        [-1 / (1 + math.exp(0.5)), -1.0]
+    )
     assert bradley_terry(torch.zeros(0), torch.zeros(0)).tolist() == []

@@ -31,7 +31,14 @@ def test_the_loss_is_bradley_terry_of_last_tokens_by_hand():
     assert metrics["preference_accuracy"].value == 1 and RewardLoss().count(rows()) == 2
     (gradient,) = torch.autograd.grad(loss_sum, rewards)
     assert gradient.tolist() == pytest.approx(
-        [0, -1 / (1 + math.exp(1)), 0, 1 / (1 + math.exp(1)), 1 / (1 + math.exp(3.5)), -1 / (1 + math.exp(3.5))]
+        [
+            0,
+            -1 / (1 + math.exp(1)),
+            0,
+            1 / (1 + math.exp(1)),
+            1 / (1 + math.exp(3.5)),
+            -1 / (1 + math.exp(3.5)),
+        ]
     )
 
 
@@ -39,7 +46,9 @@ def test_a_margin_is_a_number_or_a_column():
     expected = softplus(-(1 - 0.5)) + softplus(-(3.5 - 1.0))
     assert RewardLoss(margin="gap")(REWARDS[:6], rows())[0].item() == pytest.approx(expected)
     assert "gap" in RewardLoss(margin="gap").reads and "gap" not in RewardLoss().reads
-    assert RewardLoss(margin=0.5)(REWARDS[:6], rows())[0].item() == pytest.approx(softplus(-0.5) + softplus(-3.0))
+    assert RewardLoss(margin=0.5)(REWARDS[:6], rows())[0].item() == pytest.approx(
+        softplus(-0.5) + softplus(-3.0)
+    )
 
 
 def test_centring_keeps_pairs_around_zero():
@@ -74,7 +83,9 @@ def test_steps_end_with_the_separator_and_with_the_response():
         token_scores=[[0.0, 0.0, 100.0], [-100.0], []],
     )
     labels = label_steps(samples, separator=9)["step_labels"].to_pylist()
-    assert labels[0][0] == 1 and math.isnan(labels[0][1]) and labels[0][2] == 0.5 and labels[1:] == [[0], []]
+    assert (
+        labels[0][0] == 1 and math.isnan(labels[0][1]) and labels[0][2] == 0.5 and labels[1:] == [[0], []]
+    )
     assert step_rewards(samples, separator=9)["token_rewards"].to_pylist() == [[0.5, 0, 1], [0], []]
     with pytest.raises(UserError, match="row 0 has 2 labels and 1 steps, which end with token 8"):
         label_steps(samples, separator=8)

@@ -20,7 +20,10 @@ def test_the_penalty_falls_over_the_buffer_by_hand():
     lengths = torch.tensor([0, 16, 17, 18, 20, 21, 1000])
     penalties = overlong_penalty(lengths, max_tokens=20, buffer_tokens=4)
     assert penalties.tolist() == [0, 0, -0.25, -0.5, -1, -1, -1] and penalties.dtype == torch.float32
-    assert overlong_penalty(torch.tensor([], dtype=torch.int64), max_tokens=1, buffer_tokens=1).tolist() == []
+    assert (
+        overlong_penalty(torch.tensor([], dtype=torch.int64), max_tokens=1, buffer_tokens=1).tolist()
+        == []
+    )
     for buffer in (0, 21):
         with pytest.raises(UserError, match=f"buffer_tokens must be 1 to max_tokens=20, not {buffer}"):
             overlong_penalty(lengths, max_tokens=20, buffer_tokens=buffer)
@@ -29,7 +32,11 @@ def test_the_penalty_falls_over_the_buffer_by_hand():
 def test_the_node_writes_a_column_of_its_own():
     samples = Batch.of(response_ids=[[1] * 3, [1] * 4, []], reward=[1.0, 1.0, 0.5])
     out = penalize_overlong(samples, max_tokens=4, buffer_tokens=2, factor=0.5)
-    assert out["shaped_reward"].to_pylist() == [0.75, 0.5, 0.5] and out["reward"].to_pylist() == [1.0, 1.0, 0.5]
+    assert out["shaped_reward"].to_pylist() == [0.75, 0.5, 0.5] and out["reward"].to_pylist() == [
+        1.0,
+        1.0,
+        0.5,
+    ]
     assert len(penalize_overlong(samples.slice(0, 0), max_tokens=4, buffer_tokens=2)) == 0
 
 
@@ -59,8 +66,13 @@ def test_the_node_takes_a_constant_or_an_adaptive_coefficient_and_any_estimator(
     out = token_rewards(samples, coefficient=0.5, old="old_logprobs")["token_rewards"].to_pylist()
     assert out == [[-0.25, 1.5, 0.0]]
     adaptive = AdaptiveCoefficient(value=0.5)
-    assert token_rewards(samples, coefficient=adaptive, old="old_logprobs")["token_rewards"].to_pylist() == out
-    of_k3 = token_rewards(samples, coefficient=1.0, estimator=k3, old="old_logprobs")["token_rewards"].to_pylist()
+    assert (
+        token_rewards(samples, coefficient=adaptive, old="old_logprobs")["token_rewards"].to_pylist()
+        == out
+    )
+    of_k3 = token_rewards(samples, coefficient=1.0, estimator=k3, old="old_logprobs")[
+        "token_rewards"
+    ].to_pylist()
     assert of_k3[0] == pytest.approx([-(0.6065307 - 1 + 0.5), 1 - (2.7182818 - 1 - 1), 0.0])
 
 

@@ -52,7 +52,9 @@ def handles() -> dict[str, Any]:
 )
 def test_what_is_drawn_from_a_part_of_the_distribution_has_no_logprobs(sampling: Sampling, cut_by: str):
     assert sampling.writes == (() if cut_by else ("response_logprobs",))
-    assert not cut_by or sampling.leaves_out["response_logprobs"].startswith(f"with {cut_by} tokens are drawn")
+    assert not cut_by or sampling.leaves_out["response_logprobs"].startswith(
+        f"with {cut_by} tokens are drawn"
+    )
 
 
 def test_a_loss_that_compares_with_them_is_refused_with_the_reason_and_what_to_do():
@@ -75,10 +77,14 @@ def test_with_the_trainers_own_everything_is_recorded():
     assert "old_logprobs" in fixed["token_rewards"].reads
     steered = ppo(PROMPTS, **handles(), **models, kl=group(AdaptiveKlWorker), sampling=CUT, loss=own)
     assert all("old_logprobs" in steered[f"kl.{node}"].reads for node in ("token_rewards", "update"))
-    with pytest.raises(UserError, match="node 'token_rewards' reads column 'response_logprobs', which node 'rollout"):
+    with pytest.raises(
+        UserError, match="node 'token_rewards' reads column 'response_logprobs', which node 'rollout"
+    ):
         ppo(PROMPTS, **handles(), **models, kl=0.1, sampling=CUT)
 
 
 def test_a_temperature_at_which_no_engine_draws_is_refused():
-    with pytest.raises(UserError, match=r"temperature must be 0 \(greedy\) or at least 0\.01, not 0\.001"):
+    with pytest.raises(
+        UserError, match=r"temperature must be 0 \(greedy\) or at least 0\.01, not 0\.001"
+    ):
         Sampling(temperature=0.001)

@@ -41,21 +41,29 @@ def test_clipping_by_hand():
 
 
 def test_dual_clipping_bounds_the_loss_of_a_negative_advantage_alone():
-    losses, gradients, clipped = losses_and_gradients(Clipped(dual=3.0), [10.0, 10.0, 2.5], [-2.0, 2.0, -2.0])
+    losses, gradients, clipped = losses_and_gradients(
+        Clipped(dual=3.0), [10.0, 10.0, 2.5], [-2.0, 2.0, -2.0]
+    )
     assert losses == pytest.approx([6.0, -2.4, 5.0])
     assert gradients == pytest.approx([0.0, 0.0, 5.0])
     assert clipped == [True, True, False]
 
 
 def test_cispo_bounds_the_weight_and_keeps_the_gradient():
-    losses, gradients, clipped = losses_and_gradients(Cispo(low=0.5, high=1.0), [8.0, 0.25, 1.5], [1.0, -1.0, 1.0])
+    losses, gradients, clipped = losses_and_gradients(
+        Cispo(low=0.5, high=1.0), [8.0, 0.25, 1.5], [1.0, -1.0, 1.0]
+    )
     assert gradients == pytest.approx([-2.0, 0.5, -1.5])  # -clip(r) A, where PPO would give 0, 0 and 0
-    assert losses == pytest.approx([-2 * (math.log(8) - 1), 0.5 * (math.log(0.25) - 1), -1.5 * (math.log(1.5) - 1)])
+    assert losses == pytest.approx(
+        [-2 * (math.log(8) - 1), 0.5 * (math.log(0.25) - 1), -1.5 * (math.log(1.5) - 1)]
+    )
     assert clipped == [True, True, False]
 
 
 def test_the_gate_of_sapo_by_hand():
-    losses, gradients, clipped = losses_and_gradients(Sapo(positive=2.0, negative=4.0), [1.5, 1.5], [1.0, -1.0])
+    losses, gradients, clipped = losses_and_gradients(
+        Sapo(positive=2.0, negative=4.0), [1.5, 1.5], [1.0, -1.0]
+    )
     up, down = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2))
     assert losses == pytest.approx([-2 * up, 1 * down])
     assert gradients == pytest.approx([-1.5 * 4 * up * (1 - up), 1.5 * 4 * down * (1 - down)])
@@ -63,7 +71,9 @@ def test_the_gate_of_sapo_by_hand():
 
 
 def test_log_likelihood_ignores_the_ratio():
-    assert losses_and_gradients(PlainPolicyGradient(), [math.e, 100.0], [2.0, -1.0])[1] == pytest.approx([-2.0, 1.0])
+    assert losses_and_gradients(PlainPolicyGradient(), [math.e, 100.0], [2.0, -1.0])[1] == pytest.approx(
+        [-2.0, 1.0]
+    )
 
 
 @pytest.mark.parametrize("surrogate", SURROGATES, ids=repr)
@@ -87,7 +97,9 @@ def test_a_loss_of_any_surrogate_masks_adds_up_and_is_finite(surrogate: Surrogat
     poison = torch.where(mask == 1, 0.0, torch.nan)
     dirty, _ = loss(
         logprobs,
-        PackedRows.of(lengths, response_logprobs=old + poison, advantages=advantages + poison, response_mask=mask),
+        PackedRows.of(
+            lengths, response_logprobs=old + poison, advantages=advantages + poison, response_mask=mask
+        ),
     )
     assert dirty.item() == clean.item() and 0 <= metrics["clip_fraction"].value <= 1
     (gradient,) = torch.autograd.grad(dirty, logprobs)
@@ -97,7 +109,9 @@ def test_a_loss_of_any_surrogate_masks_adds_up_and_is_finite(surrogate: Surrogat
     halves = [
         loss(
             logprobs[a:b],
-            PackedRows.of(n, response_logprobs=old[a:b], advantages=advantages[a:b], response_mask=mask[a:b]),
+            PackedRows.of(
+                n, response_logprobs=old[a:b], advantages=advantages[a:b], response_mask=mask[a:b]
+            ),
         )[0]
         for a, b, n in parts
     ]
@@ -108,7 +122,9 @@ def test_a_token_of_no_probability_leaves_the_loss_finite():
     rows = PackedRows.of([1], response_logprobs=[-200.0], advantages=[-1.0])
     logprobs = torch.tensor([-1.0], requires_grad=True)
     loss, _ = PolicyLoss()(logprobs, rows)
-    assert loss.item() == pytest.approx(math.exp(20)) and torch.autograd.grad(loss, logprobs)[0].item() == 0
+    assert (
+        loss.item() == pytest.approx(math.exp(20)) and torch.autograd.grad(loss, logprobs)[0].item() == 0
+    )
 
 
 def test_surrogates_are_values():

@@ -18,14 +18,18 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 
 
-def random_rows(lengths: list[int], *, mask: float | None = None) -> tuple[torch.Tensor, torch.Tensor, PackedRows]:
+def random_rows(
+    lengths: list[int], *, mask: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor, PackedRows]:
     torch.manual_seed(0)
     num_tokens = sum(lengths)
     columns = {} if mask is None else {"response_mask": (torch.rand(num_tokens) < mask).to(torch.uint8)}
     return torch.randn(num_tokens), torch.randn(num_tokens), PackedRows.of(lengths, **columns)
 
 
-def reference(rewards, values, rows: PackedRows, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
+def reference(
+    rewards, values, rows: PackedRows, gamma: float, lam: float
+) -> tuple[np.ndarray, np.ndarray]:
     """The recursion of the paper, backwards over the trained tokens of each row."""
     r, v, mask = (t.double().numpy() for t in (rewards, values, rows.trained))
     advantages, returns = np.zeros(len(r)), np.zeros(len(r))
@@ -40,7 +44,9 @@ def reference(rewards, values, rows: PackedRows, gamma: float, lam: float) -> tu
 
 def test_generalized_advantages_by_hand():
     rewards, values = torch.tensor([0.0, 0.0, 1.0, 2.0]), torch.tensor([0.5, 0.25, 0.75, 1.0])
-    advantages, returns = generalized_advantages(rewards, values, PackedRows.of([3, 1]), gamma=0.5, lam=0.5)
+    advantages, returns = generalized_advantages(
+        rewards, values, PackedRows.of([3, 1]), gamma=0.5, lam=0.5
+    )
     # deltas: 0 + 0.125 - 0.5, 0 + 0.375 - 0.25, 1 - 0.75; 2 - 1
     last, middle = 0.25, 0.125 + 0.25 * 0.25
     assert advantages.tolist() == pytest.approx([-0.375 + 0.25 * middle, middle, last, 1.0])
@@ -49,16 +55,30 @@ def test_generalized_advantages_by_hand():
 
 @pytest.mark.parametrize(
     "lengths",
-    [[3, 1, 0, 5], [31, 32, 33, 64, 65], [0], [], [0, 0, 7, 0], [1500, 3, 1024, 2000], [50_000, 0, 40_000, 3]],
+    [
+        [3, 1, 0, 5],
+        [31, 32, 33, 64, 65],
+        [0],
+        [],
+        [0, 0, 7, 0],
+        [1500, 3, 1024, 2000],
+        [50_000, 0, 40_000, 3],
+    ],
 )
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.99, 0.9), (1.0, 0.0), (0.0, 0.5), (0.5, 0.1)])
+@pytest.mark.parametrize(
+    ("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.99, 0.9), (1.0, 0.0), (0.0, 0.5), (0.5, 0.1)]
+)
 @pytest.mark.parametrize("mask", [None, 0.7, 0.0])
-def test_generalized_advantages_against_the_recursion(lengths, gamma: float, lam: float, mask: float | None):
+def test_generalized_advantages_against_the_recursion(
+    lengths, gamma: float, lam: float, mask: float | None
+):
     rewards, values, rows = random_rows(lengths, mask=mask)
     mine = generalized_advantages(rewards, values, rows, gamma=gamma, lam=lam)
     for each, expected in zip(mine, reference(rewards, values, rows, gamma, lam), strict=True):
         assert each.dtype == torch.float32
-        np.testing.assert_allclose(each.numpy(), expected, atol=1e-5 * max(1, np.abs(expected).max(initial=0)))
+        np.testing.assert_allclose(
+            each.numpy(), expected, atol=1e-5 * max(1, np.abs(expected).max(initial=0))
+        )
 
 
 @pytest.mark.parametrize("mask", [None, 0.7])
@@ -73,14 +93,18 @@ def test_rows_are_worked_on_in_parts_that_know_nothing_of_each_other(
         np.testing.assert_allclose(each.numpy(), expected, atol=1e-5)
     if mask is None:
         returns = discounted_returns(rewards, rows, gamma=0.99)
-        np.testing.assert_allclose(returns.numpy(), reference(rewards, 0 * values, rows, 0.99, 1.0)[1], atol=1e-4)
+        np.testing.assert_allclose(
+            returns.numpy(), reference(rewards, 0 * values, rows, 0.99, 1.0)[1], atol=1e-4
+        )
 
 
 def test_two_estimates_that_need_no_recursion():
     rewards, values, rows = random_rows([40, 3, 100])
     _, monte_carlo = generalized_advantages(rewards, values, rows, gamma=1.0, lam=1.0)
     torch.testing.assert_close(monte_carlo, discounted_returns(rewards, rows))
-    later = torch.stack([values[t + 1] if t + 1 not in (40, 43, 143) else torch.tensor(0.0) for t in range(143)])
+    later = torch.stack(
+        [values[t + 1] if t + 1 not in (40, 43, 143) else torch.tensor(0.0) for t in range(143)]
+    )
     one_step, _ = generalized_advantages(rewards, values, rows, gamma=0.9, lam=0.0)
     torch.testing.assert_close(one_step, rewards + 0.9 * later - values)
 
@@ -162,7 +186,9 @@ def test_whitened_values_have_mean_zero_and_deviation_one_far_from_zero():
 
 def test_the_nodes_write_what_their_functions_say():
     samples = Batch.of(
-        token_rewards=[[0.0, 9.0, 1.0], [2.0]], values=[[0.5, 9.0, 0.5], [1.0]], response_mask=[[1, 0, 1], [1]]
+        token_rewards=[[0.0, 9.0, 1.0], [2.0]],
+        values=[[0.5, 9.0, 0.5], [1.0]],
+        response_mask=[[1, 0, 1], [1]],
     )
     out = critic_advantages(samples, gamma=1.0, lam=1.0, whiten=False)
     assert out["advantages"].to_pylist() == [[0.5, 0.0, 0.5], [1.0]]
@@ -192,7 +218,9 @@ def test_the_value_loss_by_hand():
     assert ValueLoss(clip=None).reads == ("returns",) and ValueLoss().reads == ("values", "returns")
 
 
-@pytest.mark.parametrize("loss", [ValueLoss(), ValueLoss(clip=None), ValueLoss(clip=0.5, aggregation=sequence_mean)])
+@pytest.mark.parametrize(
+    "loss", [ValueLoss(), ValueLoss(clip=None), ValueLoss(clip=0.5, aggregation=sequence_mean)]
+)
 def test_the_value_loss_masks_and_adds_up(loss: ValueLoss):
     assert isinstance(loss, Loss)
     torch.manual_seed(0)

@@ -11,7 +11,9 @@ def test_any_process_makes_the_same_groups_of_about_2000_tokens_a_row(load: Any)
     groups = rows.ragged(1024, seed=7)
     assert rows.hashes([groups[5]]) == rows.hashes([rows.group(7, 5)])
     assert len(set(rows.hashes(groups))) == 1024
-    tokens = sum(len(group[name].flatten()) for group in groups for name in ("prompt_ids", "response_ids"))
+    tokens = sum(
+        len(group[name].flatten()) for group in groups for name in ("prompt_ids", "response_ids")
+    )
     assert tokens / 1024 == pytest.approx(2000, rel=0.05)
     with pytest.raises(ValueError, match="not complete groups"):
         rows.ragged(12)
@@ -22,7 +24,9 @@ def test_rows_keep_their_content_when_groups_are_joined_or_cut(load: Any):
     groups = rows.ragged(24)
     [joined] = rows.joined(groups, 3)
     assert rows.hashes([joined]) == rows.hashes(groups)
-    assert rows.hashes([joined.slice(8, 8)]) == rows.hashes([groups[1]]), "a part of a batch starts anywhere"
+    assert rows.hashes([joined.slice(8, 8)]) == rows.hashes([groups[1]]), (
+        "a part of a batch starts anywhere"
+    )
     changed = [*groups[:2], rows.group(1, 2)]
     assert rows.hashes(changed) != rows.hashes(groups)
 

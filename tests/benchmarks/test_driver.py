@@ -9,7 +9,9 @@ import pytest
 
 
 @pytest.mark.thorough
-def test_a_row_costs_the_driver_some_time_beside_that_of_the_simulator(load: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_row_costs_the_driver_some_time_beside_that_of_the_simulator(
+    load: Any, monkeypatch: pytest.MonkeyPatch
+):
     row_cost, workload = load("driver/row_cost"), load("driver/workload")
     monkeypatch.setattr(row_cost, "ANSWERED", 1)
     cost = row_cost.measure(workload.Work.of(192, ranks=2))
@@ -17,7 +19,9 @@ def test_a_row_costs_the_driver_some_time_beside_that_of_the_simulator(load: Any
     assert cost.figures["steps"] == 4 and 64 <= cost.figures["rows_in_flight"] <= 256
 
 
-def test_every_figure_that_was_not_asked_for_is_null(load: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def test_every_figure_that_was_not_asked_for_is_null(
+    load: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
     folder = Path(load("machine").__file__).parent
     monkeypatch.setattr("sys.argv", ["driver.py", "--only", "call_rank_us", "--ranks", "2"])
     program = runpy.run_path(str(folder / "driver.py"), run_name="__main__")

@@ -35,7 +35,9 @@ def test_rows_load_unmodified(name: str, load: Any, tmp_path: Path):
     assert [mistake for case in formats.CASES[name] for mistake in formats.mistakes(tmp_path, case)] == []
 
 
-def test_a_format_that_is_read_wrongly_does_not_count(load: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def test_a_format_that_is_read_wrongly_does_not_count(
+    load: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
     formats = load("tasks/formats")
     assert formats.formats() == (18, 18)
     wrong = formats.Case("train.jsonl", {"prompt": "2 + 2?", "answer": "4"}, answer="5")

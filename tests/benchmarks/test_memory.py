@@ -19,7 +19,11 @@ def test_a_check_that_fails_is_said_in_one_line_with_the_largest_difference(load
     models = load("memory/models")
     expected = {"a": torch.zeros(2, 3), "b": torch.full((2,), 4.0)}
     found = {"a": torch.zeros(2, 3), "b": torch.tensor([4.0, 5.0])}
-    result = {"gradient": models.difference(found, expected), "saved": models.Error(0.0), "gap": "TimeoutError: late"}
+    result = {
+        "gradient": models.difference(found, expected),
+        "saved": models.Error(0.0),
+        "gap": "TimeoutError: late",
+    }
     assert models.failures(result, ("saved", "gradient", "LoRA", "gap")) == [
         "gradient: 1.8e-01 and not 0.0001 at most; b[1] is 5, not 4",
         "LoRA: was not reached",

@@ -11,9 +11,14 @@ def test_parity_draws_groups_of_one_and_bounds_that_tell_a_ratio_from_its_recipr
     sizes = np.bincount(inputs["groups"])
     several, rewards, mask = sizes[inputs["groups"]] > 1, inputs["rewards"], inputs["mask"] > 0
     assert sizes.min() == 1 and len(set(sizes)) > 2 and set(parity.ON_PURPOSE) <= set(parity.WEFT)
-    found = parity.evaluate({k: f for k, f in parity.WEFT.items() if "rloo" in k or "rejection token" in k}, inputs)
+    found = parity.evaluate(
+        {k: f for k, f in parity.WEFT.items() if "rloo" in k or "rejection token" in k}, inputs
+    )
     others = np.array(
-        [rewards[(inputs["groups"] == g) & (np.arange(24) != k)].sum() for k, g in enumerate(inputs["groups"])]
+        [
+            rewards[(inputs["groups"] == g) & (np.arange(24) != k)].sum()
+            for k, g in enumerate(inputs["groups"])
+        ]
     )
     expected = np.where(several, rewards - others / np.maximum(sizes[inputs["groups"]] - 1, 1), 0)
     for name in ("verl rloo", "verl rloo_vectorized"):

@@ -16,7 +16,9 @@ PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "resharding.py"
 
 def test_the_lower_bound_is_what_a_rank_needs_less_what_its_device_has(load: Any):
     plans = load("resharding/plans")
-    source = three_dimensional([Parameter("w", (8, 4), 0)], Parallelism(tp=4))  # two rows of eight bytes a rank
+    source = three_dimensional(
+        [Parameter("w", (8, 4), 0)], Parallelism(tp=4)
+    )  # two rows of eight bytes a rank
     bounds = plans.lower_bounds(source, replicas([Parameter("w", (8, 4), 0)], 2, 1))
     assert bounds == [16, 32]  # rank 0 has two of its four rows, and rank 1 none of its own
     elsewhere = replicas([Parameter("w", (8, 4), 0)], 2, 1, nodes_of(2, first_node=5))

@@ -9,7 +9,13 @@ import pytest
 def test_costs_of_the_simulator_are_those_of_measured_calls(load: Any):
     simulated = load("schedules/simulated")
     calls = [
-        {"group": "actor", "node": "actor.update", "worker_s": 0.5 * last + 0.01 * tokens, "rows": 8, "tokens": tokens}
+        {
+            "group": "actor",
+            "node": "actor.update",
+            "worker_s": 0.5 * last + 0.01 * tokens,
+            "rows": 8,
+            "tokens": tokens,
+        }
         | {"last": last, "end_s": 5.0 + tokens}
         for tokens, last in ((100, False), (200, True), (150, False), (400, True))
     ]
@@ -18,7 +24,9 @@ def test_costs_of_the_simulator_are_those_of_measured_calls(load: Any):
     costs = simulated._costs([run], simulated.FixedLengths(lengths=((1,),)), slots=4)
     update = costs.linear("actor.update")
     assert (update.fixed_s, update.per_token_s) == pytest.approx((0.5, 0.01))
-    assert costs.nodes["rollout.generate"].seconds_by_batch[1:].tolist() == pytest.approx([0.1, 0.4 / 3, 0.5 / 3, 0.2])
+    assert costs.nodes["rollout.generate"].seconds_by_batch[1:].tolist() == pytest.approx(
+        [0.1, 0.4 / 3, 0.5 / 3, 0.2]
+    )
 
 
 def test_a_prompt_has_the_same_lengths_under_every_schedule_and_they_have_a_long_tail(load: Any):
@@ -36,7 +44,9 @@ def test_no_two_prompts_of_a_run_are_alike(load: Any):
     for work in (module.Work(), module.Work().small()):
         prompts = workloads.prompts_of(work.workload())
         assert len(set(prompts)) == len(prompts) == work.groups * work.steps
-        assert work.tail > max(setting.max_staleness for setting in module.SCHEDULES.values()), "prompts suffice"
+        assert work.tail > max(setting.max_staleness for setting in module.SCHEDULES.values()), (
+            "prompts suffice"
+        )
 
 
 @pytest.mark.slow

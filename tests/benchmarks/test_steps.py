@@ -76,10 +76,16 @@ def test_shares_count_every_moment_once(load: Any):
     steps = [
         # publish_weights of the start, before the step, does not count
         step(
-            4.0, call("publish_weights", 0.0, 1.0), call("rollout.generate", 1.0, 3.0), call("actor.update", 3.0, 5.0)
+            4.0,
+            call("publish_weights", 0.0, 1.0),
+            call("rollout.generate", 1.0, 3.0),
+            call("actor.update", 3.0, 5.0),
         ),
         step(
-            4.0, call("rollout.generate", 6.0, 7.0), call("recorder.record", 7.0, 9.0), call("actor.update", 8.0, 10.0)
+            4.0,
+            call("rollout.generate", 6.0, 7.0),
+            call("recorder.record", 7.0, 9.0),
+            call("actor.update", 8.0, 10.0),
         ),
     ]
     records, parts = load("records"), load("steps/grpo_step").PARTS
@@ -91,13 +97,20 @@ def test_shares_count_every_moment_once(load: Any):
 
 def test_summary_compares_medians_with_the_bound_and_the_better_peer(load: Any):
     def others(*seconds: float, tokens: int = 100) -> list[dict[str, Any]]:
-        return [{"step_s": s, "generate_s": s / 4, "train_s": 3 * s / 4, "tokens": tokens} for s in seconds]
+        return [
+            {"step_s": s, "generate_s": s / 4, "train_s": 3 * s / 4, "tokens": tokens} for s in seconds
+        ]
 
     weft = [step(s, call("actor.update", 0.0, s)) for s in (2.0, 1.0, 9.0)]
     peers = {"trl": others(8.0, 8.0), "trl_vllm": others(5.0, tokens=50)}
     measured = {"weft": weft, "bound": others(1.6, 1.5, 30.0), **peers}
     result = load("steps/grpo_step").summarize(load("workloads").WORKLOADS["b"], measured)
-    assert (result["step_s"], result["bound_s"], result["trl_s"], result["trl_vllm_s"]) == (2.0, 1.6, 8.0, 5.0)
+    assert (result["step_s"], result["bound_s"], result["trl_s"], result["trl_vllm_s"]) == (
+        2.0,
+        1.6,
+        8.0,
+        5.0,
+    )
     assert (result["bound_generate_s"], result["bound_train_s"]) == (0.4, 1.2)
     assert (result["ratio_to_bound"], result["ratio_to_trl"]) == (0.8, 2.5)
     assert result["ratio_to_trl_per_token"] == 2.0  # 0.08 s a token for TRL without vLLM, 0.04 for Weft
@@ -108,7 +121,9 @@ def test_without_peers_their_ratios_are_null(load: Any):
     grpo_step = load("steps/grpo_step")
     alone = {"weft": [step(1.0, call("actor.update", 0.0, 1.0))]}
     result = grpo_step.summarize(load("workloads").WORKLOADS["a"], alone)
-    assert {result[key] for key in ("ratio_to_bound", "ratio_to_trl", "ratio_to_trl_per_token", "trl_s")} == {None}
+    assert {
+        result[key] for key in ("ratio_to_bound", "ratio_to_trl", "ratio_to_trl_per_token", "trl_s")
+    } == {None}
 
 
 @pytest.mark.parametrize("wrong", [["--workloads", "a,z"], ["--steps", "-1"]])
@@ -132,7 +147,9 @@ def test_the_bound_of_an_algorithm_does_the_work_of_the_real_step(load: Any, tmp
     assert workloads.num_tokens(given) == sum(len(prompt) + len(response) for prompt, response in rows)
     with torch.no_grad():
         found = torch.cat([bound.Model(folder / "model")(part) for part in parts])
-    samples = Batch.of(prompt_ids=[prompt for prompt, _ in rows], response_ids=[response for _, response in rows])
+    samples = Batch.of(
+        prompt_ids=[prompt for prompt, _ in rows], response_ids=[response for _, response in rows]
+    )
     actor = ReferenceWorker(ReferenceConfig(model=str(folder / "model")))
     wanted = torch.tensor(actor.logprobs(samples, into="logprobs").ragged_numpy("logprobs")[0])
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
@@ -141,7 +158,9 @@ def test_the_bound_of_an_algorithm_does_the_work_of_the_real_step(load: Any, tmp
     for each in (ppo, dpo):
         each.prepare(256)
         each()
-    trained = {model: model._optimizer.state_dict()["state"] for model in (ppo._actor, ppo._critic, dpo._actor)}
+    trained = {
+        model: model._optimizer.state_dict()["state"] for model in (ppo._actor, ppo._critic, dpo._actor)
+    }
     assert [{int(one["step"]) for one in state.values()} for state in trained.values()] == [{4}, {4}, {1}]
     assert [sum(len(part.ids) for part in parts) for parts in ppo._minibatches] == [len(given) // 2] * 2
     assert sum(len(part.ids) for part in dpo.parts) == len(given), "both responses of half as many pairs"
@@ -154,4 +173,6 @@ def test_bfloat16_is_measured_and_is_off_by_its_rounding(load: Any):
 
 def test_shared_prompts_are_measured_and_change_no_gradient(load: Any):
     found = load("steps/shared_prompts").measure(small=True, rounds=1, vocabulary=1024)
-    assert found["difference"] < 1e-4 and all(found[f"{name}_speedup"] > 0 for name in ("dpo", "grpo", "grpo_logprobs"))
+    assert found["difference"] < 1e-4 and all(
+        found[f"{name}_speedup"] > 0 for name in ("dpo", "grpo", "grpo_logprobs")
+    )

@@ -11,7 +11,9 @@ def test_the_labelled_answers_of_pure_graders_are_judged_rightly(load: Any):
     graded = load("tasks/graded")
     cases = graded.read()
     assert {case["kind"] for case in cases} == {"math", "gsm8k", "choice"} and len(cases) > 800
-    assert len({case["source"] for case in cases} - {"own"}) >= 10, "most of the forms are other projects'"
+    assert len({case["source"] for case in cases} - {"own"}) >= 10, (
+        "most of the forms are other projects'"
+    )
     assert graded.wrong([case for case in cases if case["kind"] != "math"]) == []
 
 
@@ -19,7 +21,11 @@ def test_the_labelled_answers_of_pure_graders_are_judged_rightly(load: Any):
 def test_the_labelled_answers_are_judged_rightly(load: Any):
     graded = load("tasks/graded")
     new = graded.FILE.with_name("graded_new.jsonl")
-    assert graded.graded_right() >= 0.99 and graded.graded_right(new) >= 0.98 and len(graded.read(new)) == 150
+    assert (
+        graded.graded_right() >= 0.99
+        and graded.graded_right(new) >= 0.98
+        and len(graded.read(new)) == 150
+    )
 
 
 def test_a_wrong_verdict_and_none_count_against_the_graders(

@@ -114,7 +114,9 @@ def test_what_the_user_can_mend_ends_with_two(runs: Path, capsys: pytest.Capture
 def test_why_says_what_became_of_a_group(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["buffer", "why", "tiny", "0"]) == main(["buffer", "why", "tiny", "1"]) == 0
     finished, flying, waits = capsys.readouterr().out.splitlines()
-    assert finished.startswith("group 0 of graph 'train' (row 0 of the source, step 0) was finished at byte")
+    assert finished.startswith(
+        "group 0 of graph 'train' (row 0 of the source, step 0) was finished at byte"
+    )
     assert flying.endswith("is in flight") and waits == "measure: 1 of 1 rows to do; 1 leased"
 
 
@@ -128,8 +130,23 @@ def test_table_lists_rows_of_a_state(runs: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_sql_prints_the_answer(runs: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["buffer", "sql", "tiny", "select state, count(*) as n from rows group by state order by state"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["state    n", "done     1", "leased   1", "waiting  1"]
+    assert (
+        main(
+            [
+                "buffer",
+                "sql",
+                "tiny",
+                "select state, count(*) as n from rows group by state order by state",
+            ]
+        )
+        == 0
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        "state    n",
+        "done     1",
+        "leased   1",
+        "waiting  1",
+    ]
 
 
 def test_archive_writes_one_file(runs: Path, capsys: pytest.CaptureFixture[str]):
@@ -138,7 +155,10 @@ def test_archive_writes_one_file(runs: Path, capsys: pytest.CaptureFixture[str])
     with pa.ipc.new_file(runs / "tiny" / "samples" / "train_000001.1.0.arrow", table.schema) as writer:
         writer.write_table(table)
     assert main(["buffer", "archive", "tiny"]) == 0
-    assert capsys.readouterr().out == "runs/tiny/samples.parquet\n" and (runs / "tiny" / "samples.parquet").is_file()
+    assert (
+        capsys.readouterr().out == "runs/tiny/samples.parquet\n"
+        and (runs / "tiny" / "samples.parquet").is_file()
+    )
 
 
 def test_with_json_each_prints_one_object(runs: Path, capsys: pytest.CaptureFixture[str]):

@@ -27,7 +27,9 @@ MAX_MODULES = 400
 def commands(tree: Mapping = TREE) -> Iterator[list[str]]:
     """The words of each command."""
     for name, below in tree.items():
-        yield from ([name, *rest] for rest in commands(below)) if isinstance(below, Mapping) else ([name],)
+        yield from (
+            ([name, *rest] for rest in commands(below)) if isinstance(below, Mapping) else ([name],)
+        )
 
 
 def test_help_of_every_command_and_the_doctor_load_nothing_heavy():
@@ -74,7 +76,11 @@ def test_a_wrong_command_or_argument_ends_with_two(capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     "words",
-    [["watch", "x", "--last", "-1"], ["buffer", "table", "x", "--limit", "-5"], ["stop", "x", "--timeout", "-0.5"]],
+    [
+        ["watch", "x", "--last", "-1"],
+        ["buffer", "table", "x", "--limit", "-5"],
+        ["stop", "x", "--timeout", "-0.5"],
+    ],
 )
 def test_a_negative_number_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]):
     assert main(words) == 2
@@ -107,8 +113,13 @@ def test_an_error_that_nobody_thought_of_is_one_line(
     monkeypatch.setattr("weft.commands.runs.Runs.answer", damaged)
     assert main(["runs", ".", "--json"]) == 1
     said = capsys.readouterr()
-    assert len(said.err.splitlines()) == 1 and said.err.startswith("unexpected error: RecursionError: maximum")
-    assert json.loads(said.out) == {"error": said.err.strip().removeprefix("unexpected error: "), "exit_code": 1}
+    assert len(said.err.splitlines()) == 1 and said.err.startswith(
+        "unexpected error: RecursionError: maximum"
+    )
+    assert json.loads(said.out) == {
+        "error": said.err.strip().removeprefix("unexpected error: "),
+        "exit_code": 1,
+    }
 
 
 def test_a_number_larger_than_any_table_is_refused(capsys: pytest.CaptureFixture[str]):
@@ -119,7 +130,10 @@ def test_a_number_larger_than_any_table_is_refused(capsys: pytest.CaptureFixture
 def test_an_export_without_a_name_and_a_host_that_no_name_can_be_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    for words, says in ((["--export", ""], "name a new file"), (["--host", "a" * 300], "cannot be listened on")):
+    for words, says in (
+        (["--export", ""], "name a new file"),
+        (["--host", "a" * 300], "cannot be listened on"),
+    ):
         assert main(["dashboard", str(tmp_path), *words]) == 2
         assert says in capsys.readouterr().err
 

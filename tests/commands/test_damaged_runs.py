@@ -42,7 +42,9 @@ def swapped(run: Path) -> None:
 
 def of_another_shape(run: Path) -> None:
     """Valid JSON without the expected content."""
-    (run / "config.json").write_text(json.dumps({"schedule": [1], "graphs": 3, "versions": None, "groups": "many"}))
+    (run / "config.json").write_text(
+        json.dumps({"schedule": [1], "graphs": 3, "versions": None, "groups": "many"})
+    )
     (run / "alerts.jsonl").write_text('[1]\n{"step": 3}\n"text"\n')
 
 
@@ -81,7 +83,9 @@ def test_no_command_ends_with_a_traceback(
         assert code in (0, 1, 2), name
         assert (said.out or said.err) and "Traceback" not in said.err, name
         assert (
-            code == 0 or said.err.startswith(("error: ", "RecoveryError: ", "FormatError: ")) or "NOT OK" in said.out
+            code == 0
+            or said.err.startswith(("error: ", "RecoveryError: ", "FormatError: "))
+            or "NOT OK" in said.out
         ), name
 
 
@@ -132,9 +136,15 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("harm", ["a line twice", "a line missing", "two lines swapped", "a byte changed"])
+@pytest.mark.parametrize(
+    "harm", ["a line twice", "a line missing", "two lines swapped", "a byte changed"]
+)
 def test_every_reader_of_a_damaged_log_says_that_records_are_lost(
-    harm: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    harm: str,
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(finished / "two", tmp_path / "run")

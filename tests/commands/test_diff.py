@@ -19,11 +19,17 @@ def test_a_run_does_not_differ_from_itself(done: Path, capsys: pytest.CaptureFix
     assert parts == ["settings", "versions", "data", "metrics", "samples"]
 
 
-def test_another_seed_is_seen_in_the_settings_and_in_the_first_sample(done: Path, capsys: pytest.CaptureFixture[str]):
+def test_another_seed_is_seen_in_the_settings_and_in_the_first_sample(
+    done: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["diff", "one", "two", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["settings"] == {"seed": [0, 1], "checkpoint.every": [0, 2]} and found["data"] == {}
-    assert (found["sample"]["step"], found["sample"]["what"], found["sample"]["place"]) == (1, "prompt_ids", 0)
+    assert (found["sample"]["step"], found["sample"]["what"], found["sample"]["place"]) == (
+        1,
+        "prompt_ids",
+        0,
+    )
 
 
 def test_other_data_is_seen(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -55,7 +61,10 @@ def test_the_first_token_that_differs_is_found_among_the_others(
     change(other, 3, "response_ids", 0, lambda ids: [98])
     assert main(["diff", "one", str(other)]) == 0
     said = capsys.readouterr().out
-    assert f"the first that differs is sample {at} of graph 'train', step 2: response_ids, from token 1 on" in said
+    assert (
+        f"the first that differs is sample {at} of graph 'train', step 2: response_ids, from token 1 on"
+        in said
+    )
     [marked] = [line.split() for line in said.splitlines() if line.startswith("  >")]
     assert marked[1] == "1" and marked[-2] == "99"
 
@@ -73,12 +82,19 @@ def test_a_logprob_that_differs_is_told_where_the_tokens_are_the_same(
 
 def test_what_one_run_lacks_altogether_is_one_line():
     held_out = {"path": "a.jsonl", "format": "rows", "rows": 3}
-    settings, _, data = compare_configs({"data": {"hard": held_out}, "settings": None}, {"settings": {"x": 1}})
+    settings, _, data = compare_configs(
+        {"data": {"hard": held_out}, "settings": None}, {"settings": {"x": 1}}
+    )
     assert settings == {"settings": [None, {"x": 1}]} and data == {"data.hard": [held_out, "(not there)"]}
 
 
 def test_graphs_are_compared_node_by_node():
-    lines = ["graph grpo", "  source train: prompt_ids", "  1. reward.score  [map; takes rows]", "       writes reward"]
+    lines = [
+        "graph grpo",
+        "  source train: prompt_ids",
+        "  1. reward.score  [map; takes rows]",
+        "       writes reward",
+    ]
     other = [
         *lines[:2],
         "  1. reward.keep  [filter; takes rows]",
@@ -96,7 +112,9 @@ def test_versions_are_apart_and_what_a_clock_measures_is_passed_over():
     a = {"versions": {"torch": "2.6"}, "schedule": {"steps": 3}, "origin": "x"}
     b = {"versions": {"torch": "2.7"}, "schedule": {"steps": 3}, "origin": "y", "seed": 1}
     settings, versions, data = compare_configs(a, b)
-    assert settings == {"seed": ["(not there)", 1]} and versions == {"torch": ["2.6", "2.7"]} and data == {}
+    assert (
+        settings == {"seed": ["(not there)", 1]} and versions == {"torch": ["2.6", "2.7"]} and data == {}
+    )
     step, values = compare_metrics(
         {1: {"loss": 1.0, "step_s": 1}, 2: {"loss": 1.0, "kl": 2.0}},
         {1: {"loss": 1.0, "step_s": 2}, 2: {"loss": 1.1, "kl": 4.0}},
@@ -105,7 +123,13 @@ def test_versions_are_apart_and_what_a_clock_measures_is_passed_over():
 
 
 def test_all_that_a_clock_measures_is_passed_over():
-    a = {"step_s": 1.0, "rollout/weights_transfer_s": 0.1, "rollout/idle_share": 0.5, "tokens_per_s": 9.0, "steps": 2.0}
+    a = {
+        "step_s": 1.0,
+        "rollout/weights_transfer_s": 0.1,
+        "rollout/idle_share": 0.5,
+        "tokens_per_s": 9.0,
+        "steps": 2.0,
+    }
     assert compare_metrics({1: a}, {1: dict.fromkeys(a, 2.0)}) == (None, {})
 
 

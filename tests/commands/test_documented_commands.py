@@ -12,7 +12,9 @@ from weft.__main__ import main
 from weft.commands.command import Command
 from weft.commands.command_line import parse
 
-ROWS = re.findall(r"^\| `(weft [\w ]+)` \| .* \| `(weft .*)` \|$", (ROOT / "docs" / "commands.md").read_text(), re.M)
+ROWS = re.findall(
+    r"^\| `(weft [\w ]+)` \| .* \| `(weft .*)` \|$", (ROOT / "docs" / "commands.md").read_text(), re.M
+)
 TRIED_ELSEWHERE = {"weft dashboard", "weft export", "weft run", "weft plan", "weft submit"}
 """They take minutes, or need a model, a process or a cluster, and have tests of their own."""
 HERE = [example for command, example in ROWS if command not in TRIED_ELSEWHERE and "jobs" not in command]
@@ -29,7 +31,11 @@ def test_the_example_of_a_command_has_its_arguments(example: str):
 
 @pytest.mark.parametrize("example", HERE)
 def test_the_example_of_a_command_runs(
-    example: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    example: str,
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     for name, run in (("my-run", "two"), ("your-run", "one")):
         shutil.copytree(finished / run, tmp_path / "runs" / name)

@@ -24,7 +24,9 @@ def saved(done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run
 
 
-def test_the_model_of_the_last_checkpoint_or_of_a_step_is_copied(saved: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_model_of_the_last_checkpoint_or_of_a_step_is_copied(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["export", "two", "last"]) == 0
     assert capsys.readouterr().out == "last: the model of 'actor' in runs/two/checkpoints/step_000003\n"
     assert json.loads(Path("last/config.json").read_text()) == {"of": "step_000003"}

@@ -52,9 +52,13 @@ def folder(tmp_path: Path) -> Path:
 
 def plan(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     toys = str(ROOT / "tests" / "controllers")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([toys, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([toys, *filter(None, [os.environ.get("PYTHONPATH")])])
+    }
     command = [sys.executable, "-B", "-m", "weft", "plan", *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 def test_settings_have_their_origins_and_a_step_its_sizes(folder: Path):
@@ -70,7 +74,11 @@ def test_settings_have_their_origins_and_a_step_its_sizes(folder: Path):
     }
     assert (found["step"]["prompts"], found["step"]["rows"], found["step"]["time"]) == (6, 24, None)
     [update] = found["step"]["updates"]
-    assert (update["node"], update["rows_per_replica"], update["optimizer_steps"]) == ("actor.update", 24, 1)
+    assert (update["node"], update["rows_per_replica"], update["optimizer_steps"]) == (
+        "actor.update",
+        24,
+        1,
+    )
     assert found["schedule"]["steps"] == 9 and set(found["groups"]) == {
         "rollout",
         "reward",
@@ -106,7 +114,10 @@ def test_a_machine_with_gpus_is_planned_for_without_one(folder: Path):
     assert machine["planned_for"]
     script.write_text(SCRIPT)
     unused = plan(folder, "--machine", "8x80", "train.py").stdout
-    assert "nothing of it is on a GPU, of which the machine has 8" in unused and "this machine has" not in unused
+    assert (
+        "nothing of it is on a GPU, of which the machine has 8" in unused
+        and "this machine has" not in unused
+    )
     mistyped = plan(folder, "--machin", "8x80", "train.py")
     assert (mistyped.returncode, mistyped.stderr) == (
         2,
@@ -122,7 +133,9 @@ def test_a_machine_with_gpus_is_planned_for_without_one(folder: Path):
 def test_what_a_script_prepares_is_sketched_and_said(folder: Path):
     done = plan(folder, "train.py", "--prepares")
     assert done.returncode == 0, done.stderr
-    assert "prepared: quick" in done.stderr and "  makes out, of which this plan has a sketch" in done.stdout
+    assert (
+        "prepared: quick" in done.stderr and "  makes out, of which this plan has a sketch" in done.stdout
+    )
     assert not (folder / "out").exists()
     (folder / "out").write_text("there")
     done = plan(folder, "train.py", "--prepares")
@@ -132,14 +145,20 @@ def test_what_a_script_prepares_is_sketched_and_said(folder: Path):
 def test_a_script_that_writes_before_its_driver_is_told_where(folder: Path):
     done = plan(folder, "train.py", "--writes")
     assert done.returncode == 2
-    assert "before it makes its driver, the script writes made (train.py:18), and weft plan starts and" in done.stderr
+    assert (
+        "before it makes its driver, the script writes made (train.py:18), and weft plan starts and"
+        in done.stderr
+    )
     assert not (folder / "made").exists()
 
 
 @pytest.mark.thorough
 def test_what_a_run_would_refuse_a_plan_refuses(folder: Path):
     done = plan(folder, "train.py", "--steps", "0")
-    assert done.returncode == 2 and "Synchronous.steps: input should be greater than or equal to 1" in done.stderr
+    assert (
+        done.returncode == 2
+        and "Synchronous.steps: input should be greater than or equal to 1" in done.stderr
+    )
     (folder / "empty.py").write_text("print('nothing')\n")
     done = plan(folder, "empty.py")
     assert done.returncode == 2 and "empty.py made no weft.Driver" in done.stderr
@@ -165,8 +184,12 @@ def test_an_example_is_planned_without_training_or_writing(tmp_path: Path, examp
     done = plan(tmp_path, "--json", str(ROOT / "examples" / f"{name}.py"), *flags)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["groups"]["actor"]["ranks"] == 2 and not any(g["unknown"] for g in found["groups"].values())
+    assert found["groups"]["actor"]["ranks"] == 2 and not any(
+        g["unknown"] for g in found["groups"].values()
+    )
     assert found["groups"]["actor"]["phases"]["update"]["activations"] > 0
     assert found["step"]["updates"] and 0 < found["sample_bytes"] < found["disk_bytes"]
-    assert [made in said for made, said in zip(EXAMPLES[example], found["sketched"], strict=False)] == [True]
+    assert [made in said for made, said in zip(EXAMPLES[example], found["sketched"], strict=False)] == [
+        True
+    ]
     assert list(tmp_path.iterdir()) == []

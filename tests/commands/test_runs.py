@@ -25,7 +25,9 @@ def test_runs_lists_each_run_with_its_state(done: Path, capsys: pytest.CaptureFi
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", "two"]
 
 
-def test_runs_says_what_ended_a_run_and_which_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_runs_says_what_ended_a_run_and_which_was_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     def fails(metrics: object) -> bool:
         raise RuntimeError("no more room\nand more")
 
@@ -34,7 +36,9 @@ def test_runs_says_what_ended_a_run_and_which_was_killed(tmp_path: Path, capsys:
     (tmp_path / "killed").mkdir()
     holder = json.loads((tmp_path / "failed" / "lock" / "epoch_000001").read_text().splitlines()[0])
     (tmp_path / "killed" / "lock").mkdir()
-    (tmp_path / "killed" / "lock" / "epoch_000001").write_text(json.dumps(holder | {"pid": 2**22 + 1}) + "\n")
+    (tmp_path / "killed" / "lock" / "epoch_000001").write_text(
+        json.dumps(holder | {"pid": 2**22 + 1}) + "\n"
+    )
     (tmp_path / "no run").mkdir()
     (tmp_path / "a model").mkdir()
     (tmp_path / "a model" / "config.json").write_text('{"model_type": "llama"}')

@@ -8,7 +8,9 @@ import pytest
 from weft.__main__ import main
 
 
-def test_samples_of_the_last_step_are_shown_with_their_rewards(done: Path, capsys: pytest.CaptureFixture[str]):
+def test_samples_of_the_last_step_are_shown_with_their_rewards(
+    done: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["samples", "one", "--limit", "2"]) == 0
     said = capsys.readouterr().out
     assert said.count("sample of step 3: reward ") == 2 and "  answer:   " in said
@@ -18,7 +20,17 @@ def test_samples_of_the_last_step_are_shown_with_their_rewards(done: Path, capsy
 
 
 def test_sql_asks_about_all_samples(done: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["samples", "one", "--sql", "select graph, count(*) as n from samples group by graph order by n"]) == 0
+    assert (
+        main(
+            [
+                "samples",
+                "one",
+                "--sql",
+                "select graph, count(*) as n from samples group by graph order by n",
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out.splitlines() == ["graph   n", "eval    6", "train  24"]
 
 
@@ -28,7 +40,9 @@ def test_sql_has_the_lengths_of_responses(done: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.splitlines() == [" n", "30"]
 
 
-def test_an_answer_in_sql_is_longer_than_the_samples_that_are_shown(done: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_answer_in_sql_is_longer_than_the_samples_that_are_shown(
+    done: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["samples", "one", "--sql", "select sample_id from samples"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + 30
     assert main(["samples", "one", "--sql", "select sample_id from samples", "--limit", "3"]) == 0

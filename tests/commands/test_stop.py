@@ -41,7 +41,9 @@ def test_a_run_that_is_over_is_left_alone(done: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.thorough
-def test_a_run_on_another_host_is_asked_by_its_file_and_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_on_another_host_is_asked_by_its_file_and_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     """Its process id may be that of a process here, which is not touched."""
     run = tmp_path / "run"
     (run / "lock").mkdir(parents=True)

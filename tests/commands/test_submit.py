@@ -13,7 +13,20 @@ from weft.controllers.backends.jobs import Job
 
 def test_words_after_the_script_belong_to_it():
     command = parse(
-        ["submit", "--name", "a", "--env", "A=1", "B=x=y", "train.py", "--name", "b", "--", "--json", "other.py"]
+        [
+            "submit",
+            "--name",
+            "a",
+            "--env",
+            "A=1",
+            "B=x=y",
+            "train.py",
+            "--name",
+            "b",
+            "--",
+            "--json",
+            "other.py",
+        ]
     )
     assert isinstance(command, Submit)
     assert (command.name, command.env, command.script) == ("a", ("A=1", "B=x=y"), Path("train.py"))
@@ -31,7 +44,11 @@ def test_words_after_the_script_belong_to_it():
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_makes_no_sense_ends_with_two_and_says_why(
-    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
@@ -46,6 +63,7 @@ def test_a_job_that_failed_ends_with_one_and_one_that_was_stopped_with_zero():
 
     assert [ended(job(status)).exit_code for status in ("SUCCEEDED", "STOPPED", "FAILED")] == [0, 0, 1]
     failed = ended(job("FAILED"))
-    assert failed.text == "job a-1 failed; its runs lie in ~/weft/a on the head node" and failed.notes == [
-        "exit code 3"
-    ]
+    assert (
+        failed.text == "job a-1 failed; its runs lie in ~/weft/a on the head node"
+        and failed.notes == ["exit code 3"]
+    )

@@ -14,14 +14,25 @@ def timeline_run(runs: Path) -> Path:
     """runs/tiny with a timeline: two steps of one second each, of which the actor works a quarter."""
     directory = RunDirectory(runs / "tiny")
     for step in (0, 1):
-        for name, what, start_s, end_s in (("rollout", "generate", 0.0, 0.75), ("actor", "update", 0.75, 1.0)):
-            call = {"step": step, "group": name, "node": what, "start_s": step + start_s, "end_s": step + end_s}
+        for name, what, start_s, end_s in (
+            ("rollout", "generate", 0.0, 0.75),
+            ("actor", "update", 0.75, 1.0),
+        ):
+            call = {
+                "step": step,
+                "group": name,
+                "node": what,
+                "start_s": step + start_s,
+                "end_s": step + end_s,
+            }
             directory.add_call(**call, worker_s=end_s - start_s, rows=8)
     directory.flush()
     return runs / "tiny"
 
 
-def test_timeline_says_how_busy_each_group_was_and_draws_it(timeline_run: Path, capsys: pytest.CaptureFixture[str]):
+def test_timeline_says_how_busy_each_group_was_and_draws_it(
+    timeline_run: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["timeline", "tiny"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "steps 0 to 1: 4 calls in 2.00 s",
@@ -39,7 +50,9 @@ def test_timeline_says_how_busy_each_group_was_and_draws_it(timeline_run: Path, 
     assert (timeline_run / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_timeline_of_some_steps_goes_where_it_is_told(timeline_run: Path, capsys: pytest.CaptureFixture[str]):
+def test_timeline_of_some_steps_goes_where_it_is_told(
+    timeline_run: Path, capsys: pytest.CaptureFixture[str]
+):
     out = timeline_run.parent.parent / "some.svg"
     assert main(["timeline", "tiny", "--steps", "1:", "--out", str(out)]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -47,7 +60,9 @@ def test_timeline_of_some_steps_goes_where_it_is_told(timeline_run: Path, capsys
     assert "<svg" in out.read_text() and not (timeline_run / "timeline.png").exists()
 
 
-def test_timeline_ends_with_two_when_the_user_can_mend_it(timeline_run: Path, capsys: pytest.CaptureFixture[str]):
+def test_timeline_ends_with_two_when_the_user_can_mend_it(
+    timeline_run: Path, capsys: pytest.CaptureFixture[str]
+):
     for arguments, says in (
         (["tinny"], "there is no run runs/tinny; did you mean 'tiny'?"),
         (["tiny", "--steps", "7:9"], "no step in 7:9; it has steps 0 to 1"),

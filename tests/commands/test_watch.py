@@ -36,8 +36,13 @@ def test_a_run_that_is_over_is_shown_as_it_went(done: Path, capsys: pytest.Captu
         ] * last
 
 
-def test_a_folder_that_holds_no_run_is_refused(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    for inside, says in ((None, "it is empty"), ("config.json", "it has none of what a run leaves behind")):
+def test_a_folder_that_holds_no_run_is_refused(
+    done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for inside, says in (
+        (None, "it is empty"),
+        ("config.json", "it has none of what a run leaves behind"),
+    ):
         folder = tmp_path / f"folder-{inside}"
         folder.mkdir()
         if inside:
@@ -45,7 +50,9 @@ def test_a_folder_that_holds_no_run_is_refused(done: Path, tmp_path: Path, capsy
         assert main(["watch", str(folder)]) == 2
         assert f"error: {folder} holds no run: {says}" in capsys.readouterr().err
     assert main(["watch", str(done)]) == 2
-    assert f"{done} is a folder of runs: name one of them, such as {done / 'one'}" in capsys.readouterr().err
+    assert (
+        f"{done} is a folder of runs: name one of them, such as {done / 'one'}" in capsys.readouterr().err
+    )
 
 
 def test_an_alert_names_its_steps_once(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -85,7 +92,9 @@ def test_a_terminal_gets_columns(done: Path):
     shown = io.StringIO()
     view = View(done / "one", Terminal(shown), last=3)
     view.end()
-    header = next(line for line in shown.getvalue().splitlines() if line.split()[:2] == ["step", "reward"])
+    header = next(
+        line for line in shown.getvalue().splitlines() if line.split()[:2] == ["step", "reward"]
+    )
     assert "tokens/s" in header
 
 

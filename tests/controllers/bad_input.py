@@ -98,7 +98,10 @@ def main(settings: Settings) -> None:
     wrong = settings.mistake
     if wrong in VALUES:
         VALUES[wrong]()
-    columns: dict[str, Any] = {"prompt_ids": [[1], [2]], "answer" if wrong != "column" else "answr": ["a", "b"]}
+    columns: dict[str, Any] = {
+        "prompt_ids": [[1], [2]],
+        "answer" if wrong != "column" else "answr": ["a", "b"],
+    }
     source = weft.TableSource("prompts", pa.table(columns))
     settings_of_rollout: dict[str, Any] = {"fail_onn": 3} if wrong == "setting" else {}
     rollout = weft.group(ToyRollout, **settings_of_rollout)

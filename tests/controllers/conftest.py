@@ -17,7 +17,11 @@ sys.path.insert(0, HERE)
 os.environ["PYTHONPATH"] = os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 CPUS = 16
-QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+QUIET: dict[str, Any] = {
+    "log_to_driver": False,
+    "logging_level": logging.ERROR,
+    "configure_logging": False,
+}
 
 
 @pytest.fixture(scope="session")
@@ -41,8 +45,14 @@ def ray_address() -> Iterator[str]:
     with tempfile.TemporaryDirectory(
         prefix="weft-", dir="/tmp"
     ) as folder:  # a socket's path has at most 107 characters
-        (Path(folder) / "ray").mkdir()  # Ray notes the address of such a cluster there, and expects the folder
-        only_here = {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0", "RAY_TMPDIR": folder}
+        (
+            Path(folder) / "ray"
+        ).mkdir()  # Ray notes the address of such a cluster there, and expects the folder
+        only_here = {
+            "RAY_enable_worker_prestart": "0",
+            "RAY_prestart_worker_first_driver": "0",
+            "RAY_TMPDIR": folder,
+        }
         os.environ |= only_here
         cluster = Cluster(initialize_head=True, head_node_args={**settings, "temp_dir": f"{folder}/r"})
         for name in only_here:

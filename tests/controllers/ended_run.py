@@ -11,7 +11,11 @@ import weft
 from weft.dataflow.batch import Batch
 from weft.dataflow.metrics import Metrics
 
-SCHEDULES = {"synchronous": weft.Synchronous, "pipelined": weft.Pipelined, "asynchronous": weft.Asynchronous}
+SCHEDULES = {
+    "synchronous": weft.Synchronous,
+    "pipelined": weft.Pipelined,
+    "asynchronous": weft.Asynchronous,
+}
 
 
 class SlowReward(ToyReward):

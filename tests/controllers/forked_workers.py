@@ -102,7 +102,11 @@ def become_worker(connection: socket.socket) -> None:
     ours = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     theirs = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     program = default_worker.__file__
-    sys.path[:] = [os.path.dirname(program), *theirs, *(path for path in sys.path[1:] if path not in ours)]
+    sys.path[:] = [
+        os.path.dirname(program),
+        *theirs,
+        *(path for path in sys.path[1:] if path not in ours),
+    ]
     sys.argv = [program, *arguments]
     os.environ.clear()
     os.environ.update(environment)

@@ -48,19 +48,25 @@ def looked_at(prompts: Any, *, actor: Any) -> Any:
 
 def training(number: int = 20) -> TrainingRun:
     made = walked(prompts(number), actor=group(PartsActor, name="actor"))
-    return TrainingRun("train", made, Ledger(made, name="train"), positions(number, 0, shuffle=False), tokens(number))
+    return TrainingRun(
+        "train", made, Ledger(made, name="train"), positions(number, 0, shuffle=False), tokens(number)
+    )
 
 
 def evaluation(number: int = 4) -> EvaluationRun:
     made: Graph = looked_at(prompts(number), actor=group(PartsActor, name="actor"))
-    return EvaluationRun("eval", made, Ledger(made, name="eval"), positions(number, 0, shuffle=False), tokens(number))
+    return EvaluationRun(
+        "eval", made, Ledger(made, name="eval"), positions(number, 0, shuffle=False), tokens(number)
+    )
 
 
 def tokens(number: int) -> np.ndarray:
     return np.full(number, 3)
 
 
-def work(run: Any, name: str, number: int | None = None, *, version: int | None = None, drop: int = 0) -> None:
+def work(
+    run: Any, name: str, number: int | None = None, *, version: int | None = None, drop: int = 0
+) -> None:
     """A node claims rows, publishes them (all but `drop`), and is done with them."""
     node = run.graph[name]
     limits = {"max_groups": number} if node.operation.takes_groups else {"max_rows": number}

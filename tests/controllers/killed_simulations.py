@@ -174,7 +174,8 @@ def lives(
         made = {"rollout": group(Rollout), "reward": group(ToyReward), "actor": group(SavedActor)}
         made["rollout"].follows(made["actor"])
         evaluation = Evaluation(
-            toy_evaluation(prompts(3, "held_out"), rollout=made["rollout"], reward=made["reward"]), every=2
+            toy_evaluation(prompts(3, "held_out"), rollout=made["rollout"], reward=made["reward"]),
+            every=2,
         )
         if has_critic:
             made["critic"] = group(SavedCritic, name="critic")

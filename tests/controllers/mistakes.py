@@ -64,11 +64,17 @@ IN_THE_SCRIPT = {
 
 MISTAKES: Mapping[str, Wrong] = {
     **{name: _in_script(name, says) for name, says in IN_THE_SCRIPT.items()},
-    "flag's name": Wrong(("--learning-rat", "1"), ("--learning-rat 1: there is no", "did you mean '--learning-rate'?")),
-    "nested flag's name": Wrong(("--rates.paek", "1"), ("--rates.paek 1: there is no", "did you mean '--rates.peak'?")),
+    "flag's name": Wrong(
+        ("--learning-rat", "1"), ("--learning-rat 1: there is no", "did you mean '--learning-rate'?")
+    ),
+    "nested flag's name": Wrong(
+        ("--rates.paek", "1"), ("--rates.paek 1: there is no", "did you mean '--rates.peak'?")
+    ),
     "flag's type": Wrong(("--learning-rate", "fast"), ("--learning-rate fast: ", "a valid number")),
     "flag's whole number": Wrong(("--steps", "1.5"), ("--steps 1.5: ", "a valid integer")),
-    "flag's choice": Wrong(("--mode", "fsat"), ("--mode fsat: ", "'fast' or 'slow'", "did you mean 'fast'?")),
+    "flag's choice": Wrong(
+        ("--mode", "fsat"), ("--mode fsat: ", "'fast' or 'slow'", "did you mean 'fast'?")
+    ),
     "flag below its range": Wrong(("--steps=0",), ("--steps 0: ", "greater than or equal to 1")),
     "flag above its range": Wrong(("--steps", "2000"), ("--steps 2000: ", "less than or equal to 1000")),
     "nested flag's range": Wrong(("--rates.peak", "0"), ("--rates.peak 0: ", "greater than 0")),
@@ -89,30 +95,47 @@ MISTAKES: Mapping[str, Wrong] = {
         "a.yaml:2: there is no setting 'learning_rat' (value 1)",
         "did you mean 'learning_rate'?",
     ),
-    "file's hyphen": _in_file("b.yaml", "learning-rate: 1\n", "b.yaml:1: ", "did you mean 'learning_rate'?"),
+    "file's hyphen": _in_file(
+        "b.yaml", "learning-rate: 1\n", "b.yaml:1: ", "did you mean 'learning_rate'?"
+    ),
     "file's nested name": _in_file(
         "c.yaml",
         "rates:\n  peak: 1\n  dcay: linear\n",
         "c.yaml:3: there is no setting 'rates.dcay'",
         "did you mean 'decay'?",
     ),
-    "file's type": _in_file("d.yaml", "steps: many\n", "d.yaml:1: steps: ", "a valid integer", "not 'many'"),
+    "file's type": _in_file(
+        "d.yaml", "steps: many\n", "d.yaml:1: steps: ", "a valid integer", "not 'many'"
+    ),
     "file's choice": _in_file(
         "e.yaml", "rates: {decay: linaer}\n", "e.yaml:1: rates.decay: ", "did you mean 'linear'?"
     ),
-    "file's range": _in_file("f.toml", "[rates]\npeak = -1\n", "f.toml:2: rates.peak: ", "greater than 0, not -1"),
-    "file's list": _in_file("g.toml", "small = true\nsizes = 3\n", "g.toml:2: sizes: ", "a valid tuple, not 3"),
+    "file's range": _in_file(
+        "f.toml", "[rates]\npeak = -1\n", "f.toml:2: rates.peak: ", "greater than 0, not -1"
+    ),
+    "file's list": _in_file(
+        "g.toml", "small = true\nsizes = 3\n", "g.toml:2: sizes: ", "a valid tuple, not 3"
+    ),
     "file's name twice": _in_file(
-        "h.yaml", "steps: 1\nsmall: true\nsteps: 2\n", "h.yaml:3: steps is given twice, the first time in h.yaml:1"
+        "h.yaml",
+        "steps: 1\nsmall: true\nsteps: 2\n",
+        "h.yaml:3: steps is given twice, the first time in h.yaml:1",
     ),
     "file's table": _in_file(
-        "i.toml", "mode = 'fast'\n[rate]\npeak = 1\n", "i.toml:2: there is no setting 'rate'", "did you mean 'rates'?"
+        "i.toml",
+        "mode = 'fast'\n[rate]\npeak = 1\n",
+        "i.toml:2: there is no setting 'rate'",
+        "did you mean 'rates'?",
     ),
     "file's group": _in_file("j.yaml", "rates: 3\n", "j.yaml:1: rates: ", "not 3"),
-    "no mapping": _in_file("k.yaml", "- steps\n- 3\n", "k.yaml:1: a file of settings has `name: value` in each line"),
+    "no mapping": _in_file(
+        "k.yaml", "- steps\n- 3\n", "k.yaml:1: a file of settings has `name: value` in each line"
+    ),
     "no YAML": _in_file("l.yaml", "steps: 3\nmode: [fast\n", "l.yaml:3: it is not YAML"),
     "tab in YAML": _in_file("m.yaml", "rates:\n\tpeak: 1\n", "m.yaml:2: it is not YAML"),
-    "object in YAML": _in_file("n.yaml", "root: !!python/object/apply:os.getcwd []\n", "n.yaml:1: it is not YAML"),
+    "object in YAML": _in_file(
+        "n.yaml", "root: !!python/object/apply:os.getcwd []\n", "n.yaml:1: it is not YAML"
+    ),
     "no TOML": _in_file("o.toml", "steps = 3\nmode = fast\n", "o.toml:2: it is not TOML"),
     "no text": _in_file("p.yaml", b"\xff\xfe\x00", "--config p.yaml: it cannot be read"),
     "flag over file": _in_file("q.yaml", "steps: 3\n", "--steps 0: ", words=("--steps", "0")),

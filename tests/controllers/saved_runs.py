@@ -31,7 +31,9 @@ class SavingActor(PartsActor):
         super().__init__(*args)
         self.learnt = []
 
-    def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss(), epochs: int = 1, last: bool = True) -> Metrics:
+    def update(
+        self, samples: Batch, *, loss: ToyLoss = ToyLoss(), epochs: int = 1, last: bool = True
+    ) -> Metrics:
         ids = samples["response_ids"].to_pylist()
         self.learnt += [[number, ids[k]] for k, number in enumerate(samples["group_id"].to_pylist())]
         return super().update(samples, loss=loss, epochs=epochs, last=last)
@@ -92,7 +94,10 @@ def run(
     with Driver(
         toy_grpo(prompts(10), rollout=rollout, reward=reward, actor=actor),
         schedule=schedule,
-        evaluations=[Evaluation(toy_evaluation(prompts(2, "held_out"), rollout=rollout, reward=reward), 2)] * evaluate,
+        evaluations=[
+            Evaluation(toy_evaluation(prompts(2, "held_out"), rollout=rollout, reward=reward), 2)
+        ]
+        * evaluate,
         checkpoint=settings.pop("checkpoint", CheckpointConfig(every=2)),
         root=root,
         progress=settings.pop("progress", False),

@@ -28,7 +28,9 @@ class LookingActor(ActorWorker):
         at = self.context
         return {
             "rank": [at.rank, at.world_size, at.local_rank, at.node_rank, at.nodes],
-            "squares": {name: float(t.double().square().sum()) for name, t in self.engine.named_tensors()},
+            "squares": {
+                name: float(t.double().square().sum()) for name, t in self.engine.named_tensors()
+            },
         }
 
 
@@ -43,7 +45,9 @@ class ReferenceElsewhere(ReferenceWorker):
     def look(self) -> dict[str, Any]:
         return {
             "version": self.version,
-            "squares": {name: float(t.double().square().sum()) for name, t in self.engine.named_tensors()},
+            "squares": {
+                name: float(t.double().square().sum()) for name, t in self.engine.named_tensors()
+            },
         }
 
 
@@ -53,8 +57,15 @@ def make_model(folder: Path) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)).save_pretrained(folder)
+    sizes: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+    }
+    Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)).save_pretrained(
+        folder
+    )
     (folder / "tokenizer.json").write_text("{}")
     return folder
 
@@ -64,13 +75,17 @@ def compared(answers: Any, *, actor: Any, reference: Any) -> Any:
     return actor.update(reference.logprobs(answers), loss=NegativeLogLikelihood())
 
 
-def updated(root: Path, name: str, model: Path, placement: dict[str, Place], backend: Backend) -> dict[str, Any]:
+def updated(
+    root: Path, name: str, model: Path, placement: dict[str, Place], backend: Backend
+) -> dict[str, Any]:
     """Two updates, each on eight rows of uneven lengths: their losses and gradient norms, and what each rank sees then; also a reference,
     if it is placed, which takes the weights over after each update."""
     prompts = [[5 + i] * (1 + i % 3) for i in range(16)]
     responses = [[(7 * i + k) % 97 for k in range(1 + i % 5)] for i in range(16)]
     answers = TableSource("answers", pa.table({"prompt_ids": prompts, "response_ids": responses}))
-    made: dict[str, Any] = {"actor": group(LookingActor, name="actor", model=str(model), learning_rate=1e-2)}
+    made: dict[str, Any] = {
+        "actor": group(LookingActor, name="actor", model=str(model), learning_rate=1e-2)
+    }
     if "reference" in placement:
         made["reference"] = group(ReferenceElsewhere, name="reference", model=str(model))
         made["reference"].follows(made["actor"])

@@ -11,7 +11,13 @@ from weft.controllers.backends.local import Local
 from weft.controllers.driver import Driver
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.prechecks.simulated import Simulated
-from weft.controllers.prechecks.simulated_costs import CostModel, FixedLengths, Generation, LinearCost, LogNormal
+from weft.controllers.prechecks.simulated_costs import (
+    CostModel,
+    FixedLengths,
+    Generation,
+    LinearCost,
+    LogNormal,
+)
 from weft.controllers.schedule import Training
 from weft.dataflow.batch import Batch
 from weft.dataflow.graph import group
@@ -47,7 +53,13 @@ class Actor(ToyActor):
         takes=lambda epochs: TrainingBatch(accumulates=epochs == 1),
     )
     def update(
-        self, samples: Batch, *, loss: ToyLoss = ToyLoss(), epochs: int = 1, minibatches: int = 1, last: bool = True
+        self,
+        samples: Batch,
+        *,
+        loss: ToyLoss = ToyLoss(),
+        epochs: int = 1,
+        minibatches: int = 1,
+        last: bool = True,
     ) -> Metrics:
         return super().update(samples, loss=loss)
 

@@ -39,7 +39,9 @@ def test_what_cannot_be_written_now_is_written_with_the_next(tmp_path: Path):
     assert [alert.text for alert in read_alerts(tmp_path / "gone")] == ["one", "two"]
 
 
-def test_a_disk_that_takes_half_of_a_line_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_disk_that_takes_half_of_a_line_is_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     alerts = Alerts(tmp_path)
     alerts.add("replaced", "one")
     whole = module.os.writev

@@ -33,7 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer, for the reward worker, and the files of settings."""
     tokenizers = pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("bad_input")
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(
+        str(folder / "tokenizer.json")
+    )
     for wrong in MISTAKES.values():
         wrong.write_files(folder)
     return folder
@@ -46,8 +48,12 @@ def told(folder: Path) -> dict[str, Told]:
     tried |= {name: ["--mistake", name] for name in (*OF_SAMPLES, "none")}
     lines = [["--root", str(folder), *words] for words in tried.values()]
     command = [sys.executable, str(SCRIPT)]
-    done = subprocess.run(command, input=json.dumps(lines), capture_output=True, text=True, timeout=120, cwd=folder)
-    return {name: Told(*json.loads(line)) for name, line in zip(tried, done.stdout.splitlines(), strict=True)}
+    done = subprocess.run(
+        command, input=json.dumps(lines), capture_output=True, text=True, timeout=120, cwd=folder
+    )
+    return {
+        name: Told(*json.loads(line)) for name, line in zip(tried, done.stdout.splitlines(), strict=True)
+    }
 
 
 def test_there_are_forty_of_them_at_least():

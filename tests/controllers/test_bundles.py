@@ -50,14 +50,20 @@ def test_an_elastic_group_has_a_bundle_for_each_rank_and_is_refused_only_if_the_
     assert position(replace(place, pool=pool), 3) == Position(node_rank=3, local_rank=0, nodes=4)
     with pytest.raises(UserError, match=r"asks for 4 GPUs \(spot: 4\), but the cluster has 3"):
         laid_out({"reward": place}, Nodes([(8, 3)], "the cluster"))
-    said = "'spot' asks for 4 CPUs and 2 GPUs for each of at least 2 ranks, but the cluster has that 1 times"
+    said = (
+        "'spot' asks for 4 CPUs and 2 GPUs for each of at least 2 ranks, but the cluster has that 1 times"
+    )
     with pytest.raises(UserError, match=said):
         laid_out({"reward": place}, Nodes([(8, 2), (3, 2)], "the cluster"))
-    assert laid_out({"reward": place}, Nodes([(1, 0)], "the cluster", grow=True))["reward"].pool.nodes == 4
+    assert (
+        laid_out({"reward": place}, Nodes([(1, 0)], "the cluster", grow=True))["reward"].pool.nodes == 4
+    )
 
 
 def test_what_no_node_can_hold_is_refused_by_name():
-    with pytest.raises(UserError, match=r"asks for 2 CPUs \(p: 2\), but this machine has 1; make a pool smaller"):
+    with pytest.raises(
+        UserError, match=r"asks for 2 CPUs \(p: 2\), but this machine has 1; make a pool smaller"
+    ):
         nodes_of(ResourcePool("p", cpus=2), nodes=Nodes([(1, 0)], "this machine"))
     with pytest.raises(UserError, match=r"asks for 4 GPUs \(p: 4\), but this machine has 0"):
         nodes_of(ResourcePool("p", cpus=1, gpus=4), nodes=Nodes([(1, 0)], "this machine"))
@@ -67,11 +73,14 @@ def test_what_no_node_can_hold_is_refused_by_name():
     ):
         nodes_of(ResourcePool("p", cpus=3), nodes=small)
     with pytest.raises(
-        UserError, match="asks for 9 CPUs and 9 GPUs on each of 2 nodes, but no node of the cluster has both"
+        UserError,
+        match="asks for 9 CPUs and 9 GPUs on each of 2 nodes, but no node of the cluster has both",
     ):
         nodes_of(ResourcePool("p", nodes=2, gpus_per_node=9), 2)
     few = Nodes([(64, 8), (64, 8), (64, 4), (64, 4)], "the cluster")
-    with pytest.raises(UserError, match="8 GPUs on each of 3 nodes, but only 2 of the cluster can hold that"):
+    with pytest.raises(
+        UserError, match="8 GPUs on each of 3 nodes, but only 2 of the cluster can hold that"
+    ):
         nodes_of(ResourcePool("p", nodes=3, gpus_per_node=8), 3, nodes=few)
 
 
@@ -87,15 +96,20 @@ def test_a_cluster_that_grows_need_not_be_large_enough_yet():
     assert nodes_of(ResourcePool("p", nodes=16, gpus_per_node=8), 128, growing) == 16
     assert nodes_of(ResourcePool("p", gpus=8), 8, growing) == 1
     with pytest.raises(
-        UserError, match=r"no node of the cluster has both .*; say how it is to lie on nodes that are still to come"
+        UserError,
+        match=r"no node of the cluster has both .*; say how it is to lie on nodes that are still to come",
     ):
         nodes_of(ResourcePool("p", gpus=16), 1, growing)
 
 
 def test_a_replica_never_lies_across_two_nodes_unless_it_is_larger_than_one():
     assert nodes_of(ResourcePool("p", gpus=24), 24, tensor_parallel=8) == 3
-    assert nodes_of(ResourcePool("p", gpus=12), 12, tensor_parallel=4) == 3, "six on each of two would cut replicas"
-    assert nodes_of(ResourcePool("p", gpus=32), 32, tensor_parallel=16) == 4, "each replica has two whole nodes"
+    assert nodes_of(ResourcePool("p", gpus=12), 12, tensor_parallel=4) == 3, (
+        "six on each of two would cut replicas"
+    )
+    assert nodes_of(ResourcePool("p", gpus=32), 32, tensor_parallel=16) == 4, (
+        "each replica has two whole nodes"
+    )
     with pytest.raises(
         UserError, match="a replica of 'actor' has 4 ranks, and pool 'p' has 6 of them on each of its 4"
     ):
@@ -112,17 +126,25 @@ def test_pools_beside_each_other_share_their_nodes_and_no_device():
 
     found = laid_out({"actor": Place(ResourcePool("train", gpus=8), 8), "rollout": Place(rollout, 4)})
     assert {place.pool.nodes for place in found.values()} == {2}, "together they do not fit on one"
-    assert [b.first_gpu for b in bundles(p.pool for p in found.values())["train"]] == [{"train": 0, "rollout": 4}] * 2
+    assert [b.first_gpu for b in bundles(p.pool for p in found.values())["train"]] == [
+        {"train": 0, "rollout": 4}
+    ] * 2
 
     train, rollout = (
         ResourcePool("train", nodes=2, gpus_per_node=4),
         ResourcePool("rollout", gpus=2, nodes=1, beside="train"),
     )
     found = laid_out({"actor": Place(train, 8), "rollout": Place(rollout)})
-    assert [b.gpus for b in bundles(p.pool for p in found.values())["train"]] == [6, 4], "on the first of them alone"
+    assert [b.gpus for b in bundles(p.pool for p in found.values())["train"]] == [6, 4], (
+        "on the first of them alone"
+    )
 
-    with pytest.raises(UserError, match=r"'train' \(with 'rollout' beside it\) cannot be spread evenly over 2 nodes"):
-        laid_out({"actor": Place(train, 8), "rollout": Place(ResourcePool("rollout", gpus=3, beside="train"))})
+    with pytest.raises(
+        UserError, match=r"'train' \(with 'rollout' beside it\) cannot be spread evenly over 2 nodes"
+    ):
+        laid_out(
+            {"actor": Place(train, 8), "rollout": Place(ResourcePool("rollout", gpus=3, beside="train"))}
+        )
 
 
 def test_ranks_go_to_nodes_in_blocks_and_see_their_own_devices():
@@ -139,7 +161,11 @@ def test_ranks_go_to_nodes_in_blocks_and_see_their_own_devices():
 
 
 def test_groups_on_a_pool_with_gpus_start_in_turn_and_followers_last():
-    gpu, other, cpu = ResourcePool("gpu", gpus=2), ResourcePool("other", gpus=1), ResourcePool("cpu", cpus=2)
+    gpu, other, cpu = (
+        ResourcePool("gpu", gpus=2),
+        ResourcePool("other", gpus=1),
+        ResourcePool("cpu", cpus=2),
+    )
     places = {
         "rollout": Place(gpu),
         "reference": Place(gpu),

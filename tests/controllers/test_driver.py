@@ -45,7 +45,9 @@ from weft.workers.worker import remote
 
 
 def samples_of(run: Path, graph: str, step: int) -> list[dict[str, Any]]:
-    found = [part.read().to_pylist() for part in recorded(run) if (part.graph, part.step) == (graph, step)]
+    found = [
+        part.read().to_pylist() for part in recorded(run) if (part.graph, part.step) == (graph, step)
+    ]
     return [row for rows in found for row in rows]
 
 
@@ -75,7 +77,10 @@ def test_an_epoch_shows_every_prompt_once_in_an_order_drawn_from_the_seed(tmp_pa
     def order(name: str, **settings: Any) -> list[list[int]]:
         with drive(training(), tmp_path, steps=4, name=name, **settings) as driver:
             driver.run()
-        return [sorted({r["prompt_ids"][0] for r in samples_of(tmp_path / name, "train", k)}) for k in range(1, 5)]
+        return [
+            sorted({r["prompt_ids"][0] for r in samples_of(tmp_path / name, "train", k)})
+            for k in range(1, 5)
+        ]
 
     first = order("a", seed=1)
     everything = sorted(ids[0] for ids in prompts(8).table["prompt_ids"].to_pylist())
@@ -110,7 +115,9 @@ def test_a_stop_by_an_evaluation_still_ends_with_every_evaluation(tmp_path: Path
     def stop(row: Any) -> bool:
         return row["step"] >= 2 and "eval/reward/mean" in row
 
-    with drive(toy_grpo(prompts(8), **made), tmp_path, steps=5, evaluations=evaluations, stop=stop) as driver:
+    with drive(
+        toy_grpo(prompts(8), **made), tmp_path, steps=5, evaluations=evaluations, stop=stop
+    ) as driver:
         metrics = driver.run()
     assert metrics[-1]["step"] == 2 and "seldom/reward/mean" in metrics[-1]
 
@@ -153,7 +160,9 @@ def test_a_step_is_refilled_for_the_groups_that_a_filter_dropped(tmp_path: Path)
     assert dropped["odd_prompts"] > 0
     for step in range(3):
         rows = samples_of(tmp_path / "run", "train", step + 1)
-        assert sorted({r["group_id"] for r in rows}) == sorted(set(seen[step])), "all parts of the step are recorded"
+        assert sorted({r["group_id"] for r in rows}) == sorted(set(seen[step])), (
+            "all parts of the step are recorded"
+        )
         assert len(rows) == 10 and all(r["prompt_ids"][0] % 2 for r in rows)
 
 
@@ -167,8 +176,9 @@ def test_refills_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         pytest.raises(StalledError) as caught,
     ):
         driver.run()
-    assert "step 1 lacks 2 of its 2 groups: 0 of the 8 prompts issued for it have passed the filters" in str(
-        caught.value
+    assert (
+        "step 1 lacks 2 of its 2 groups: 0 of the 8 prompts issued for it have passed the filters"
+        in str(caught.value)
     )
     assert "rows dropped in the run: 16 by 'odd_prompts'. Try " in str(caught.value)
 
@@ -244,7 +254,10 @@ def test_a_policy_gradient_wants_a_generator_that_takes_over_every_version(tmp_p
     slow = handles(follow=False)
     slow["rollout"].follows(slow["actor"], every=2)
     text = refused(tmp_path, toy_grpo(prompts(8), **slow, loss=ratio))
-    assert "'rollout' follows 'actor' every 2 updates, but Synchronous allows a staleness of 0; take every=1" in text
+    assert (
+        "'rollout' follows 'actor' every 2 updates, but Synchronous allows a staleness of 0; take every=1"
+        in text
+    )
 
 
 def test_a_ratio_of_responses_too_wants_a_generator_that_takes_over_every_version(tmp_path: Path):
@@ -263,7 +276,9 @@ def test_groups_on_a_pool_with_gpus_make_room_for_each_other(tmp_path: Path):
     with drive(training(), tmp_path, steps=2, placement=places) as driver:
         driver.run()
         turns = [
-            (call["group"], call["node"]) for call in driver.directory.timeline if call["node"] in ("onload", "offload")
+            (call["group"], call["node"])
+            for call in driver.directory.timeline
+            if call["node"] in ("onload", "offload")
         ]
     onloaded: set[str] = set()
     for group_name, method in turns:
@@ -272,7 +287,9 @@ def test_groups_on_a_pool_with_gpus_make_room_for_each_other(tmp_path: Path):
             onloaded.add(group_name)
         else:
             onloaded.discard(group_name)
-    assert turns.count(("actor", "onload")) == 2, "for each update; it gives its weights away from host memory"
+    assert turns.count(("actor", "onload")) == 2, (
+        "for each update; it gives its weights away from host memory"
+    )
 
 
 HAPPENED: list[str] = []
@@ -302,7 +319,11 @@ class NotingRollout(ToyRollout):
 
 def test_groups_that_share_devices_are_made_in_turn_and_who_follows_comes_last(tmp_path: Path):
     device = Place(ResourcePool("device", gpus=1))
-    made: dict[str, Any] = {"rollout": group(NotingRollout), "reward": group(ToyReward), "actor": group(NotingActor)}
+    made: dict[str, Any] = {
+        "rollout": group(NotingRollout),
+        "reward": group(ToyReward),
+        "actor": group(NotingActor),
+    }
     made["rollout"].follows(made["actor"])
     HAPPENED.clear()
     with drive(toy_grpo(prompts(8), **made), tmp_path, placement={"rollout": device, "actor": device}):
@@ -338,7 +359,9 @@ def test_a_run_can_be_used_only_in_the_with_block_of_its_driver(tmp_path: Path):
 
 
 def test_weights_that_arrive_garbled_are_refused(tmp_path: Path):
-    message = r"weights of version 0 arrived at rollout\[0\] with checksum garbled, but f4dbdf21 was published"
+    message = (
+        r"weights of version 0 arrived at rollout\[0\] with checksum garbled, but f4dbdf21 was published"
+    )
     with pytest.raises(RuntimeError, match=message), drive(training(rollout={"garble": True}), tmp_path):
         pass
 
@@ -346,7 +369,10 @@ def test_weights_that_arrive_garbled_are_refused(tmp_path: Path):
 def test_a_loss_of_the_users_own_travels_as_an_argument(tmp_path: Path):
     made = handles()
     recorded = toy_grpo(prompts(8), **made, loss=ToyLoss(scale=10.0, column="response_logprobs"))
-    assert "response_logprobs" in recorded["actor.update"].reads and "advantages" not in recorded["actor.update"].reads
+    assert (
+        "response_logprobs" in recorded["actor.update"].reads
+        and "advantages" not in recorded["actor.update"].reads
+    )
     with drive(toy_grpo(prompts(8), **handles(), loss=ToyLoss(scale=10.0)), tmp_path, steps=1) as driver:
         assert driver.run()[1]["actor/largest"] == 5.0
 
@@ -365,18 +391,26 @@ class Drawing(ToyRollout):
     )
     def say(self, prompts: Batch) -> Iterator[Batch]:
         for k in reversed(range(len(prompts))):  # some are finished earlier than others
-            self.seen.setdefault(prompts["group_id"][k].as_py(), []).append(prompts["draw_path"][k].as_py())
+            self.seen.setdefault(prompts["group_id"][k].as_py(), []).append(
+                prompts["draw_path"][k].as_py()
+            )
             yield Batch.of(parent_id=[prompts["sample_id"][k].as_py()] * 2, response_ids=[[1], [1]])
 
 
-@pytest.mark.parametrize("schedule", [Synchronous(prompts_per_step=4, steps=1), Pipelined(prompts_per_step=2, steps=2)])
-def test_a_row_draws_from_what_no_other_of_its_group_does_under_any_schedule(tmp_path: Path, schedule: Any):
+@pytest.mark.parametrize(
+    "schedule", [Synchronous(prompts_per_step=4, steps=1), Pipelined(prompts_per_step=2, steps=2)]
+)
+def test_a_row_draws_from_what_no_other_of_its_group_does_under_any_schedule(
+    tmp_path: Path, schedule: Any
+):
     @graph
     def turns(prompts: Any, *, drawing: Any, actor: Any) -> Any:
         drawing.say(prompts)
         return actor.update(drawing.say(drawing.say(prompts)), loss=ToyLoss(column="response_ids"))
 
-    with drive(turns(prompts(4), drawing=group(Drawing), actor=group(ToyActor)), tmp_path, schedule=schedule) as driver:
+    with drive(
+        turns(prompts(4), drawing=group(Drawing), actor=group(ToyActor)), tmp_path, schedule=schedule
+    ) as driver:
         driver.run()
     drawn, Drawing.seen = Drawing.seen, {}
     assert len(drawn) == 4 and all(sorted(d) == [[], [2], [3, 0, 2], [3, 1, 2]] for d in drawn.values())
@@ -388,7 +422,10 @@ def test_ranks_that_a_backend_does_not_give_are_said(tmp_path: Path, capsys: pyt
     schedule = Synchronous(steps=1, prompts_per_step=4)
     with Driver(training(), schedule=schedule, placement=placement, root=tmp_path, name="run") as driver:
         driver.run()
-    assert "the backend gives each group one rank, the placement asks for more: rollout 2\n" in capsys.readouterr().out
+    assert (
+        "the backend gives each group one rank, the placement asks for more: rollout 2\n"
+        in capsys.readouterr().out
+    )
 
 
 # Before anything starts
@@ -416,12 +453,19 @@ def test_a_placement_is_checked(tmp_path: Path):
 
 def test_a_source_without_rows_is_refused(tmp_path: Path):
     empty = TableSource("nothing", prompts(1).table.slice(0, 0))
-    assert refused(tmp_path, toy_grpo(empty, **handles())) == "source 'nothing' of graph 'toy_grpo' has no rows"
+    assert (
+        refused(tmp_path, toy_grpo(empty, **handles()))
+        == "source 'nothing' of graph 'toy_grpo' has no rows"
+    )
 
 
 def test_two_groups_of_one_name_in_two_graphs_are_refused(tmp_path: Path):
-    other = toy_evaluation(prompts(), rollout=group(ToyRollout, name="rollout"), reward=group(ToyReward, name="judge"))
-    assert refused(tmp_path, evaluations=[Evaluation(other)]).startswith("two worker groups are called 'rollout'")
+    other = toy_evaluation(
+        prompts(), rollout=group(ToyRollout, name="rollout"), reward=group(ToyReward, name="judge")
+    )
+    assert refused(tmp_path, evaluations=[Evaluation(other)]).startswith(
+        "two worker groups are called 'rollout'"
+    )
 
 
 def test_a_leader_that_no_graph_updates_is_refused(tmp_path: Path):
@@ -434,7 +478,9 @@ def test_evaluations_have_names_of_their_own(tmp_path: Path):
     made = handles()
     evaluation = toy_evaluation(prompts(), rollout=made["rollout"], reward=made["reward"])
     both = [Evaluation(evaluation), Evaluation(evaluation)]
-    assert "two graphs of the run are called 'eval'" in refused(tmp_path, toy_grpo(prompts(), **made), evaluations=both)
+    assert "two graphs of the run are called 'eval'" in refused(
+        tmp_path, toy_grpo(prompts(), **made), evaluations=both
+    )
     one = [Evaluation(evaluation, name="train")]
     assert "'train'" in refused(tmp_path, toy_grpo(prompts(), **made), evaluations=one)
 
@@ -471,7 +517,10 @@ def model(tmp_path: Path) -> str:
         ),
         ({"schedule": Synchronous}, r"Driver\(schedule=...\) takes a value"),
         ({"buffer": {"max_rows": 10}}, r"Driver\(buffer=...\) takes a weft.BufferConfig"),
-        ({"backend": "local"}, r"Driver\(backend=...\) takes weft.Local\(\) or weft.RayBackend\(\), not 'local'"),
+        (
+            {"backend": "local"},
+            r"Driver\(backend=...\) takes weft.Local\(\) or weft.RayBackend\(\), not 'local'",
+        ),
         (
             {"placement": {"actor": ResourcePool()}},
             r"Driver\(placement=...\) takes a mapping of group names to weft.Place",
@@ -479,14 +528,20 @@ def model(tmp_path: Path) -> str:
     ],
 )
 def test_a_thing_of_another_kind_is_refused_by_name(tmp_path: Path, wrong: dict[str, Any], message: str):
-    settings: dict[str, Any] = {"schedule": Synchronous(steps=1, prompts_per_step=4), "root": tmp_path, **wrong}
+    settings: dict[str, Any] = {
+        "schedule": Synchronous(steps=1, prompts_per_step=4),
+        "root": tmp_path,
+        **wrong,
+    }
     with pytest.raises(UserError, match=message):
         Driver(training(), **settings)
 
 
 def test_the_run_directory_has_everything(tmp_path: Path, model: str):
     graph = training(rollout={"model": model})
-    with drive(graph, tmp_path, settings={"steps": 3, "where": tmp_path, "how": math.inf}, record_every=2) as driver:
+    with drive(
+        graph, tmp_path, settings={"steps": 3, "where": tmp_path, "how": math.inf}, record_every=2
+    ) as driver:
         driver.run()
     run = tmp_path / "run"
     assert sorted(p.name for p in run.iterdir()) == [
@@ -503,8 +558,14 @@ def test_the_run_directory_has_everything(tmp_path: Path, model: str):
         "timeline.parquet",
     ]
     config = json.loads((run / "config.json").read_text())
-    assert config["groups"]["rollout"] | {"class": "toy.ToyRollout", "model": model} == config["groups"]["rollout"]
-    assert config["schedule"] | {"kind": "Synchronous", "steps": 3, "prompts_per_step": 4} == config["schedule"]
+    assert (
+        config["groups"]["rollout"] | {"class": "toy.ToyRollout", "model": model}
+        == config["groups"]["rollout"]
+    )
+    assert (
+        config["schedule"] | {"kind": "Synchronous", "steps": 3, "prompts_per_step": 4}
+        == config["schedule"]
+    )
     assert config["settings"]["where"] == str(tmp_path) and config["backend"] == "Local()"
     assert config["graphs"]["train"] == str(graph).splitlines()
     assert (run / "graph.mmd").read_text() == graph.mermaid()
@@ -512,10 +573,16 @@ def test_the_run_directory_has_everything(tmp_path: Path, model: str):
     row = samples_of(run, "train", 2)[1]
     first = row["prompt_ids"][0]
     assert row["response"] == f"t{first} t{first + 1}" and row["prompt"].startswith(f"t{first} ")
-    assert row["reward"] == 2.0 and row["advantages"] == [0.5, 0.5] and row["response_logprobs"] == [-1.0, -1.0]
+    assert (
+        row["reward"] == 2.0
+        and row["advantages"] == [0.5, 0.5]
+        and row["response_logprobs"] == [-1.0, -1.0]
+    )
     assert {"sample_id", "group_id", "parent_id", "answer", "response_versions"} <= set(row)
     timeline = pq.read_table(run / "timeline.parquet").to_pylist()
-    assert [c["node"] for c in timeline if c["step"] == 1 and c["rows"] and c["group"] != "functions"] == [
+    assert [
+        c["node"] for c in timeline if c["step"] == 1 and c["rows"] and c["group"] != "functions"
+    ] == [
         "rollout.generate",
         "reward.score",
         "actor.update",

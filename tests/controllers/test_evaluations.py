@@ -42,7 +42,10 @@ def steps_with(metrics: list[dict[str, float]], name: str) -> list[int]:
 
 @pytest.mark.parametrize(
     "schedule",
-    [Synchronous(steps=7, prompts_per_step=2), Asynchronous(steps=7, prompts_per_step=2, max_staleness=1)],
+    [
+        Synchronous(steps=7, prompts_per_step=2),
+        Asynchronous(steps=7, prompts_per_step=2, max_staleness=1),
+    ],
     ids=["synchronous", "asynchronous"],
 )
 def test_each_held_out_set_has_its_own_schedule(tmp_path: Path, schedule: Training):
@@ -50,10 +53,14 @@ def test_each_held_out_set_has_its_own_schedule(tmp_path: Path, schedule: Traini
     own = {name: made[name] for name in ("rollout", "reward")}
     evaluations = [
         Evaluation(toy_evaluation(prompts(2, "easy"), **own), every=3, name="easy"),
-        Evaluation(toy_evaluation(prompts(3, "hard"), **own), every=2, name="hard", at_start=False, at_end=False),
+        Evaluation(
+            toy_evaluation(prompts(3, "hard"), **own), every=2, name="hard", at_start=False, at_end=False
+        ),
         Evaluation(toy_evaluation(prompts(4, "ends"), **own), every=0, name="ends"),
     ]
-    with drive(toy_grpo(prompts(8), **made), tmp_path, schedule=schedule, evaluations=evaluations) as driver:
+    with drive(
+        toy_grpo(prompts(8), **made), tmp_path, schedule=schedule, evaluations=evaluations
+    ) as driver:
         metrics = driver.run()
     assert steps_with(metrics, "easy/reward/mean") == [0, 3, 6, 7]
     assert steps_with(metrics, "hard/reward/mean") == [2, 4, 6]
@@ -81,10 +88,14 @@ def test_pass_at_k_and_its_interval_are_written_beside_the_step(tmp_path: Path):
         metrics = driver.run()
     for row in metrics:
         assert row["sums/avg@3"] == row["sums/avg@3_low"] == row["sums/avg@3_high"] == 2.0
-        assert row["sums/pass@1"] == pytest.approx(1 / 3) and row["sums/pass@3"] == 1.0 and row["sums/prompts"] == 4
-        assert row["sums/pass@3_low"] == pytest.approx(0.5101, abs=1e-4) and row["sums/pass@3_high"] == pytest.approx(
-            1
-        ), "Wilson's"
+        assert (
+            row["sums/pass@1"] == pytest.approx(1 / 3)
+            and row["sums/pass@3"] == 1.0
+            and row["sums/prompts"] == 4
+        )
+        assert row["sums/pass@3_low"] == pytest.approx(0.5101, abs=1e-4) and row[
+            "sums/pass@3_high"
+        ] == pytest.approx(1), "Wilson's"
     assert undeclared(name for row in metrics for name in row if name.startswith("sums/")) == []
 
 
@@ -99,13 +110,18 @@ def test_prompts_without_a_scored_response_are_counted_and_shown(
 ):
     made = handles()
     held_out = half_dropped(prompts(8, "held_out"), rollout=made["rollout"], reward=made["reward"])
-    schedule, evaluations = kind(steps=2, prompts_per_step=2), [Evaluation(held_out, every=1, name="sums")]
+    schedule, evaluations = (
+        kind(steps=2, prompts_per_step=2),
+        [Evaluation(held_out, every=1, name="sums")],
+    )
     settings: Any = {"schedule": schedule, "evaluations": evaluations, "root": tmp_path, "name": "run"}
     with Driver(toy_grpo(prompts(8), **made), progress="plain", **settings) as driver:
         metrics = driver.run()
     assert all((row["sums/prompts_lost"], row["sums/prompts_asked"]) == (4, 8) for row in metrics)
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sums ")]
-    assert len(shown) == 3 and all("; 4 of 8 prompts: the others have no scored response" in line for line in shown)
+    assert len(shown) == 3 and all(
+        "; 4 of 8 prompts: the others have no scored response" in line for line in shown
+    )
 
 
 # The best checkpoint
@@ -130,7 +146,9 @@ def test_the_best_is_never_pruned_even_where_its_evaluation_comes_late(tmp_path:
             known[step - 2] = score[step - 2]  # evaluated two steps later
         folder.begin(state(step))
         folder.complete(step, lambda name: values.get(name, {}), lambda: None)
-        assert step < 4 or 3 in kept(folder), "it is there until it is known, and then because it is the best"
+        assert step < 4 or 3 in kept(folder), (
+            "it is there until it is known, and then because it is the best"
+        )
     assert kept(folder) == [3, 7, 8]
     best = folder.best(lambda name: values.get(name, {}))
     assert best is not None and str(best) == f"{folder.path / 'step_000003'} (eval/pass@1 0.9)"
@@ -156,7 +174,9 @@ class Learner(SavingActor):
 
     fails_at = -1
 
-    def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss(), epochs: int = 1, last: bool = True) -> Metrics:
+    def update(
+        self, samples: Batch, *, loss: ToyLoss = ToyLoss(), epochs: int = 1, last: bool = True
+    ) -> Metrics:
         if self.version + 1 == Learner.fails_at:
             Learner.fails_at = -1
             raise Killed
@@ -169,7 +189,9 @@ GOODNESS = {0: 0.0, 2: 0.1, 4: 0.9, 6: 0.3, 8: 0.2, 9: 0.5}
 class Judge(ToyReward):
     """Judges the weights that wrote a response."""
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "response_versions"), writes=("reward",))
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "response_versions"), writes=("reward",)
+    )
     def score(self, samples: Batch) -> tuple[Batch, Metrics]:
         versions = samples["response_versions"].to_pylist()
         reward = np.array([GOODNESS.get(v[0], 0.0) for v in versions], np.float32)
@@ -204,7 +226,9 @@ def test_a_run_that_fails_beside_an_evaluation_goes_on_as_if_it_had_not(tmp_path
     with pytest.raises(WorkerError, match="Killed"):
         judged(tmp_path / "ended", checkpoint=CheckpointConfig(every=1))
     again = judged(tmp_path / "ended", checkpoint=CheckpointConfig(every=1), resume="latest")
-    assert [row.get("eval/reward/mean") for row in again] == [row.get("eval/reward/mean") for row in expected]
+    assert [row.get("eval/reward/mean") for row in again] == [
+        row.get("eval/reward/mean") for row in expected
+    ]
     assert [row["eval/reward/mean"] for row in again if "eval/reward/mean" in row] == pytest.approx(
         [*GOODNESS.values()]
     )

@@ -13,14 +13,18 @@ from tokenizers.pre_tokenizers import Whitespace
 from weft.algorithms.methods import METHODS
 
 ROWS = [
-    {"prompt": f"{a} {b}", "chosen": f" {a}", "rejected": f" {b}", "label": True} for a in range(4) for b in range(4)
+    {"prompt": f"{a} {b}", "chosen": f" {a}", "rejected": f" {b}", "label": True}
+    for a in range(4)
+    for b in range(4)
 ]
 FILES = {
     "prompts": [{"prompt": row["prompt"], "answer": row["chosen"].strip()} for row in ROWS],
     "pairs": ROWS,
     "answered": [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in ROWS],
 }
-DATA = {"sft": "answered", "kto": "answered"} | dict.fromkeys(("dpo", "rpo", "ipo", "simpo", "orpo"), "pairs")
+DATA = {"sft": "answered", "kto": "answered"} | dict.fromkeys(
+    ("dpo", "rpo", "ipo", "simpo", "orpo"), "pairs"
+)
 TRAIN = 'steps=1, prompts_per_step=4, max_tokens=4, name="run", progress=False'
 
 
@@ -32,7 +36,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("explained")
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 40}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "vocab_size": 40,
+    }
     Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=1, num_key_value_heads=1)).save_pretrained(
         folder / "model"
     )
@@ -44,7 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def program_of(folder: Path, tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch, **files: str) -> str:
+def program_of(
+    folder: Path, tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch, **files: str
+) -> str:
     """The output of a script in a folder with the model and the data."""
     for each in folder.iterdir():
         if not (tmp_path / each.name).exists():
@@ -288,7 +299,9 @@ def made(scale):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", SCRIPTS)
-def test_a_program_has_what_its_rewards_need(case: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_program_has_what_its_rewards_need(
+    case: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "stars.py").write_text("def shine(text):\n    return float(len(text))\n")
     script = SCRIPTS[case].replace("TRAIN", TRAIN)

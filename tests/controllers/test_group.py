@@ -34,7 +34,9 @@ def many(replicas: int, ranks: int = 1) -> WorkerGroup:
     mesh = [Coordinates(dp=k // ranks, tp=k % ranks) for k in range(replicas * ranks)]
     rollout: Any = group(ToyRollout)
     assert isinstance(rollout, Handle)
-    return WorkerGroup("rollout", rollout, Place(ResourcePool("p"), len(mesh)), mesh, lambda rank, task, call: None)
+    return WorkerGroup(
+        "rollout", rollout, Place(ResourcePool("p"), len(mesh)), mesh, lambda rank, task, call: None
+    )
 
 
 def test_rows_are_spread_over_replicas_without_looking_at_all_of_them_for_each():

@@ -10,10 +10,16 @@ from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.dataflow.errors import UserError
 
 
-def test_a_relative_root_is_never_below_the_package_of_a_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_relative_root_is_never_below_the_package_of_a_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     monkeypatch.setenv("HOME", str(tmp_path))
     package = Path("/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1")
-    assert root_of("runs", {}, package) == root_of("runs", {}, package / "below") == tmp_path / "weft" / "runs"
+    assert (
+        root_of("runs", {}, package)
+        == root_of("runs", {}, package / "below")
+        == tmp_path / "weft" / "runs"
+    )
     assert root_of("runs", {"WEFT_ROOT": "~/all/a"}, package) == tmp_path / "all" / "a" / "runs"
     assert root_of("/data/runs", {}, package) == Path("/data/runs")
     assert root_of("runs", {}, tmp_path) == Path("runs"), "no job"
@@ -30,11 +36,15 @@ def test_a_job_that_is_submitted_again_goes_on_where_the_script_does_not_say(
     _, metrics = run(Path("runs"), SCHEDULES[0], checkpoint=every, name=None, progress=True)
     said = capsys.readouterr().out
     assert f"the run's directory is {tmp_path}/runs/2" in said and "goes on after step 4" in said
-    assert [row["step"] for row in metrics] == list(range(10)) and len([*(tmp_path / "runs").iterdir()]) == 1
+    assert [row["step"] for row in metrics] == list(range(10)) and len(
+        [*(tmp_path / "runs").iterdir()]
+    ) == 1
     run(Path("runs"), SCHEDULES[0], checkpoint=CheckpointConfig(), name=None)
     assert len([*(tmp_path / "runs").iterdir()]) == 2, "a run without checkpoints is none that goes on"
 
 
 def test_what_a_job_says_wrongly_is_refused():
-    with pytest.raises(UserError, match=r"WEFT_RESUME='lates' in the environment: .*did you mean 'latest'"):
+    with pytest.raises(
+        UserError, match=r"WEFT_RESUME='lates' in the environment: .*did you mean 'latest'"
+    ):
         resume_of("none", {"WEFT_RESUME": "lates"})

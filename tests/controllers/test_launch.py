@@ -19,7 +19,11 @@ class Settings(Config):
     ("error", "code", "said"),
     [
         (UserError("steps=0: at least 1"), 2, ["error: steps=0: at least 1"]),
-        (StalledError("rows are in flight"), 1, ["StalledError: rows are in flight", StalledError.advice]),
+        (
+            StalledError("rows are in flight"),
+            1,
+            ["StalledError: rows are in flight", StalledError.advice],
+        ),
         (LeaseError("lease 2 was released"), 1, ["LeaseError: lease 2 was released", LeaseError.advice]),
     ],
 )
@@ -55,7 +59,11 @@ def ended(last: str, *options: str, hook: str = "", **environment: str) -> tuple
     """Exit code of a script, and the lines of its stderr."""
     command = [sys.executable, *options, "-c", SCRIPT.format(last=last, hook=hook)]
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env={**os.environ, **environment}
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
     )
     assert done.stdout.splitlines() == ["caught", "left", "cleaned up"]
     return done.returncode, done.stderr.splitlines()
@@ -77,13 +85,18 @@ def test_a_secret_in_the_message_is_hidden():
         (SETTING, ("-X", "dev"), f"weft.dataflow.errors.SettingError: {LINE.removeprefix('error: ')}"),
     ],
 )
-def test_other_errors_and_the_development_mode_show_the_traceback(last: str, options: tuple[str, ...], final: str):
+def test_other_errors_and_the_development_mode_show_the_traceback(
+    last: str, options: tuple[str, ...], final: str
+):
     code, said = ended(last, *options)
     assert code == 1 and said[0].startswith("Traceback") and said[-1] == final
 
 
 def test_a_hook_of_the_script_decides_by_itself():
-    assert ended(SETTING, hook="sys.excepthook = lambda *error: print('mine', file=sys.stderr)") == (1, ["mine"])
+    assert ended(SETTING, hook="sys.excepthook = lambda *error: print('mine', file=sys.stderr)") == (
+        1,
+        ["mine"],
+    )
 
 
 def test_an_interactive_session_goes_on_after_a_mistake():

@@ -41,7 +41,10 @@ class PatientReward(ToyReward):
     def score(self, samples: Batch) -> tuple[Batch, Metrics]:
         self.calls += 1
         rewards = [0.25 if self.calls <= self.config.equal_for else float(k) for k in range(len(samples))]
-        return samples.with_columns(reward=rewards), {"mean": Mean(sum(rewards), len(rewards)), "std": Std.of(rewards)}
+        return samples.with_columns(reward=rewards), {
+            "mean": Mean(sum(rewards), len(rewards)),
+            "std": Std.of(rewards),
+        }
 
 
 @graph
@@ -63,7 +66,10 @@ def run(
     **settings: Any,
 ) -> list[dict[str, float]]:
     rollout, actor = group(SlowRollout, name="rollout"), group(SavingActor, name="actor")
-    reward, judge = group(PatientReward, name="reward", equal_for=equal_for), group(ToyReward, name="judge")
+    reward, judge = (
+        group(PatientReward, name="reward", equal_for=equal_for),
+        group(ToyReward, name="judge"),
+    )
     rollout.follows(actor)
     with Driver(
         algorithm(prompts(12), rollout=rollout, reward=reward, actor=actor),
@@ -85,7 +91,10 @@ def test_a_run_without_signal_ends_with_a_sample_and_goes_on_from_there_when_tol
     with pytest.raises(NoSignalError) as refused:
         run(tmp_path, schedule, checkpoint=saving)
     said = str(refused.value)
-    assert "steps the rewards within every group are equal (all are 0.25), so that all advantages are 0" in said
+    assert (
+        "steps the rewards within every group are equal (all are 0.25), so that all advantages are 0"
+        in said
+    )
     assert "sample of step" in said and "reward 0.25" in said and "Driver(stop_on=...)" in said
     assert "no signal 100%" in capsys.readouterr().out
     reached = int(next((tmp_path / "run" / "checkpoints").glob("step_*")).name.removeprefix("step_"))
@@ -130,7 +139,9 @@ def test_a_run_that_went_on_without_being_mended_is_ended_again(tmp_path: Path):
     assert len(run(tmp_path, schedule, equal_for=0, checkpoint=saving, resume="latest")) == 21
 
 
-def test_a_script_ends_with_the_exit_code_of_a_mistake_of_its_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_script_ends_with_the_exit_code_of_a_mistake_of_its_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     class Settings(Config):
         pass
 
@@ -139,7 +150,9 @@ def test_a_script_ends_with_the_exit_code_of_a_mistake_of_its_user(tmp_path: Pat
 
     assert launch(main, []) == 2
     errors = capsys.readouterr().err
-    assert errors.startswith("error: in each of the first 2 steps") and "sample of" not in errors, "none was recorded"
+    assert errors.startswith("error: in each of the first 2 steps") and "sample of" not in errors, (
+        "none was recorded"
+    )
 
 
 def judged(shares: Iterable[float | None]) -> list[int]:

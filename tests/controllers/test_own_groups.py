@@ -19,7 +19,10 @@ def handles(model: str | None = None) -> dict[str, object]:
 
 
 def owned(recorded: Graph, record_every: int) -> dict[str, object]:
-    return {name: handle.config for name, handle in own_groups([recorded], recorded.handles, record_every).items()}
+    return {
+        name: handle.config
+        for name, handle in own_groups([recorded], recorded.handles, record_every).items()
+    }
 
 
 def test_functions_have_a_group_where_a_graph_has_any_and_samples_where_any_are_kept():
@@ -32,11 +35,17 @@ def test_functions_have_a_group_where_a_graph_has_any_and_samples_where_any_are_
 
 
 def test_the_recorder_decodes_with_the_tokenizer_of_a_model_of_the_run():
-    config = own_groups([], without_functions(prompts(2), **handles("folder")).handles, 1)[RECORDER].config
+    config = own_groups([], without_functions(prompts(2), **handles("folder")).handles, 1)[
+        RECORDER
+    ].config
     assert config.tokenizer == "folder"
 
 
 def test_a_group_of_the_user_cannot_have_the_name_of_one_of_them():
-    taken = without_functions(prompts(2), rollout=group(ToyRollout, name=FUNCTIONS), reward=group(ToyReward))
-    with pytest.raises(UserError, match=r"a worker group is called 'functions', .* that runs the functions of graphs"):
+    taken = without_functions(
+        prompts(2), rollout=group(ToyRollout, name=FUNCTIONS), reward=group(ToyReward)
+    )
+    with pytest.raises(
+        UserError, match=r"a worker group is called 'functions', .* that runs the functions of graphs"
+    ):
         own_groups([taken], taken.handles, 1)

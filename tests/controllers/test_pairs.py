@@ -32,7 +32,9 @@ class GivenPairs(ToyActor):
 
 
 def test_a_response_of_a_given_pair_has_the_tokens_of_its_prompt_and_its_own(tmp_path: Path):
-    given = TableSource("pairs", pa.table({"prompt_ids": [[1, 2, 3]], "chosen_ids": [[4, 5]], "rejected_ids": [[6]]}))
+    given = TableSource(
+        "pairs", pa.table({"prompt_ids": [[1, 2, 3]], "chosen_ids": [[4, 5]], "rejected_ids": [[6]]})
+    )
     with Driver(
         dpo(given, actor=group(GivenPairs)),
         schedule=Synchronous(steps=2, prompts_per_step=1),
@@ -101,7 +103,9 @@ def toy_online(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
     return actor.update(best_and_worst(reward.score(rollout.generate(prompts, n=3))), loss=None)
 
 
-@pytest.mark.parametrize("schedule", [Synchronous(steps=3, prompts_per_step=4), Pipelined(steps=3, prompts_per_step=4)])
+@pytest.mark.parametrize(
+    "schedule", [Synchronous(steps=3, prompts_per_step=4), Pipelined(steps=3, prompts_per_step=4)]
+)
 def test_each_step_has_its_number_of_pairs(tmp_path: Path, schedule: Any):
     made = {"rollout": group(ToyRollout), "reward": group(ToyReward), "actor": group(PairActor)}
     made["rollout"].follows(made["actor"])
@@ -115,5 +119,7 @@ def test_each_step_has_its_number_of_pairs(tmp_path: Path, schedule: Any):
         row["actor/rows"] == 2 for row in metrics[1:]
     )
     ties = sum(row["tied_groups"] for row in metrics[1:])
-    assert dropped == 3 * ties + 12, "all rows of a group without a best one, and the middle one of each other"
+    assert dropped == 3 * ties + 12, (
+        "all rows of a group without a best one, and the middle one of each other"
+    )
     assert not check_log(tmp_path / "run" / "buffer").violations

@@ -44,7 +44,10 @@ def test_a_pool_is_sized_in_all_or_by_node():
         ({"gpus": 2.0}, "'p': gpus is a whole number, not 2.0"),
         ({"gpus_per_node": 8}, "gpus_per_node=8 is of each node; say nodes=..., too, or gpus=... in all"),
         ({"nodes": 2, "gpus": 16, "gpus_per_node": 8}, "gpus=16 and gpus_per_node=8 say the same twice"),
-        ({"nodes": 3, "gpus": 8}, "gpus=8 do not divide over nodes=3 evenly; the nearest number that does is 9"),
+        (
+            {"nodes": 3, "gpus": 8},
+            "gpus=8 do not divide over nodes=3 evenly; the nearest number that does is 9",
+        ),
         ({"beside": "p"}, "'p' cannot lie beside itself"),
         ({"gpu_per_node": 8}, "did you mean 'gpus_per_node'"),
     ],
@@ -60,7 +63,8 @@ def test_an_impossible_place_is_refused_where_it_is_made():
     with pytest.raises(UserError, match="3 ranks do not divide the 4 GPUs of pool 'p' evenly"):
         Place(ResourcePool("p", gpus=4), ranks=3)
     with pytest.raises(
-        UserError, match="5 ranks do not divide over the 2 nodes of pool 'p' evenly; the nearest number that does is 4"
+        UserError,
+        match="5 ranks do not divide over the 2 nodes of pool 'p' evenly; the nearest number that does is 4",
     ):
         Place(ResourcePool("p", nodes=2), ranks=5)
 
@@ -72,7 +76,12 @@ def test_an_impossible_place_is_refused_where_it_is_made():
         ({"cpus": 4}, 4, 0, "min_ranks is a whole number from 1 to ranks=4, not 0"),
         ({"cpus": 4}, 4, 1.5, "min_ranks is a whole number from 1 to ranks=4, not 1.5"),
         ({"cpus": 3}, 4, 1, "4 ranks do not divide its 3 CPUs evenly; take cpus=4, say"),
-        ({"gpus": 4, "nodes": 2}, 4, 1, "each of its 4 ranks goes wherever there is room, and nodes=2 cannot hold"),
+        (
+            {"gpus": 4, "nodes": 2},
+            4,
+            1,
+            "each of its 4 ranks goes wherever there is room, and nodes=2 cannot hold",
+        ),
         ({"gpus": 4, "beside": "train"}, 4, 1, "and beside='train' cannot hold; leave it out"),
     ],
 )
@@ -82,12 +91,16 @@ def test_an_impossible_elastic_group_is_refused_where_it_is_made(
     with pytest.raises(UserError, match=re.escape(message)):
         Place(ResourcePool("p", **pool), ranks, min_ranks=least)
     assert not Place(ResourcePool("p", cpus=4), 4).is_elastic
-    assert Place(ResourcePool("p", nodes=4, gpus_per_node=8), 4, min_ranks=1).is_elastic, "a rank on each of four"
+    assert Place(ResourcePool("p", nodes=4, gpus_per_node=8), 4, min_ranks=1).is_elastic, (
+        "a rank on each of four"
+    )
 
 
 def test_an_elastic_group_shares_its_pool_with_nobody():
     spot = ResourcePool("spot", cpus=2)
-    with pytest.raises(UserError, match="group 'a' has min_ranks=1, and its pool 'spot' is used by 'b', too"):
+    with pytest.raises(
+        UserError, match="group 'a' has min_ranks=1, and its pool 'spot' is used by 'b', too"
+    ):
         resolve({"a": Place(spot, 2, 1), "b": Place(spot, 2)}, {"a": 0, "b": 0})
     with pytest.raises(UserError, match="'spot' is used by 'b', too"):
         resolve({"a": Place(spot, 2, 1), "b": Place(ResourcePool("p", beside="spot"))}, {"a": 0, "b": 0})
@@ -106,13 +119,19 @@ def test_a_pool_lies_beside_one_that_there_is_and_not_in_a_circle():
 
     assert besides(train=None, rollout="train", reward="rollout")["reward"].pool.beside == "rollout"
     with pytest.raises(
-        UserError, match=r"'rollout' lies beside 'trian', which no group of the placement is on; did you mean 'train'\?"
+        UserError,
+        match=r"'rollout' lies beside 'trian', which no group of the placement is on; did you mean 'train'\?",
     ):
         besides(train=None, rollout="trian")
-    with pytest.raises(UserError, match="in a circle: 'a' beside 'c' beside 'b' beside 'a'; leave out one beside="):
+    with pytest.raises(
+        UserError, match="in a circle: 'a' beside 'c' beside 'b' beside 'a'; leave out one beside="
+    ):
         besides(a="c", b="a", c="b")
     with pytest.raises(UserError, match="'b' has nodes=2 and lies beside 'a', which has only 1"):
-        places = {"a": Place(ResourcePool("a", nodes=1)), "b": Place(ResourcePool("b", nodes=2, beside="a"), 2)}
+        places = {
+            "a": Place(ResourcePool("a", nodes=1)),
+            "b": Place(ResourcePool("b", nodes=2, beside="a"), 2),
+        }
         resolve(places, places)
 
 
@@ -147,18 +166,27 @@ def test_metrics_that_come_later_leave_holes_before(tmp_path: Path):
         {"step": 0.0, "loss": None},
         {"step": 1.0, "loss": 0.5},
     ]
-    assert sorted(p.name for p in run.path.iterdir()) == ["lock", "logs", "metrics.parquet"], "nothing half-written"
+    assert sorted(p.name for p in run.path.iterdir()) == ["lock", "logs", "metrics.parquet"], (
+        "nothing half-written"
+    )
 
 
-def test_what_local_does_not_use_of_a_placement_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_what_local_does_not_use_of_a_placement_is_reported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     pool, schedule = ResourcePool("p", cpus=2, gpus=2), Synchronous(steps=1, prompts_per_step=4)
-    for name, placement in {"two": {"actor": Place(pool, ranks=2), "rollout": Place(pool)}, "one": None}.items():
+    for name, placement in {
+        "two": {"actor": Place(pool, ranks=2), "rollout": Place(pool)},
+        "one": None,
+    }.items():
         with Driver(
             training(), schedule=schedule, placement=placement, backend=Local(), root=tmp_path, name=name
         ) as driver:
             driver.run()
         said = " ".join(capfd.readouterr().out.split())
-        assert ("(rollout: 2 GPUs; actor: 2 ranks, 2 GPUs); take weft.RayBackend()" in said) == (placement is not None)
+        assert ("(rollout: 2 GPUs; actor: 2 ranks, 2 GPUs); take weft.RayBackend()" in said) == (
+            placement is not None
+        )
         assert ("without the devices of the placement" in said) == (placement is not None)
 
 
@@ -170,9 +198,13 @@ def test_more_memory_for_keys_and_values_than_the_machine_has_is_refused_before_
     placement = {"rollout": Place(ResourcePool("p", cpus=ranks), ranks=ranks)}
     handles: Any = {"rollout": group(RolloutWorker, model="nowhere", kv_cache_gib=50_000)}
     said = r"kv_cache_gib=50000: .* and this machine has [\d.]+ GiB of memory free; lower it below"
-    with pytest.raises(UserError, match=said.replace(".*", r"2 ranks take 100000 GiB .*" if ranks == 2 else ".*")):
+    with pytest.raises(
+        UserError, match=said.replace(".*", r"2 ranks take 100000 GiB .*" if ranks == 2 else ".*")
+    ):
         RayBackend().check(placement, handles)
     with pytest.raises(UserError, match=said):
         Local().check(placement, handles)
-    slow: Any = {"rollout": group(RolloutWorker, model="nowhere", engine="transformers", kv_cache_gib=50_000)}
+    slow: Any = {
+        "rollout": group(RolloutWorker, model="nowhere", engine="transformers", kv_cache_gib=50_000)
+    }
     Local().check(placement, slow)

@@ -48,12 +48,16 @@ def nothing(rows: Any) -> Any:
     return without_first(rows)
 
 
-SOURCE = TableSource("numbers", pa.table({"prompt_ids": [[i, 10 + i] for i in range(11)], "kept": list("abcdefghijk")}))
+SOURCE = TableSource(
+    "numbers", pa.table({"prompt_ids": [[i, 10 + i] for i in range(11)], "kept": list("abcdefghijk")})
+)
 
 
 @pytest.mark.parametrize("rows_per_step", [4, 100])
 def test_each_row_gets_its_columns(tmp_path: Path, rows_per_step: int):
-    made = precompute(both(SOURCE), root=tmp_path, name="made", rows_per_step=rows_per_step, progress=False)
+    made = precompute(
+        both(SOURCE), root=tmp_path, name="made", rows_per_step=rows_per_step, progress=False
+    )
     assert made.name == "numbers" and made.columns == ("prompt_ids", "kept", "total", "reversed_ids")
     assert made.table.drop_columns(["total", "reversed_ids"]) == SOURCE.table
     assert made.table["total"].to_pylist() == [10 + 2 * i for i in range(11)]
@@ -65,17 +69,25 @@ def test_each_row_gets_its_columns(tmp_path: Path, rows_per_step: int):
 @pytest.mark.ray
 def test_ranks_share_the_rows_and_each_gets_its_columns(tmp_path: Path, cluster: None):
     two = {"functions": Place(ResourcePool("functions", cpus=2), ranks=2)}
-    made = precompute(both(SOURCE), placement=two, backend=RayBackend(), root=tmp_path, rows_per_step=4, progress=False)
+    made = precompute(
+        both(SOURCE), placement=two, backend=RayBackend(), root=tmp_path, rows_per_step=4, progress=False
+    )
     assert made.table["total"].to_pylist() == [10 + 2 * i for i in range(11)]
     assert made.table["reversed_ids"].to_pylist() == [[10 + i, i] for i in range(11)]
 
 
 def test_graphs_that_give_no_constant_column_are_refused(tmp_path: Path):
-    with pytest.raises(UserError, match="no node of graph 'nothing' writes a column for the rows of 'numbers'"):
+    with pytest.raises(
+        UserError, match="no node of graph 'nothing' writes a column for the rows of 'numbers'"
+    ):
         precompute(nothing(SOURCE), root=tmp_path)
-    with pytest.raises(UserError, match="'filtered' took 1 of 11 rows away, such as row 0; filter the source itself"):
+    with pytest.raises(
+        UserError, match="'filtered' took 1 of 11 rows away, such as row 0; filter the source itself"
+    ):
         precompute(filtered(SOURCE), root=tmp_path, progress=False)
-    training = toy_grpo(prompts(4), rollout=group(ToyRollout), reward=group(ToyReward), actor=group(ToyActor))
+    training = toy_grpo(
+        prompts(4), rollout=group(ToyRollout), reward=group(ToyReward), actor=group(ToyActor)
+    )
     with pytest.raises(UserError, match=r"node 'actor.update' of graph 'toy_grpo' makes new weights"):
         precompute(training, root=tmp_path)
     with pytest.raises(UserError, match="rows_per_step=0"):

@@ -48,8 +48,13 @@ def assert_nowhere(text: str) -> None:
     assert TOKEN not in text and "hf_of_nobody" not in text and "in no variable" not in text
 
 
-def test_a_failing_rank_says_it_neither_to_the_user_nor_in_any_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    made = {**handles(), "reward": group(TalkativeReward, name="reward", api_key="a word that is in no variable")}
+def test_a_failing_rank_says_it_neither_to_the_user_nor_in_any_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    made = {
+        **handles(),
+        "reward": group(TalkativeReward, name="reward", api_key="a word that is in no variable"),
+    }
     with (
         Driver(
             toy_reinforce(prompts(8), **made),

@@ -58,7 +58,9 @@ def driver(graph: Any, root: Path, **settings: Any) -> weft.Driver:
     return weft.Driver(graph, schedule=schedule, root=root, progress=False, **settings)
 
 
-def test_a_supervised_row_that_is_too_long_is_refused_with_the_number_of_them(models: Path, tmp_path: Path):
+def test_a_supervised_row_that_is_too_long_is_refused_with_the_number_of_them(
+    models: Path, tmp_path: Path
+):
     actor = weft.group(weft.ActorWorker, model=str(models / "short"))
     driver(supervised(answered(models, 12), actor=actor), tmp_path).close()
     with pytest.raises(weft.UserError) as refused:
@@ -73,14 +75,21 @@ def test_rows_to_drop_are_dropped_and_counted(models: Path, tmp_path: Path):
         metrics = run.run()
         source: Any = run._spec.graphs["train"].source  # pyright: ignore[reportPrivateUsage]
     assert (len(source), source.dropped) == (1, 2) and metrics[-1]["samples"] == 1
-    assert re.search(r"2 .*longer than the context of 'actor', 16 tokens", str(source.understood), re.DOTALL)
+    assert re.search(
+        r"2 .*longer than the context of 'actor', 16 tokens", str(source.understood), re.DOTALL
+    )
 
 
 @pytest.mark.parametrize("short", ["actor", "reference"])
 def test_the_shortest_context_of_a_run_decides_on_pairs(short: str, models: Path, tmp_path: Path):
     names = {"actor": weft.ActorWorker, "reference": weft.ReferenceWorker}
-    groups: Any = {n: weft.group(c, model=str(models / ("short" if n == short else "long"))) for n, c in names.items()}
-    with pytest.raises(weft.UserError, match=rf"row 1 of rows has 24 tokens, more than the context of 16 of {short!r}"):
+    groups: Any = {
+        n: weft.group(c, model=str(models / ("short" if n == short else "long")))
+        for n, c in names.items()
+    }
+    with pytest.raises(
+        weft.UserError, match=rf"row 1 of rows has 24 tokens, more than the context of 16 of {short!r}"
+    ):
         driver(dpo(compared(models, 2, 20), **groups), tmp_path)
     kept = dpo(compared(models, 2, 20, too_long="drop"), **groups)
     with driver(kept, tmp_path) as run:
@@ -93,18 +102,28 @@ def test_precomputed_columns_leave_out_the_same_rows(models: Path, tmp_path: Pat
     assert len(weft.precompute(graph, root=tmp_path, progress=False).table) == 2
 
 
-def test_a_critic_with_a_shorter_context_than_the_rollout_is_found_before_the_start(models: Path, tmp_path: Path):
+def test_a_critic_with_a_shorter_context_than_the_rollout_is_found_before_the_start(
+    models: Path, tmp_path: Path
+):
     def graph(max_tokens: int) -> Any:
-        groups: Any = {n: weft.group(c, model=str(models / "long")) for n, c in (("actor", weft.ActorWorker),)}
-        groups["rollout"] = weft.group(weft.RolloutWorker, model=str(models / "long"), engine="transformers")
+        groups: Any = {
+            n: weft.group(c, model=str(models / "long")) for n, c in (("actor", weft.ActorWorker),)
+        }
+        groups["rollout"] = weft.group(
+            weft.RolloutWorker, model=str(models / "long"), engine="transformers"
+        )
         groups["rollout"].follows(groups["actor"])
         groups["critic"] = weft.group(weft.CriticWorker, model=str(models / "short"))
-        groups["reward"] = weft.group(weft.RewardWorker, function=short_answer, tokenizer=str(models / "long"))
+        groups["reward"] = weft.group(
+            weft.RewardWorker, function=short_answer, tokenizer=str(models / "long")
+        )
         prompts = weft.Prompts.from_rows([{"prompt": words(4)}], str(models / "long"))
         return ppo(prompts, **groups, sampling=weft.Sampling(max_tokens=max_tokens))
 
     driver(graph(12), tmp_path).close()
-    wanted = "row 0 of rows has 4 prompt tokens and max_tokens=13, more than the context of 16 of 'critic'"
+    wanted = (
+        "row 0 of rows has 4 prompt tokens and max_tokens=13, more than the context of 16 of 'critic'"
+    )
     with pytest.raises(weft.UserError, match=re.escape(wanted)):
         driver(graph(13), tmp_path)
 
@@ -117,7 +136,9 @@ def test_a_table_of_tokens_is_checked_too(models: Path, tmp_path: Path):
     ids = pa.array([[1] * 10, [1] * 4], pa.list_(pa.int32()))
     rows = weft.TableSource("tokens", pa.table({"prompt_ids": ids, "response_ids": ids}))
     actor = weft.group(weft.ActorWorker, model=str(models / "short"))
-    with pytest.raises(weft.UserError, match=r"row 0 of tokens has 20 tokens, .* 1 of 2 rows are too long"):
+    with pytest.raises(
+        weft.UserError, match=r"row 0 of tokens has 20 tokens, .* 1 of 2 rows are too long"
+    ):
         driver(supervised(rows, actor=actor), tmp_path)
 
 

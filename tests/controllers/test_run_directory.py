@@ -21,7 +21,14 @@ from weft.controllers.schedule import Synchronous
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import group
 from weft.dataflow.runs.directory import check_name
-from weft.dataflow.runs.tables import VALUES, begin_again, present, read_metrics, read_timeline, values_from
+from weft.dataflow.runs.tables import (
+    VALUES,
+    begin_again,
+    present,
+    read_metrics,
+    read_timeline,
+    values_from,
+)
 
 SCHEDULE = Synchronous(steps=4, prompts_per_step=3)
 EVERY = CheckpointConfig(every=2)
@@ -81,9 +88,13 @@ def test_damage_of_files_that_are_not_needed_is_named_and_stops_no_recovery(
         assert f"run/{name}" in said
         assert how == "gone" or (run_dir / f"{name}.damaged-1").exists()
     assert weights == whole[0] and [row["step"] for row in metrics] == list(range(5))
-    assert [row.get("samples") for row in metrics] == [row.get("samples") for row in whole[1]], "the log knows them"
+    assert [row.get("samples") for row in metrics] == [row.get("samples") for row in whole[1]], (
+        "the log knows them"
+    )
     assert pq.read_table(run_dir / "timeline.parquet").num_rows
-    assert json.loads((run_dir / "config.json").read_text())["starts"] > starts, "no writer's name comes twice"
+    assert json.loads((run_dir / "config.json").read_text())["starts"] > starts, (
+        "no writer's name comes twice"
+    )
 
 
 @pytest.mark.parametrize("how", ["truncated", "emptied", "gone"])
@@ -98,7 +109,9 @@ def test_a_run_that_was_killed_goes_on_from_torn_streams(
         DAMAGE[how](run_dir / f"{name}.arrows")
     weights, rows = go_on(run_dir)
     assert weights == whole[0] and [row["step"] for row in rows] == list(range(5))
-    assert [row.get("samples") for row in rows] == [row.get("samples") for row in whole[1]], "the log knows them"
+    assert [row.get("samples") for row in rows] == [row.get("samples") for row in whole[1]], (
+        "the log knows them"
+    )
     assert not list(run_dir.glob("[mt]*.arrows")) and pq.read_table(run_dir / "timeline.parquet").num_rows
 
 
@@ -122,7 +135,9 @@ def test_a_run_whose_folders_are_closed_to_this_user_is_refused_and_not_begun_ag
     run_dir: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ):
     closed, access = run_dir / folder, os.access  # nothing is closed to root
-    monkeypatch.setattr(os, "access", lambda path, *args, **named: path != closed and access(path, *args, **named))
+    monkeypatch.setattr(
+        os, "access", lambda path, *args, **named: path != closed and access(path, *args, **named)
+    )
     with pytest.raises(UserError, match=f"this user may not read and write {closed}"):
         go_on(run_dir)
     assert not run_dir.with_name("run.begun-1").exists()
@@ -179,7 +194,9 @@ def test_a_checkpoint_that_is_closed_to_this_user_is_set_aside_and_an_earlier_on
 def test_nobody_else_may_look_into_a_run(run_dir: Path):
     go_on(run_dir)
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (run_dir, *run_dir.rglob("*"))}
-    wrong = {path: oct(mode) for path, mode in modes.items() if mode != (0o700 if path.is_dir() else 0o600)}
+    wrong = {
+        path: oct(mode) for path, mode in modes.items() if mode != (0o700 if path.is_dir() else 0o600)
+    }
     assert not wrong and len(modes) > 20
 
 
@@ -187,14 +204,34 @@ def test_nobody_else_may_look_into_a_run(run_dir: Path):
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", "../../x", "a/b", "/tmp/x", "a\\b", ".hidden", "a\nb", " a", "x" * 250, "--help", "-n"]
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "../../x",
+        "a/b",
+        "/tmp/x",
+        "a\\b",
+        ".hidden",
+        "a\nb",
+        " a",
+        "x" * 250,
+        "--help",
+        "-n",
+    ],
 )
 @pytest.mark.parametrize("resume", ["latest", "none"])
-def test_a_name_that_leads_out_of_the_root_is_refused_and_nothing_is_touched(tmp_path: Path, name: str, resume: str):
+def test_a_name_that_leads_out_of_the_root_is_refused_and_nothing_is_touched(
+    tmp_path: Path, name: str, resume: str
+):
     (tmp_path / "root" / "other").mkdir(parents=True)
     with pytest.raises(UserError, match=r"^name='.*' cannot name a folder"):
         run(tmp_path / "root", SCHEDULE, evaluate=False, resume=resume, name=name)
-    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")) == ["root", "root/other"]
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")) == [
+        "root",
+        "root/other",
+    ]
 
 
 @pytest.mark.parametrize("name", ["latest", "none", "weights", "None", "LATEST"])
@@ -221,7 +258,9 @@ def test_names_of_groups_and_evaluations_lead_nowhere_else(tmp_path: Path):
         Driver(graph, schedule=SCHEDULE, root=tmp_path / "runs")
     other = toy_evaluation(prompts(2, "held_out"), rollout=rollout, reward=reward)
     with pytest.raises(UserError, match=r"^Evaluation\(..., name='../x' cannot name"):
-        Driver(graph, schedule=SCHEDULE, root=tmp_path / "runs", evaluations=[Evaluation(other, name="../x")])
+        Driver(
+            graph, schedule=SCHEDULE, root=tmp_path / "runs", evaluations=[Evaluation(other, name="../x")]
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -231,7 +270,9 @@ def test_a_link_in_the_place_of_a_run_is_moved_aside_and_not_what_it_leads_to(tm
     (tmp_path / "mine" / "notes").write_text("mine")
     (tmp_path / "root" / "run").symlink_to(tmp_path / "mine")
     run(tmp_path / "root", SCHEDULE, evaluate=False, resume="latest")
-    assert (tmp_path / "root" / "run.begun-1").is_symlink() and not (tmp_path / "root" / "run").is_symlink()
+    assert (tmp_path / "root" / "run.begun-1").is_symlink() and not (
+        tmp_path / "root" / "run"
+    ).is_symlink()
     assert (tmp_path / "mine" / "notes").read_text() == "mine"
 
 
@@ -258,7 +299,9 @@ def test_a_misspelt_name_is_said_in_the_first_line_with_the_nearest_there_is(
     )
 
 
-def test_what_a_requeued_job_finds_nothing_of_it_begins_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_a_requeued_job_finds_nothing_of_it_begins_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     with pytest.raises(Killed):
         run(tmp_path, SCHEDULE, evaluate=False, resume="latest", kill_at=1, progress=True)
     said = capsys.readouterr().out.splitlines()[0]

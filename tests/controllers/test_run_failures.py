@@ -21,7 +21,10 @@ from weft.dataflow.tracing import graph
 
 
 def test_a_failing_worker_is_named_with_node_samples_and_its_own_traceback(tmp_path: Path):
-    with drive(training(rollout={"fail_on": 31}), tmp_path) as driver, pytest.raises(WorkerError) as caught:
+    with (
+        drive(training(rollout={"fail_on": 31}), tmp_path) as driver,
+        pytest.raises(WorkerError) as caught,
+    ):
         driver.run()
     text = str(caught.value)
     assert re.match(
@@ -41,16 +44,30 @@ def test_a_failing_function_is_named_by_its_node(tmp_path: Path):
     def breaking(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
         return actor.update(broken(reward.score(rollout.generate(prompts))))
 
-    with drive(breaking(prompts(8), **handles()), tmp_path) as driver, pytest.raises(WorkerError) as caught:
+    with (
+        drive(breaking(prompts(8), **handles()), tmp_path) as driver,
+        pytest.raises(WorkerError) as caught,
+    ):
         driver.run()
-    assert "node 'broken', samples" in str(caught.value) and "ZeroDivisionError: no deviation" in str(caught.value)
+    assert "node 'broken', samples" in str(caught.value) and "ZeroDivisionError: no deviation" in str(
+        caught.value
+    )
 
 
 WRONG_RESULTS = [
-    (lambda rows: rows.select(["reward"]), "TypeError: wrong must write column 'advantages', but returned reward"),
+    (
+        lambda rows: rows.select(["reward"]),
+        "TypeError: wrong must write column 'advantages', but returned reward",
+    ),
     (lambda rows: [1, 2], "TypeError: wrong must return a Batch, metrics, or both as a pair, not list"),
-    (lambda rows: (rows, 1.0), r"TypeError: wrong must return a Batch, metrics, or both as a pair, not (Batch, float)"),
-    (lambda rows: (rows, {"loss": 1.0}), "TypeError: wrong: metric 'loss' must be a Mean, Max, Sum or Std"),
+    (
+        lambda rows: (rows, 1.0),
+        r"TypeError: wrong must return a Batch, metrics, or both as a pair, not (Batch, float)",
+    ),
+    (
+        lambda rows: (rows, {"loss": 1.0}),
+        "TypeError: wrong: metric 'loss' must be a Mean, Max, Sum or Std",
+    ),
     (
         lambda rows: Batch.of(advantages=[[1.0]]),
         "TypeError: wrong returned 1 rows without sample_id for the 8 that it was given",
@@ -59,7 +76,9 @@ WRONG_RESULTS = [
 
 
 @pytest.mark.parametrize(("function", "message"), WRONG_RESULTS)
-def test_a_node_that_returns_something_else_is_told_what_it_must_return(tmp_path: Path, function: Any, message: str):
+def test_a_node_that_returns_something_else_is_told_what_it_must_return(
+    tmp_path: Path, function: Any, message: str
+):
     @node(reads=("reward",), writes=("advantages",))
     def wrong(samples: Batch) -> Any:
         return function(samples)
@@ -68,7 +87,10 @@ def test_a_node_that_returns_something_else_is_told_what_it_must_return(tmp_path
     def going_wrong(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
         return actor.update(wrong(reward.score(rollout.generate(prompts))))
 
-    with drive(going_wrong(prompts(8), **handles()), tmp_path) as driver, pytest.raises(RuntimeError) as caught:
+    with (
+        drive(going_wrong(prompts(8), **handles()), tmp_path) as driver,
+        pytest.raises(RuntimeError) as caught,
+    ):
         driver.run()
     assert message in str(caught.value)
 
@@ -79,7 +101,10 @@ BROKEN_RULES = [
         "it returns every row that it was given; it lost 7 of 8 (samples 5, 4100, 4101, 8196, ...). "
         "An operation that may leave rows out is declared with shape=Shape.FILTER",
     ),
-    (lambda rows: None, "it returns every row that it was given; it lost 8 of 8 (samples 4, 5, 4100, 4101, ...)"),
+    (
+        lambda rows: None,
+        "it returns every row that it was given; it lost 8 of 8 (samples 4, 5, 4100, 4101, ...)",
+    ),
     (
         lambda rows: rows.take([0, *range(8)]).with_columns(advantages=[[]] * 9),
         "it returns a row once; it returned sample 4 twice",
@@ -152,7 +177,9 @@ class Silent(Local):
 
 def test_a_wait_has_an_end_and_says_who_was_waited_for(tmp_path: Path):
     with (
-        drive(training(), tmp_path, backend=Silent(), call_timeout_s=1e-9) as driver,  # waited out: nobody answers
+        drive(
+            training(), tmp_path, backend=Silent(), call_timeout_s=1e-9
+        ) as driver,  # waited out: nobody answers
         pytest.raises(DeadlineError) as caught,
     ):
         driver.run()
@@ -173,6 +200,9 @@ def test_a_user_error_in_a_worker_stays_the_users(tmp_path: Path):
     def being_picky(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
         return actor.update(picky(reward.score(rollout.generate(prompts))))
 
-    with drive(being_picky(prompts(8), **handles()), tmp_path) as driver, pytest.raises(UserError) as caught:
+    with (
+        drive(being_picky(prompts(8), **handles()), tmp_path) as driver,
+        pytest.raises(UserError) as caught,
+    ):
         driver.run()
     assert "node 'picky'" in str(caught.value) and "did you mean 'reward'?" in str(caught.value)

@@ -76,7 +76,9 @@ def test_of_many_that_take_a_run_at_once_one_holds_it(tmp_path: Path):
         refused: list[UserError] = []
         ready = threading.Barrier(6)
 
-        def take(held: list[RunLock] = held, refused: list[UserError] = refused, ready: Any = ready) -> None:
+        def take(
+            held: list[RunLock] = held, refused: list[UserError] = refused, ready: Any = ready
+        ) -> None:
             ready.wait()
             try:
                 held.append(RunLock.take(tmp_path))
@@ -99,7 +101,9 @@ def test_a_holder_of_this_machine_that_was_killed_is_known_at_once(tmp_path: Pat
         "import sys, time; from pathlib import Path; from weft.dataflow.runs.lock import RunLock\n"
         "lock = RunLock.take(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         with pytest.raises(UserError, match=rf"process {process.pid}, .*end it \(kill {process.pid}\)"):
             RunLock.take(tmp_path)
@@ -108,7 +112,9 @@ def test_a_holder_of_this_machine_that_was_killed_is_known_at_once(tmp_path: Pat
         with pytest.raises(UserError, match="is held by"):
             RunLock.take(tmp_path)
         os.kill(process.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and nobody has asked for its exit code
+        os.waitid(
+            os.P_PID, process.pid, os.WEXITED | os.WNOWAIT
+        )  # dead, and nobody has asked for its exit code
         assert RunLock.take(tmp_path).epoch == 2
 
 
@@ -143,19 +149,26 @@ def test_a_process_with_the_number_of_a_dead_holder_is_not_taken_for_it(tmp_path
         lock.check()
 
 
-@pytest.mark.parametrize("elsewhere", [{"host": "elsewhere"}, {"machine": "another boot, another namespace"}])
-def test_a_holder_on_another_machine_is_dead_when_it_is_silent_for_long(tmp_path: Path, elsewhere: Mapping[str, str]):
+@pytest.mark.parametrize(
+    "elsewhere", [{"host": "elsewhere"}, {"machine": "another boot, another namespace"}]
+)
+def test_a_holder_on_another_machine_is_dead_when_it_is_silent_for_long(
+    tmp_path: Path, elsewhere: Mapping[str, str]
+):
     lock = RunLock.take(tmp_path)
     rewrite(file_of(tmp_path), **elsewhere)
     with pytest.raises(
-        UserError, match=rf"process {os.getpid()}, .*heard of \d+ s ago: .*start again in {DEAD_AFTER_S:.0f} s"
+        UserError,
+        match=rf"process {os.getpid()}, .*heard of \d+ s ago: .*start again in {DEAD_AFTER_S:.0f} s",
     ):
         RunLock.take(tmp_path)
     lock.check(sure=True)
     long_ago = time.time() - DEAD_AFTER_S - 1
     os.utime(file_of(tmp_path), (long_ago, long_ago))
     other = RunLock.take(tmp_path)
-    with pytest.raises(TakenOverError, match=r"is held by host .*\(epoch 2\); this driver held it as .*\(epoch 1\)"):
+    with pytest.raises(
+        TakenOverError, match=r"is held by host .*\(epoch 2\); this driver held it as .*\(epoch 1\)"
+    ):
         lock.check()
     with pytest.raises(TakenOverError):
         lock.renew()
@@ -165,7 +178,9 @@ def test_a_holder_on_another_machine_is_dead_when_it_is_silent_for_long(tmp_path
         RunLock.take(tmp_path)
 
 
-def test_a_holder_shows_signs_of_life_until_it_is_taken_over_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_holder_shows_signs_of_life_until_it_is_taken_over_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(run_lock, "BEAT_S", 0.005)  # waited out, again and again
     lock = RunLock.take(tmp_path)
     path = file_of(tmp_path)
@@ -241,14 +256,18 @@ def test_a_second_driver_on_a_run_that_goes_on_is_refused(tmp_path: Path, checkp
 
 
 @pytest.mark.parametrize("checkpoint", [NEVER, EVERY], ids=["without checkpoints", "with checkpoints"])
-def test_a_driver_that_was_taken_over_from_ends_and_has_spoilt_nothing(tmp_path: Path, checkpoint: CheckpointConfig):
+def test_a_driver_that_was_taken_over_from_ends_and_has_spoilt_nothing(
+    tmp_path: Path, checkpoint: CheckpointConfig
+):
     expected, _ = run(tmp_path / "whole", SCHEDULE, evaluate=False, checkpoint=checkpoint)
     outcome: list[Any] = []
 
     def second(metrics: Mapping[str, float]) -> None:
         if metrics["step"] == 3:
             cut_off(tmp_path / "run")
-            outcome.extend(run(tmp_path, SCHEDULE, evaluate=False, checkpoint=checkpoint, resume="latest"))
+            outcome.extend(
+                run(tmp_path, SCHEDULE, evaluate=False, checkpoint=checkpoint, resume="latest")
+            )
 
     with pytest.raises(TakenOverError, match=rf"is held by host .*, process {os.getpid()}"):
         run(tmp_path, SCHEDULE, evaluate=False, checkpoint=checkpoint, at_step=second)
@@ -299,9 +318,13 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
     }
 
 
-@pytest.mark.parametrize("settings", [{}, {"resume": "latest", "seed": 1}], ids=["again", "with another seed"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"resume": "latest", "seed": 1}], ids=["again", "with another seed"]
+)
 @pytest.mark.parametrize("killed", [False, True], ids=["finished", "killed"])
-def test_a_driver_that_is_refused_changes_no_file_of_the_run(tmp_path: Path, killed: bool, settings: dict[str, Any]):
+def test_a_driver_that_is_refused_changes_no_file_of_the_run(
+    tmp_path: Path, killed: bool, settings: dict[str, Any]
+):
     run(tmp_path, SCHEDULE, evaluate=False, checkpoint=EVERY)
     if killed:
         name = file_of(tmp_path / "run").name
@@ -320,7 +343,9 @@ def test_a_lock_that_is_given_back_leaves_no_folder_where_there_was_none(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("damage", ['"x"', "true", "0", "[" * 100_000, "1e999"], ids=lambda text: text[:5])
+@pytest.mark.parametrize(
+    "damage", ['"x"', "true", "0", "[" * 100_000, "1e999"], ids=lambda text: text[:5]
+)
 def test_a_lock_whose_file_is_damaged_is_refused_by_name(tmp_path: Path, damage: str):
     RunLock.take(tmp_path).release()
     path = file_of(tmp_path)

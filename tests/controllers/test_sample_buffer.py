@@ -52,7 +52,9 @@ def test_every_row_of_a_run_is_in_its_log_and_no_segment_is_left(tmp_path: Path)
     folder = tmp_path / "run" / "buffer"
     records = list(LogReader(folder / LOG))
     trained = [r for r in records if r["do"] == "claim" and r["node"] == "actor.update"]
-    assert [len(r["ids"]) for r in trained] == [8, 8, 8] and len({i for r in trained for i in r["ids"]}) == 24
+    assert [len(r["ids"]) for r in trained] == [8, 8, 8] and len(
+        {i for r in trained for i in r["ids"]}
+    ) == 24
     assert {r["key"]: r["value"] for r in records if r["do"] == "note"} == {
         "record_every": 1,
         "version/actor": 3,
@@ -67,7 +69,10 @@ def test_rows_that_a_filter_drops_are_counted_and_their_columns_go(tmp_path: Pat
         assert driver.buffer is not None
         ledger = driver.buffer.ledgers["train"]
         counts = ledger.live.counts()
-        assert counts["issued"] == counts["done"] + counts["dropped"] and ledger.live.dropped["odd_prompts"] > 0
+        assert (
+            counts["issued"] == counts["done"] + counts["dropped"]
+            and ledger.live.dropped["odd_prompts"] > 0
+        )
         assert ledger.parts.num_bytes == 0 and len(ledger.live.groups) == 0
 
 
@@ -84,12 +89,16 @@ def test_the_first_of_a_group_win_and_the_others_are_counted(tmp_path: Path):
         ledger = driver.buffer.ledgers["train"]
     assert ledger.live.dropped == {"over-issued at first_of_group": 12}
     assert ledger.live.counts() == {"issued": 60, "waiting": 0, "leased": 0, "done": 48, "dropped": 12}
-    trained = [r["ids"] for r in LogReader(tmp_path / "run" / "buffer" / LOG) if r.get("node") == "actor.update"]
+    trained = [
+        r["ids"] for r in LogReader(tmp_path / "run" / "buffer" / LOG) if r.get("node") == "actor.update"
+    ]
     assert [len(ids) for ids in trained] == [12, 12, 12]
 
 
 def test_a_quorum_of_nobody_is_refused():
-    with pytest.raises(UserError, match="takes the first n=0 rows of a group; n must be an integer of at least 1"):
+    with pytest.raises(
+        UserError, match="takes the first n=0 rows of a group; n must be an integer of at least 1"
+    ):
 
         @weft.graph
         def empty(prompts, *, rollout, reward, actor):
@@ -104,7 +113,11 @@ def test_sample_ids_do_not_depend_on_who_finishes_first(tmp_path: Path):
     for name in ("one", "two"):
         with drive(tmp_path, training(), name=name) as driver:
             driver.run()
-        published = [r for r in LogReader(tmp_path / name / "buffer" / LOG) if r["do"] == "publish" and "parents" in r]
+        published = [
+            r
+            for r in LogReader(tmp_path / name / "buffer" / LOG)
+            if r["do"] == "publish" and "parents" in r
+        ]
         ids.append([(p, i) for r in published for p, i in zip(r["parents"], r["ids"], strict=True)])
     assert ids[0] == ids[1]
 
@@ -148,7 +161,9 @@ def test_a_killed_run_can_be_recovered_from_its_log_and_segments(tmp_path: Path)
     reader = SegmentReader(buffer.segments, node)
     (answers, responses) = Pieces(ledger.graph, ledger.source, lease).of(range(lease.num_rows))
     operation = score.operation
-    rows = gather(RowTask(operation, (), lease.ids, lease.group_ids, lease.parent_ids, (answers, responses)), reader)
+    rows = gather(
+        RowTask(operation, (), lease.ids, lease.group_ids, lease.parent_ids, (answers, responses)), reader
+    )
     assert set(rows["group_id"].to_pylist()) == {4, 5, 6, 7} and rows["response_ids"].null_count == 0
     buffer.close()
 
@@ -173,7 +188,9 @@ def test_masked_rows_come_with_a_mask_of_zeros(tmp_path: Path):
     writer.close()
 
 
-def test_the_log_of_a_run_without_checkpoints_stays_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_log_of_a_run_without_checkpoints_stays_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(sample_buffer, "CUT_BYTES", 1 << 13)
     schedule = Asynchronous(steps=150, prompts_per_step=2)
     driver = simulated_run(tmp_path, schedule, Simulated(costs(KNOWN)))

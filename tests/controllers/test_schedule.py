@@ -63,7 +63,8 @@ def test_an_update_takes_parts_of_at_least_the_least_size_and_the_rest_of_its_ba
 
 
 @pytest.mark.parametrize(
-    "schedule", [Pipelined(prompts_per_step=8), Asynchronous(prompts_per_step=8, groups_per_part=2, max_staleness=1)]
+    "schedule",
+    [Pipelined(prompts_per_step=8), Asynchronous(prompts_per_step=8, groups_per_part=2, max_staleness=1)],
 )
 def test_every_replica_has_a_group_of_each_part_where_the_batch_has_so_many(schedule: Training):
     train = graph_steps.training()
@@ -82,7 +83,9 @@ def test_every_replica_has_a_group_of_each_part_where_the_batch_has_so_many(sche
     graph_steps.work(train, "answered", version=0)
     graph_steps.work(train, "kept")
     train.taken.clear()
-    assert graph_steps.share(schedule, train, "actor.update", replicas=9) is None, "the batch is not complete"
+    assert graph_steps.share(schedule, train, "actor.update", replicas=9) is None, (
+        "the batch is not complete"
+    )
     assert graph_steps.share(schedule, train, "actor.update", replicas=2) == Share(4, last=False)
 
 
@@ -121,7 +124,9 @@ def test_what_only_looks_waits_for_the_end_of_the_rows():
 def test_an_update_keeps_places_for_groups_that_would_be_too_old_for_the_next():
     train, schedule = graph_steps.training(), Asynchronous(steps=9, prompts_per_step=4, max_staleness=1)
     train.issue(6, 1)
-    assert train.ledger.claim(train.graph["answered"], max_rows=3, version=0), "they are generated for long"
+    assert train.ledger.claim(train.graph["answered"], max_rows=3, version=0), (
+        "they are generated for long"
+    )
     graph_steps.work(train, "answered", 3, version=1)
     graph_steps.work(train, "kept")
     taken = graph_steps.share(schedule, train, "actor.update", version=1)
@@ -137,7 +142,9 @@ def test_asynchronous_wants_what_the_rest_of_the_run_will_train_on():
     for name in ("answered", "kept"):
         graph_steps.work(train, name)
     graph_steps.work(train, "actor.update", 1)
-    assert schedule.admit(train) == 2 and not schedule.over(train), "what an update has claimed counts too"
+    assert schedule.admit(train) == 2 and not schedule.over(train), (
+        "what an update has claimed counts too"
+    )
     graph_steps.work(train, "actor.update", 1)
     assert schedule.over(train)
     train.close(overlaps=True)

@@ -42,7 +42,11 @@ def none_at_all(samples: Batch) -> Batch:
 
 
 def groups(**rollout: Any) -> dict[str, Any]:
-    made = {"rollout": group(SlowRollout, **rollout), "reward": group(ToyReward), "actor": group(PartsActor)}
+    made = {
+        "rollout": group(SlowRollout, **rollout),
+        "reward": group(ToyReward),
+        "actor": group(PartsActor),
+    }
     made["rollout"].follows(made["actor"])
     return made
 
@@ -52,7 +56,9 @@ def run(
 ) -> tuple[list[Any], list[dict[str, float]], Driver]:
     made = groups(**rollout)
     name = f"run-{len(list(root.iterdir()))}"
-    with Driver(graph(prompts(40), **made), schedule=schedule, root=root, name=name, progress=False) as driver:
+    with Driver(
+        graph(prompts(40), **made), schedule=schedule, root=root, name=name, progress=False
+    ) as driver:
         metrics = driver.run()
         parts = driver.call(made["actor"], "seen_parts")[0]
     return parts, metrics, driver
@@ -85,39 +91,62 @@ def test_pipelined_makes_the_updates_of_synchronous_and_begins_them_earlier(tmp_
 def test_parts_of_an_update_can_have_a_least_size(tmp_path: Path):
     parts, _, _ = run(tmp_path, Pipelined(steps=3, prompts_per_step=6, groups_per_part=3))
     sizes = [len(set(ids)) for ids, _ in parts]
-    assert all(size >= 3 for size, (_, last) in zip(sizes, parts, strict=True) if not last) and sum(sizes) == 18
+    assert (
+        all(size >= 3 for size, (_, last) in zip(sizes, parts, strict=True) if not last)
+        and sum(sizes) == 18
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("partial_rollouts", ["continue", "finish", "requeue"])
 @settings(max_examples=6, deadline=None)
-@given(staleness=st.integers(1, 3), size=st.integers(1, 5), slowest=st.integers(1, 60), seed=st.integers(0, 99))
+@given(
+    staleness=st.integers(1, 3),
+    size=st.integers(1, 5),
+    slowest=st.integers(1, 60),
+    seed=st.integers(0, 99),
+)
 def test_no_row_is_older_than_the_bound_and_every_prompt_is_trained_once(
-    tmp_path_factory: pytest.TempPathFactory, partial_rollouts: Any, staleness: int, size: int, slowest: int, seed: int
+    tmp_path_factory: pytest.TempPathFactory,
+    partial_rollouts: Any,
+    staleness: int,
+    size: int,
+    slowest: int,
+    seed: int,
 ):
     root = tmp_path_factory.mktemp("runs")
-    schedule = Asynchronous(steps=10, prompts_per_step=size, max_staleness=staleness, partial_rollouts=partial_rollouts)
+    schedule = Asynchronous(
+        steps=10, prompts_per_step=size, max_staleness=staleness, partial_rollouts=partial_rollouts
+    )
     parts, metrics, driver = run(root, schedule, slowest=slowest, seed=seed)
     steps = steps_of(parts)
     assert [len(step) for step in steps] == [size] * 10
-    assert sorted(g for step in steps for g in step) == list(range(10 * size)), "admission paces, nothing is discarded"
+    assert sorted(g for step in steps for g in step) == list(range(10 * size)), (
+        "admission paces, nothing is discarded"
+    )
     assert max(row.get("actor/lag", 0) for row in metrics) <= staleness
     folder = driver.directory.path / "buffer"
     report = check_log(folder)
     assert not report.violations
     versions = [v for r in LogReader(folder / LOG) if r["do"] == "publish" for v in r.get("versions", ())]
     assert len(set(versions)) > 1
-    recorded = {i for r in LogReader(folder / LOG) if r.get("node") == "recorder.record" for i in r["ids"]}
+    recorded = {
+        i for r in LogReader(folder / LOG) if r.get("node") == "recorder.record" for i in r["ids"]
+    }
     trained = {i for r in LogReader(folder / LOG) if r.get("node") == "actor.update" for i in r["ids"]}
     assert trained <= recorded
 
 
 def test_generation_goes_on_while_an_update_is_made(tmp_path: Path):
-    _, metrics, driver = run(tmp_path, Asynchronous(steps=6, prompts_per_step=3, max_staleness=2), slowest=9)
+    _, metrics, driver = run(
+        tmp_path, Asynchronous(steps=6, prompts_per_step=3, max_staleness=2), slowest=9
+    )
     calls = driver.directory.timeline
     updates = [c for c in calls if c["node"] == "actor.update"]
     generating = [c for c in calls if c["node"] == "rollout.generate"]
-    assert any(g["start_s"] < u["start_s"] and u["end_s"] < g["end_s"] for u in updates for g in generating)
+    assert any(
+        g["start_s"] < u["start_s"] and u["end_s"] < g["end_s"] for u in updates for g in generating
+    )
     assert max(row.get("actor/lag", 0) for row in metrics) >= 1, "it ran ahead"
 
 
@@ -178,7 +207,9 @@ def test_a_run_that_is_stopped_early_leaves_what_ran_ahead(tmp_path: Path):
     assert not check_log(folder).violations
     records = list(LogReader(folder / LOG))
     trained = {i for r in records if r.get("node") == "actor.update" for i in r["ids"]}
-    assert trained and trained <= {i for r in records if r.get("node") == "recorder.record" for i in r["ids"]}
+    assert trained and trained <= {
+        i for r in records if r.get("node") == "recorder.record" for i in r["ids"]
+    }
 
 
 def test_a_filter_that_lets_nothing_through_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -188,7 +219,8 @@ def test_a_filter_that_lets_nothing_through_ends_the_run(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(admission, "MAX_REFILLS", 3)
     with pytest.raises(
-        StalledError, match="step 1 lacks 2 of its 2 groups: 0 of the 11 prompts issued for it have passed the filters"
+        StalledError,
+        match="step 1 lacks 2 of its 2 groups: 0 of the 11 prompts issued for it have passed the filters",
     ):
         run(tmp_path, Asynchronous(steps=3, prompts_per_step=2), weft_graph(nothing))
 
@@ -210,7 +242,12 @@ def test_a_step_is_trained_on_the_groups_that_pass_if_few_do(
     schedule = kind(steps=3, prompts_per_step=8)
     parts, metrics, driver = run(tmp_path, schedule, weft_graph(few_pass))
     steps = steps_of(parts)
-    assert len(metrics) == 4 and len(steps) == 3 and all(1 <= len(step) <= 8 for step in steps) and len(steps[0]) < 8
+    assert (
+        len(metrics) == 4
+        and len(steps) == 3
+        and all(1 <= len(step) <= 8 for step in steps)
+        and len(steps[0]) < 8
+    )
     alerts = [alert for alert in read_alerts(driver.directory.path) if alert.name == "short_step"]
     assert len(alerts) == 1, "it is said once"
     assert "step 1 lacks " in alerts[0].text and "It is trained on " in alerts[0].text
@@ -223,7 +260,8 @@ def test_a_step_of_few_groups_stops_the_run_if_told_to(
 ):
     monkeypatch.setattr(admission, "MAX_REFILLS", 2)
     with pytest.raises(
-        StalledError, match=r"step 1 lacks \d of its 8 groups: [1-9] of .* short_steps='train' in the schedule"
+        StalledError,
+        match=r"step 1 lacks \d of its 8 groups: [1-9] of .* short_steps='train' in the schedule",
     ):
         run(tmp_path, kind(steps=3, prompts_per_step=8, short_steps="stop"), weft_graph(few_pass))
 
@@ -243,7 +281,9 @@ def test_updates_behind_different_filters_are_refused_but_by_synchronous(tmp_pat
 def test_what_overlaps_needs_pools_of_its_own(tmp_path: Path):
     made = groups()
     pool = ResourcePool("everything", cpus=2)
-    with pytest.raises(UserError, match="'rollout' and 'actor' take turns on pool 'everything': give each"):
+    with pytest.raises(
+        UserError, match="'rollout' and 'actor' take turns on pool 'everything': give each"
+    ):
         Driver(
             toy_grpo(prompts(8), **made),
             schedule=Asynchronous(),

@@ -39,7 +39,9 @@ def composed(folder: Path, *words: str, **files: str) -> Composed:
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path):
     text = "model: from-file\nrate: 1e-4\ninner:\n  rank: 4\n  targets: [k]\n"
     found = composed(tmp_path, "--config", "@s.yaml", "--inner.rank", "2", "--small", s_yaml=text)
-    assert found.settings == Settings(model="from-file", rate=1e-4, small=True, inner=Inner(rank=2, targets=("k",)))
+    assert found.settings == Settings(
+        model="from-file", rate=1e-4, small=True, inner=Inner(rank=2, targets=("k",))
+    )
     assert {name: str(origin) for name, origin in found.origins.items()} == {
         "model": f"{tmp_path}/s.yaml:1",
         "small": "--small",
@@ -56,7 +58,9 @@ def test_a_file_gives_what_must_be_given_and_a_flag_may(tmp_path: Path):
     assert composed(tmp_path, "--config=@s.toml", s_toml=toml).settings == Settings(
         model="m", form="none", inner=Inner(rank=16)
     )
-    assert composed(tmp_path, "--config=@e.yaml", "--model", "m", e_yaml="").settings == Settings(model="m")
+    assert composed(tmp_path, "--config=@e.yaml", "--model", "m", e_yaml="").settings == Settings(
+        model="m"
+    )
 
 
 def test_a_file_is_not_refused_for_what_a_flag_mends(tmp_path: Path):

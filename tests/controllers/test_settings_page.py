@@ -28,14 +28,18 @@ def declared() -> set[str]:
         for node in ast.parse(file.read_text()).body:
             if isinstance(node, ast.ClassDef):
                 fields = [
-                    f for f in node.body if isinstance(f, ast.AnnAssign) and "ClassVar" not in ast.unparse(f.annotation)
+                    f
+                    for f in node.body
+                    if isinstance(f, ast.AnnAssign) and "ClassVar" not in ast.unparse(f.annotation)
                 ]
                 names = [ast.unparse(field.target) for field in fields]
                 classes[node.name] = ([ast.unparse(each) for each in node.bases], names)
     of_settings, before = {"Config"}, 0
     while len(of_settings) > before:
         before = len(of_settings)
-        of_settings |= {name for name, (parents, _) in classes.items() if of_settings.intersection(parents)}
+        of_settings |= {
+            name for name, (parents, _) in classes.items() if of_settings.intersection(parents)
+        }
     return {f"{name}.{field}" for name in of_settings - {"Config"} for field in classes[name][1]}
 
 
@@ -46,7 +50,9 @@ def test_every_field_of_a_class_of_settings_is_on_the_page_or_filled_in_by_a_run
 
 def test_every_setting_says_when_to_change_it_and_every_number_its_unit():
     silent = [f"{s.owner}.{s.name}" for s in settings() if not WHEN.search(s.text)]
-    assert not silent, f"no sentence of these begins with Raise, Lower, Set, Choose, Give or Change: {silent}"
+    assert not silent, (
+        f"no sentence of these begins with Raise, Lower, Set, Choose, Give or Change: {silent}"
+    )
     numbers = [s for s in settings() if re.match(r"number|integer|[≥>≤<]", s.allowed)]
     assert not [f"{s.owner}.{s.name}" for s in numbers if not s.unit] and len(numbers) > 60
 
@@ -66,8 +72,14 @@ def test_ranges_and_defaults_come_from_the_class():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"vllm": {}}, "RolloutConfig has no setting 'vllm' (value {}); tensor_parallel=..., max_num_seqs=..., "),
-        ({"max_batched_tokens": 1}, "no setting 'max_batched_tokens' (value 1); a step takes in 16,384 tokens"),
+        (
+            {"vllm": {}},
+            "RolloutConfig has no setting 'vllm' (value {}); tensor_parallel=..., max_num_seqs=..., ",
+        ),
+        (
+            {"max_batched_tokens": 1},
+            "no setting 'max_batched_tokens' (value 1); a step takes in 16,384 tokens",
+        ),
         ({"max_num_seq": 1}, "no setting 'max_num_seq' (value 1); did you mean 'max_num_seqs'?"),
     ],
 )

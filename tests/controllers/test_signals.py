@@ -26,7 +26,9 @@ def handlers():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_heeded_at_the_end_and_said_at_once(number: signal.Signals, capfd: pytest.CaptureFixture[str]):
+def test_a_signal_is_heeded_at_the_end_and_said_at_once(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+):
     went_on = False
     with pytest.raises(Ended), signals_deferred("it is up"):
         signal.raise_signal(number)

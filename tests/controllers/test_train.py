@@ -20,7 +20,15 @@ from weft.algorithms.policy_loss import PolicyLoss
 from weft.controllers.bundles import THIS_MACHINE, Nodes
 from weft.controllers.program import Program
 from weft.controllers.train import shared_devices
-from weft.dataflow.column import CHOSEN_IDS, IDENTITY, IMAGES, KNOWN, PROMPT_IDS, REJECTED_IDS, RESPONSE_IDS
+from weft.dataflow.column import (
+    CHOSEN_IDS,
+    IDENTITY,
+    IMAGES,
+    KNOWN,
+    PROMPT_IDS,
+    REJECTED_IDS,
+    RESPONSE_IDS,
+)
 from weft.dataflow.metric_names import untimed
 from weft.workers.rewards.function import Reward
 
@@ -29,13 +37,27 @@ def even(response_ids):
     return sum(token % 2 == 0 for token in response_ids) / len(response_ids)
 """
 ROWS = [
-    {"prompt": f"{a} {b}", "chosen": f" {a}", "rejected": f" {b}", "label": True} for a in range(4) for b in range(4)
+    {"prompt": f"{a} {b}", "chosen": f" {a}", "rejected": f" {b}", "label": True}
+    for a in range(4)
+    for b in range(4)
 ]
 PROMPTS = [{"prompt": row["prompt"]} for row in ROWS]
 ANSWERED = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in ROWS]
-DATA = {"sft": "answered", "kto": "answered"} | dict.fromkeys(("dpo", "rpo", "ipo", "simpo", "orpo"), "pairs")
+DATA = {"sft": "answered", "kto": "answered"} | dict.fromkeys(
+    ("dpo", "rpo", "ipo", "simpo", "orpo"), "pairs"
+)
 """Method -> the file that it is tried on; the others take prompts."""
-SAME = ("seed", "settings", "schedule", "buffer", "checkpoint", "placement", "groups", "graphs", "backend")
+SAME = (
+    "seed",
+    "settings",
+    "schedule",
+    "buffer",
+    "checkpoint",
+    "placement",
+    "groups",
+    "graphs",
+    "backend",
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +68,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("three-lines")
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 40}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "vocab_size": 40,
+    }
     Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=1, num_key_value_heads=1)).save_pretrained(
         folder / "model"
     )
@@ -79,8 +106,20 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: Any, **settings: Any
 def test_the_printed_program_makes_the_same_run(
     even: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    settings: dict[str, Any] = {"steps": 2, "prompts_per_step": 4, "n": 4, "max_tokens": 6, "learning_rate": 1e-3}
-    settings |= {"method": "rloo", "held_out": "prompts.jsonl", "evaluate_every": 2, "seed": 3, "name": "run"}
+    settings: dict[str, Any] = {
+        "steps": 2,
+        "prompts_per_step": 4,
+        "n": 4,
+        "max_tokens": 6,
+        "learning_rate": 1e-3,
+    }
+    settings |= {
+        "method": "rloo",
+        "held_out": "prompts.jsonl",
+        "evaluate_every": 2,
+        "seed": 3,
+        "name": "run",
+    }
     short = weft.train("model", "prompts.jsonl", even, **settings, root=tmp_path / "short")
     program = printed(capsys, "model", "prompts.jsonl", even, **settings, root=tmp_path / "long")
     assert len(program.splitlines()) < 40
@@ -114,9 +153,15 @@ def test_the_program_of_each_method_has_its_graph_with_its_settings(
 
 @pytest.mark.parametrize(
     "method",
-    ["grpo", "dpo", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("sft", "kto", "remax", "ppo"))],
+    [
+        "grpo",
+        "dpo",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("sft", "kto", "remax", "ppo")),
+    ],
 )
-def test_columns_of_a_file_do_not_change_training_whatever_their_names(method: str, even: Any, tmp_path: Path):
+def test_columns_of_a_file_do_not_change_training_whatever_their_names(
+    method: str, even: Any, tmp_path: Path
+):
     """A file may have a column for every name that Weft has for something: its values train nothing."""
     own = {str(c) for c in (IMAGES, *IDENTITY)} | {
         "prompt",
@@ -124,14 +169,22 @@ def test_columns_of_a_file_do_not_change_training_whatever_their_names(method: s
         "response",
         *map(str, (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)),
     }
-    noise = {name: [0.01] if pa.types.is_list(c.type) else 0.01 for name, c in KNOWN.items() if name not in own}
+    noise = {
+        name: [0.01] if pa.types.is_list(c.type) else 0.01 for name, c in KNOWN.items() if name not in own
+    }
     data = {"answered": ANSWERED, "pairs": ROWS, "prompts": PROMPTS}[DATA.get(method, "prompts")]
     rewards = () if method in ("sft", "dpo", "kto") else (even,)
     found: list[Any] = []
     texts = dict.fromkeys(noise, "hot")
     for name, more in (("plain", {}), ("noisy", {**noise, "reward/right": 7.0}), ("texts", texts)):
         rows = [{**row, **more} for row in data]
-        settings: dict[str, Any] = {"method": method, "steps": 1, "prompts_per_step": 4, "root": tmp_path, "name": name}
+        settings: dict[str, Any] = {
+            "method": method,
+            "steps": 1,
+            "prompts_per_step": 4,
+            "root": tmp_path,
+            "name": name,
+        }
         settings |= {"n": 4, "max_tokens": 4} if rewards else {}
         weft.train("model", rows, *rewards, **settings, learning_rate=1e-2, progress=False)
         found.append((tmp_path / name / "model" / "model.safetensors").read_bytes())
@@ -145,8 +198,17 @@ def test_a_reward_gets_the_columns_of_the_file_as_they_are(even: Any, tmp_path: 
         seen.append((values, advantages, version, reward))
         return even(response_ids)
 
-    rows = [{**row, "values": "high", "advantages": 2**40, "version": 1, "reward": 0.1} for row in PROMPTS]
-    short: Any = {"steps": 1, "prompts_per_step": 2, "n": 2, "max_tokens": 2, "root": tmp_path, "progress": False}
+    rows = [
+        {**row, "values": "high", "advantages": 2**40, "version": 1, "reward": 0.1} for row in PROMPTS
+    ]
+    short: Any = {
+        "steps": 1,
+        "prompts_per_step": 2,
+        "n": 2,
+        "max_tokens": 2,
+        "root": tmp_path,
+        "progress": False,
+    }
     weft.train("model", rows, look, **short)
     assert {*seen} == {("high", 2**40, 1, 0.1)}, "with their types: 0.1 is no float32"
 
@@ -175,20 +237,31 @@ def test_the_turns_that_are_trained_are_a_setting_and_are_printed_before_the_fir
     rows = [{"messages": [{"role": role, "content": text} for role, text in said]}] * 4
     tokens = {}
     for turns in ("last", "all"):
-        settings: dict[str, Any] = {"method": "sft", "steps": 1, "prompts_per_step": 4, "root": tmp_path, "name": turns}
-        step = weft.train(tmp_path / "chat", rows, **settings, reading={"train_on": turns}, progress="plain")[-1]
+        settings: dict[str, Any] = {
+            "method": "sft",
+            "steps": 1,
+            "prompts_per_step": 4,
+            "root": tmp_path,
+            "name": turns,
+        }
+        step = weft.train(
+            tmp_path / "chat", rows, **settings, reading={"train_on": turns}, progress="plain"
+        )[-1]
         tokens[turns] = step["actor/tokens"]
         printed = capsys.readouterr().out
         assert f"(train_on='{turns}'" in printed.partition("step 1")[0]
     assert "  trains    every assistant turn, 8 in 4 rows (train_on='all')" in printed
     assert (
-        "            response '2 3 32'\n            (not trained) '30 4 32 31'\n            response '5 32'" in printed
+        "            response '2 3 32'\n            (not trained) '30 4 32 31'\n            response '5 32'"
+        in printed
     )
     assert tokens == {"last": 4 * 2, "all": 4 * 5}
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if METHODS[m].samples and m != "online_dpo"])
-def test_a_penalty_keeps_the_model_near_the_first_one(method: str, even: Any, capsys: pytest.CaptureFixture[str]):
+def test_a_penalty_keeps_the_model_near_the_first_one(
+    method: str, even: Any, capsys: pytest.CaptureFixture[str]
+):
     program = printed(capsys, "model", "prompts.jsonl", even, method=method, kl=0.04, max_tokens=6)
     names: dict[str, Any] = {}
     exec(compile(program.split("with weft.Driver(")[0], "program", "exec"), names)
@@ -203,7 +276,14 @@ def test_a_penalty_keeps_the_model_near_the_first_one(method: str, even: Any, ca
 def test_an_adapter_is_trained_beside_a_reference_that_is_the_model_itself(
     even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    tiny: dict[str, Any] = {"steps": 1, "prompts_per_step": 2, "n": 2, "max_tokens": 2, "name": "run", "seed": 1}
+    tiny: dict[str, Any] = {
+        "steps": 1,
+        "prompts_per_step": 2,
+        "n": 2,
+        "max_tokens": 2,
+        "name": "run",
+        "seed": 1,
+    }
     tiny |= {"lora": weft.Lora(rank=2), "kl": 0.1, "progress": False}
     short = weft.train("model", "prompts.jsonl", even, **tiny, root=tmp_path / "short")
     program = printed(capsys, "model", "prompts.jsonl", even, **tiny, root=tmp_path / "long")
@@ -217,15 +297,25 @@ def test_an_adapter_is_trained_beside_a_reference_that_is_the_model_itself(
 @pytest.mark.parametrize("method", ["ppo", "dpo", "kto", "sft"])
 def test_an_adapter_is_trained_by_methods_of_every_kind(method: str, even: Any, tmp_path: Path):
     rewards = even if METHODS[method].samples else None
-    tiny: dict[str, Any] = {"steps": 1, "prompts_per_step": 2, "max_tokens": 2, "name": "run", "progress": False}
+    tiny: dict[str, Any] = {
+        "steps": 1,
+        "prompts_per_step": 2,
+        "max_tokens": 2,
+        "name": "run",
+        "progress": False,
+    }
     data = f"{DATA.get(method, 'prompts')}.jsonl"
     weft.train("model", data, rewards, method=method, lora=weft.Lora(rank=2), root=tmp_path, **tiny)
     assert any((tmp_path / "run" / "model").iterdir())
 
 
-def test_each_held_out_set_that_has_a_name_is_an_evaluation(even: Any, capsys: pytest.CaptureFixture[str]):
+def test_each_held_out_set_that_has_a_name_is_an_evaluation(
+    even: Any, capsys: pytest.CaptureFixture[str]
+):
     sets = {"easy": "prompts.jsonl", "hard": "prompts.jsonl"}
-    program = printed(capsys, "model", "prompts.jsonl", even, held_out=sets, evaluate_every=5, max_tokens=6)
+    program = printed(
+        capsys, "model", "prompts.jsonl", even, held_out=sets, evaluate_every=5, max_tokens=6
+    )
     names: dict[str, Any] = {}
     exec(compile(program.split("with weft.Driver(")[0], "program", "exec"), names)
     assert (
@@ -239,12 +329,21 @@ def test_each_held_out_set_that_has_a_name_is_an_evaluation(even: Any, capsys: p
     ("settings", "says"),
     [
         ({"method": "grop"}, "method='grop'; did you mean 'grpo'?"),
-        ({"mehtod": "grpo"}, "weft.train takes no argument 'mehtod' (value 'grpo'); did you mean 'method'?"),
-        ({"offload": "moments"}, "; what else workers are set to goes into the program that explain=True prints"),
+        (
+            {"mehtod": "grpo"},
+            "weft.train takes no argument 'mehtod' (value 'grpo'); did you mean 'method'?",
+        ),
+        (
+            {"offload": "moments"},
+            "; what else workers are set to goes into the program that explain=True prints",
+        ),
         ({"rewards": None}, "method='grpo' trains on responses that are rewarded: give rewards=..."),
         ({"method": "gpro"}, "method='gpro'; did you mean 'grpo'?"),
         ({"reading": {"promt": "prompt"}}, "no setting 'promt' (value 'prompt'); did you mean 'prompt'?"),
-        ({"method": "ipo", "rewards": None}, "method='ipo' trains on pairs of responses, and the data has none"),
+        (
+            {"method": "ipo", "rewards": None},
+            "method='ipo' trains on pairs of responses, and the data has none",
+        ),
         (
             {"method": "sft", "rewards": None},
             "method='sft' trains on responses, and the data has none: it was read as TRL",
@@ -253,11 +352,20 @@ def test_each_held_out_set_that_has_a_name_is_an_evaluation(even: Any, capsys: p
             {"method": "kto", "rewards": None},
             "method='kto' trains on responses, and the data has none: it was read as TRL",
         ),
-        ({"method": "dpo"}, "method='dpo' trains on the responses in the data, without rewards; leave rewards out"),
-        ({"method": "sft", "rewards": None, "held_out": "prompts.jsonl"}, "method='sft' has no evaluation"),
+        (
+            {"method": "dpo"},
+            "method='dpo' trains on the responses in the data, without rewards; leave rewards out",
+        ),
+        (
+            {"method": "sft", "rewards": None, "held_out": "prompts.jsonl"},
+            "method='sft' has no evaluation",
+        ),
         ({"lora": 16}, "lora=16: it is an adapter, such as lora=weft.Lora(rank=16)"),
         ({"kl": -1.0}, "KlPenalty.coefficient: input should be greater than 0, not -1.0"),
-        ({"method": "dpo", "rewards": None, "kl": 0.1}, "kl=0.1: only methods that train by a policy gradient have it"),
+        (
+            {"method": "dpo", "rewards": None, "kl": 0.1},
+            "kl=0.1: only methods that train by a policy gradient have it",
+        ),
         ({"method": "online_dpo", "kl": 0.1}, "preference methods have `beta` of their loss"),
         ({"steps": 0}, "Synchronous.steps: input should be greater than or equal to 1, not 0"),
         ({"progress": "josn"}, "progress='josn'; did you mean 'json'?"),
@@ -266,29 +374,54 @@ def test_each_held_out_set_that_has_a_name_is_an_evaluation(even: Any, capsys: p
 def test_what_is_wrong_is_refused_before_anything_starts(
     settings: dict[str, Any], says: str, even: Any, tmp_path: Path
 ):
-    given = {"model": "model", "data": "prompts.jsonl", "rewards": even, "root": tmp_path / "runs", "max_tokens": 6}
+    given = {
+        "model": "model",
+        "data": "prompts.jsonl",
+        "rewards": even,
+        "root": tmp_path / "runs",
+        "max_tokens": 6,
+    }
     with pytest.raises(weft.UserError) as refused:
         weft.train(**{**given, **settings})
     assert says in str(refused.value) and not (tmp_path / "runs").exists()
 
 
-def test_data_with_names_of_its_own_is_read_as_told(even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    rows = [{"task": row["prompt"], "gold": "4"} for row in PROMPTS[:1]] + [{"task": "1 " * 50_000, "gold": "4"}]
+def test_data_with_names_of_its_own_is_read_as_told(
+    even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    rows = [{"task": row["prompt"], "gold": "4"} for row in PROMPTS[:1]] + [
+        {"task": "1 " * 50_000, "gold": "4"}
+    ]
     reading: Any = {"prompt": "task", "answer": "gold", "too_long": "drop"}
     program = printed(capsys, "model", rows[:1], even, reading=reading, held_out=rows[:1], max_tokens=6)
-    assert program.count('too_long="drop"') == program.count('prompt="task"') == 2, "the held-out rows, too"
-    short = {"steps": 1, "prompts_per_step": 1, "n": 2, "max_tokens": 2, "root": tmp_path, "progress": False}
+    assert program.count('too_long="drop"') == program.count('prompt="task"') == 2, (
+        "the held-out rows, too"
+    )
+    short = {
+        "steps": 1,
+        "prompts_per_step": 1,
+        "n": 2,
+        "max_tokens": 2,
+        "root": tmp_path,
+        "progress": False,
+    }
     assert weft.train("model", rows, even, reading=reading, **short)[-1]["samples"] == 2
 
 
-def test_a_run_that_makes_checkpoints_goes_on(even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_that_makes_checkpoints_goes_on(
+    even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     kept: Any = {"checkpoint": weft.CheckpointConfig(every=1), "resume": "latest", "max_tokens": 2}
     assert 'checkpoint=weft.CheckpointConfig(every=1), resume="latest"' in " ".join(
         printed(capsys, "model", "prompts.jsonl", even, **kept).split()
     )
     kept |= {"prompts_per_step": 1, "n": 2, "root": tmp_path, "name": "run", "progress": False}
     weft.train("model", "prompts.jsonl", even, steps=1, **kept)
-    assert [row["step"] for row in weft.train("model", "prompts.jsonl", even, steps=2, **kept)] == [0, 1, 2]
+    assert [row["step"] for row in weft.train("model", "prompts.jsonl", even, steps=2, **kept)] == [
+        0,
+        1,
+        2,
+    ]
 
 
 @pytest.mark.thorough
@@ -296,18 +429,41 @@ def test_a_run_goes_on_with_the_rows_and_the_adapter_that_it_had(
     even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     def run(
-        steps: int, rows: Any = PROMPTS, alpha: int = 32, rate: float = 1e-3, resume: str = "latest", **more: Any
+        steps: int,
+        rows: Any = PROMPTS,
+        alpha: int = 32,
+        rate: float = 1e-3,
+        resume: str = "latest",
+        **more: Any,
     ) -> None:
         actor = weft.group(
-            weft.ActorWorker, model="model", lora=more.pop("lora", weft.Lora(alpha=alpha)), learning_rate=rate, **more
+            weft.ActorWorker,
+            model="model",
+            lora=more.pop("lora", weft.Lora(alpha=alpha)),
+            learning_rate=rate,
+            **more,
         )
-        rollout = weft.group(weft.RolloutWorker, model="model", engine="transformers", max_num_seqs=more.pop("seqs", 8))
+        rollout = weft.group(
+            weft.RolloutWorker, model="model", engine="transformers", max_num_seqs=more.pop("seqs", 8)
+        )
         rollout.follows(actor)
         prompts = weft.Prompts.from_rows(rows, "model", name="prompts")
         reward = weft.group(weft.RewardWorker, function=even, tokenizer="model")
-        graph = grpo(prompts, rollout=rollout, reward=reward, actor=actor, n=2, sampling=weft.Sampling(max_tokens=2))
+        graph = grpo(
+            prompts,
+            rollout=rollout,
+            reward=reward,
+            actor=actor,
+            n=2,
+            sampling=weft.Sampling(max_tokens=2),
+        )
         schedule = weft.Synchronous(steps=steps, prompts_per_step=1)
-        kept: Any = {"checkpoint": weft.CheckpointConfig(every=1), "root": tmp_path, "name": "run", "progress": "plain"}
+        kept: Any = {
+            "checkpoint": weft.CheckpointConfig(every=1),
+            "root": tmp_path,
+            "name": "run",
+            "progress": "plain",
+        }
         with weft.Driver(graph, schedule=schedule, resume=resume, stop_on=(), **kept) as driver:
             driver.run()
 
@@ -325,8 +481,12 @@ def test_a_run_goes_on_with_the_rows_and_the_adapter_that_it_had(
     capsys.readouterr()
     run(2, rate=2e-3, microbatch_tokens=64)
     said = capsys.readouterr().out
-    assert "changed since the checkpoint: actor.learning_rate was 0.001, is 0.002" in " ".join(said.split())
-    assert "microbatch_tokens" not in said and "schedule.steps" not in said, "the numbers do not depend on these"
+    assert "changed since the checkpoint: actor.learning_rate was 0.001, is 0.002" in " ".join(
+        said.split()
+    )
+    assert "microbatch_tokens" not in said and "schedule.steps" not in said, (
+        "the numbers do not depend on these"
+    )
     with pytest.raises(weft.UserError, match=r"actor\.lora\.alpha"):
         run(3, alpha=64, resume="weights")
 
@@ -383,8 +543,12 @@ def test_a_program_refuses_an_object_that_has_no_text_and_says_how_to_give_it_on
 
 
 def test_a_program_imports_functions_of_modules(even: Any, capsys: pytest.CaptureFixture[str]):
-    rows = printed(capsys, "model", PROMPTS[:2], [even, Reward(function=even, name="more", weight=0.5)], max_tokens=6)
-    assert 'weft.Prompts.from_rows([{"prompt": "0 0"}, {"prompt": "0 1"}], "model", name="prompts")' in rows
+    rows = printed(
+        capsys, "model", PROMPTS[:2], [even, Reward(function=even, name="more", weight=0.5)], max_tokens=6
+    )
+    assert (
+        'weft.Prompts.from_rows([{"prompt": "0 0"}, {"prompt": "0 1"}], "model", name="prompts")' in rows
+    )
     assert "from my_rewards import even" in rows
     assert "function=[even, " in rows and 'Reward(function=even, name="more", weight=0.5)]' in rows
 
@@ -405,12 +569,19 @@ def test_groups_with_a_model_share_the_gpus_that_there_are():
 
 def test_groups_with_a_model_share_the_nodes_of_a_cluster():
     program = Program()
-    shared = shared_devices(program, METHODS["grpo"].groups, Nodes([(4, 0), (16, 8), (12, 8)], "the cluster"))
+    shared = shared_devices(
+        program, METHODS["grpo"].groups, Nodes([(4, 0), (16, 8), (12, 8)], "the cluster")
+    )
     place = shared.run["placement"]["actor"]
     assert (place.ranks, place.pool.gpus, place.pool.nodes, place.pool.cpus) == (16, 16, 2, 24)
     assert shared.rollout["engine"] == "vllm" and isinstance(shared.run["backend"], weft.RayBackend)
-    assert 'devices = weft.ResourcePool("devices", nodes=2, cpus_per_node=12, gpus_per_node=8)' in program.text
-    without_gpus = shared_devices(Program(), ("actor", "reward"), Nodes([(0, 0), (4, 0), (6, 0)], "the cluster"))
+    assert (
+        'devices = weft.ResourcePool("devices", nodes=2, cpus_per_node=12, gpus_per_node=8)'
+        in program.text
+    )
+    without_gpus = shared_devices(
+        Program(), ("actor", "reward"), Nodes([(0, 0), (4, 0), (6, 0)], "the cluster")
+    )
     assert without_gpus.rollout == {"engine": "transformers"}
     assert {name: place.ranks for name, place in without_gpus.run["placement"].items()} == {"actor": 2}
 
@@ -421,7 +592,13 @@ def test_a_run_in_a_job_uses_the_cluster_of_the_job(
     even: Any, folder: Path, tmp_path: Path, ray_address: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("RAY_ADDRESS", ray_address)  # as Ray sets it for the program of a job
-    tiny: dict[str, Any] = {"prompts_per_step": 2, "n": 2, "max_tokens": 2, "root": tmp_path, "progress": False}
+    tiny: dict[str, Any] = {
+        "prompts_per_step": 2,
+        "n": 2,
+        "max_tokens": 2,
+        "root": tmp_path,
+        "progress": False,
+    }
     weft.train(str(folder / "model"), str(folder / "prompts.jsonl"), even, steps=1, name="run", **tiny)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["backend"] == f"RayBackend({ray_address!r})"
@@ -455,12 +632,21 @@ def test_a_signal_ends_a_run_after_its_step_and_saves_the_model(
     before = signal.getsignal(number)
 
     calls: list[int] = []
-    tiny: dict[str, Any] = {"prompts_per_step": 4, "n": 4, "max_tokens": 6, "method": "rloo", "root": tmp_path}
+    tiny: dict[str, Any] = {
+        "prompts_per_step": 4,
+        "n": 4,
+        "max_tokens": 6,
+        "method": "rloo",
+        "root": tmp_path,
+    }
     with pytest.raises(SystemExit) as left:
         weft.train("model", "prompts.jsonl", impatient, steps=500, name="run", **tiny)
     said, errors = capfd.readouterr()
     assert left.value.code == 128 + number
-    assert f"{said_as}: the run ends after this step, and saves its model; a second one ends it at once" in errors
+    assert (
+        f"{said_as}: the run ends after this step, and saves its model; a second one ends it at once"
+        in errors
+    )
     assert f"the model is saved in {tmp_path / 'run' / 'model'}" in said
     assert "run run: 2 steps" in said and (tmp_path / "run" / "model" / "model.safetensors").exists()
     assert signal.getsignal(number) is before
@@ -474,8 +660,16 @@ def test_a_second_ctrl_c_ends_it_at_once_and_says_that_nothing_is_saved(
         signal.raise_signal(signal.SIGINT)
         return even(response_ids)
 
-    tiny: dict[str, Any] = {"prompts_per_step": 4, "n": 4, "max_tokens": 6, "method": "rloo", "root": tmp_path}
+    tiny: dict[str, Any] = {
+        "prompts_per_step": 4,
+        "n": 4,
+        "max_tokens": 6,
+        "method": "rloo",
+        "root": tmp_path,
+    }
     with pytest.raises(KeyboardInterrupt):
         weft.train("model", "prompts.jsonl", impatient, steps=2, name="run", **tiny)
-    assert f"interrupted: the model was not saved in {tmp_path / 'run' / 'model'}" in capfd.readouterr().err
+    assert (
+        f"interrupted: the model was not saved in {tmp_path / 'run' / 'model'}" in capfd.readouterr().err
+    )
     assert not (tmp_path / "run" / "model").exists()

@@ -128,7 +128,9 @@ def test_a_leader_sends_while_its_followers_take_where_its_transport_is_one_of_v
     (register,) = weights.publish("actor")
     (publish,) = over(register)
     send, receive = over(publish, ToyWeights(0))
-    assert not send.on_device and receive.on_device, "the follower has the device, and the leader no turn on it"
+    assert not send.on_device and receive.on_device, (
+        "the follower has the device, and the leader no turn on it"
+    )
 
 
 def test_the_longest_transfer_its_pause_and_its_size_are_metrics():
@@ -137,7 +139,11 @@ def test_the_longest_transfer_its_pause_and_its_size_are_metrics():
     (receive,) = over(publish, ToyWeights(0))
     call = receive.call()
     call.take(
-        0, Reply(value=ToyWeights(0).checksum, metrics={"weights_pause_s": Max(0.25)}, done=True, seconds=1.0), 0.0
+        0,
+        Reply(
+            value=ToyWeights(0).checksum, metrics={"weights_pause_s": Max(0.25)}, done=True, seconds=1.0
+        ),
+        0.0,
     )
     (finish,) = (one for one in receive.then(call) if one.method == "finish_publishing")
     assert not over(finish, ToyWeights(0))
@@ -296,7 +302,11 @@ def test_groups_that_take_turns_on_gpus_are_compared_one_after_the_other():
 
     asked: list[CallRequest] = weights.publish("actor")
     seen: list[str] = []
-    results = {"publish_weights": ToyWeights(0), "receive_weights": ToyWeights(0).checksum, "canary": "sampled"}
+    results = {
+        "publish_weights": ToyWeights(0),
+        "receive_weights": ToyWeights(0).checksum,
+        "canary": "sampled",
+    }
     while asked:
         request = asked.pop(0)
         seen += run(request, results.get(request.method, ToyWeights(0)))

@@ -30,7 +30,9 @@ def test_a_model_named_by_a_relative_path_is_saved_after_a_reward_has_gone_elsew
     rollout: Any = weft.group(weft.RolloutWorker, model="model", engine="transformers")
     reward = weft.group(weft.RewardWorker, function=sandboxed, tokenizer="model")
     rollout.follows(actor)
-    recording = grpo(prompts, rollout=rollout, reward=reward, actor=actor, n=2, sampling=weft.Sampling(max_tokens=3))
+    recording = grpo(
+        prompts, rollout=rollout, reward=reward, actor=actor, n=2, sampling=weft.Sampling(max_tokens=3)
+    )
     schedule = weft.Synchronous(steps=2, prompts_per_step=2)
     with Driver(recording, schedule=schedule, backend=weft.Local(), root="runs", name="run") as driver:
         driver.run()

@@ -185,7 +185,9 @@ class SlowRollout(Worker):
             if not done:
                 yield None
                 continue
-            ids = [[prompts["prompt_ids"][k].as_py()[0]] * len(versions[k]) for k in done for _ in range(n)]
+            ids = [
+                [prompts["prompt_ids"][k].as_py()[0]] * len(versions[k]) for k in done for _ in range(n)
+            ]
             yield (
                 Batch.of(
                     parent_id=[prompts["sample_id"][k].as_py() for k in done for _ in range(n)],
@@ -218,7 +220,9 @@ class PartsActor(ToyActor):
         may_read=("response_versions",),
         takes=lambda epochs: TrainingBatch(accumulates=epochs == 1),
     )
-    def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss(), epochs: int = 1, last: bool = True) -> Metrics:
+    def update(
+        self, samples: Batch, *, loss: ToyLoss = ToyLoss(), epochs: int = 1, last: bool = True
+    ) -> Metrics:
         values, _ = samples.ragged_numpy("response_versions")
         self.parts.append((samples["group_id"].to_pylist(), last))
         lag = self.version - int(values.min(initial=self.version))
@@ -280,7 +284,9 @@ def centred(samples: Batch) -> Batch:
     lengths = samples.lengths("response_ids")
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     assert all(np.bincount(index) == np.bincount(index)[0]), "groups must be whole"
-    return samples.with_columns(advantages=(np.repeat((reward - mean[index]).astype(np.float32), lengths), offsets))
+    return samples.with_columns(
+        advantages=(np.repeat((reward - mean[index]).astype(np.float32), lengths), offsets)
+    )
 
 
 @node(shape=Shape.FILTER, reads=("prompt_ids",), takes=GROUPS)
@@ -339,7 +345,8 @@ def prompts(number: int = 8, name: str = "prompts") -> TableSource:
         pa.table(
             {
                 "prompt_ids": pa.array(
-                    [[10 * k + 1] * 3 if k % 2 else [10 * k] * 2 for k in range(number)], pa.list_(pa.int32())
+                    [[10 * k + 1] * 3 if k % 2 else [10 * k] * 2 for k in range(number)],
+                    pa.list_(pa.int32()),
                 ),
                 "answer": [str(k) for k in range(number)],
             }

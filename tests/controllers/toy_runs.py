@@ -17,14 +17,22 @@ from weft.dataflow.graph import Graph, group
 
 
 def handles(*, rollout: dict[str, Any] | None = None, follow: bool = True) -> dict[str, Any]:
-    made = {"rollout": group(ToyRollout, **(rollout or {})), "reward": group(ToyReward), "actor": group(ToyActor)}
+    made = {
+        "rollout": group(ToyRollout, **(rollout or {})),
+        "reward": group(ToyReward),
+        "actor": group(ToyActor),
+    }
     if follow:
         made["rollout"].follows(made["actor"])
     return made
 
 
-def drive(graph: Graph, root: Path, *, steps: int = 3, prompts_per_step: int = 4, **settings: Any) -> Driver:
-    schedule = settings.pop("schedule", None) or Synchronous(steps=steps, prompts_per_step=prompts_per_step)
+def drive(
+    graph: Graph, root: Path, *, steps: int = 3, prompts_per_step: int = 4, **settings: Any
+) -> Driver:
+    schedule = settings.pop("schedule", None) or Synchronous(
+        steps=steps, prompts_per_step=prompts_per_step
+    )
     return Driver(graph, schedule=schedule, root=root, progress=False, **{"name": "run", **settings})
 
 

@@ -30,26 +30,35 @@ def test_a_live_run_is_followed_stopped_and_asked_where_it_stands(tmp_path: Path
     run = recorded_runs.Live(tmp_path / "runs", "live", every=1000)
     client = client_of(tmp_path / "runs")
     try:
-        said = until(lambda: (s := client.get("/api/run?run=live").json())["step"] > 1 and s, "two steps on the disk")
+        said = until(
+            lambda: (s := client.get("/api/run?run=live").json())["step"] > 1 and s,
+            "two steps on the disk",
+        )
         assert said["status"] == "running" and said["steps"] == 100_000 and said["left_s"] > 0
 
         def nodes() -> dict:
             graph = client.get("/api/graph?run=live").json()
-            return {node["name"]: node for node in graph["nodes"] if graph["live"] and node["graph"] == "train"}
+            return {
+                node["name"]: node
+                for node in graph["nodes"]
+                if graph["live"] and node["graph"] == "train"
+            }
 
         until(lambda: (found := nodes()) and found["rollout.generate"]["rate_out"], "rates")
         assert nodes()["actor.update"]["done"] > 0
         step = client.get("/api/curves?runs=live&names=step").json()["series"][0]["last"]["x"]
         until(
-            lambda: client.get("/api/curves?runs=live&names=step").json()["series"][0]["last"]["x"] > step,
+            lambda: (
+                client.get("/api/curves?runs=live&names=step").json()["series"][0]["last"]["x"] > step
+            ),
             "another step",
         )
         header = {"x-weft-stop": "yes"}
         wrong = client.post("/api/stacks", json={"run": "live", "worker": "nobody[0]"}, headers=header)
         assert wrong.status_code == 400 and "there is no worker 'nobody[0]'" in wrong.json()["message"]
-        assert client.post("/api/stacks", json={"run": "live", "worker": "actor[0]"}, headers=header).json() == {
-            "asked": True
-        }
+        assert client.post(
+            "/api/stacks", json={"run": "live", "worker": "actor[0]"}, headers=header
+        ).json() == {"asked": True}
 
         def stack():
             workers = client.get("/api/workers?run=live").json()["workers"]
@@ -109,14 +118,23 @@ def test_a_run_is_exported_as_one_file(runs: Path, tmp_path: Path, capsys: pytes
     assert json.loads(capsys.readouterr().out)["groups"] == 18
     text = file.read_text()
     policy = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)[0]
-    assert "unsafe" not in policy and "'self'" not in policy and "http" not in policy and policy.count("sha256-") >= 4
-    assert not re.search(r'(src|href)="(?!data:|#)', re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)), (
-        "it needs no other file"
+    assert (
+        "unsafe" not in policy
+        and "'self'" not in policy
+        and "http" not in policy
+        and policy.count("sha256-") >= 4
     )
-    data = json.loads(re.findall(r'<script type="application/json" id="exported">(.*?)</script>', text, re.DOTALL)[0])
+    assert not re.search(
+        r'(src|href)="(?!data:|#)', re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    ), "it needs no other file"
+    data = json.loads(
+        re.findall(r'<script type="application/json" id="exported">(.*?)</script>', text, re.DOTALL)[0]
+    )
     assert data["/api/run?run=one"]["status"] == "done" and "/api/timeline?run=one&width=1200" in data
     assert len([address for address in data if address.startswith("/api/group?")]) == 18
-    curves = [json.dumps(answer) for address, answer in data.items() if address.startswith("/api/curves?")]
+    curves = [
+        json.dumps(answer) for address, answer in data.items() if address.startswith("/api/curves?")
+    ]
     assert len(curves) == 3 and "reward/mean" in curves[0]
     assert main(["dashboard", str(runs), "--export", str(file)]) == 2
     assert "an export is of one run" in capsys.readouterr().err
@@ -124,9 +142,14 @@ def test_a_run_is_exported_as_one_file(runs: Path, tmp_path: Path, capsys: pytes
 
 def test_modules_are_linked_in_their_order(tmp_path: Path):
     (tmp_path / "low.js").write_text("export const one = 1;\nexport function two() { return 2; }\n")
-    (tmp_path / "app.js").write_text('import { one, two as deux } from "./low.js";\nconsole.log(one + deux());\n')
+    (tmp_path / "app.js").write_text(
+        'import { one, two as deux } from "./low.js";\nconsole.log(one + deux());\n'
+    )
     text = linked(tmp_path)
-    assert text.index("module_low =") < text.index("module_app =") and "const { one, two: deux } = module_low;" in text
+    assert (
+        text.index("module_low =") < text.index("module_app =")
+        and "const { one, two: deux } = module_low;" in text
+    )
     assert "export" not in text and "import" not in text
     (tmp_path / "app.js").write_text("export default 3;\n")
     with pytest.raises(UserError, match=r"app\.js cannot be exported: it has 'export default 3;'"):
@@ -137,7 +160,9 @@ def test_modules_are_linked_in_their_order(tmp_path: Path):
         linked(tmp_path)
 
 
-def test_the_command_says_where_it_is_and_refuses_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_says_where_it_is_and_refuses_what_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["dashboard", str(tmp_path / "none")]) == 2
     assert "there is no folder" in capsys.readouterr().err
     assert main(["dashboard", str(tmp_path), "--host", "192.0.2.1"]) == 2

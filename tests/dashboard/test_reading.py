@@ -47,12 +47,21 @@ def test_every_page_of_a_finished_run_has_its_data(client: TestClient):
     assert nodes["actor.update"]["done"] == 3 * 4 * 2 and nodes["actor.update"]["waiting"] == 0
     assert nodes["rollout.generate"]["code"]["file"].endswith("toy.py")
     edges = [(edge["from"], edge["to"], edge["columns"]) for edge in said["graph"]["edges"]]
-    assert ("reward.score", "centred", ["reward"]) in edges and ("prompts", "reward.score", ["answer"]) in edges
+    assert ("reward.score", "centred", ["reward"]) in edges and (
+        "prompts",
+        "reward.score",
+        ["answer"],
+    ) in edges
     [edge] = said["graph"]["weights"]
     assert (edge["from"], edge["to"], edge["version"], edge["behind"]) == ("actor", "rollout", 3, 0)
-    assert said["buffer"]["totals"]["done"] == said["buffer"]["totals"]["issued"] and not said["buffer"]["leases"]
+    assert (
+        said["buffer"]["totals"]["done"] == said["buffer"]["totals"]["issued"]
+        and not said["buffer"]["leases"]
+    )
     assert [one["counts"] for one in said["buffer"]["staleness"]] == [{"0": 8}] * 3
-    assert {lane["lane"] for lane in said["timeline"]["lanes"] if lane["kind"] == "evaluation"} == {"eval"}
+    assert {lane["lane"] for lane in said["timeline"]["lanes"] if lane["kind"] == "evaluation"} == {
+        "eval"
+    }
     assert {one["rank"] for one in said["workers"]["workers"]} >= {"actor[0]", "rollout[0]", "driver"}
     assert [one["version"] for one in said["weights"]["versions"]] == [0, 1, 2, 3]
 
@@ -82,7 +91,9 @@ def test_samples_are_filtered_sorted_and_followed(client: TestClient):
         ("step > x", "'x' is no int64"),
     ):
         assert said in samples(filter=wrong)["message"]
-    groups = client.get("/api/groups", params={"run": "one", "sort": "step", "filter": "kind=train"}).json()
+    groups = client.get(
+        "/api/groups", params={"run": "one", "sort": "step", "filter": "kind=train"}
+    ).json()
     assert groups["total"] == 12 and groups["groups"][0]["rewards"] == [1, 2]
     one = client.get("/api/group", params={"run": "one", "id": groups["groups"][0]["group"]}).json()
     [first, second] = one["samples"]
@@ -114,7 +125,11 @@ def test_gap_and_ratio_follow_from_the_trainers_own_logprobs(tmp_path: Path):
         writer.write_table(table)
     found = client_of(run.parent).get("/api/sample", params={"run": "own", "id": 1}).json()["columns"]
     assert found["gap"] == [0.5, 0] and found["ratio"] == pytest.approx([np.exp(0.5), 1], rel=1e-4)
-    assert found["mask"] == [1, 0] and found["trainer_logprob"] == [-0.5, -2] and found["entropy"] == [0.25, 1.5]
+    assert (
+        found["mask"] == [1, 0]
+        and found["trainer_logprob"] == [-0.5, -2]
+        and found["entropy"] == [0.25, 1.5]
+    )
 
 
 def test_rows_that_two_recorders_wrote_count_once(runs: Path, tmp_path: Path):
@@ -129,7 +144,10 @@ def test_rows_that_two_recorders_wrote_count_once(runs: Path, tmp_path: Path):
 def test_two_runs_are_compared_down_to_a_token(client: TestClient):
     said = client.get("/api/compare", params={"a": "one", "b": "two"}).json()
     assert {"name": "seed", "a": 0, "b": 1} in said["settings"] and not said["versions"]
-    assert said["metrics_step"] == 3 and said["first_difference"]["a"]["id"] == said["first_difference"]["b"]["id"]
+    assert (
+        said["metrics_step"] == 3
+        and said["first_difference"]["a"]["id"] == said["first_difference"]["b"]["id"]
+    )
     same = client.get("/api/compare", params={"a": "one", "b": "one"}).json()
     assert same["settings"] == [] and same["first_difference"] is None
 
@@ -138,7 +156,9 @@ def test_why_a_group_waits_is_answered(client: TestClient):
     assert "was finished" in client.get("/api/why", params={"run": "one", "group": 0}).json()["why"][0]
 
 
-def test_a_log_that_takes_too_long_is_not_read_while_a_page_waits(client: TestClient, monkeypatch: pytest.MonkeyPatch):
+def test_a_log_that_takes_too_long_is_not_read_while_a_page_waits(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("weft.dashboard.reading.run_pages.MOST_LOG", 100)
     refused = client.get("/api/why", params={"run": "one", "group": 0})
     assert refused.status_code == 400 and "weft buffer why" in refused.json()["message"]
@@ -158,7 +178,9 @@ def test_a_damaged_run_is_shown_as_far_as_it_can_be_read(runs: Path, tmp_path: P
         if how == "a folder":
             path.mkdir()
         elif how != "gone":
-            path.write_bytes({"cut": data[: len(data) // 2], "garbage": b"\xff\x00<script>" * 40, "emptied": b""}[how])
+            path.write_bytes(
+                {"cut": data[: len(data) // 2], "garbage": b"\xff\x00<script>" * 40, "emptied": b""}[how]
+            )
     client = client_of(tmp_path / "runs")
     if how == "gone":
         shutil.rmtree(run / "lock")
@@ -172,7 +194,9 @@ def test_a_damaged_run_is_shown_as_far_as_it_can_be_read(runs: Path, tmp_path: P
 def test_a_run_with_wrong_values_in_its_files_is_shown(runs: Path, tmp_path: Path):
     run = tmp_path / "runs" / "one"
     shutil.copytree(runs / "one", run)
-    (run / "config.json").write_text('{"schedule": 7, "graphs": [], "placement": "x", "groups": null, "buffer": []}')
+    (run / "config.json").write_text(
+        '{"schedule": 7, "graphs": [], "placement": "x", "groups": null, "buffer": []}'
+    )
     (run / "live.json").write_text(
         '{"graphs": {"train": 3, "eval": {"nodes": [], "oldest": []}}, "groups": {"actor": null}, "hosts": []}'
     )
@@ -187,16 +211,24 @@ DEEP = "[" * 200_000
 HOLDER = {"epoch": 1, "host": "h", "machine": "m", "pid": 1, "started": "", "since": ""}
 NO_STEPS = ('"x"', "null", "{}", "1" + "0" * 400)
 WRONG = {
-    "alerts.jsonl": [DEEP, *(f'{{"name": "x", "text": "t", "step": {step}, "time": 1.5}}' for step in NO_STEPS)],
+    "alerts.jsonl": [
+        DEEP,
+        *(f'{{"name": "x", "text": "t", "step": {step}, "time": 1.5}}' for step in NO_STEPS),
+    ],
     "config.json": [DEEP],
-    "lock": [DEEP, *(json.dumps(HOLDER | wrong) for wrong in ({"pid": "x"}, {"pid": 10**30}, {"since": 5}))],
+    "lock": [
+        DEEP,
+        *(json.dumps(HOLDER | wrong) for wrong in ({"pid": "x"}, {"pid": 10**30}, {"since": 5})),
+    ],
     "live.json": [DEEP],
     "graph.json": [DEEP],
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_one_run_has_in_its_files_takes_nothing_from_the_others(runs: Path, tmp_path: Path, name: str):
+def test_what_one_run_has_in_its_files_takes_nothing_from_the_others(
+    runs: Path, tmp_path: Path, name: str
+):
     shutil.copytree(runs / "one", tmp_path / "runs" / "sound")
     run = tmp_path / "runs" / "wrong, it is"
     shutil.copytree(runs / "one", run)
@@ -257,7 +289,11 @@ def test_a_run_without_a_step_and_an_empty_folder_have_pages(tmp_path: Path):
     directory = RunDirectory.create(root, "begun")
     client = client_of(root)
     said = asked(client, "begun")
-    assert said["run"]["status"] in ("running", "empty") and said["run"]["step"] == 0 and said["curves"]["series"] == []
+    assert (
+        said["run"]["status"] in ("running", "empty")
+        and said["run"]["step"] == 0
+        and said["curves"]["series"] == []
+    )
     assert directory.lock is not None
     directory.lock.release()
 
@@ -296,12 +332,16 @@ def test_text_of_a_model_is_data_wherever_it_stands(tmp_path: Path, kind: str):
     (run / "alerts.jsonl").write_text(
         json.dumps({"name": text[:80], "text": text, "step": 1, "time": 1.0, "ends": False}) + "\n"
     )
-    (run / "config.json").write_text(json.dumps({"settings": {"note": text}, "placement": {text[:60]: {"ranks": 1}}}))
+    (run / "config.json").write_text(
+        json.dumps({"settings": {"note": text}, "placement": {text[:60]: {"ranks": 1}}})
+    )
     (run / "logs" / "actor_0.log").write_text(text)
     client = client_of(run.parent)
     said = asked(client, "told")
     shown = client.get("/api/sample", params={"run": "told", "id": 1}).json()["response"]
-    assert shown == text or (len(text) > 1 << 20 and shown.startswith(text[:1000]) and len(shown) < 1 << 20)
+    assert shown == text or (
+        len(text) > 1 << 20 and shown.startswith(text[:1000]) and len(shown) < 1 << 20
+    )
     assert said["alerts"]["alerts"][0]["text"] == text
     for address in (*(f"/api/{page}?run=told" for page in PAGES), "/api/log?run=told&worker=actor[0]"):
         answer = client.get(address)
@@ -381,7 +421,9 @@ def test_a_file_that_cannot_be_read_is_tried_again_only_when_it_has_changed(
     assert log.damage is None and log.names == ["step"]
 
 
-def test_what_the_system_refuses_once_is_read_at_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_the_system_refuses_once_is_read_at_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     pq.write_table(pa.table({"step": [1.0]}), tmp_path / "metrics.parquet")
     log, real = MetricLog(tmp_path), Path.open
 
@@ -406,7 +448,9 @@ def test_damage_that_is_told_again_and_again_keeps_no_more_frames(tmp_path: Path
     assert frames[1] == frames[2] == frames[3]
 
 
-def test_the_line_of_a_run_that_is_over_is_made_anew_only_when_its_files_change(runs: Path, tmp_path: Path):
+def test_the_line_of_a_run_that_is_over_is_made_anew_only_when_its_files_change(
+    runs: Path, tmp_path: Path
+):
     shutil.copytree(runs / "one", tmp_path / "one")
     reader = Catalogue(tmp_path).readers["one"]
     first = reader.summary
@@ -416,9 +460,14 @@ def test_the_line_of_a_run_that_is_over_is_made_anew_only_when_its_files_change(
     assert reader.summary is not first
 
 
-def lanes(*calls: tuple[str, str, float, float], graphs: dict | None = None, pools: dict | None = None) -> Lanes:
+def lanes(
+    *calls: tuple[str, str, float, float], graphs: dict | None = None, pools: dict | None = None
+) -> Lanes:
     log = CallLog(Path("nowhere"))
-    rows = [{**CALL, "group": group, "node": node, "start_s": start, "end_s": end} for group, node, start, end in calls]
+    rows = [
+        {**CALL, "group": group, "node": node, "start_s": start, "end_s": end}
+        for group, node, start, end in calls
+    ]
     log._add(pa.Table.from_pylist(rows, CALLS))
     return Lanes(log, graphs or {}, {"placement": pools or {}})
 
@@ -432,14 +481,18 @@ def test_a_stretch_until_the_end_of_a_step_as_a_page_knows_it_has_that_step():
 
 
 def test_idle_time_has_its_reason():
-    after = {"train": {"nodes": [{"name": "update", "after": ["generate"]}, {"name": "generate", "after": []}]}}
+    after = {
+        "train": {"nodes": [{"name": "update", "after": ["generate"]}, {"name": "generate", "after": []}]}
+    }
     found = lanes(("rollout", "generate", 0, 4), ("actor", "update", 4, 6), graphs=after).of(Window(0, 6))
     by_group = {lane["group"]: lane for lane in found["lanes"]}
     assert [(gap["reason"], gap["text"]) for gap in by_group["actor"]["gaps"]] == [
         ("rows", "update waits for rows of generate on rollout (8 rows)")
     ]
     assert by_group["rollout"]["busy_share"] == pytest.approx(2 / 3, abs=1e-3)
-    waits = lanes(("actor", "publish_weights", 0, 2), ("rollout", "receive_weights", 2, 3)).of(Window(0, 3))
+    waits = lanes(("actor", "publish_weights", 0, 2), ("rollout", "receive_weights", 2, 3)).of(
+        Window(0, 3)
+    )
     assert waits["lanes"][1]["gaps"][0]["reason"] == "weights"
     disk = lanes(("critic", "save_checkpoint", 0, 2), ("actor", "update", 2, 3)).of(Window(0, 3))
     assert disk["lanes"][1]["gaps"][0]["reason"] == "disk"
@@ -471,13 +524,23 @@ def test_ranks_have_lanes_below_their_group_and_say_which_other_they_waited_for(
     assert found["ranks"] == {"rollout": 2}
     assert [lane["lane"] for lane in found["lanes"]] == ["actor", "rollout", "rollout[0]", "rollout[1]"]
     first, second = found["lanes"][2:]
-    assert [bar[:2] for bar in first["calls"]] == [[0.5, 1.0]] and [bar[:2] for bar in second["calls"]] == [[0.5, 3.0]]
+    assert [bar[:2] for bar in first["calls"]] == [[0.5, 1.0]] and [
+        bar[:2] for bar in second["calls"]
+    ] == [[0.5, 3.0]]
     assert first["busy_share"] == 0.125 and second["busy_share"] == 0.625
     said = "finished its part of rollout.generate; rollout[1] finished 2 s later"
-    assert said in [gap["text"] for gap in first["gaps"]] and all(said != gap["text"] for gap in second["gaps"])
+    assert said in [gap["text"] for gap in first["gaps"]] and all(
+        said != gap["text"] for gap in second["gaps"]
+    )
     [waits] = found["lanes"][0]["gaps"]
-    assert waits["text"] == "actor.update waits for rows of rollout.generate (8 rows, rollout[1] was the last)"
-    assert [lane["lane"] for lane in Lanes(log, graphs, placement).of(Window(0, 4))["lanes"]] == ["actor", "rollout"]
+    assert (
+        waits["text"]
+        == "actor.update waits for rows of rollout.generate (8 rows, rollout[1] was the last)"
+    )
+    assert [lane["lane"] for lane in Lanes(log, graphs, placement).of(Window(0, 4))["lanes"]] == [
+        "actor",
+        "rollout",
+    ]
 
 
 def test_weights_and_checkpoints_have_lanes_of_their_own_and_explain_the_critical_path():
@@ -497,7 +560,9 @@ def test_weights_and_checkpoints_have_lanes_of_their_own_and_explain_the_critica
 
 
 def test_the_critical_path_of_a_step_is_what_it_waited_for():
-    found = lanes(("rollout", "generate", 0, 4), ("reward", "score", 1, 3), ("actor", "update", 4.5, 6)).critical(1)
+    found = lanes(
+        ("rollout", "generate", 0, 4), ("reward", "score", 1, 3), ("actor", "update", 4.5, 6)
+    ).critical(1)
     assert [(part["node"], part["start_s"], part["end_s"]) for part in found] == [
         ("generate", 0, 4),
         (None, 4, 4.5),
@@ -506,9 +571,17 @@ def test_the_critical_path_of_a_step_is_what_it_waited_for():
 
 
 def test_the_critical_path_goes_through_a_call_whose_rows_were_taken_while_it_went_on():
-    after = {"train": {"nodes": [{"name": "update", "after": ["generate"]}, {"name": "generate", "after": []}]}}
-    calls = ("rollout", "generate", 0, 4), ("recorder", "recorder.record", 0, 2.5), ("actor", "update", 3, 6)
-    assert [(part["node"], part["start_s"], part["end_s"]) for part in lanes(*calls, graphs=after).critical(1)] == [
+    after = {
+        "train": {"nodes": [{"name": "update", "after": ["generate"]}, {"name": "generate", "after": []}]}
+    }
+    calls = (
+        ("rollout", "generate", 0, 4),
+        ("recorder", "recorder.record", 0, 2.5),
+        ("actor", "update", 3, 6),
+    )
+    assert [
+        (part["node"], part["start_s"], part["end_s"]) for part in lanes(*calls, graphs=after).critical(1)
+    ] == [
         ("generate", 0, 3),
         ("update", 3, 6),
     ]

@@ -12,7 +12,14 @@ from weft.dashboard.server.safety import Access
 from weft.dashboard.server.serving import Serving
 from weft.dataflow.errors import UserError
 
-API = ("/api/runs", "/api/run?run=one", "/api/curves?runs=one&names=step", "/api/events", "/", "/static/index.html")
+API = (
+    "/api/runs",
+    "/api/run?run=one",
+    "/api/curves?runs=one&names=step",
+    "/api/events",
+    "/",
+    "/static/index.html",
+)
 
 
 @pytest.mark.parametrize("address", API)
@@ -25,7 +32,9 @@ def test_nobody_without_the_token_gets_an_answer(client: TestClient, address: st
         said = client.get(address, headers=headers)
         assert said.status_code == 401 and "token" in said.text and "one" not in said.text
     assert (
-        client.get(f"{address}{'&' if '?' in address else '?'}token=wrong", headers={"authorization": ""}).status_code
+        client.get(
+            f"{address}{'&' if '?' in address else '?'}token=wrong", headers={"authorization": ""}
+        ).status_code
         == 401
     )
 
@@ -35,7 +44,9 @@ def test_the_first_visit_makes_a_cookie_and_goes_on_without_the_token(runs: Path
     del visitor.headers["authorization"]
     first = visitor.get(f"/?token={TOKEN}&x=%22%3E%3Cscript%3E", follow_redirects=False)
     cookie = first.headers["set-cookie"]
-    assert "HttpOnly" in cookie and re.search("samesite=strict", cookie, re.IGNORECASE) and TOKEN in cookie
+    assert (
+        "HttpOnly" in cookie and re.search("samesite=strict", cookie, re.IGNORECASE) and TOKEN in cookie
+    )
     assert TOKEN not in first.text and "<script" not in first.text, "the page goes on without it"
     assert 'content="0;url=/?x=%22%3E%3Cscript%3E"' in first.text
     assert visitor.get("/api/runs").status_code == 200
@@ -69,22 +80,36 @@ def test_other_sites_may_neither_read_nor_ask(client: TestClient):
     ):
         assert client.post("/api/sql", json=body, headers=headers).status_code == 403
     assert (
-        client.get("/api/runs", headers={"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}).status_code
+        client.get(
+            "/api/runs", headers={"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
+        ).status_code
         == 403
     )
-    assert client.get("/", headers={"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}).status_code == 200
+    assert (
+        client.get(
+            "/", headers={"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+        ).status_code
+        == 200
+    )
     own = {"origin": "http://127.0.0.1:8000", "sec-fetch-site": "same-origin"}
     assert client.post("/api/sql", json=body, headers=own).status_code == 200
 
 
-@pytest.mark.parametrize("address", [*API[:3], "/api/none", "/static/none", "/api/run?run=none", "/nothing"])
+@pytest.mark.parametrize(
+    "address", [*API[:3], "/api/none", "/static/none", "/api/run?run=none", "/nothing"]
+)
 def test_every_answer_has_the_policy(client: TestClient, address: str):
     for said in (client.get(address), client.get(address, headers={"host": "evil.example"})):
-        policy = dict(part.strip().split(" ", 1) for part in said.headers["content-security-policy"].split(";"))
+        policy = dict(
+            part.strip().split(" ", 1) for part in said.headers["content-security-policy"].split(";")
+        )
         assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
         assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
         assert "unsafe" not in said.headers["content-security-policy"]
-        assert said.headers["x-content-type-options"] == "nosniff" and said.headers["referrer-policy"] == "no-referrer"
+        assert (
+            said.headers["x-content-type-options"] == "nosniff"
+            and said.headers["referrer-policy"] == "no-referrer"
+        )
 
 
 def test_pages_have_no_script_in_themselves():
@@ -95,10 +120,24 @@ def test_pages_have_no_script_in_themselves():
         and not re.search(r"\son\w+\s*=", text)
         and " style=" not in text
     )
-    assert "https://" not in re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL), "nothing comes from the network"
+    assert "https://" not in re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL), (
+        "nothing comes from the network"
+    )
 
 
-ELSEWHERE = ["../one", "..", "/etc", "one/../../one", "one\0", "%2e%2e", "one/", ".", "", "two/checkpoints", "one;two"]
+ELSEWHERE = [
+    "../one",
+    "..",
+    "/etc",
+    "one/../../one",
+    "one\0",
+    "%2e%2e",
+    "one/",
+    ".",
+    "",
+    "two/checkpoints",
+    "one;two",
+]
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
@@ -112,7 +151,11 @@ def test_a_name_of_a_log_is_looked_up_too(client: TestClient, runs: Path):
     logs = runs / "one" / "logs"
     (logs / "actor_0.log").write_text("\x1b[31mred\x1b[0m <script>\n")
     for name in ("actor[0]", "actor_0.log"):
-        assert client.get("/api/log", params={"run": "one", "worker": name}).json()["text"].startswith("\x1b[31mred")
+        assert (
+            client.get("/api/log", params={"run": "one", "worker": name})
+            .json()["text"]
+            .startswith("\x1b[31mred")
+        )
     for name in ("../config.json", "/etc/passwd", "..", "actor[0]/../../config.json", "", "\0"):
         assert client.get("/api/log", params={"run": "one", "worker": name}).status_code == 400
     (logs / "actor_0.log").unlink()
@@ -120,17 +163,28 @@ def test_a_name_of_a_log_is_looked_up_too(client: TestClient, runs: Path):
 
 @pytest.mark.parametrize(
     "path",
-    ["/static/../app.py", "/static/%2e%2e/server/app.py", "/static//etc/passwd", "/static/vendor/..%2f..%2fapp.py"],
+    [
+        "/static/../app.py",
+        "/static/%2e%2e/server/app.py",
+        "/static//etc/passwd",
+        "/static/vendor/..%2f..%2fapp.py",
+    ],
 )
 def test_static_files_are_those_of_the_pages(client: TestClient, path: str):
     assert client.get(path).status_code == 404
 
 
 def test_only_loopback_may_do_without_a_token(tmp_path: Path):
-    with pytest.raises(UserError, match=r"--host 0\.0\.0\.0 without a token would show the runs to everybody"):
+    with pytest.raises(
+        UserError, match=r"--host 0\.0\.0\.0 without a token would show the runs to everybody"
+    ):
         Serving.at(tmp_path, host="0.0.0.0", token="")
-    assert Access("t").knows_host("10.0.0.1") is False and Access("t", any_address=True).knows_host("10.0.0.1:80")
-    assert not Access("t", any_address=True).knows_host("evil.example"), "names of others may lead to any address"
+    assert Access("t").knows_host("10.0.0.1") is False and Access("t", any_address=True).knows_host(
+        "10.0.0.1:80"
+    )
+    assert not Access("t", any_address=True).knows_host("evil.example"), (
+        "names of others may lead to any address"
+    )
 
 
 def test_what_is_asked_of_a_run_needs_a_header_that_no_form_sends(client: TestClient):
@@ -174,7 +228,8 @@ def test_a_query_has_limits_of_rows_and_time(client: TestClient, monkeypatch: py
     assert len(said["rows"]) == 1000 and said["cut"] and said["columns"] == ["range"]
     monkeypatch.setattr("weft.dashboard.reading.run_pages.SQL_S", 0.2)  # waited out
     slow = client.post(
-        "/api/sql", json={"run": "one", "query": "select count(*) from range(100000000000) a, range(1000) b"}
+        "/api/sql",
+        json={"run": "one", "query": "select count(*) from range(100000000000) a, range(1000) b"},
     )
     assert slow.status_code == 400 and "stopped after 0.2 s" in slow.json()["message"]
 
@@ -183,16 +238,25 @@ def test_a_query_may_ask_for_tokens_and_for_two_columns_of_one_name(client: Test
     query = "select sample_id, response_ids, sample_id from samples order by sample_id limit 1"
     said = client.post("/api/sql", json={"run": "one", "query": query}).json()
     [[id, tokens, again]] = said["rows"]
-    assert id == again and isinstance(tokens, list) and said["columns"] == ["sample_id", "response_ids", "sample_id_1"]
+    assert (
+        id == again
+        and isinstance(tokens, list)
+        and said["columns"] == ["sample_id", "response_ids", "sample_id_1"]
+    )
 
 
 def test_a_request_that_is_too_large_is_refused(client: TestClient):
     body = json.dumps({"run": "one", "query": "x" * (2 << 20)})
-    assert client.post("/api/sql", content=body, headers={"content-type": "application/json"}).status_code == 413
+    assert (
+        client.post("/api/sql", content=body, headers={"content-type": "application/json"}).status_code
+        == 413
+    )
 
 
 def test_a_request_that_does_not_say_its_length_is_refused(client: TestClient):
-    asked = client.post("/api/sql", content=iter([b"x" * 10]), headers={"content-type": "application/json"})
+    asked = client.post(
+        "/api/sql", content=iter([b"x" * 10]), headers={"content-type": "application/json"}
+    )
     assert asked.status_code == 411
 
 

@@ -9,7 +9,15 @@ from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo  # pyright: i
 from weft.controllers.driver import Driver
 from weft.controllers.schedule import Synchronous
 from weft.dashboard.pictures import COLOURS, draw_timeline
-from weft.dashboard.timeline import Gap, Timeline, TimelineCall, load_timeline, parse_steps, summary, window
+from weft.dashboard.timeline import (
+    Gap,
+    Timeline,
+    TimelineCall,
+    load_timeline,
+    parse_steps,
+    summary,
+    window,
+)
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import group
 from weft.dataflow.runs.directory import RunDirectory
@@ -89,7 +97,12 @@ def test_calls_that_overlap_are_one_busy_stretch():
 
 
 def test_a_window_cuts_what_hangs_over_its_ends():
-    calls = [call(0, "a", "n", 0, 4), call(1, "b", "n", 2, 6), call(1, "a", "n", 7, 8), call(2, "b", "n", 7, 12)]
+    calls = [
+        call(0, "a", "n", 0, 4),
+        call(1, "b", "n", 2, 6),
+        call(1, "a", "n", 7, 8),
+        call(2, "b", "n", 7, 12),
+    ]
     cut = window(calls, (1, 2))
     assert (cut.start_s, cut.end_s, cut.ends_of_steps) == (4, 8, [(1, 8)])
     a, b = cut.lanes
@@ -168,7 +181,12 @@ def test_a_picture_has_room_for_many_groups_and_nodes(tmp_path: Path):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "calls",
-    [[call(0, "a", "n", 1, 1)], [call(0, "a", "n", 0, 0)], [call(3, "a", "n", 0, 1e-9)], many(2000, groups=1, nodes=1)],
+    [
+        [call(0, "a", "n", 1, 1)],
+        [call(0, "a", "n", 0, 0)],
+        [call(3, "a", "n", 0, 1e-9)],
+        many(2000, groups=1, nodes=1),
+    ],
     ids=["a moment", "nothing", "a blink", "one group"],
 )
 def test_odd_timelines_are_drawn_too(calls: list[TimelineCall], tmp_path: Path):
@@ -196,7 +214,11 @@ def test_a_real_run_accounts_for_all_of_its_time(tmp_path: Path):
     rollout.follows(actor)
     training = toy_grpo(prompts(8), rollout=rollout, reward=group(ToyReward), actor=actor)
     with Driver(
-        training, schedule=Synchronous(steps=5, prompts_per_step=4), root=tmp_path, name="toy", progress=False
+        training,
+        schedule=Synchronous(steps=5, prompts_per_step=4),
+        root=tmp_path,
+        name="toy",
+        progress=False,
     ) as driver:
         driver.run()
     timeline = load_timeline(tmp_path / "toy")

@@ -31,17 +31,30 @@ SAID = [
 def test_a_response_with_a_tool_has_its_turns(template: str):
     text = TEMPLATES[template]
     turns = turns_of_text(text, "assistant") or []
-    assert [(turn["role"], part["kind"], part["text"]) for turn in turns for part in turn["parts"]] == SAID
+    assert [
+        (turn["role"], part["kind"], part["text"]) for turn in turns for part in turn["parts"]
+    ] == SAID
     tokens = re.findall(r"<[^<>]+>|\w+|\W", text)
     by_token = turns_of_tokens(tokens) or []
-    parts = [("".join(tokens[part["from"] : part["to"]])).strip("\n") for turn in by_token for part in turn["parts"]]
+    parts = [
+        ("".join(tokens[part["from"] : part["to"]])).strip("\n")
+        for turn in by_token
+        for part in turn["parts"]
+    ]
     assert parts == [text for _, _, text in SAID]
-    assert [part["name"] for turn in by_token for part in turn["parts"] if part["kind"] == "call"] == ["search"]
+    assert [part["name"] for turn in by_token for part in turn["parts"] if part["kind"] == "call"] == [
+        "search"
+    ]
 
 
 def test_plain_text_has_no_turns():
-    assert turns_of_text("2 + 2 = 4", "assistant") is None and turns_of_tokens(["4", "<|im_end|>"]) is None
-    assert turns_of_text("a < b, <|strange|>", "assistant") is None and turns_of_prompt({"prompt": "2 + 2 ="}) is None
+    assert (
+        turns_of_text("2 + 2 = 4", "assistant") is None and turns_of_tokens(["4", "<|im_end|>"]) is None
+    )
+    assert (
+        turns_of_text("a < b, <|strange|>", "assistant") is None
+        and turns_of_prompt({"prompt": "2 + 2 ="}) is None
+    )
     assert turns_of_tokens([]) is None and gist("plain") == "plain"
 
 
@@ -56,10 +69,19 @@ def test_a_prompt_has_its_turns_from_its_messages_or_from_its_marks():
         (turn["role"], [part["kind"] for part in turn["parts"]])
         for turn in turns_of_prompt({"prompt_messages": messages}) or []
     ]
-    assert said == [("system", ["text"]), ("user", ["text"]), ("assistant", ["call"]), ("tool", ["result"])]
+    assert said == [
+        ("system", ["text"]),
+        ("user", ["text"]),
+        ("assistant", ["call"]),
+        ("tool", ["result"]),
+    ]
     ended = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    assert [turn["role"] for turn in turns_of_prompt({"messages": ended, "response_ids": [1]}) or []] == ["user"]
-    marked = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert [turn["role"] for turn in turns_of_prompt({"messages": ended, "response_ids": [1]}) or []] == [
+        "user"
+    ]
+    marked = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert [turn["role"] for turn in turns_of_prompt({"prompt": marked, "messages": "{torn"}) or []] == [
         "system",
         "user",
@@ -68,7 +90,14 @@ def test_a_prompt_has_its_turns_from_its_messages_or_from_its_marks():
 
 
 @pytest.mark.parametrize(
-    "text", ["<think>" * 3000, "<tool_call>" * 3000, "<|start|>a" * 3000, "<|im_start|>user" * 3000, "[INST]" * 3000]
+    "text",
+    [
+        "<think>" * 3000,
+        "<tool_call>" * 3000,
+        "<|start|>a" * 3000,
+        "<|im_start|>user" * 3000,
+        "[INST]" * 3000,
+    ],
 )
 def test_a_text_of_marks_alone_takes_no_time(text: str):
     assert len(turns_of_text(text, "assistant") or []) <= 500

@@ -39,13 +39,17 @@ def test_only_what_has_a_name_of_its_own_can_be_given_by_name():
         ((1,), {"n": 2}, "takes_no_more: multiple values for argument 'n'; it takes n"),
     ],
 )
-def test_wrong_arguments_are_answered_with_what_there_is(args: tuple[Any, ...], kwargs: dict[str, Any], message: str):
+def test_wrong_arguments_are_answered_with_what_there_is(
+    args: tuple[Any, ...], kwargs: dict[str, Any], message: str
+):
     with pytest.raises(UserError, match=message):
         bind(takes_no_more, 1, args, kwargs)
 
 
 def test_the_nearest_argument_is_offered():
-    with pytest.raises(UserError, match=r"takes no argument 'smapling' \(value 1\); did you mean 'sampling'"):
+    with pytest.raises(
+        UserError, match=r"takes no argument 'smapling' \(value 1\); did you mean 'sampling'"
+    ):
         bind(Sampler.generate, 2, (1,), {"smapling": 1})
     with pytest.raises(UserError, match=r"by name, not as \*names"):
         bind(takes_any, 1, ("a",), {})
@@ -61,13 +65,19 @@ class Chair:
 
 def test_an_argument_that_is_missing_or_misspelt_is_named():
     misspelt: dict[str, Any] = {"heigth": 2}
-    with pytest.raises(UserError, match=r"^Chair takes no argument 'heigth' \(value 2\); did you mean 'height'\?$"):
+    with pytest.raises(
+        UserError, match=r"^Chair takes no argument 'heigth' \(value 2\); did you mean 'height'\?$"
+    ):
         Chair(4, **misspelt)
     unknown: dict[str, Any] = {"xyz": 2}
-    with pytest.raises(UserError, match=r"^Chair takes no argument 'xyz' \(value 2\); it takes legs, height$"):
+    with pytest.raises(
+        UserError, match=r"^Chair takes no argument 'xyz' \(value 2\); it takes legs, height$"
+    ):
         Chair(4, **unknown)
     nothing: dict[str, Any] = {}
-    with pytest.raises(UserError, match=r"^Chair: missing a required argument: 'legs'; it takes legs, height$"):
+    with pytest.raises(
+        UserError, match=r"^Chair: missing a required argument: 'legs'; it takes legs, height$"
+    ):
         Chair(**nothing)
 
 

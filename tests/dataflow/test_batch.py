@@ -58,7 +58,9 @@ def test_a_column_is_given_as_list_array_numpy_tensor_or_pair():
     pair = (np.array([1, 2, 3]), np.array([0, 2, 3]))
     tensors = (torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3]))
     same = [[[1, 2], [3]], pa.array([[1, 2], [3]]), pair, tensors, pa.chunked_array([[[1, 2]], [[3]]])]
-    assert [Batch.of(response_ids=data)["response_ids"].to_pylist() for data in same] == [[[1, 2], [3]]] * 5
+    assert [Batch.of(response_ids=data)["response_ids"].to_pylist() for data in same] == [
+        [[1, 2], [3]]
+    ] * 5
     for data in ([1.0, 2.0], np.array([1.0, 2.0]), torch.tensor([1.0, 2.0], requires_grad=True)):
         assert Batch.of(reward=data).numpy("reward").tolist() == [1.0, 2.0]
 
@@ -98,7 +100,9 @@ def test_reading_a_column_as_what_it_is_not_says_what_it_is():
     pytest.importorskip("torch")
     with pytest.raises(UserError, match="column 'reward' is float, not a ragged column"):
         small().ragged("reward")
-    with pytest.raises(UserError, match=r"column 'prompt' is string, not one number a row; read it with numpy\(\)"):
+    with pytest.raises(
+        UserError, match=r"column 'prompt' is string, not one number a row; read it with numpy\(\)"
+    ):
         small().tensor("prompt")
     with pytest.raises(UserError, match=r"'response_ids' is list<item: int32>.*read it with ragged\(\)"):
         small().tensor("response_ids")
@@ -141,7 +145,9 @@ def test_all_chunks_of_a_table_come_into_the_batch_also_beyond_32_bit_offsets():
             "text": chunked(["one", "two"], ["three"]),
             "bytes": chunked([b"1", b"2"], [None], type=pa.binary()),
             "messages": chunked(
-                [[{"role": "user", "content": "a"}], []], [[{"role": "user", "content": "b"}]], type=MESSAGES
+                [[{"role": "user", "content": "a"}], []],
+                [[{"role": "user", "content": "b"}]],
+                type=MESSAGES,
             ),
             "response_ids": chunked([[1, 2], []], [[3]], type=pa.list_(pa.int32())),
             "reward": chunked([1.0, 2.0], [3.0]),
@@ -157,9 +163,9 @@ def test_all_chunks_of_a_table_come_into_the_batch_also_beyond_32_bit_offsets():
         )
         assert batch.lengths("response_ids").tolist() == [2, 0, 1]
         assert [part.tolist() for part in batch.slice(2, 1).ragged("response_ids")] == [[3], [0, 1]]
-    assert Batch.of(response_ids=Batch.of_table(table, max_bytes=10)["response_ids"])["response_ids"].type == pa.list_(
-        pa.int32()
-    )
+    assert Batch.of(response_ids=Batch.of_table(table, max_bytes=10)["response_ids"])[
+        "response_ids"
+    ].type == pa.list_(pa.int32())
 
 
 def test_a_table_without_rows_or_without_columns_makes_a_batch():
@@ -180,7 +186,10 @@ def test_text_of_over_two_gigabytes_loses_no_row(tmp_path: Path):
     million = "x" * (1 << 20)
     half = pa.array([million] * 1100)
     table = pa.table(
-        {"number": chunked(list(range(1100)), list(range(1100, 2200))), "text": pa.chunked_array([half, half])}
+        {
+            "number": chunked(list(range(1100)), list(range(1100, 2200))),
+            "text": pa.chunked_array([half, half]),
+        }
     )
     segment = SegmentWriter(tmp_path, "n0", "w").append(Batch.of_table(table))
     del half, table
@@ -215,8 +224,18 @@ def test_empty_rows_and_empty_batches_are_ordinary():
 
 def test_padded_fills_right_or_left():
     pytest.importorskip("torch")
-    assert small().padded("response_ids", fill=-1).tolist() == [[1, 2, 3], [-1, -1, -1], [4, -1, -1], [5, 6, -1]]
-    assert small().padded("response_ids", left=True).tolist() == [[1, 2, 3], [0, 0, 0], [0, 0, 4], [0, 5, 6]]
+    assert small().padded("response_ids", fill=-1).tolist() == [
+        [1, 2, 3],
+        [-1, -1, -1],
+        [4, -1, -1],
+        [5, 6, -1],
+    ]
+    assert small().padded("response_ids", left=True).tolist() == [
+        [1, 2, 3],
+        [0, 0, 0],
+        [0, 0, 4],
+        [0, 5, 6],
+    ]
 
 
 def test_groups_need_not_stand_side_by_side():
@@ -253,9 +272,16 @@ def test_reading_a_column_does_not_copy_it():
 def test_cutting_and_adding_columns_shares_the_rest():
     batch = small()
     where = address(batch["response_ids"])
-    others = [batch.slice(1, 2), batch.select(["response_ids"]), batch.with_columns(x=[0] * 4), *batch.split([1, 3])]
+    others = [
+        batch.slice(1, 2),
+        batch.select(["response_ids"]),
+        batch.with_columns(x=[0] * 4),
+        *batch.split([1, 3]),
+    ]
     assert [address(b["response_ids"]) for b in others] == [where] * 5
-    assert batch.with_columns(reward=batch["reward"])["reward"].buffers()[1].address == address(batch["reward"])
+    assert batch.with_columns(reward=batch["reward"])["reward"].buffers()[1].address == address(
+        batch["reward"]
+    )
 
 
 def test_making_a_ragged_column_from_numpy_does_not_copy_it():
@@ -300,13 +326,17 @@ def test_every_batch_survives_pickle_and_copy(batch: Batch):
 def test_a_batch_is_a_list_of_dictionaries(rows: list[Row], data: st.DataObject):
     batch, model = Batch.from_rows(rows), rows
     for _ in range(data.draw(st.integers(1, 4))):
-        batch, model = data.draw(st.sampled_from([take, cut, joined, selected, extended, pickled]))(batch, model, data)
+        batch, model = data.draw(st.sampled_from([take, cut, joined, selected, extended, pickled]))(
+            batch, model, data
+        )
         assert batch.to_rows() == model
         assert len(batch) == len(model)
     if "response_ids" in batch:
         values, offsets = batch.ragged_numpy("response_ids")
         assert offsets[0] == 0 and len(offsets) == len(model) + 1
-        assert [values[a:b].tolist() for a, b in itertools.pairwise(offsets)] == [r["response_ids"] for r in model]
+        assert [values[a:b].tolist() for a, b in itertools.pairwise(offsets)] == [
+            r["response_ids"] for r in model
+        ]
         assert batch.lengths("response_ids").tolist() == [len(r["response_ids"]) for r in model]
     if "group_id" in batch:
         keys, index = batch.groups()

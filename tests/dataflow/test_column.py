@@ -12,7 +12,9 @@ def test_a_column_stands_for_its_name():
 def test_every_declared_column_is_known_by_its_name_with_a_unit_or_a_meaning():
     assert all(isinstance(c, Column) and KNOWN[c.name] is c and c.doc for c in KNOWN.values())
     assert (
-        {c.name for c in IDENTITY} == {"sample_id", "group_id", "parent_id", "draw_path", "made_before"} <= set(KNOWN)
+        {c.name for c in IDENTITY}
+        == {"sample_id", "group_id", "parent_id", "draw_path", "made_before"}
+        <= set(KNOWN)
     )
 
 
@@ -24,6 +26,8 @@ def test_ragged_columns_have_int32_offsets():
 def test_what_is_said_of_tokens_is_said_of_known_ones():
     said = {str(c) for columns in DESCRIBED.values() for c in columns}
     of_tokens = {
-        name for name, c in KNOWN.items() if c.doc.startswith("[") and not name.endswith("_ids") and name != "images"
+        name
+        for name, c in KNOWN.items()
+        if c.doc.startswith("[") and not name.endswith("_ids") and name != "images"
     }
     assert said == of_tokens

@@ -38,25 +38,49 @@ class Outer(Config):
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"model": "m", "learning_rat": 1}, "Outer has no setting 'learning_rat' (value 1); did you mean 'learning_rate'?"),
+    (
+        {"model": "m", "learning_rat": 1},
+        "Outer has no setting 'learning_rat' (value 1); did you mean 'learning_rate'?",
+    ),
     (
         {"model": "m", "xyz": 1},
         "Outer has no setting 'xyz' (value 1); it has learning_rate, model, mode, inner, flag, pair",
     ),
     ({"model": "m", "learning_rate": -1}, "Outer.learning_rate: input should be greater than 0, not -1"),
-    ({"model": "m", "learning_rate": "big"}, "Outer.learning_rate: input should be a valid number, not 'big'"),
-    ({"model": "m", "learning_rate": "1.0"}, "Outer.learning_rate: input should be a valid number, not '1.0'"),
-    ({"model": "m", "learning_rate": True}, "Outer.learning_rate: input should be a valid number, not True"),
-    ({"model": "m", "learning_rate": math.inf}, "Outer.learning_rate: input should be a finite number, not inf"),
-    ({"model": "m", "learning_rate": math.nan}, "Outer.learning_rate: input should be a finite number, not nan"),
+    (
+        {"model": "m", "learning_rate": "big"},
+        "Outer.learning_rate: input should be a valid number, not 'big'",
+    ),
+    (
+        {"model": "m", "learning_rate": "1.0"},
+        "Outer.learning_rate: input should be a valid number, not '1.0'",
+    ),
+    (
+        {"model": "m", "learning_rate": True},
+        "Outer.learning_rate: input should be a valid number, not True",
+    ),
+    (
+        {"model": "m", "learning_rate": math.inf},
+        "Outer.learning_rate: input should be a finite number, not inf",
+    ),
+    (
+        {"model": "m", "learning_rate": math.nan},
+        "Outer.learning_rate: input should be a finite number, not nan",
+    ),
     ({"model": "m", "flag": 1}, "Outer.flag: input should be a valid boolean, not 1"),
     ({"model": "m", "pair": ("0.9", 0.5)}, "Outer.pair.0: input should be a valid number, not '0.9'"),
     ({"model": "m", "inner": {"depth": True}}, "Inner.depth: input should be a valid integer, not True"),
     ({}, "Outer.model must be given"),
     ({"model": ""}, "Outer.model: give a folder"),
     ({"model": "m", "mode": "fsat"}, "Outer.mode: input should be 'fast' or 'slow', not 'fsat'"),
-    ({"model": "m", "inner": {"deph": 1}}, "Inner has no setting 'deph' (value 1); did you mean 'depth'?"),
-    ({"model": "m", "inner": {"depth": 0}}, "Inner.depth: input should be greater than or equal to 1, not 0"),
+    (
+        {"model": "m", "inner": {"deph": 1}},
+        "Inner has no setting 'deph' (value 1); did you mean 'depth'?",
+    ),
+    (
+        {"model": "m", "inner": {"depth": 0}},
+        "Inner.depth: input should be greater than or equal to 1, not 0",
+    ),
 ]
 
 
@@ -97,6 +121,7 @@ def test_a_worker_class_that_names_no_settings_is_told_how_to():
 
     for given, named in ((Bare, "Bare"), (Bare(), "<.*Bare object.*>")):
         with pytest.raises(
-            UserError, match=rf"weft\.group\({named}\): .* derive it from weft.Worker, with `Config = MyConfig`"
+            UserError,
+            match=rf"weft\.group\({named}\): .* derive it from weft.Worker, with `Config = MyConfig`",
         ):
             group(given)  # pyright: ignore[reportArgumentType]

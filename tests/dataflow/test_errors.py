@@ -27,10 +27,15 @@ def test_the_drawing_is_the_tree():
             above.append((depth, name))
     apart = {"SystemExit": "BaseException", "Ended": "SystemExit"}
     apart |= dict.fromkeys(("Cancelled", "NeedsMainThread", "Planned", "Silent"), "BaseException")
-    assert drawn == {**tree(), **apart}, "what ends a call or a process is no error of Weft's, and is drawn apart"
+    assert drawn == {**tree(), **apart}, (
+        "what ends a call or a process is no error of Weft's, and is drawn apart"
+    )
 
 
-SPECIAL = {"DamagedSegment": (Segment("n0", "f", 0, 8, 1), "f", "the file is missing"), "SampleError": ("bad", (1, 2))}
+SPECIAL = {
+    "DamagedSegment": (Segment("n0", "f", 0, 8, 1), "f", "the file is missing"),
+    "SampleError": ("bad", (1, 2)),
+}
 
 
 @pytest.mark.parametrize("name", ["WeftError", *tree()])

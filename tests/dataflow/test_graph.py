@@ -49,7 +49,9 @@ class Critic(Worker):
     def values(self, samples: Batch) -> Batch: ...
 
     @remote(
-        dispatch=Dispatch.SPLIT_BY_DP, reads=("prompt_ids", "response_ids", "values", "returns"), takes=TrainingBatch()
+        dispatch=Dispatch.SPLIT_BY_DP,
+        reads=("prompt_ids", "response_ids", "values", "returns"),
+        takes=TrainingBatch(),
     )
     def update(self, samples: Batch) -> None: ...
 
@@ -57,7 +59,9 @@ class Critic(Worker):
 class RewardModel(Worker):
     Config = ModelConfig
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("prompt_ids", "response_ids"), writes=lambda into: (into,))
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP, reads=("prompt_ids", "response_ids"), writes=lambda into: (into,)
+    )
     def score(self, samples: Batch, *, into: str = "reward") -> Batch: ...
 
 
@@ -145,7 +149,9 @@ def many_rewards(prompts: Any, *, rollout: Any, rewards: Sequence[Any], actor: A
     samples = rollout.generate(prompts, n=4)
     for number, reward in enumerate(rewards):
         samples = reward.score(samples, into=f"reward_{number}")
-    return actor.update(centred(total(samples, columns=tuple(f"reward_{k}" for k in range(len(rewards))))))
+    return actor.update(
+        centred(total(samples, columns=tuple(f"reward_{k}" for k in range(len(rewards)))))
+    )
 
 
 @node(reads=lambda columns: columns, writes=("reward",))
@@ -180,7 +186,9 @@ def all_graphs() -> dict[str, Graph]:
     graphs["dpo"] = dpo(PAIRS, actor=group(PreferenceActor, model="m"), reference=group(PairReference))
     r, a = rollout(), group(PreferenceActor, model="m")
     r.follows(a)
-    graphs["online_dpo"] = online_dpo(PROMPTS, rollout=r, reward=reward(), actor=a, reference=group(PairReference))
+    graphs["online_dpo"] = online_dpo(
+        PROMPTS, rollout=r, reward=reward(), actor=a, reference=group(PairReference)
+    )
     r, a = rollout(), group(ActorWorker, model="m")
     r.follows(a)
     graphs["dapo"] = dapo(PROMPTS, rollout=r, reward=reward(), actor=a)
@@ -189,7 +197,9 @@ def all_graphs() -> dict[str, Graph]:
     t.follows(a, every=100)
     graphs["teacher"] = grpo(PROMPTS, rollout=r, reward=reward(), actor=a, reference=t)
     r, a = rollout(), group(ActorWorker, model="m")
-    graphs["many_rewards"] = many_rewards(PROMPTS, rollout=r, rewards=[reward(), group(RewardModel)], actor=a)
+    graphs["many_rewards"] = many_rewards(
+        PROMPTS, rollout=r, rewards=[reward(), group(RewardModel)], actor=a
+    )
     return graphs
 
 
@@ -242,7 +252,11 @@ def test_every_algorithm_is_valid_and_drawn_whole(name: str):
 def test_every_algorithm_prints_its_nodes_and_columns(name: str):
     text = str(GRAPHS[name])
     for n in GRAPHS[name].nodes:
-        assert "/".join((*n.path, n.name)) in text and ", ".join(n.reads) in text and ", ".join(n.writes) in text
+        assert (
+            "/".join((*n.path, n.name)) in text
+            and ", ".join(n.reads) in text
+            and ", ".join(n.writes) in text
+        )
     for edge in GRAPHS[name].follows:
         assert f"{edge.follower} follows {edge.leader}, every" in text
 
@@ -271,7 +285,9 @@ def test_the_branches_of_ppo_do_not_wait_for_each_other():
     }
     assert [n.name for n in recorded.nodes if n.operation.updates] == ["critic.update", "actor.update"]
     assert "critic.update" not in recorded["actor.update"].after, "the two updates are independent"
-    assert "actor.logprobs" in recorded["actor.update"].after, "old log-probabilities are those of the weights before"
+    assert "actor.logprobs" in recorded["actor.update"].after, (
+        "old log-probabilities are those of the weights before"
+    )
 
 
 def test_offline_dpo_takes_pairs_from_the_source_itself():
@@ -285,7 +301,9 @@ def test_online_dpo_makes_pairs_of_whole_groups_in_a_nested_graph():
     assert recorded.levels == {0: "prompts", 1: "rollout.generate", 2: "make_pairs"}
     assert recorded["make_pairs"].operation.whole_groups and recorded["make_pairs"].level == 1
     assert recorded["reference.logprobs"].path == ("dpo",) and recorded["reference.logprobs"].level == 2
-    assert recorded["actor.update_pairs"].writers["prompt_ids"] == "", "a pair still knows the prompt of its sample"
+    assert recorded["actor.update_pairs"].writers["prompt_ids"] == "", (
+        "a pair still knows the prompt of its sample"
+    )
     assert 'subgraph "dpo"' in recorded.mermaid()
 
 
@@ -296,7 +314,10 @@ def test_what_follows_a_filter_waits_for_it():
 
 
 def test_a_teacher_follows_every_hundred_updates():
-    assert GRAPHS["teacher"].follows == (ParameterEdge("rollout", "actor", 1), ParameterEdge("reference", "actor", 100))
+    assert GRAPHS["teacher"].follows == (
+        ParameterEdge("rollout", "actor", 1),
+        ParameterEdge("reference", "actor", 100),
+    )
     assert "weights, every 100 updates" in GRAPHS["teacher"].mermaid()
 
 
@@ -326,14 +347,20 @@ def test_an_evaluation_stands_beside_the_training_over_the_same_groups():
     assert evaluation.handles["rollout"] is training.handles["rollout"]
     assert evaluation.source.name == "held_out"
     evaluation.validate(also=[training])
-    with pytest.raises(GraphError, match="'rollout' follows 'actor', which no node updates; updated groups: none"):
+    with pytest.raises(
+        GraphError, match="'rollout' follows 'actor', which no node updates; updated groups: none"
+    ):
         evaluation.validate()
     labels, _, parameters = drawn(evaluation.mermaid())
     assert "actor" in labels.values() and parameters == {("actor", "rollout.generate")}
 
 
 def test_a_follower_without_a_node_is_drawn_all_the_same():
-    r, a, t = rollout(), group(ActorWorker, model="m"), group(ReferenceWorker, model="m", name='my "old" teacher')
+    r, a, t = (
+        rollout(),
+        group(ActorWorker, model="m"),
+        group(ReferenceWorker, model="m", name='my "old" teacher'),
+    )
     r.follows(a)
     t.follows(a)
 
@@ -355,10 +382,19 @@ def test_the_turns_of_a_dialogue_write_the_same_columns_again():
         return reward.score(rollout.generate(next_turn(first), n=1))
 
     recorded = dialogue(PROMPTS, rollout=rollout(), reward=reward())
-    assert [n.name for n in recorded.nodes] == ["rollout.generate", "next_turn", "rollout.generate_2", "reward.score"]
+    assert [n.name for n in recorded.nodes] == [
+        "rollout.generate",
+        "next_turn",
+        "rollout.generate_2",
+        "reward.score",
+    ]
     assert recorded["rollout.generate_2"].writers == {"prompt_ids": "next_turn"}
     shown = {"prompt_ids": "next_turn"}  # in a message about a reward that fails
-    assert recorded["reward.score"].writers == {"response_ids": "rollout.generate_2", "answer": "", **shown}
+    assert recorded["reward.score"].writers == {
+        "response_ids": "rollout.generate_2",
+        "answer": "",
+        **shown,
+    }
 
 
 OF_SAMPLES = {"routes", "response_logprobs", "response_versions"}
@@ -368,7 +404,9 @@ OF_SAMPLES = {"routes", "response_logprobs", "response_versions"}
 def test_pairs_that_are_made_of_samples_do_not_have_what_is_said_of_the_tokens_of_these():
     @graph
     def made_anew(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
-        return preference.dpo(make_pairs(reward.score(rollout.generate(prompts, n=4))), actor=actor, loss=loss)
+        return preference.dpo(
+            make_pairs(reward.score(rollout.generate(prompts, n=4))), actor=actor, loss=loss
+        )
 
     loss = PreferenceLoss(score=LogLikelihood())
     made = {"rollout": rollout(routes=True), "reward": reward(), "actor": group(ActorWorker, model="m")}
@@ -384,7 +422,9 @@ def test_a_column_of_the_tokens_of_other_rows_is_named_with_the_node_that_made_n
         loss = PolicyLoss(old="response_logprobs")
         return actor.update(centred_pairs(preference.pairs(made_of_samples(samples))), loss=loss)
 
-    @node(shape=Shape.EXPAND, takes=GROUPS, reads=("response_ids",), writes=("chosen_ids", "rejected_ids"))
+    @node(
+        shape=Shape.EXPAND, takes=GROUPS, reads=("response_ids",), writes=("chosen_ids", "rejected_ids")
+    )
     def made_of_samples(samples: Batch) -> Batch: ...
 
     @node(reads=("preferred",), writes=("advantages",))
@@ -423,15 +463,21 @@ def test_an_unknown_column_names_node_column_and_the_nearest():
     def misspelt(response: str, anwser: str) -> float: ...
 
     text = mistake(
-        lambda p, rollout, reward: reward.score(rollout.generate(p)), rollout=rollout(), reward=reward(misspelt)
+        lambda p, rollout, reward: reward.score(rollout.generate(p)),
+        rollout=rollout(),
+        reward=reward(misspelt),
     )
-    assert text == "node 'reward.score' reads column 'anwser', which no node writes; did you mean 'answer'?"
+    assert (
+        text == "node 'reward.score' reads column 'anwser', which no node writes; did you mean 'answer'?"
+    )
 
 
 def test_an_unknown_column_with_nothing_near_lists_what_there_is():
     bare = TableSource("bare", pa.table({"x": [1]}))
     text = mistake(lambda p, rollout: rollout.generate(p), bare, rollout=rollout())
-    assert text.startswith("node 'rollout.generate' reads column 'prompt_ids', which no node writes; there are x, ")
+    assert text.startswith(
+        "node 'rollout.generate' reads column 'prompt_ids', which no node writes; there are x, "
+    )
 
 
 def test_a_column_written_later_is_named_with_its_writer():
@@ -479,7 +525,9 @@ def test_identity_columns_belong_to_the_buffer():
     @node(writes=("group_id",))
     def regroup(rows: Batch) -> Batch: ...
 
-    assert "writes column 'group_id', which identifies rows and belongs to the buffer" in mistake(lambda p: regroup(p))
+    assert "writes column 'group_id', which identifies rows and belongs to the buffer" in mistake(
+        lambda p: regroup(p)
+    )
 
 
 def test_rows_of_a_source_are_no_groups():
@@ -503,13 +551,18 @@ def test_unknown_methods_and_arguments_are_answered_with_the_nearest():
     text = mistake(lambda p, reward: reward.logprobs(p), reward=reward())
     assert text == "RewardWorker has no node 'logprobs'; it has score"
     text = mistake(lambda p, rollout: rollout.generate(p, smapling=None), rollout=rollout())
-    assert text == "RolloutWorker.generate takes no argument 'smapling' (value None); did you mean 'sampling'?"
+    assert (
+        text
+        == "RolloutWorker.generate takes no argument 'smapling' (value None); did you mean 'sampling'?"
+    )
 
 
 def test_arguments_of_the_graph_itself_are_checked_too():
     with pytest.raises(UserError, match=r"grpo takes no argument 'rollot' .*; did you mean 'rollout'"):
         grpo(PROMPTS, rollot=rollout(), reward=reward(), actor=group(ActorWorker, model="m"))
-    with pytest.raises(UserError, match="grpo: missing a required argument: 'actor'; it takes prompts, rollout"):
+    with pytest.raises(
+        UserError, match="grpo: missing a required argument: 'actor'; it takes prompts, rollout"
+    ):
         grpo(PROMPTS, rollout=rollout(), reward=reward())
     with pytest.raises(UserError, match="must take rows as its first parameter"):
         graph(lambda: None)
@@ -518,14 +571,18 @@ def test_arguments_of_the_graph_itself_are_checked_too():
 def test_a_missing_source_is_named():
     with pytest.raises(UserError, match="grpo: missing a required argument: 'prompts'"):
         grpo(rollout=rollout(), reward=reward(), actor=group(ActorWorker, model="m"))
-    with pytest.raises(UserError, match=r"graph 'dpo' takes a source of rows first \(weft\.Prompts.*not <handle"):
+    with pytest.raises(
+        UserError, match=r"graph 'dpo' takes a source of rows first \(weft\.Prompts.*not <handle"
+    ):
         dpo(group(PairReference), actor=group(PreferenceActor, model="m"), reference=group(PairReference))
     with pytest.raises(UserError, match=r"not 'prompts\.parquet'"):
         dpo("prompts.parquet", actor=group(PreferenceActor, model="m"), reference=group(PairReference))
 
 
 def test_nothing_in_a_graph_depends_on_values():
-    assert "cannot branch on rows" in mistake(lambda p, rollout: p and rollout.generate(p), rollout=rollout())
+    assert "cannot branch on rows" in mistake(
+        lambda p, rollout: p and rollout.generate(p), rollout=rollout()
+    )
     assert "cannot loop over rows" in mistake(list)
     with pytest.raises(
         UserError, match=r"RewardWorker>\.score\(\) takes the rows of a graph that is being traced first"
@@ -545,7 +602,10 @@ def test_two_groups_cannot_share_a_name():
         rollout=rollout(name="x"),
         reward=group(RewardModel, name="x"),
     )
-    assert text == "two worker groups are called 'x': give one of them another name with weft.group(..., name=...)"
+    assert (
+        text
+        == "two worker groups are called 'x': give one of them another name with weft.group(..., name=...)"
+    )
 
 
 # Parameter edges
@@ -570,7 +630,9 @@ def test_follows_is_checked_where_it_is_said():
 def test_following_a_group_that_nobody_updates_is_refused():
     r, a = rollout(), group(ActorWorker, model="m", name="frozen")
     r.follows(a)
-    with pytest.raises(GraphError, match="'rollout' follows 'frozen', which no node updates; updated groups: none"):
+    with pytest.raises(
+        GraphError, match="'rollout' follows 'frozen', which no node updates; updated groups: none"
+    ):
         evaluate(HELD_OUT, rollout=r, reward=reward()).validate()
 
 
@@ -589,7 +651,9 @@ def test_worker_groups_must_not_follow_each_other():
         return second.logprobs(first.logprobs(pairs), into="again")
 
     source = TableSource("s", pa.table({"prompt_ids": [[1]], "response_ids": [[1]]}))
-    with pytest.raises(GraphError, match="worker groups follow each other's weights: first -> second -> first"):
+    with pytest.raises(
+        GraphError, match="worker groups follow each other's weights: first -> second -> first"
+    ):
         circle(source, first=a, second=b)
 
 
@@ -598,7 +662,10 @@ def test_a_chain_of_followers_is_fine():
     r.follows(b)
     b.follows(a, every=2)
     recorded = grpo(PROMPTS, rollout=r, reward=reward(), actor=a).validate()
-    assert set(recorded.follows) == {ParameterEdge("rollout", "middle", 1), ParameterEdge("middle", "actor", 2)}
+    assert set(recorded.follows) == {
+        ParameterEdge("rollout", "middle", 1),
+        ParameterEdge("middle", "actor", 2),
+    }
 
 
 def hand_made(name: str, after: tuple[str, ...]) -> Node:
@@ -612,7 +679,9 @@ def test_a_hand_made_graph_with_a_cycle_is_refused():
 
 
 def test_an_unknown_node_is_answered_with_the_nearest():
-    with pytest.raises(KeyError, match=r"graph 'grpo' has no node 'actor\.updat'; did you mean 'actor.update'"):
+    with pytest.raises(
+        KeyError, match=r"graph 'grpo' has no node 'actor\.updat'; did you mean 'actor.update'"
+    ):
         GRAPHS["grpo"]["actor.updat"]
 
 
@@ -637,13 +706,22 @@ def test_graphs_are_made_without_torch_or_ray():
 @pytest.mark.parametrize(
     ("called", "message"),
     [
-        (leave_one_out, "'leave_one_out' is not a node; an estimator is part of a node: group_advantages"),
-        (group_normalized, "'group_normalized' is not a node; an estimator is part of a node: group_advantages"),
+        (
+            leave_one_out,
+            "'leave_one_out' is not a node; an estimator is part of a node: group_advantages",
+        ),
+        (
+            group_normalized,
+            "'group_normalized' is not a node; an estimator is part of a node: group_advantages",
+        ),
         (PolicyLoss(), "'PolicyLoss' is not a node; a loss is part of an update: actor.update"),
         (PreferenceLoss(), "'PreferenceLoss' is not a node; a loss is part of an update: actor.update"),
         (Math(), "'Math' is not a node; a grader is part of a reward worker: weft.group"),
         (Gsm8k(), "'Gsm8k' is not a node; a grader is part of a reward worker: weft.group"),
-        (lambda rows: rows["reward"], "graph 'wrong' reads 'reward', but rows have no values while a graph is traced"),
+        (
+            lambda rows: rows["reward"],
+            "graph 'wrong' reads 'reward', but rows have no values while a graph is traced",
+        ),
         (lambda rows: rows.reward, "graph 'wrong' reads 'reward', but rows have no values"),
         (len, "graph 'wrong' asks for the number of rows, but rows have no values"),
     ],

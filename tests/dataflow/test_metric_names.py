@@ -8,7 +8,14 @@ import pytest
 from metrics_page import page
 
 from weft.dataflow.errors import UserError
-from weft.dataflow.metric_names import entries, entry_named, entry_of, is_of_group, undeclared, written_name
+from weft.dataflow.metric_names import (
+    entries,
+    entry_named,
+    entry_of,
+    is_of_group,
+    undeclared,
+    written_name,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = ("algorithms", "workers", "controllers")
@@ -43,7 +50,11 @@ def names_in(file: Path) -> set[str]:
                 if target in KEPT_IN and isinstance(node.slice, ast.Constant):
                     found.add(str(node.slice.value))
             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in OF_FUNCTIONS:
-                found |= {k.arg for k in node.keywords if k.arg and k.arg not in {*NO_METRICS, "largest", "counts"}}
+                found |= {
+                    k.arg
+                    for k in node.keywords
+                    if k.arg and k.arg not in {*NO_METRICS, "largest", "counts"}
+                }
     return found
 
 
@@ -67,9 +78,16 @@ def written() -> dict[str, str]:
 def test_every_metric_that_the_library_writes_is_in_the_table():
     missing = {name: where for name, where in written().items() if entry_named(name) is None}
     assert not missing, f"dataflow/metric_names.py has no entry for these: {missing}"
-    assert {"entropy", "loss", "grad_norm", "mean", "chosen_nll", "masked_rows", "kl_coefficient", "bad_steps"} <= {
-        *written()
-    }
+    assert {
+        "entropy",
+        "loss",
+        "grad_norm",
+        "mean",
+        "chosen_nll",
+        "masked_rows",
+        "kl_coefficient",
+        "bad_steps",
+    } <= {*written()}
 
 
 def test_every_entry_of_the_table_is_written_somewhere():
@@ -79,7 +97,9 @@ def test_every_entry_of_the_table_is_written_somewhere():
     ]  # ends of intervals follow
     plain = [name for name in measured if not any(c.isupper() for c in name)]
     unused = [
-        name for name in plain if f'"{name}"' not in source and f"/{name}" not in source and f" {name}=" not in source
+        name
+        for name in plain
+        if f'"{name}"' not in source and f"/{name}" not in source and f" {name}=" not in source
     ]
     assert not unused, f"nothing writes these metrics: {unused}"
 
@@ -113,9 +133,14 @@ def test_a_name_that_a_run_writes_finds_its_entry(name: str, entry: str):
 
 
 def test_a_name_that_is_not_in_the_table_is_answered_with_the_nearest():
-    with pytest.raises(UserError, match="no metric is called 'rollout/truncation'; did you mean 'truncation_rate'"):
+    with pytest.raises(
+        UserError, match="no metric is called 'rollout/truncation'; did you mean 'truncation_rate'"
+    ):
         entry_of("rollout/truncation")
-    assert undeclared(["actor/loss", "reward/form", "functions/my_count"]) == ["reward/form", "functions/my_count"]
+    assert undeclared(["actor/loss", "reward/form", "functions/my_count"]) == [
+        "reward/form",
+        "functions/my_count",
+    ]
 
 
 def test_a_number_of_a_users_function_is_written_behind_the_name_of_the_group():

@@ -32,20 +32,33 @@ def test_a_name_has_one_kind():
         merge([{"loss": Mean(1.0)}, {"loss": Sum(1.0)}])
 
 
-@given(values=st.lists(st.tuples(st.integers(-50, 50), st.integers(1, 9)), min_size=1), cut=st.integers(0, 20))
+@given(
+    values=st.lists(st.tuples(st.integers(-50, 50), st.integers(1, 9)), min_size=1),
+    cut=st.integers(0, 20),
+)
 def test_merging_in_parts_or_at_once_is_the_same(values: list[tuple[int, int]], cut: int):
     parts = [{"mean": Mean(v, w), "max": Max(v), "sum": Sum(v)} for v, w in values]
     at_once = merge(parts)
     assert merge([merge(parts[:cut]), merge(parts[cut:])]) == at_once == merge(parts[::-1])
     assert at_once["mean"].value == sum(v for v, _ in values) / sum(w for _, w in values)
-    assert at_once["max"].value == max(v for v, _ in values) and at_once["sum"].value == sum(v for v, _ in values)
+    assert at_once["max"].value == max(v for v, _ in values) and at_once["sum"].value == sum(
+        v for v, _ in values
+    )
 
 
-@given(values=st.lists(st.integers(-50, 50), min_size=1), cut=st.integers(0, 20), offset=st.sampled_from([0, 10**8]))
-def test_a_deviation_is_that_of_all_values_however_they_were_cut(values: list[int], cut: int, offset: int):
+@given(
+    values=st.lists(st.integers(-50, 50), min_size=1),
+    cut=st.integers(0, 20),
+    offset=st.sampled_from([0, 10**8]),
+)
+def test_a_deviation_is_that_of_all_values_however_they_were_cut(
+    values: list[int], cut: int, offset: int
+):
     moved = [float(value + offset) for value in values]
     found = (Std.of(moved[:cut]) + Std.of(moved[cut:])).value
-    assert found == pytest.approx(statistics.pstdev(values), abs=1e-6), "also of values that are far from 0"
+    assert found == pytest.approx(statistics.pstdev(values), abs=1e-6), (
+        "also of values that are far from 0"
+    )
     assert math.isnan(Std.of([]).value) and (Std.of([]) + Std.of([])) == Std.of([])
 
 
@@ -58,7 +71,9 @@ def test_metrics_are_bit_identical_however_rows_arrive(values: list[float], cuts
     mixed = random.Random(seed).sample(values, len(values))
     ends = sorted({0, *cuts, len(values)})
     parts = [mixed[start:end] for start, end in pairwise(ends)]
-    found = merge({"mean": Mean.of(part), "std": Std.of(part), "sum": Sum(sum(part[:1]))} for part in parts)
+    found = merge(
+        {"mean": Mean.of(part), "std": Std.of(part), "sum": Sum(sum(part[:1]))} for part in parts
+    )
     assert found["mean"] == Mean.of(values) and found["std"] == Std.of(values)
     assert merge({"mean": Mean(value), "sum": Sum(value)} for value in values) == merge(
         {"mean": Mean(value), "sum": Sum(value)} for value in mixed

@@ -22,15 +22,21 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_mistyped_path_beside_a_folder_is_not_asked_of_the_hub(models: Path) -> None:
     with pytest.raises(UserError) as caught:
         find_model_folder("models/qwen-tyni", "config.json", download=["*"])
-    assert str(caught.value) == "model 'models/qwen-tyni': no such folder; did you mean 'models/qwen-tiny'?"
+    assert (
+        str(caught.value) == "model 'models/qwen-tyni': no such folder; did you mean 'models/qwen-tiny'?"
+    )
 
 
 def test_an_id_whose_owner_is_no_folder_is_answered_with_folders_here(models: Path) -> None:
-    with pytest.raises(UserError, match=r"`hf download Qwen/qwen-tiny` .*; did you mean 'models/qwen-tiny'\?$"):
+    with pytest.raises(
+        UserError, match=r"`hf download Qwen/qwen-tiny` .*; did you mean 'models/qwen-tiny'\?$"
+    ):
         find_model_folder("Qwen/qwen-tiny", "config.json")
 
 
 def test_a_folder_is_taken_as_it_is_and_errors_name_the_models_below_it(models: Path) -> None:
     assert find_model_folder(models, "config.json") == models
-    assert folders_near(models, "config.json") == f"; folders with a config.json here: '{models}/qwen-tiny'"
+    assert (
+        folders_near(models, "config.json") == f"; folders with a config.json here: '{models}/qwen-tiny'"
+    )
     assert folders_near("/no/such/place", "config.json") == ""

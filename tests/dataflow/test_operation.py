@@ -57,7 +57,9 @@ def test_what_depends_on_a_call_is_a_function_of_its_arguments():
 
 def test_what_is_declared_of_every_call_needs_no_arguments():
     declaration = Declaration("score", reads=("prompt_ids", REWARD), writes=("score",))
-    assert declaration.called_with({}) == Operation("score", reads=("prompt_ids", "reward"), writes=("score",))
+    assert declaration.called_with({}) == Operation(
+        "score", reads=("prompt_ids", "reward"), writes=("score",)
+    )
 
 
 def test_an_operation_is_plain_data():
@@ -98,7 +100,11 @@ def test_only_an_update_that_says_so_accumulates():
 
 def test_a_method_with_rows_is_a_node_and_any_other_is_not():
     assert not Declaration("save").is_node
-    parts: list[dict[str, Any]] = [{"reads": ("a",)}, {"may_read": ("a",)}, {"writes": lambda into: (into,)}]
+    parts: list[dict[str, Any]] = [
+        {"reads": ("a",)},
+        {"may_read": ("a",)},
+        {"writes": lambda into: (into,)},
+    ]
     parts += [{"takes": TrainingBatch()}, {"shape": Shape.FILTER}]
     for declared in parts:
         assert Declaration("some", **declared).is_node
@@ -115,32 +121,58 @@ def test_a_method_with_rows_is_a_node_and_any_other_is_not():
             {"may_read": lambda of: (of,)},
             "function: may_read depends on 'of', which is no argument of it; there are loss, into, n",
         ),
-        ({"writes": lambda config: config.into}, "function: writes depends on 'config', which is no argument of it"),
-        ({"takes": TrainingBatch}, "function: takes depends on 'whole_groups', which is no argument of it"),
-        ({"takes": True}, "function: takes is True; it must be ROWS, GROUPS, a Quorum or a TrainingBatch"),
-        ({"reads": "reward"}, "function: reads must be a tuple of columns, such as ('reward',), not 'reward'"),
-        ({"writes": REWARD}, "function: writes must be a tuple of columns, such as ('reward',), not Column"),
-        ({"takes": GROUPS}, "function: a map that sees complete groups is declared with shape=Shape.GROUP"),
-        ({"takes": ROWS, "shape": Shape.GROUP}, "function: a node of shape GROUP takes groups, not Unit.ROWS"),
+        (
+            {"writes": lambda config: config.into},
+            "function: writes depends on 'config', which is no argument of it",
+        ),
+        (
+            {"takes": TrainingBatch},
+            "function: takes depends on 'whole_groups', which is no argument of it",
+        ),
+        (
+            {"takes": True},
+            "function: takes is True; it must be ROWS, GROUPS, a Quorum or a TrainingBatch",
+        ),
+        (
+            {"reads": "reward"},
+            "function: reads must be a tuple of columns, such as ('reward',), not 'reward'",
+        ),
+        (
+            {"writes": REWARD},
+            "function: writes must be a tuple of columns, such as ('reward',), not Column",
+        ),
+        (
+            {"takes": GROUPS},
+            "function: a map that sees complete groups is declared with shape=Shape.GROUP",
+        ),
+        (
+            {"takes": ROWS, "shape": Shape.GROUP},
+            "function: a node of shape GROUP takes groups, not Unit.ROWS",
+        ),
         (
             {"takes": Quorum(2)},
             "function: a quorum drops the other rows of its group; declare it with shape=Shape.FILTER",
         ),
     ],
 )
-def test_a_mistake_in_a_declaration_shows_when_the_function_is_declared(declared: dict[str, Any], message: str):
+def test_a_mistake_in_a_declaration_shows_when_the_function_is_declared(
+    declared: dict[str, Any], message: str
+):
     with pytest.raises(UserError) as error:
         node(**declared)(function)
     assert str(error.value).startswith(message)
 
 
 def test_a_method_also_knows_the_configuration_of_its_group():
-    declared: Any = remote(dispatch=Dispatch.SPLIT_BY_DP, reads=lambda config, epochs: config.reads * epochs)(method)
+    declared: Any = remote(
+        dispatch=Dispatch.SPLIT_BY_DP, reads=lambda config, epochs: config.reads * epochs
+    )(method)
     declaration = declaration_of(declared)
     assert declared is method and declaration is not None
     assert declaration.called_with({"config": Loss(), "epochs": 2}).reads == ("advantages", "reward")
     with pytest.raises(
-        UserError, match="reads depends on 'rows', which is no argument of it; there are loss, epochs, config"
+        UserError,
+        match="reads depends on 'rows', which is no argument of it; there are loss, epochs, config",
     ):
         remote(dispatch=Dispatch.SPLIT_BY_DP, reads=lambda rows: rows)(method)
 
@@ -148,15 +180,19 @@ def test_a_method_also_knows_the_configuration_of_its_group():
 def test_arguments_that_do_not_fit_are_shown_with_what_they_are():
     declaration = Declaration("update", reads=lambda loss: loss.reads, takes=lambda n: n)
     with pytest.raises(
-        UserError, match="update: reads cannot be worked out from loss=3: 'int' object has no attribute 'reads'"
+        UserError,
+        match="update: reads cannot be worked out from loss=3: 'int' object has no attribute 'reads'",
     ):
         declaration.called_with({"loss": 3, "n": ROWS})
     with pytest.raises(UserError, match="update: takes is 3; it must be ROWS"):
         declaration.called_with({"loss": Loss(), "n": 3})
     with pytest.raises(
-        UserError, match="update: reads depends on 'loss', which is no argument of it; did you mean 'loos'"
+        UserError,
+        match="update: reads depends on 'loss', which is no argument of it; did you mean 'loos'",
     ):
-        declaration.called_with({"loos": Loss(), "n": ROWS})  # an overriding method may have other parameters
+        declaration.called_with(
+            {"loos": Loss(), "n": ROWS}
+        )  # an overriding method may have other parameters
 
 
 def test_a_node_is_the_function_itself_when_called_with_a_batch():

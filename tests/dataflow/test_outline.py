@@ -23,7 +23,9 @@ def two_expansions() -> Graph:
     rows = SymbolicRows(drawn, SOURCE, {"prompt": ""})
     for declaration in (
         Declaration("clean", reads=("prompt",), writes=("cleaned",)),
-        Declaration("generate", Shape.EXPAND, reads=("cleaned",), may_read=("prompt",), writes=("response",)),
+        Declaration(
+            "generate", Shape.EXPAND, reads=("cleaned",), may_read=("prompt",), writes=("response",)
+        ),
         Declaration("score", reads=("response",), writes=("reward",)),
         Declaration("first", Shape.FILTER, reads=("reward",), takes=Quorum(2, 1.5)),
         Declaration("advantages", Shape.GROUP, reads=("reward",), writes=("advantage",), takes=GROUPS),
@@ -61,7 +63,8 @@ def test_a_quorum_is_at_least_one_row(n: Any):
     def with_quorum(n: Any) -> Graph:
         quorum = replace(graph["first"].operation, takes=Quorum(n))
         return replace(
-            graph, nodes=tuple(replace(m, operation=quorum) if m.name == "first" else m for m in graph.nodes)
+            graph,
+            nodes=tuple(replace(m, operation=quorum) if m.name == "first" else m for m in graph.nodes),
         )
 
     graph = two_expansions()

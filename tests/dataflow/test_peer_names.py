@@ -39,7 +39,9 @@ def test_every_name_of_the_table_is_answered_with_a_setting_that_there_is(row: A
     for library in LIBRARIES:
         for name in row.names_of(library):
             hint = peer_hint(name, TRAIN)
-            answers = {r.setting for r in PEER_NAMES if any(name in r.names_of(each) for each in LIBRARIES)}
+            answers = {
+                r.setting for r in PEER_NAMES if any(name in r.names_of(each) for each in LIBRARIES)
+            }
             assert any(answer in hint for answer in answers), (name, hint)
 
 
@@ -97,8 +99,14 @@ class Script(Config):
     [
         (["--num-generations", "8"], "num_generations is TRL's name: Weft's is 'n'"),
         (["--per_device_train_batch_size=8"], "Weft's is 'prompts_per_step'"),
-        (["actor_rollout_ref.actor.optim.lr=1e-6"], "settings are given as --name value; actor_rollout_ref"),
-        (["--data.train_batch_size", "8"], "data.train_batch_size is verl's name: Weft's is 'prompts_per_step'"),
+        (
+            ["actor_rollout_ref.actor.optim.lr=1e-6"],
+            "settings are given as --name value; actor_rollout_ref",
+        ),
+        (
+            ["--data.train_batch_size", "8"],
+            "data.train_batch_size is verl's name: Weft's is 'prompts_per_step'",
+        ),
     ],
 )
 def test_command_lines_answer_them(words: list[str], says: str):
@@ -114,7 +122,10 @@ def test_a_file_of_settings_answers_them_nested_or_not(tmp_path: Path):
         compose(Script, ["--config", str(file)])
     first, second = str(refused.value).splitlines()
     assert "'num_generations' (value 8); num_generations is TRL's name: Weft's is 'n'" in first
-    assert "no setting 'actor_rollout_ref.actor.optim.lr'; " in second and "Weft's is 'learning_rate'" in second
+    assert (
+        "no setting 'actor_rollout_ref.actor.optim.lr'; " in second
+        and "Weft's is 'learning_rate'" in second
+    )
 
 
 def test_the_page_for_users_of_other_libraries_has_the_same_table():

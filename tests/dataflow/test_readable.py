@@ -28,7 +28,9 @@ def test_no_print_steers_the_terminal(text: str):
     show(f"a{text}b", stream)
     show_json({"key": f"a{text}b"}, stream)
     for printed in (stream.getvalue(), one_line(f"a{text}b"), render_table(table)):
-        assert text not in printed and not set(printed) & set(text) - set("[]28;http://xy\\31mJ"), ascii(printed)
+        assert text not in printed and not set(printed) & set(text) - set("[]28;http://xy\\31mJ"), ascii(
+            printed
+        )
 
 
 def test_a_stream_that_lacks_characters_gets_escapes_and_secrets_are_hidden():

@@ -55,7 +55,13 @@ def test_what_is_no_secret_stays(text: str):
 
 
 def test_settings_keep_their_form_and_lose_their_secrets():
-    settings = {"url": "http://ann:pw123@host:80/v1", "n": 3, "list": ["Bearer abcdef123456"], "token": "x", 'q"': None}
+    settings = {
+        "url": "http://ann:pw123@host:80/v1",
+        "n": 3,
+        "list": ["Bearer abcdef123456"],
+        "token": "x",
+        'q"': None,
+    }
     hidden = without_secrets(settings)
     assert json.loads(json.dumps(hidden)) == {
         "url": "http://ann:[hidden]@host:80/v1",
@@ -83,6 +89,14 @@ def test_a_text_that_was_redacted_stays_as_it_is():
 def test_a_cut_does_not_leave_the_beginning_of_a_secret(before: int):
     text = "x" * before + " postgres://ann:s3cretOfTheDatabase@db:5432/runs " + "y" * 300
     table = pa.table({"prompt": [text], "of each": [[text]]})
-    for shown in (render_table(table), short(text), start_of(text), _shown(text, 100), _shown(text[::-1], 100)):
+    for shown in (
+        render_table(table),
+        short(text),
+        start_of(text),
+        _shown(text, 100),
+        _shown(text[::-1], 100),
+    ):
         assert "s3cret" not in shown
-    assert _shown("a" * 5000 + text + "b" * 5000, 100).startswith("'aaa"), "the middle of a long text is not looked at"
+    assert _shown("a" * 5000 + text + "b" * 5000, 100).startswith("'aaa"), (
+        "the middle of a long text is not looked at"
+    )

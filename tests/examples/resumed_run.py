@@ -31,7 +31,9 @@ def main(settings: Settings) -> None:
     held_out = weft.Prompts.read(task / "held_out.parquet", model)
     sampling = weft.Sampling(max_tokens=4)
     training = grpo(prompts, rollout=rollout, reward=reward, actor=actor, n=8, sampling=sampling)
-    accuracy = evaluate(held_out, rollout=rollout, reward=reward, sampling=weft.Sampling(max_tokens=4, temperature=0))
+    accuracy = evaluate(
+        held_out, rollout=rollout, reward=reward, sampling=weft.Sampling(max_tokens=4, temperature=0)
+    )
     with weft.Driver(
         training,
         schedule=weft.Synchronous(steps=settings.steps, prompts_per_step=8),

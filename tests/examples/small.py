@@ -23,7 +23,9 @@ def run(example: str, name: str, *arguments: str, root: Path, backend: str = "lo
         assert undeclared(pq.read_schema(root / name / "metrics.parquet").names) == []
         return said
     command = [sys.executable, str(EXAMPLES / example), *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
 

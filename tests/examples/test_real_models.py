@@ -12,7 +12,18 @@ from examples.tiny_qwen3 import DEMONSTRATIONS, PROBLEMS, TRIED, word_problems
 
 
 def tiny(example: str, root: Path, name: str, *arguments: str) -> str:
-    arguments = ("--tiny", "--backend", "local", "--root", str(root), "--name", name, "--steps", "1", *arguments)
+    arguments = (
+        "--tiny",
+        "--backend",
+        "local",
+        "--root",
+        str(root),
+        "--name",
+        name,
+        "--steps",
+        "1",
+        *arguments,
+    )
     return forked.program(root / f"{example}.log", EXAMPLES / example, *arguments).finish()
 
 
@@ -23,11 +34,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_grpo_learns_from_problems_of_a_file(tmp_path: Path):
-    rows = [{"question": f"What is {a} + {a}?", "answer": f"{a} + {a} = {2 * a}\n#### {2 * a}"} for a in range(100)]
+    rows = [
+        {"question": f"What is {a} + {a}?", "answer": f"{a} + {a} = {2 * a}\n#### {2 * a}"}
+        for a in range(100)
+    ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = tiny("grpo_gsm8k.py", tmp_path, "tiny", "--data", str(tmp_path / "train.jsonl"))
     assert summary(said)["steps"] == 1
-    assert "what follows ####, in 100 of 100 rows" in said and "template  applied" in said, "what was understood"
+    assert "what follows ####, in 100 of 100 rows" in said and "template  applied" in said, (
+        "what was understood"
+    )
     rows = pq.read_table(tmp_path / "tiny" / "metrics.parquet").to_pylist()
     assert rows[1]["actor/grad_norm"] > 0 and rows[1]["actor/mean_logprob_gap"] < 1e-5
     assert 0 < rows[1]["reward/boxed"] <= 1, "the warm start has taught the form of an answer"
@@ -55,7 +71,9 @@ def test_a_model_and_data_are_asked_for(tmp_path: Path, example: str):
 @pytest.mark.parametrize("example", ["grpo_gsm8k.py", "ppo_gsm8k.py", "dpo_pairs.py"])
 def test_a_trial_learns(made: Path, example: str):
     arguments = ("--tiny", "--backend", "local", "--root", str(made), "--name", f"trial_{example}")
-    found = summary(forked.program(made / f"trial_{example}.log", EXAMPLES / example, *arguments).finish())
+    found = summary(
+        forked.program(made / f"trial_{example}.log", EXAMPLES / example, *arguments).finish()
+    )
     assert found["accuracy_after"] - found["accuracy_before"] >= 0.15 and found["accuracy_after"] > 0.6
 
 

@@ -10,7 +10,9 @@ from small import run, summary
 from transformers import AutoModelForCausalLM
 
 
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
+@pytest.mark.parametrize(
+    "engine", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])]
+)
 def test_the_example_runs_in_one_process(root: Path, engine: str):
     more = ["--dora"] if engine == "vllm" else []
     made = root / f"rloo-{engine}"

@@ -48,7 +48,9 @@ def publish(after: int) -> None:
 
     transfer.Transfer._fill = fill_or_die
     weights = WeightPublisher(bucket_bytes=BUCKET_BYTES).publish(whole(given), 3)
-    os.write(1, json.dumps(dataclasses.asdict(weights)).encode() + b"\n")  # at once: others write to the same pipe
+    os.write(
+        1, json.dumps(dataclasses.asdict(weights)).encode() + b"\n"
+    )  # at once: others write to the same pipe
     signal.pause()
 
 
@@ -59,7 +61,13 @@ def receive(after: int) -> None:
     weights = json.loads(sys.stdin.readline())
     (rank,) = weights["ranks"]
     connection = Connection.connect(rank["host"] or "127.0.0.1", rank["port"], rank["token"])
-    hello = {"version": weights["version"], "receiver": f"mortal[{after}]", "part": 0, "parts": 1, "known": ""}
+    hello = {
+        "version": weights["version"],
+        "receiver": f"mortal[{after}]",
+        "part": 0,
+        "parts": 1,
+        "known": "",
+    }
     connection.send(b"H", json.dumps(hello).encode())
     connection.receive()
     connection.receive()

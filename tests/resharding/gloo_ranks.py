@@ -56,13 +56,19 @@ def die() -> None:
 def give(pipe: Pipe, number: int) -> None:
     """Publish rows, version by version. It is sent a version, the bucket before which it dies, and the box of which it changes a bit; and
     when the receivers are through, who of them was killed."""
-    channels, publisher, fill = counted(), WeightPublisher(bucket_bytes=BUCKET_BYTES, transport="gloo"), Transfer._fill
+    channels, publisher, fill = (
+        counted(),
+        WeightPublisher(bucket_bytes=BUCKET_BYTES, transport="gloo"),
+        Transfer._fill,
+    )
     send = GroupChannel.send
     while True:
         version, last, wrong = pipe.recv()
         boxes = itertools.count()
 
-        def send_wrongly(self: GroupChannel, content: Any, wrong: int | None = wrong, boxes: Any = boxes) -> None:
+        def send_wrongly(
+            self: GroupChannel, content: Any, wrong: int | None = wrong, boxes: Any = boxes
+        ) -> None:
             changed = content.clone()
             if next(boxes) == wrong:
                 changed[len(changed) // 2] ^= 1
@@ -115,7 +121,9 @@ def take(pipe: Pipe, number: int) -> None:
                             yield found
 
                     incoming.slices = until
-                checksum = receive_parts(incoming, parts, None, partial(_published, incoming, parts, sums))
+                checksum = receive_parts(
+                    incoming, parts, None, partial(_published, incoming, parts, sums)
+                )
             right = all(torch.equal(part.tensor, whole[part.name][part.box.slices]) for part in parts)
             pipe.send((checksum, right, [channel.num_bytes for channel in channels], sums))
         except WeightSyncError as error:

@@ -25,7 +25,9 @@ shapes = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1
 
 @settings(max_examples=60, deadline=None)
 @given(shapes, st.integers(4, 400))
-def test_every_element_is_in_one_bucket_and_no_bucket_is_too_large(shapes: list[tuple[int, ...]], bucket_bytes: int):
+def test_every_element_is_in_one_bucket_and_no_bucket_is_too_large(
+    shapes: list[tuple[int, ...]], bucket_bytes: int
+):
     tensors = {
         f"t{n}": torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape)
         for n, shape in enumerate(shapes)
@@ -68,7 +70,10 @@ def test_a_part_that_occurs_twice_is_refused():
 
 
 def test_ranks_whose_parts_do_not_make_up_a_tensor_are_refused():
-    parts = [Part("a", (4,), Box((start,), (stop,)), torch.ones(stop - start)) for start, stop in ((0, 2), (2, 3))]
+    parts = [
+        Part("a", (4,), Box((start,), (stop,)), torch.ones(stop - start))
+        for start, stop in ((0, 2), (2, 3))
+    ]
     ranks = tuple(read_description(described(entry for entry, _ in cut([part], 64))) for part in parts)
     with pytest.raises(WeightSyncError, match="the ranks publish 3 elements of tensor 'a', which has 4"):
         layout_of(ranks)
@@ -76,13 +81,20 @@ def test_ranks_whose_parts_do_not_make_up_a_tensor_are_refused():
 
 def test_a_version_of_the_same_parts_has_the_same_entries_and_its_own_elements():
     cutter = Cutter(64)
-    first, second = ({"a": torch.full((10, 4), value), "b": torch.full((3,), value)} for value in (1.0, 2.0))
+    first, second = (
+        {"a": torch.full((10, 4), value), "b": torch.full((3,), value)} for value in (1.0, 2.0)
+    )
     one, description = cutter.cut(whole(first)), cutter.description
     two = cutter.cut(whole(second))
-    assert all(a is b for (a, _), (b, _) in zip(one, two, strict=True)) and cutter.description is description
+    assert (
+        all(a is b for (a, _), (b, _) in zip(one, two, strict=True)) and cutter.description is description
+    )
     assert {float(elements.unique()) for _, elements in two} == {2.0}
     other = cutter.cut(whole({"a": torch.zeros(10, 4).bfloat16(), "b": torch.zeros(3)}))
-    assert {entry.dtype for entry, _ in other} == {"bfloat16", "float32"} and cutter.description != description
+    assert {entry.dtype for entry, _ in other} == {
+        "bfloat16",
+        "float32",
+    } and cutter.description != description
     with pytest.raises(WeightSyncError, match="twice"):
         cutter.cut([*whole(first), *whole(first)])
     assert [entry for entry, _ in cutter.cut(whole(first))] == [entry for entry, _ in one]

@@ -23,12 +23,16 @@ def splitmix(number: int) -> int:
 
 
 def slow_sum(tensor: torch.Tensor) -> int:
-    bits = tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    bits = tensor.view(
+        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    )
     total = 0
     leading = tensor.shape[:-1]
     for row, index in enumerate(itertools.product(*map(range, leading))):
         for column in range(tensor.shape[-1]):
-            total += int(bits[(*index, column)]) * (splitmix(2 * row) | 1) * (splitmix(2 * column + 1) | 1)
+            total += (
+                int(bits[(*index, column)]) * (splitmix(2 * row) | 1) * (splitmix(2 * column + 1) | 1)
+            )
     return total % (1 << 64)
 
 
@@ -78,7 +82,12 @@ def test_each_mistake_on_the_way_changes_the_sum():
 
 
 def test_the_sum_of_a_model_knows_names_dtypes_and_shapes():
-    kinds = (("a", "float32", (2, 3)), ("b", "float32", (2, 3)), ("a", "int32", (2, 3)), ("a", "float32", (3, 2)))
+    kinds = (
+        ("a", "float32", (2, 3)),
+        ("b", "float32", (2, 3)),
+        ("a", "int32", (2, 3)),
+        ("a", "float32", (3, 2)),
+    )
     factors = [tensor_factor(*of) for of in kinds]
     assert len(set(factors)) == 4
     assert all(factor % 2 for factor in factors)

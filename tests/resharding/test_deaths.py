@@ -52,7 +52,9 @@ def test_a_publisher_that_is_killed_is_named_with_what_came_before():
         assert program.stdout is not None
         records = [json.loads(program.stdout.readline()) for _ in before]
         for record in records:
-            weights = Weights(record["version"], tuple(RankWeights(**rank) for rank in record["ranks"]), "rollout[0]")
+            weights = Weights(
+                record["version"], tuple(RankWeights(**rank) for rank in record["ranks"]), "rollout[0]"
+            )
             started = time.monotonic()
             named = rf"version 3, rank 0 of the trainer at 127.0.0.1:\d+: the publisher is gone .*(before the first|of {BUCKETS}) bucket"
             with pytest.raises(WeightSyncError, match=named):
@@ -65,7 +67,9 @@ def test_receivers_that_are_killed_are_named_and_the_others_get_everything():
     names = [f"mortal[{after}]" for after in range(BUCKETS)]
     weights = publisher.publish(whole(tensors()), 3, ["other", *names])
     program = [sys.executable, PROGRAM, "receive"]
-    mortals = [subprocess.Popen([*program, str(n)], stdin=subprocess.PIPE, text=True) for n in range(BUCKETS)]
+    mortals = [
+        subprocess.Popen([*program, str(n)], stdin=subprocess.PIPE, text=True) for n in range(BUCKETS)
+    ]
     for mortal in mortals:
         assert mortal.stdin is not None
         mortal.stdin.write(json.dumps(dataclasses.asdict(weights)) + "\n")
@@ -79,7 +83,8 @@ def test_receivers_that_are_killed_are_named_and_the_others_get_everything():
         time.sleep(0.01)
     for after, name in enumerate(names):
         assert (
-            f"{name} is gone" in publisher.lost[name] and f"after {after} of {BUCKETS} buckets" in publisher.lost[name]
+            f"{name} is gone" in publisher.lost[name]
+            and f"after {after} of {BUCKETS} buckets" in publisher.lost[name]
         )
     again = received(weights.to("mortal[1]"))  # its successor
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors().items())

@@ -28,7 +28,9 @@ from weft.resharding.layout import Box
 def test_the_version_before_and_the_delta_make_the_version_after(rng: random.Random, item_bytes: int):
     generator = np.random.default_rng(rng.randrange(1 << 30))
     count = rng.choice([0, 1, 2, 255, 256, 257, 5000])
-    before = generator.integers(0, 1 << 8 * item_bytes, count, dtype=np.dtype(f"u{item_bytes}"), endpoint=False)
+    before = generator.integers(
+        0, 1 << 8 * item_bytes, count, dtype=np.dtype(f"u{item_bytes}"), endpoint=False
+    )
     after = before.copy()
     after[generator.random(count) < rng.choice([0, 0.001, 0.01, 0.5, 1])] += 1
     changed = np.flatnonzero(before != after)
@@ -47,7 +49,9 @@ def test_the_version_before_and_the_delta_make_the_version_after(rng: random.Ran
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [(torch.bfloat16, 0.0156), (torch.float32, 0.0129)])
-def test_one_element_in_a_hundred_takes_less_than_three_bytes_in_a_hundred(dtype: torch.dtype, largest: float):
+def test_one_element_in_a_hundred_takes_less_than_three_bytes_in_a_hundred(
+    dtype: torch.dtype, largest: float
+):
     torch.manual_seed(0)
     tensor = torch.randn(1000, 1000).to(dtype)
     changed = np.flatnonzero((torch.rand(1_000_000) < 0.01).numpy())
@@ -90,7 +94,9 @@ def test_a_shadow_says_what_has_changed_since_the_version_before():
         ([255, 7], [1], "changes element 262 of a box that has 10"),
     ],
 )
-def test_a_damaged_delta_is_refused_and_nothing_is_written(gaps: list[int], values: list[int], message: str):
+def test_a_damaged_delta_is_refused_and_nothing_is_written(
+    gaps: list[int], values: list[int], message: str
+):
     bits = np.zeros(10, np.uint16)
     with pytest.raises(WeightSyncError, match=message):
         apply_delta(bits, Delta(np.array(gaps, np.uint8), np.array(values, np.uint16)))

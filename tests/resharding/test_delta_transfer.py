@@ -78,7 +78,9 @@ def test_a_step_that_changes_one_element_in_a_hundred_sends_less_than_three_byte
             assert sent.compared == sum(tensor.numel() for tensor in model.values())
             assert 0.005 < sent.changed / sent.compared < 0.015
         plain = WeightPublisher(LOOPBACK)
-        assert take(plain.publish(whole(model), version), model, "checks") == checksum  # as if all had been sent
+        assert (
+            take(plain.publish(whole(model), version), model, "checks") == checksum
+        )  # as if all had been sent
         plain.close()
         step(model, 0.01, seed=version)
 
@@ -110,7 +112,9 @@ def test_who_comes_late_in_the_same_version_is_sent_everything(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_boxes_of_which_most_has_changed_are_sent_whole(publisher: WeightPublisher, model: Tensors, share: float):
+def test_boxes_of_which_most_has_changed_are_sent_whole(
+    publisher: WeightPublisher, model: Tensors, share: float
+):
     for version in (1, 2):
         take(publisher.publish(whole(model), version), model, "one[0]")
         publisher.finish()
@@ -125,11 +129,16 @@ def receiving_plan(incoming: receiving.IncomingWeights) -> ReshardPlan:
     return ReshardPlan(incoming.layout, Layout.of_ranks([RankLayout(Where(), held)]))
 
 
-def test_after_a_transfer_that_broke_off_everything_comes_again(publisher: WeightPublisher, model: Tensors):
+def test_after_a_transfer_that_broke_off_everything_comes_again(
+    publisher: WeightPublisher, model: Tensors
+):
     take(publisher.publish(whole(model), 1), model, "one[0]")
     publisher.finish()
     step(model, 0.01)
-    with pytest.raises(RuntimeError), open_weights(publisher.publish(whole(model), 2).to("one[0]")) as incoming:
+    with (
+        pytest.raises(RuntimeError),
+        open_weights(publisher.publish(whole(model), 2).to("one[0]")) as incoming,
+    ):
         plan = receiving_plan(incoming)
         for _ in incoming.slices(plan.received_by(0)):
             raise RuntimeError("in the middle")
@@ -154,7 +163,9 @@ def test_a_delta_that_arrives_damaged_is_found_by_the_checksum(
         real(bits, delta)
 
     monkeypatch.setattr(receiving, "apply_delta", damaged)
-    with pytest.raises(WeightSyncError, match=r"tensor 'a' did not arrive as it was published: .* from rank 0"):
+    with pytest.raises(
+        WeightSyncError, match=r"tensor 'a' did not arrive as it was published: .* from rank 0"
+    ):
         take(publisher.publish(whole(model), 2), model, "one[0]")
     monkeypatch.undo()
 
@@ -165,7 +176,9 @@ def test_of_a_part_of_each_row_only_its_own_changes_are_sent(publisher: WeightPu
         columns = torch.full((100, 10), 7.0)
         with open_weights(publisher.publish(whole({"a": matrix}), version).to("half[0]")) as incoming:
             parts = [Part("a", (100, 50), Box((0, 20), (100, 30)), columns)]
-            with pytest.raises(WeightSyncError, match="what other ranks"):  # it adds up a part, and calls it the whole
+            with pytest.raises(
+                WeightSyncError, match="what other ranks"
+            ):  # it adds up a part, and calls it the whole
                 receive_parts(incoming, parts)
             for source in incoming._sources:
                 source.thank()

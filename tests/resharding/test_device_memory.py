@@ -22,7 +22,9 @@ SHAPES = {"embed": (300, 70), "norm": (7,)}
 @pytest.mark.parametrize(("transport", "device"), [("ipc", 0), ("nccl", 1)])
 def test_version_after_version_arrives_from_gpu_to_gpu(transport: Transport, device: int) -> None:
     if torch.cuda.device_count() <= device:
-        pytest.skip(f"this machine has {torch.cuda.device_count()} GPUs, and {transport} needs {device + 1}")
+        pytest.skip(
+            f"this machine has {torch.cuda.device_count()} GPUs, and {transport} needs {device + 1}"
+        )
     processes: Any = multiprocessing.get_context("spawn")
     here, there = processes.Pipe()
     receiver = processes.Process(target=take, args=(there, device, SHAPES))
@@ -35,7 +37,9 @@ def test_version_after_version_arrives_from_gpu_to_gpu(transport: Transport, dev
             assert here.poll(120), "the receiver answers"
             checksum, found = here.recv()
             assert publisher.finish() == checksum
-            assert all(np.array_equal(found[name], tensor.cpu().numpy()) for name, tensor in given.items())
+            assert all(
+                np.array_equal(found[name], tensor.cpu().numpy()) for name, tensor in given.items()
+            )
         here.send(None)
         receiver.join(60)
     finally:

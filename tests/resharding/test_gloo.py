@@ -61,7 +61,10 @@ def plan() -> ReshardPlan:
     sides = [
         Layout.of_ranks(
             [
-                RankLayout(Where(), {n: Held(s, "float32", (Piece(share(s, dim, rank)),)) for n, s in SHAPES.items()})
+                RankLayout(
+                    Where(),
+                    {n: Held(s, "float32", (Piece(share(s, dim, rank)),)) for n, s in SHAPES.items()},
+                )
                 for rank in range(2)
             ]
         )
@@ -96,7 +99,11 @@ def test_four_processes_move_the_bytes_of_the_plan_and_name_who_was_killed(four:
     weights = four.publish(4, dies=2)
     four.takers[0].send((weights, None))
     error = four.takers[0].recv()
-    assert "version 4, rank 1 of the trainer" in error and "the publisher is gone" in error and " buckets" in error
+    assert (
+        "version 4, rank 1 of the trainer" in error
+        and "the publisher is gone" in error
+        and " buckets" in error
+    )
 
 
 BUCKETS, BOXES = 5, 10
@@ -111,12 +118,18 @@ def test_a_publisher_that_is_killed_before_any_bucket_is_named(four: Four, bucke
         pipe.send((weights, None))
     for pipe in four.takers:
         error = pipe.recv()
-        assert "version 1, rank 1 of the trainer" in error and "the publisher is gone" in error and " bucket" in error
+        assert (
+            "version 1, rank 1 of the trainer" in error
+            and "the publisher is gone" in error
+            and " bucket" in error
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("box", range(BOXES))
-def test_a_receiver_that_is_killed_after_any_box_is_named_and_the_other_has_everything(four: Four, box: int) -> None:
+def test_a_receiver_that_is_killed_after_any_box_is_named_and_the_other_has_everything(
+    four: Four, box: int
+) -> None:
     weights = four.publish(1)
     four.takers[0].send((weights, None))
     four.takers[1].send((weights, box))

@@ -8,7 +8,9 @@ import torch
 from weft.resharding.memory import copy_elements
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.float64]
+)
 def test_the_bits_of_strided_views_are_copied_and_other_elements_stay(dtype: torch.dtype):
     source = (torch.arange(60).view(6, 10) % 3 == 1).to(dtype).t()
     target = torch.zeros(12, 10).to(dtype)

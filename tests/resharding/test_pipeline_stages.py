@@ -17,10 +17,16 @@ def all_cuts(layers: int, pieces: int) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize(("layers", "stages", "chunks"), [(1, 1, 1), (5, 3, 1), (7, 2, 2), (8, 4, 2), (9, 3, 1)])
+@pytest.mark.parametrize(
+    ("layers", "stages", "chunks"), [(1, 1, 1), (5, 3, 1), (7, 2, 2), (8, 4, 2), (9, 3, 1)]
+)
 def test_the_most_expensive_piece_is_as_cheap_as_can_be(layers: int, stages: int, chunks: int):
     chance = np.random.default_rng(layers)
-    for costs in [np.ones(layers), *chance.integers(0, 9, size=(10, layers)), *chance.exponential(size=(10, layers))]:
+    for costs in [
+        np.ones(layers),
+        *chance.integers(0, 9, size=(10, layers)),
+        *chance.exponential(size=(10, layers)),
+    ]:
         found = PipelineStages.balanced(costs.tolist(), stages, chunks)
         assert found.layers in all_cuts(layers, stages * chunks)
         cuts = [PipelineStages(stages, cut).of_pieces(costs) for cut in all_cuts(layers, stages * chunks)]

@@ -28,9 +28,9 @@ HANDLE = (
 )
 def test_values_come_as_they_went(value: Any) -> None:
     found = decoded(encoded(value))
-    assert found == value and str(found).replace("torch.Size([1048576])", "(1048576,)") == str(value).replace(
-        "torch.Size([1048576])", "(1048576,)"
-    )
+    assert found == value and str(found).replace("torch.Size([1048576])", "(1048576,)") == str(
+        value
+    ).replace("torch.Size([1048576])", "(1048576,)")
 
 
 @pytest.mark.parametrize("value", [torch.zeros(1), {1: 2}, {"a": object()}, int])
@@ -40,7 +40,15 @@ def test_what_is_not_plain_is_refused_by_name(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ['{"class": "os.system"}', '{"dtype": "load"}', '{"map": [1]}', '{"a": 1}', '{"bytes": 1}', '{"tuple": {}}']
+    "said",
+    [
+        '{"class": "os.system"}',
+        '{"dtype": "load"}',
+        '{"map": [1]}',
+        '{"a": 1}',
+        '{"bytes": 1}',
+        '{"tuple": {}}',
+    ],
 )
 def test_what_nobody_encodes_is_refused(said: str) -> None:
     with pytest.raises(ValueError, match="is not what a transfer backend says"):

@@ -102,7 +102,9 @@ def random_cut(rng: random.Random, box: Box, parts: int) -> list[Box]:
     return boxes
 
 
-def random_layout(rng: random.Random, shapes: dict[str, tuple[int, ...]], ranks: int, complete: bool) -> Layout:
+def random_layout(
+    rng: random.Random, shapes: dict[str, tuple[int, ...]], ranks: int, complete: bool
+) -> Layout:
     """Each rank on a random device; each tensor cut at random and dealt to random ranks, some boxes to several of them."""
     tensors: list[TensorLayout] = []
     for name, shape in shapes.items():
@@ -119,13 +121,18 @@ def random_layout(rng: random.Random, shapes: dict[str, tuple[int, ...]], ranks:
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_random_layouts_are_covered_once_and_move_only_what_is_lacking(rng: random.Random):
-    shapes = {f"t{n}": tuple(rng.randint(1, 9) for _ in range(rng.randint(0, 3))) for n in range(rng.randint(1, 4))}
+    shapes = {
+        f"t{n}": tuple(rng.randint(1, 9) for _ in range(rng.randint(0, 3)))
+        for n in range(rng.randint(1, 4))
+    }
     source = random_layout(rng, shapes, rng.randint(1, 8), complete=True)
     destination = random_layout(rng, shapes, rng.randint(1, 8), complete=False)
     check_against_brute_force(ReshardPlan(source, destination))
 
 
-@pytest.mark.parametrize("degrees", [(1, 1, 1, 1), (4, 1, 2, 2), (2, 2, 4, 1), (8, 1, 1, 8), (4, 2, 8, 1)])
+@pytest.mark.parametrize(
+    "degrees", [(1, 1, 1, 1), (4, 1, 2, 2), (2, 2, 4, 1), (8, 1, 1, 8), (4, 2, 8, 1)]
+)
 def test_fully_sharded_training_gives_each_engine_its_shard(degrees: tuple[int, int, int, int]):
     sharded, tp, engine_tp, engines = degrees
     source = fully_sharded(a_model(), sharded, tp, nodes_of(sharded * tp, 4))
@@ -163,7 +170,9 @@ def test_groups_of_consecutive_ranks_leave_redundant_weights_and_move_more():
     check_against_brute_force(plain)
     regrouped = ReshardPlan(source, generation(parameters, training, 1, 2))
     assert plain.received_bytes.sum() > regrouped.received_bytes.sum()
-    assert max(plain.redundant_bytes(rank) for rank in range(8)) == 2 * 64 * 16 // 8  # M / tp, as in the table
+    assert (
+        max(plain.redundant_bytes(rank) for rank in range(8)) == 2 * 64 * 16 // 8
+    )  # M / tp, as in the table
 
 
 def test_ranks_in_megatrons_order_have_their_replicas_side_by_side():
@@ -200,7 +209,9 @@ def test_a_pipeline_with_uneven_stages_or_chunks_gives_each_engine_its_shard(lay
 
 def test_layers_are_counted_up_to_the_last_one_whichever_a_parameter_is_tied_to():
     layout = three_dimensional([Parameter("a", (2,), None, layer=3, tied_layer=1)], Parallelism(pp=2))
-    assert all(boxes for boxes in layout.tensors["a"].boxes)  # four layers, two on each stage: it lies on both
+    assert all(
+        boxes for boxes in layout.tensors["a"].boxes
+    )  # four layers, two on each stage: it lies on both
 
 
 def test_a_layout_of_other_stages_or_layers_than_the_pipeline_is_refused():
@@ -221,9 +232,12 @@ def test_the_nearest_of_equal_sources_is_taken():
     shape = (4, 4)
     both = (Piece(Box.full(shape)),)
     source = Layout.of(
-        [TensorLayout("w", shape, "float32", (both, both, both))], [Where("a", "0"), Where("b", "0"), Where("b", "1")]
+        [TensorLayout("w", shape, "float32", (both, both, both))],
+        [Where("a", "0"), Where("b", "0"), Where("b", "1")],
     )
-    destination = Layout.of([TensorLayout("w", shape, "float32", (both, both))], [Where("b", "1"), Where("c", "0")])
+    destination = Layout.of(
+        [TensorLayout("w", shape, "float32", (both, both))], [Where("b", "1"), Where("c", "0")]
+    )
     plan = ReshardPlan(source, destination)
     first, second = plan.copies("w")
     assert (first.source, first.travels) == (2, False)
@@ -244,13 +258,18 @@ def test_a_box_that_a_rank_holds_twice_travels_once():
 def test_what_no_rank_has_is_named_with_its_box():
     shape = (8, 2)
     source = Layout.of(
-        [TensorLayout("w", shape, "float32", ((Piece(Box((0, 0), (5, 2))),),))], [Where("a")], "the trainer"
+        [TensorLayout("w", shape, "float32", ((Piece(Box((0, 0), (5, 2))),),))],
+        [Where("a")],
+        "the trainer",
     )
     destination = Layout.of(
-        [TensorLayout("w", shape, "float32", ((), (Piece(Box.full(shape)),)))], [Where("b"), Where("c")], "vLLM"
+        [TensorLayout("w", shape, "float32", ((), (Piece(Box.full(shape)),)))],
+        [Where("b"), Where("c")],
+        "vLLM",
     )
     with pytest.raises(
-        WeightSyncError, match=r"'w': no rank of the trainer has Box\(\[5:8, 0:2\]\), which rank 1 of vLLM needs"
+        WeightSyncError,
+        match=r"'w': no rank of the trainer has Box\(\[5:8, 0:2\]\), which rank 1 of vLLM needs",
     ):
         ReshardPlan(source, destination)
 
@@ -298,8 +317,18 @@ def test_the_explanation_says_what_each_rank_receives():
     assert "from training, PP 1 x TP 4 x DP 1 (4 ranks) to generation, PP 1 x TP 2 (4 ranks)" in text
     lines = [line.split() for line in text.splitlines()]
     assert lines[3 + 3] == ["3", "0.000", "GB", "0.2500", "0.000", "GB", "0.001", "GB", "0.000", "GB"]
-    assert lines[8 + 1] == ["1", "0.000", "GB", "1", "1"]  # rank 1 gives its quarter to rank 0, and rank 0 to rank 1
-    assert [line[:2] for line in lines[-3:]] == [["all-gather", "over"], ["not", "regrouped"], ["regrouped", "0.000"]]
+    assert lines[8 + 1] == [
+        "1",
+        "0.000",
+        "GB",
+        "1",
+        "1",
+    ]  # rank 1 gives its quarter to rank 0, and rank 0 to rank 1
+    assert [line[:2] for line in lines[-3:]] == [
+        ["all-gather", "over"],
+        ["not", "regrouped"],
+        ["regrouped", "0.000"],
+    ]
 
 
 @settings(max_examples=100, deadline=None)

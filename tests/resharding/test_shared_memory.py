@@ -82,7 +82,9 @@ def test_what_is_cast_or_lies_elsewhere_is_copied_and_the_rest_is_not(
     shared: Tensors, publisher: WeightPublisher
 ) -> None:
     mixed = {**shared, "elsewhere": torch.randn(40, 30), "turned": shared["embed"].t()}
-    parts = [part._replace(dtype=torch.bfloat16 if part.name == "deep" else None) for part in whole(mixed)]
+    parts = [
+        part._replace(dtype=torch.bfloat16 if part.name == "deep" else None) for part in whole(mixed)
+    ]
     found, _ = received(publisher.publish(parts, 1), {**mixed, "deep": mixed["deep"].bfloat16()})
     assert equal(found, {**mixed, "deep": mixed["deep"].bfloat16()})
     read = is_read_in_place(publisher, publisher.publish(parts, 2))
@@ -121,7 +123,9 @@ def test_a_receiver_on_another_machine_is_sent_the_same(
 def test_new_memory_of_the_same_tensors_is_found(shared: Tensors, publisher: WeightPublisher) -> None:
     received(publisher.publish(whole(shared), 1), shared)
     other = SharedMemory(SharedMemory.room(list(SHAPES.values()), torch.float32))
-    moved = {name: other.empty(tensor.shape, tensor.dtype).copy_(2 * tensor) for name, tensor in shared.items()}
+    moved = {
+        name: other.empty(tensor.shape, tensor.dtype).copy_(2 * tensor) for name, tensor in shared.items()
+    }
     found, _ = received(publisher.publish(whole(moved), 2), moved)
     assert equal(found, moved)
 
@@ -144,7 +148,9 @@ def test_memory_in_the_place_of_another_is_told_from_it_and_the_other_is_let_go(
         tensors = {"embed": memory.empty((16, 64), torch.float32).fill_(version)}
         del memory
         place = place_of(tensors["embed"])
-        assert place is not None and place.path.endswith(f"/{number}"), "tensors keep it for those who read them"
+        assert place is not None and place.path.endswith(f"/{number}"), (
+            "tensors keep it for those who read them"
+        )
         found, checksum = received(publisher.publish(whole(tensors), version), tensors)
         assert equal(found, tensors) and publisher.finish() == checksum
         del tensors
@@ -183,7 +189,9 @@ def test_threads_that_map_at_once_have_one_mapping_each_and_let_go_what_is_gone(
     assert not known & set(paths[:4]) and known >= set(paths[4:])
 
 
-def test_weights_that_change_while_they_are_read_are_found_out(shared: Tensors, publisher: WeightPublisher) -> None:
+def test_weights_that_change_while_they_are_read_are_found_out(
+    shared: Tensors, publisher: WeightPublisher
+) -> None:
     weights = publisher.publish(whole(shared), 1)
     with (
         open_weights(weights) as incoming,
@@ -240,7 +248,9 @@ def test_memory_without_room_says_so_and_is_freed_with_its_tensors() -> None:
     assert place is not None and os.path.exists(place.path)
     del memory
     gc.collect()
-    assert tensor.fill_(3).sum() == 48 and place_of(tensor) == place, "its tensors stay, and are read there"
+    assert tensor.fill_(3).sum() == 48 and place_of(tensor) == place, (
+        "its tensors stay, and are read there"
+    )
     del tensor
     gc.collect()
     assert not os.path.exists(place.path)

@@ -107,4 +107,6 @@ def test_any_chain_of_views_is_copied_right_or_refused(data: st.DataObject):
     try:
         check(weight, view, target)
     except ValueError:
-        assert flattened  # a part of several rows in one dimension may be no box; everything else is one, or several
+        assert (
+            flattened
+        )  # a part of several rows in one dimension may be no box; everything else is one, or several

@@ -107,7 +107,9 @@ def rows(of: Tensors, rank: int, ranks: int) -> list[Part]:
             parts += [part] * (rank == 0)
             continue
         start, stop = part.shape[0] * rank // ranks, part.shape[0] * (rank + 1) // ranks
-        parts.append(part._replace(box=Box.along(part.shape, 0, start, stop), tensor=part.tensor[start:stop]))
+        parts.append(
+            part._replace(box=Box.along(part.shape, 0, start, stop), tensor=part.tensor[start:stop])
+        )
     return parts
 
 
@@ -142,7 +144,9 @@ def test_several_ranks_give_to_several_receivers_at_once(way: str, new_publisher
     assert {checksum} == {found for _, found in results}, "however it is cut"
 
 
-def test_who_comes_late_gets_everything_too(new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_comes_late_gets_everything_too(
+    new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transfers, "GRACE_S", 0.05)  # waited out: the others come late
     publisher = new_publisher()
     weights = publisher.publish(whole(tensors()), 1, ["early", "late", "never"])
@@ -162,7 +166,9 @@ def test_receivers_that_hold_parts_add_up_what_arrived(way: str, new_publisher: 
             pytest.raises(WeightSyncError, match="or what other ranks of the receiver have of it"),
             open_weights(weights) as i,
         ):
-            receive_parts(i, rows(empty_like(of), rank, 2), None, lambda own: sums.append(own.copy()) or own)
+            receive_parts(
+                i, rows(empty_like(of), rank, 2), None, lambda own: sums.append(own.copy()) or own
+            )
     for rank in range(2):
         parts = rows(empty_like(of), rank, 2)
         with open_weights(weights) as incoming:
@@ -190,7 +196,9 @@ def test_over_the_network_go_the_bytes_of_the_plan_and_no_others(
     sent: list[int] = []
     real = connections.Connection.send_bytes
     monkeypatch.setattr(
-        connections.Connection, "send_bytes", lambda self, content: sent.append(len(content)) or real(self, content)
+        connections.Connection,
+        "send_bytes",
+        lambda self, content: sent.append(len(content)) or real(self, content),
     )
     weights = new_publisher().publish(whole({"a": torch.arange(8000.0).view(1000, 8)}), 1)
     columns = torch.zeros(500, 3)  # a part of each row, so that what travels is strided at its source
@@ -200,12 +208,17 @@ def test_over_the_network_go_the_bytes_of_the_plan_and_no_others(
     assert torch.equal(columns, torch.arange(8000.0).view(1000, 8)[10:510, 2:5])
 
 
-def test_weights_of_another_dtype_are_cast_and_checked_as_they_came(way: str, new_publisher: NewPublisher) -> None:
+def test_weights_of_another_dtype_are_cast_and_checked_as_they_came(
+    way: str, new_publisher: NewPublisher
+) -> None:
     exact = torch.tensor([1.0, 1 + 2**-12])
     weights = new_publisher().publish(whole({"a": exact}), 1)
     assert received(weights, {"a": torch.zeros(2, dtype=torch.bfloat16)})[0]["a"].tolist() == [1.0, 1.0]
     part = Part("a", (2,), Box.full((2,)), exact, torch.bfloat16)
-    assert received(new_publisher().publish([part], 1), {"a": torch.zeros(2)})[0]["a"].tolist() == [1.0, 1.0]
+    assert received(new_publisher().publish([part], 1), {"a": torch.zeros(2)})[0]["a"].tolist() == [
+        1.0,
+        1.0,
+    ]
 
 
 def test_memory_grows_with_the_largest_bucket(new_publisher: NewPublisher) -> None:
@@ -218,7 +231,9 @@ def test_memory_grows_with_the_largest_bucket(new_publisher: NewPublisher) -> No
 def test_no_receiver_changes_what_others_are_given(new_publisher: NewPublisher) -> None:
     publisher = new_publisher()
     with open_weights(publisher.publish(whole({"a": torch.ones(4)}), 1)) as incoming:
-        for _, _, elements in incoming.slices(receiving_plan(incoming, {"a": torch.zeros(4)}).received_by(0)):
+        for _, _, elements in incoming.slices(
+            receiving_plan(incoming, {"a": torch.zeros(4)}).received_by(0)
+        ):
             elements.zero_()
             assert publisher._memory.of(0)[:16].view(torch.float32).tolist() == [1, 1, 1, 1]
 
@@ -252,7 +267,9 @@ def test_who_comes_in_the_middle_waits_for_longer_than_its_patience_while_others
         late = threads.submit(lambda: received(weights.to("late"), of))
         told = 0
         for _ in steps:  # each message restarts the late receiver's deadline
-            told += told < 5 and news.acquire(timeout=0.5)  # waited out, if need be: there are 118 buckets
+            told += told < 5 and news.acquire(
+                timeout=0.5
+            )  # waited out, if need be: there are 118 buckets
         early.finish()
         assert told == 5 and equal(late.result(timeout=60)[0], of)
 
@@ -283,7 +300,9 @@ def test_a_receiver_that_cannot_be_served_does_not_hold_up_the_others(
     assert ["none left" in line for line in publisher.lost.values()] == [True]
 
 
-def test_too_many_open_files_keep_receivers_out_only_as_long_as_they_are_open(new_publisher: NewPublisher) -> None:
+def test_too_many_open_files_keep_receivers_out_only_as_long_as_they_are_open(
+    new_publisher: NewPublisher,
+) -> None:
     weights = new_publisher().publish(whole(tensors()), 1)
     (rank,) = weights.ranks
     with socket.socket() as stray, socket.socket() as early:
@@ -319,7 +338,9 @@ def test_a_late_receiver_is_told_that_the_weights_changed_before_it_is_told_a_su
     monkeypatch.setattr(
         transfers.Transfer,
         "_add_up",
-        lambda *arguments: arguments[0]._condition.wait_for(lambda: False, 0.3) or real(*arguments),  # waited out
+        lambda *arguments: (
+            arguments[0]._condition.wait_for(lambda: False, 0.3) or real(*arguments)
+        ),  # waited out
     )
     of = tensors()
     weights = new_publisher().publish(whole(of), 4)
@@ -334,7 +355,8 @@ def test_a_receiver_of_an_older_version_is_told(new_publisher: NewPublisher) -> 
     old = publisher.publish(whole(tensors()), 1)
     publisher.publish(whole(tensors()), 2)
     with pytest.raises(
-        WeightSyncError, match=r"version 1, rank 0 .*: version 1 is not there any more: version 2 is published"
+        WeightSyncError,
+        match=r"version 1, rank 0 .*: version 1 is not there any more: version 2 is published",
     ):
         open_weights(old)
     publisher.finish()
@@ -375,12 +397,15 @@ def test_bytes_that_change_on_their_way_are_named_with_tensor_box_and_both_ranks
         received(weights, {"a": torch.zeros(40, 8)})
 
 
-def test_a_wrong_sum_of_sums_is_found(new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_sum_of_sums_is_found(
+    new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = new_publisher().publish(whole(tensors()), 7)
     real = receiving._Source.checksum
     monkeypatch.setattr(receiving._Source, "checksum", lambda self: real(self) ^ 1)
     with pytest.raises(
-        WeightSyncError, match=r"version 7, rank 0 .*: checksum [0-9a-f]{16} was published, [0-9a-f]{16} came"
+        WeightSyncError,
+        match=r"version 7, rank 0 .*: checksum [0-9a-f]{16} was published, [0-9a-f]{16} came",
     ):
         received(weights)
 
@@ -393,7 +418,9 @@ def test_a_receiver_that_stops_in_the_middle_holds_up_the_others_for_its_deadlin
     def give(self: transfers.Transfer, session: Any, number: int) -> None:
         mapped = session.wants is None
         if session.receiver == "idle" and (mapped or (number and stopped.wait(60))):
-            session.connection.be_patient(0.05)  # waited out: the idle receiver answers nothing from here on
+            session.connection.be_patient(
+                0.05
+            )  # waited out: the idle receiver answers nothing from here on
         real(self, session, number)
 
     monkeypatch.setattr(transfers.Transfer, "_give", give)
@@ -408,7 +435,9 @@ def test_a_receiver_that_stops_in_the_middle_holds_up_the_others_for_its_deadlin
         assert equal(other.result(timeout=60)[0], large)
         assert [*publisher.lost] == ["idle"]
         assert re.search(r"idle was silent after \d+ of 62 buckets of version 1", publisher.lost["idle"])
-        with pytest.raises(WeightSyncError, match=r"rank 0 of the trainer at 127.0.0.1:\d+: .*after \d+ of 62 buckets"):
+        with pytest.raises(
+            WeightSyncError, match=r"rank 0 of the trainer at 127.0.0.1:\d+: .*after \d+ of 62 buckets"
+        ):
             list(steps)
 
 
@@ -424,7 +453,11 @@ def test_with_more_bytes_each_side_is_more_patient(
         assert publisher._transfer is not None
         (source,), (session,) = incoming._sources, publisher._transfer._sessions
         for side in (source, session):
-            assert side.connection.silence_s == side.connection._socket.gettimeout() == connections.SILENCE_S + 16
+            assert (
+                side.connection.silence_s
+                == side.connection._socket.gettimeout()
+                == connections.SILENCE_S + 16
+            )
         list(steps)
         incoming.finish()
 
@@ -432,11 +465,15 @@ def test_with_more_bytes_each_side_is_more_patient(
 def test_a_publisher_that_says_nothing_is_given_up(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiving, "PATIENCE_S", 0.2)  # waited out: the publisher fills nothing until it is over
+    monkeypatch.setattr(
+        receiving, "PATIENCE_S", 0.2
+    )  # waited out: the publisher fills nothing until it is over
     over = threading.Event()
     monkeypatch.setattr(transfers.Transfer, "_fill", lambda *arguments: 0 if over.wait(60) else 1)
     weights = new_publisher().publish(whole(tensors()), 3)
-    with pytest.raises(WeightSyncError, match=r"version 3, rank 0 .* nothing came for 0 s, before the first bucket"):
+    with pytest.raises(
+        WeightSyncError, match=r"version 3, rank 0 .* nothing came for 0 s, before the first bucket"
+    ):
         received(weights)
     over.set()
 
@@ -450,7 +487,9 @@ def test_a_publisher_that_cannot_read_its_parts_says_so_on_both_sides(
     monkeypatch.setattr(transfers.Transfer, "_fill", broken)
     publisher = new_publisher()
     weights = publisher.publish(whole(tensors()), 3)
-    with pytest.raises(WeightSyncError, match=r"rank 0 .*: RuntimeError: the device is gone, before the first bucket"):
+    with pytest.raises(
+        WeightSyncError, match=r"rank 0 .*: RuntimeError: the device is gone, before the first bucket"
+    ):
         received(weights)
     with pytest.raises(WeightSyncError, match="RuntimeError: the device is gone"):
         publisher.finish()
@@ -464,7 +503,8 @@ def test_a_transfer_that_is_ended_tells_its_receivers(new_publisher: NewPublishe
     next(steps)
     assert publisher.finish() is None, "nobody took it all"
     with pytest.raises(
-        WeightSyncError, match=r"version 1, rank 0 .*(is gone|ended the transfer).*after [01] of 26 buckets"
+        WeightSyncError,
+        match=r"version 1, rank 0 .*(is gone|ended the transfer).*after [01] of 26 buckets",
     ):
         list(steps)
     incoming.close()
@@ -480,7 +520,9 @@ def test_who_has_not_the_token_is_given_nothing(new_publisher: NewPublisher) -> 
 def test_the_family_of_an_address_is_that_of_its_form() -> None:
     with connections.listen("") as listener:
         assert listener.getsockname()[0] == LOOPBACK
-    with pytest.raises(WeightSyncError, match=r"given away at 192\.0\.2\.1: .*need an address of this one"):
+    with pytest.raises(
+        WeightSyncError, match=r"given away at 192\.0\.2\.1: .*need an address of this one"
+    ):
         connections.listen("192.0.2.1")
     with pytest.raises(WeightSyncError, match=r"given away at 2001:db8::1: Cannot assign"):
         connections.listen("2001:db8::1")
@@ -517,7 +559,9 @@ def test_nonsense_costs_its_own_connection(new_publisher: NewPublisher) -> None:
 
 
 @pytest.mark.parametrize("length", [8 << 30, connections.MOST_BYTES, -1, 1 << 62])
-def test_a_receiver_that_announces_a_large_message_takes_no_memory(new_publisher: NewPublisher, length: int) -> None:
+def test_a_receiver_that_announces_a_large_message_takes_no_memory(
+    new_publisher: NewPublisher, length: int
+) -> None:
     weights = new_publisher().publish(whole(tensors()), 1)
     (rank,) = weights.ranks
     before = psutil.Process().memory_info().vms
@@ -542,7 +586,9 @@ def test_a_receiver_that_announces_a_large_message_takes_no_memory(new_publisher
         "everything, again and again",
     ],
 )
-def test_a_receiver_that_wants_more_than_there_is_loses_its_connection(new_publisher: NewPublisher, wants: Any) -> None:
+def test_a_receiver_that_wants_more_than_there_is_loses_its_connection(
+    new_publisher: NewPublisher, wants: Any
+) -> None:
     weights = new_publisher().publish(whole(tensors()), 1)
     (rank,) = weights.ranks
     connection = connections.Connection.connect(LOOPBACK, rank.port, rank.token)
@@ -551,7 +597,9 @@ def test_a_receiver_that_wants_more_than_there_is_loses_its_connection(new_publi
     connection.receive()
     entries = read_description(connection.receive()[1]).entries
     if isinstance(wants, str):
-        wants = [[number, *map(list, (e.box.starts, e.box.stops))] for number, e in enumerate(entries)] * 20
+        wants = [
+            [number, *map(list, (e.box.starts, e.box.stops))] for number, e in enumerate(entries)
+        ] * 20
     connection.send(b"W", json.dumps([None, wants]).encode())
     with pytest.raises(OSError, match="ended the connection"):
         while True:
@@ -565,7 +613,9 @@ def test_weights_of_another_machine_that_nobody_serves_are_refused(
 ) -> None:
     weights = new_publisher(host="").publish(whole(tensors()), 1)
     monkeypatch.setattr(receiving, "this_machine", lambda: "another machine")
-    with pytest.raises(WeightSyncError, match="rank 0 of the trainer is on another machine, and serves its own alone"):
+    with pytest.raises(
+        WeightSyncError, match="rank 0 of the trainer is on another machine, and serves its own alone"
+    ):
         open_weights(weights)
 
 
@@ -593,7 +643,9 @@ def test_memory_of_a_device_that_is_not_there_is_refused_with_what_to_choose(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     before = threading.active_count()
-    with pytest.raises(WeightSyncError, match=f'"{transport}" moves weights from GPU to GPU.*take "auto"'):
+    with pytest.raises(
+        WeightSyncError, match=f'"{transport}" moves weights from GPU to GPU.*take "auto"'
+    ):
         WeightPublisher(LOOPBACK, BUCKET, transport=transport)
     assert threading.active_count() == before
 

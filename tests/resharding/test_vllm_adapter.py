@@ -88,12 +88,17 @@ def generate(engine: VllmEngine, prompt: list[int], tokens: int = 12) -> Any:
 
 @pytest.mark.thorough
 @pytest.mark.vllm
-def test_vllm_serves_each_version_of_an_adapter_and_never_two_at_once(folder: Path, publisher: WeightPublisher):
+def test_vllm_serves_each_version_of_an_adapter_and_never_two_at_once(
+    folder: Path, publisher: WeightPublisher
+):
     settings = VllmSettings(max_num_seqs=8, kv_cache_gib=0.05, prefix_caching=True)
     engine = VllmEngine(str(folder), settings, adapter=LORA)
     try:
         policy, prompt = a_policy(folder), [int(n) for n in np.random.default_rng(0).integers(3, 64, 48)]
-        for version in (1, 2):  # the second time the prompt's keys and values of the first version are in the cache
+        for version in (
+            1,
+            2,
+        ):  # the second time the prompt's keys and values of the first version are in the cache
             assert engine.update_weights(publish(policy, publisher, version)) == publisher.finish()
             (response,) = [one for step in generate(engine, prompt) for one in step]
             assert gap(policy, prompt, response) < 1e-4 and set(response.versions.tolist()) == {version}
@@ -102,19 +107,27 @@ def test_vllm_serves_each_version_of_an_adapter_and_never_two_at_once(folder: Pa
             assert next(under_way) == []
         engine.update_weights(publish(policy, publisher, 3))
         (response,) = [one for step in under_way for one in step]
-        assert sorted(set(response.versions.tolist())) == [2, 3], "what is under way goes on under the new version"
+        assert sorted(set(response.versions.tolist())) == [2, 3], (
+            "what is under way goes on under the new version"
+        )
         (after,) = [one for step in generate(engine, prompt) for one in step]
         assert gap(policy, prompt, after) < 1e-4
         managers: Any = engine._engine.collective_rpc(_slots)  # pyright: ignore[reportArgumentType]
         manager = managers[0]
         served, activate = manager.get_adapter(1), manager.activate_adapter
-        manager.activate_adapter = lambda number: (activate(number) and manager.get_adapter(number) is served) or 1 / 0
+        manager.activate_adapter = lambda number: (
+            (activate(number) and manager.get_adapter(number) is served) or 1 / 0
+        )
         with pytest.raises(WeightSyncError, match="could not take adapter version 4: division by zero"):
             engine.update_weights(publish(policy, publisher, 4))
-        assert manager.get_adapter(1) is served and 1 in manager.lora_index_to_id, "the slot keeps what it had"
+        assert manager.get_adapter(1) is served and 1 in manager.lora_index_to_id, (
+            "the slot keeps what it had"
+        )
         del manager.activate_adapter
         unknown = {"base_model.model.model.layers.0.self_attn.rotary.lora_A.weight": torch.zeros(3, 64)}
-        with pytest.raises(WeightSyncError, match=r"serves no adapter of layer 'model.layers.0.self_attn.rotary'"):
+        with pytest.raises(
+            WeightSyncError, match=r"serves no adapter of layer 'model.layers.0.self_attn.rotary'"
+        ):
             engine.update_weights(publisher.publish(whole(unknown), 5))
     finally:
         engine.close()

@@ -23,7 +23,9 @@ SUMS = {"a": TensorSum("float32", (2, 3), 17), "b": TensorSum("bfloat16", (4,), 
 class Engine:
     """An engine on a thread of its own."""
 
-    def __init__(self, weights: Weights, *, ranks: int = 1, identity: str = "first", came: Any = None) -> None:
+    def __init__(
+        self, weights: Weights, *, ranks: int = 1, identity: str = "first", came: Any = None
+    ) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.failure = ""
         self.checksum = ""
@@ -62,9 +64,14 @@ def record(receivers: Receivers, receiver: str = "rollout[0]", version: int = 3)
     return Weights(version, (receivers.place(),), receiver, backend="nccl")
 
 
-def test_engines_do_what_they_are_told_and_are_numbered_one_behind_the_other(receivers: Receivers) -> None:
+def test_engines_do_what_they_are_told_and_are_numbered_one_behind_the_other(
+    receivers: Receivers,
+) -> None:
     engines = [Engine(record(receivers, f"rollout[{n}]"), ranks=2) for n in (1, 0)]
-    assert receivers.gather(3, ["rollout[0]", "rollout[1]"], 100) == ["rollout[0] first", "rollout[1] first"]
+    assert receivers.gather(3, ["rollout[0]", "rollout[1]"], 100) == [
+        "rollout[0] first",
+        "rollout[1] first",
+    ]
     assert receivers.num_ranks == 4
     receivers.init_weight_transfer_engine({"rank_offset": 1, "world_size": 5})
     receivers.start_weight_update()
@@ -102,15 +109,21 @@ def test_the_transfer_begins_without_an_engine_that_does_not_come(receivers: Rec
     receivers.end(SUMS)
     engine.over()
     late.over()
-    assert not engine.failure and "version 2 is not there any more: version 3 is published" in late.failure
+    assert (
+        not engine.failure and "version 2 is not there any more: version 3 is published" in late.failure
+    )
 
 
-def test_an_engine_that_fails_ends_the_transfer_where_the_others_cannot_go_on_without_it(receivers: Receivers) -> None:
+def test_an_engine_that_fails_ends_the_transfer_where_the_others_cannot_go_on_without_it(
+    receivers: Receivers,
+) -> None:
     engines = [Engine(record(receivers, f"rollout[{n}]")) for n in range(2)]
     engines[1].breaks_in = "update_weights"
     receivers.gather(3, ["rollout[0]", "rollout[1]"], 0)
     if receivers._together:
-        with pytest.raises(WeightSyncError, match=r"rollout\[1\] failed in update_weights: ValueError: it broke"):
+        with pytest.raises(
+            WeightSyncError, match=r"rollout\[1\] failed in update_weights: ValueError: it broke"
+        ):
             receivers.update_weights({})
         receivers.give_up("one has failed")
     else:
@@ -146,7 +159,9 @@ def test_the_transfer_begins_without_an_engine_that_has_come_and_is_gone(receive
             engine.connection.hang_up()
         receivers._came.put(engine)
     assert receivers.gather(3, ["rollout[0]", "rollout[1]"], 0) == ["rollout[1] first"]
-    assert receivers.lost.keys() == {"rollout[0]"} and "rollout[0] is gone (" in receivers.lost["rollout[0]"]
+    assert (
+        receivers.lost.keys() == {"rollout[0]"} and "rollout[0] is gone (" in receivers.lost["rollout[0]"]
+    )
     receivers.start_weight_update()
     receivers.end(SUMS)
     for engine in engines:
@@ -155,7 +170,9 @@ def test_the_transfer_begins_without_an_engine_that_has_come_and_is_gone(receive
 
 
 @pytest.mark.parametrize("receivers", [False], indirect=True, ids=["each for itself"])
-def test_an_engine_that_is_gone_is_left_behind_and_the_last_one_ends_the_transfer(receivers: Receivers) -> None:
+def test_an_engine_that_is_gone_is_left_behind_and_the_last_one_ends_the_transfer(
+    receivers: Receivers,
+) -> None:
     engines = [Engine(record(receivers, f"rollout[{n}]")) for n in range(2)]
     receivers.gather(3, ["rollout[0]", "rollout[1]"], 0)
     receivers._engines[0].connection.hang_up()
@@ -183,14 +200,21 @@ def test_an_engine_whose_trainer_ends_anywhere_says_so(receivers: Receivers, aft
         time.sleep(0.001)
     receivers.close()
     engine.over()
-    assert engine.failure == f"weights version 3, the trainer at 127.0.0.1:{engine.port}: the trainer has ended"
+    assert (
+        engine.failure
+        == f"weights version 3, the trainer at 127.0.0.1:{engine.port}: the trainer has ended"
+    )
 
 
-def test_an_engine_waits_no_longer_than_its_patience(receivers: Receivers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_waits_no_longer_than_its_patience(
+    receivers: Receivers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = Engine(record(receivers))
     while receivers._came.empty():
         time.sleep(0.001)
-    monkeypatch.setattr(connection, "SILENCE_S", 0.05)  # waited out: the engine is connected, and is sent nothing more
+    monkeypatch.setattr(
+        connection, "SILENCE_S", 0.05
+    )  # waited out: the engine is connected, and is sent nothing more
     receivers.gather(3, ["rollout[0]"], 0)
     engine.over()
     assert "it was silent for 0 s" in engine.failure
@@ -204,7 +228,10 @@ def changed(**tensors: Any) -> Mapping[str, TensorSum]:
     ("came", "what"),
     [
         (changed(a=SUMS["a"]._replace(box_sum=18)), "tensor 'a' did not arrive as it was published at"),
-        (changed(b=SUMS["b"]._replace(dtype="float16")), "tensor 'b' did not arrive as it was published at"),
+        (
+            changed(b=SUMS["b"]._replace(dtype="float16")),
+            "tensor 'b' did not arrive as it was published at",
+        ),
         (changed(a=None), "tensor 'a' did not arrive at"),
         (changed(c=SUMS["a"]), "tensor 'c' was not published, and came to"),
     ],
@@ -230,7 +257,10 @@ def test_sums_of_parts_add_up_to_the_checksum_of_everything() -> None:
     whole = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
     parts = [Box((0, 0), (3, 7)), Box((3, 0), (5, 7))]
     sums = [box_sum(whole[part.slices], part, (5, 7)) for part in parts]
-    total = sum(int(checksum_of_tensors({"w": TensorSum("float32", (5, 7), each)}), 16) for each in sums) % 2**64
+    total = (
+        sum(int(checksum_of_tensors({"w": TensorSum("float32", (5, 7), each)}), 16) for each in sums)
+        % 2**64
+    )
     assert f"{total:016x}" == checksum_of_tensors({"w": TensorSum("float32", (5, 7), sum(sums))})
     entry = Entry("w", "float32", (5, 7), Box.full((5, 7)), 0, 0)
     assert total == checksum_of([entry], [box_sum(whole, entry.box, (5, 7))])

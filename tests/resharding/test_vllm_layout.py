@@ -40,17 +40,23 @@ pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("group")]
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_slices_leave_the_bits_that_vllms_own_loaders_leave(ranks: Ranks, tmp_path: Path, name: str, size: int):
+def test_slices_leave_the_bits_that_vllms_own_loaders_leave(
+    ranks: Ranks, tmp_path: Path, name: str, size: int
+):
     kind, settings = MODELS[name]
     tensors = numbered(saved(make_model(kind, **settings), tmp_path))
     layouts = []
     for rank in range(size):
         plain = ranks.build(tmp_path, rank, size)
-        own = {key: tensor.clone() for key, tensor in tensors.items()}  # some loaders set what they were given to zero
+        own = {
+            key: tensor.clone() for key, tensor in tensors.items()
+        }  # some loaders set what they were given to zero
         plain.load_weights(own.items())  # pyright: ignore[reportCallIssue]
         model = ranks.build(tmp_path, rank, size)
         recording = record(model, tensors)
-        assert all(torch.all(parameter == -1) for parameter in model.parameters())  # recording changed nothing
+        assert all(
+            torch.all(parameter == -1) for parameter in model.parameters()
+        )  # recording changed nothing
         slices = slices_of(recording.layout, tensors, rows=64 if name != "vocabulary" else 50_000)
         random.Random(0).shuffle(slices)
         writer = writer_of(model, recording)
@@ -81,7 +87,8 @@ def test_stages_of_a_pipeline_give_what_vllm_takes(ranks: Ranks, tmp_path: Path,
     tied = "lm_head.weight" not in tensors
     numbers = {n: int(n.split(".")[2]) if ".layers." in n else 2 * ("embed" not in n) for n in tensors}
     parameters = [
-        Parameter(n, tuple(t.shape), None, numbers[n], 2 if tied and "embed" in n else None) for n, t in tensors.items()
+        Parameter(n, tuple(t.shape), None, numbers[n], 2 if tied and "embed" in n else None)
+        for n, t in tensors.items()
     ]
     stages = PipelineStages(2, (1, 1, 1, 0))  # stage 0 has layers 0 and 2, stage 1 has layer 1
     source = three_dimensional(parameters, Parallelism(pp=2), nodes_of(2), "float32", stages=stages)
@@ -92,7 +99,9 @@ def test_stages_of_a_pipeline_give_what_vllm_takes(ranks: Ranks, tmp_path: Path,
         copies = list(plan.received_by(rank))
         assert {copy.source for n, copy in copies if ".layers.1." in n} == {1}
         assert {copy.source for n, copy in copies if ".layers.1." not in n} == {0}
-        writer_of(engine, recordings[rank]).apply([(n, copy.box, tensors[n][copy.box.slices]) for n, copy in copies])
+        writer_of(engine, recordings[rank]).apply(
+            [(n, copy.box, tensors[n][copy.box.slices]) for n, copy in copies]
+        )
         plain = ranks.build(tmp_path, rank, 2)
         plain.load_weights({key: tensor.clone() for key, tensor in tensors.items()}.items())  # pyright: ignore[reportCallIssue]
         assert_equal(parameters_of(engine), parameters_of(plain))
@@ -109,7 +118,11 @@ def test_what_a_rank_takes_is_what_the_model_needs(ranks: Ranks, tmp_path: Path)
         Box((64, 0), (128, 128)),
         Box((0, 0), (32, 128)),
     )  # both ranks have the one key head
-    assert query.place and key.place and query.place.memory == key.place.memory == attention + "qkv_proj.weight"
+    assert (
+        query.place
+        and key.place
+        and query.place.memory == key.place.memory == attention + "qkv_proj.weight"
+    )
     assert (query.place.offset, key.place.offset, key.place.strides) == (0, 64 * 128, (128, 1))
     (rows,) = held["model.embed_tokens.weight"].pieces
     assert rows.box == Box((64, 0), (100, 128))
@@ -137,14 +150,18 @@ def test_experts_are_known_by_the_checkpoints_names_and_by_those_in_memory(ranks
     writer_of(model, recording).apply(slices_of(recording.layout, in_memory))
     assert_equal(parameters_of(model), parameters_of(plain))
     up = dict(model.named_parameters())[experts + "routed_experts.w13_weight"][3, 32:]
-    assert torch.equal(up, fused[3, 64 + 32 : 128])  # of the up projection of the last expert, the second rank's rows
+    assert torch.equal(
+        up, fused[3, 64 + 32 : 128]
+    )  # of the up projection of the last expert, the second rank's rows
 
 
 def test_mixtral_is_known_by_the_checkpoints_names_alone(ranks: Ranks, tmp_path: Path):
     source = make_model("Mixtral", **EXPERTS)
     assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in saved(source, tmp_path)
     in_memory = {name: parameter.data for name, parameter in source.named_parameters()}
-    with pytest.raises(UserError, match=r"MixtralForCausalLM cannot load tensor 'model\.layers\.0\.mlp\..*'"):
+    with pytest.raises(
+        UserError, match=r"MixtralForCausalLM cannot load tensor 'model\.layers\.0\.mlp\..*'"
+    ):
         record(ranks.build(tmp_path), in_memory)
 
 
@@ -171,9 +188,15 @@ def test_what_a_trainer_of_experts_gives_leaves_the_bits_that_its_checkpoint_lea
     ("change", "message"),
     [
         ({"model.norm.weight": None}, "lacks what vLLM needs for: model.norm.weight"),
-        ({"model.layers.1.self_attn.k_proj.weight": None}, r"qkv_proj.weight'.* lands in Box\(\[128:192, 0:128\]\)"),
+        (
+            {"model.layers.1.self_attn.k_proj.weight": None},
+            r"qkv_proj.weight'.* lands in Box\(\[128:192, 0:128\]\)",
+        ),
         ({"model.layers.7.mlp.up_proj.weight": torch.zeros(1)}, "model.layers.7"),
-        ({"model.norm.weight": torch.zeros(5)}, r"cannot load tensor 'model.norm.weight' of shape \(5,\)"),
+        (
+            {"model.norm.weight": torch.zeros(5)},
+            r"cannot load tensor 'model.norm.weight' of shape \(5,\)",
+        ),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
@@ -204,7 +227,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
         (lambda weight, a: weight.copy_(a.view(torch.int32)), "tensor 'a'.* by aten.view.dtype"),
         (lambda weight, a: weight.fill_(a[0, 0].item()), "tensor 'a'.* by aten._local_scalar_dense"),
         (lambda weight, a: weight.add_(a), "parameter 'first.weight': its loader writes by aten.add_"),
-        (lambda weight, a: torch.add(a, a, out=weight), "parameter 'first.weight': its loader writes by aten.add.out"),
+        (
+            lambda weight, a: torch.add(a, a, out=weight),
+            "parameter 'first.weight': its loader writes by aten.add.out",
+        ),
         (
             lambda weight, a: torch.ops.aten._foreach_copy_([weight], [a]),
             "'first.weight': its loader writes by aten._foreach",
@@ -217,7 +243,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
             lambda weight, a: weight.copy_(a[:1]),
             r"'a' cannot be recorded into 'first.weight': .*\(1, 6\) into \(4, 6\)",
         ),
-        (lambda weight, a: weight[:3].copy_(a[:3]), r"'first.weight': no tensor .* lands in Box\(\[3:4, 0:6\]\)"),
+        (
+            lambda weight, a: weight[:3].copy_(a[:3]),
+            r"'first.weight': no tensor .* lands in Box\(\[3:4, 0:6\]\)",
+        ),
         (
             lambda weight, a: (weight.copy_(a), weight[1:3].copy_(a[:2])),
             r"'first.weight': Box\(\[1:3, 0:6\]\) is loaded twice",
@@ -226,7 +255,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
             lambda weight, a: (weight.copy_(a), weight[0].zero_()),
             "'first.weight': its loader fills with 0 over tensor 'a'",
         ),
-        (lambda weight, a: weight.view(-1)[:4].copy_(a.view(-1)[4:8]), "'a' cannot be recorded .* wraps around"),
+        (
+            lambda weight, a: weight.view(-1)[:4].copy_(a.view(-1)[4:8]),
+            "'a' cannot be recorded .* wraps around",
+        ),
         (lambda weight, a: (a[:1].zero_(), weight.copy_(a)), "tensor 'a'.* by aten.zero_"),
         (lambda weight, a: (weight.copy_(a), a.zero_()), "tensor 'a'.* by aten.zero_"),
         (lambda weight, a: weight.copy_(a.clone().add_(1)), "tensor 'a'.* by aten.add_"),

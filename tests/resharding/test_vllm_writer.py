@@ -46,8 +46,14 @@ WHOLE = Box.full((4, 6))
     [
         ([("a", WHOLE, A.bfloat16())], "tensor 'a' came as bfloat16, and vLLM holds it as float32"),
         ([("aa", WHOLE, A)], "tensor 'aa': this rank holds nothing of it"),
-        ([("a", WHOLE, A[:3])], r"tensor 'a' of shape \(4, 6\): \(3, 6\) elements came for Box\(\[0:4, 0:6\]\)"),
-        ([("a", Box((0, 0), (2, 6)), A[:2]), ("a", WHOLE, A)], r"'a': elements of Box\(\[0:4, 0:6\]\) came twice"),
+        (
+            [("a", WHOLE, A[:3])],
+            r"tensor 'a' of shape \(4, 6\): \(3, 6\) elements came for Box\(\[0:4, 0:6\]\)",
+        ),
+        (
+            [("a", Box((0, 0), (2, 6)), A[:2]), ("a", WHOLE, A)],
+            r"'a': elements of Box\(\[0:4, 0:6\]\) came twice",
+        ),
         (
             [("a", Box((0, 0), (5, 6)), torch.zeros(5, 6))],
             r"'a': Box\(\[4:5, 0:6\]\) was sent to a rank that holds nothing",
@@ -78,7 +84,9 @@ def test_a_bias_is_written_at_once_and_makes_a_model_of_two_versions():
         toy.first.bias.data.copy_(tensors["bias"])
 
     toy, tensors = Toy(load), TOY | {"bias": torch.ones(4)}
-    toy.first.bias = torch.nn.Parameter(torch.zeros(4), requires_grad=False)  # vLLM gives a bias no loading format
+    toy.first.bias = torch.nn.Parameter(
+        torch.zeros(4), requires_grad=False
+    )  # vLLM gives a bias no loading format
     record_metadata_for_reloading(toy)
     writer = writer_of(toy, record(toy, tensors))
     assert torch.equal(toy.first.bias, torch.zeros(4))
@@ -95,7 +103,9 @@ def test_one_layer_at_a_time_has_memory_besides_the_models_own(ranks: Ranks, tmp
     kind, settings = MODELS["experts"]
     tensors = numbered(saved(make_model(kind, **settings), tmp_path))
     model = ranks.build(tmp_path, 1, 2)
-    recording = record(model, dict(reversed(tensors.items())))  # in whatever order the checkpoint has them
+    recording = record(
+        model, dict(reversed(tensors.items()))
+    )  # in whatever order the checkpoint has them
     most = 0
 
     def watched() -> Iterator[tuple[str, Box, torch.Tensor]]:
@@ -103,7 +113,10 @@ def test_one_layer_at_a_time_has_memory_besides_the_models_own(ranks: Ranks, tmp
         for entry in slices_of(recording.layout, tensors, rows=16):
             yield entry
             waiting = [layer for layer in model.modules() if get_layerwise_info(layer).can_load()]
-            most = max(most, sum(any(not p.is_meta for p in layer.parameters(recurse=False)) for layer in waiting))
+            most = max(
+                most,
+                sum(any(not p.is_meta for p in layer.parameters(recurse=False)) for layer in waiting),
+            )
 
     writer_of(model, recording).apply(watched())
     assert most == 1
@@ -169,9 +182,18 @@ def check_engine(folder: Path, tensors: Tensors, *, size: int = 1) -> None:
     engine = VllmEngine(str(folder), settings)
 
     def generated() -> list[tuple[list[int], list[float]]]:
-        requests = [GenerationRequest(row, np.arange(3, 9 + row).astype(np.int32), seed=row) for row in range(4)]
-        found = [each for part in engine.generate(requests, Sampling(max_tokens=16, ignore_stop=True)) for each in part]
-        return [(each.token_ids.tolist(), each.logprobs.tolist()) for each in sorted(found, key=lambda x: x.request_id)]
+        requests = [
+            GenerationRequest(row, np.arange(3, 9 + row).astype(np.int32), seed=row) for row in range(4)
+        ]
+        found = [
+            each
+            for part in engine.generate(requests, Sampling(max_tokens=16, ignore_stop=True))
+            for each in part
+        ]
+        return [
+            (each.token_ids.tolist(), each.logprobs.tolist())
+            for each in sorted(found, key=lambda x: x.request_id)
+        ]
 
     # vLLM calls both in each of its ranks, with the rank's worker.
     def recorded(worker: Any) -> RankLayout:
@@ -185,10 +207,15 @@ def check_engine(folder: Path, tensors: Tensors, *, size: int = 1) -> None:
         return recording.layout
 
     def written(worker: Any, factor: float) -> None:
-        worker.weft_writer.apply(slices_of(worker.weft_layout, {name: factor * each for name, each in tensors.items()}))
+        worker.weft_writer.apply(
+            slices_of(worker.weft_layout, {name: factor * each for name, each in tensors.items()})
+        )
 
     def reloaded(worker: Any, factor: float) -> None:
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
 
         from weft.resharding.vllm_writer import experts_packed_anew, process_tied
 
@@ -223,7 +250,9 @@ def check_engine(folder: Path, tensors: Tensors, *, size: int = 1) -> None:
     ],
 )
 @pytest.mark.slow
-def test_an_engine_generates_the_same_after_recording_and_after_each_update(tmp_path: Path, name: str, size: int):
+def test_an_engine_generates_the_same_after_recording_and_after_each_update(
+    tmp_path: Path, name: str, size: int
+):
     program = """
         import sys
         from pathlib import Path

@@ -33,7 +33,12 @@ SIZES = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
 
 
 def make_model(kind: str, **settings: Any) -> Any:
@@ -64,7 +69,10 @@ def numbered(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()}
+    return {
+        name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in tensors.items()
+    }
 
 
 def slices_of(layout: RankLayout, tensors: Mapping[str, torch.Tensor], *, rows: int = 1 << 30) -> Slices:
@@ -87,21 +95,33 @@ def slices_of(layout: RankLayout, tensors: Mapping[str, torch.Tensor], *, rows: 
 
 
 MODELS = {
-    "tied": ("Qwen2", {"vocab_size": 40, "tie_word_embeddings": True}),  # the last of four ranks has padding alone
+    "tied": (
+        "Qwen2",
+        {"vocab_size": 40, "tie_word_embeddings": True},
+    ),  # the last of four ranks has padding alone
     "biases": ("Qwen2", {"tie_word_embeddings": False}),
     "norms of heads": ("Qwen3", {}),
     "Llama": ("Llama", {"tie_word_embeddings": False}),
     "one key head": ("Qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "experts": ("Qwen3Moe", EXPERTS),
     "Mixtral": ("Mixtral", EXPERTS),
-    "odd experts": ("Qwen3Moe", EXPERTS | {"moe_intermediate_size": 48}),  # vLLM's kernel on CPU pads them
+    "odd experts": (
+        "Qwen3Moe",
+        EXPERTS | {"moe_intermediate_size": 48},
+    ),  # vLLM's kernel on CPU pads them
     "transposed experts": (
         "GptOss",
         EXPERTS | {"intermediate_size": 128, "num_key_value_heads": 4, "sliding_window": 16},
     ),
     "vocabulary": (
         "Qwen2",
-        {"vocab_size": 151_937, "num_hidden_layers": 1, "hidden_size": 32, "head_dim": 8, "tie_word_embeddings": True},
+        {
+            "vocab_size": 151_937,
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "head_dim": 8,
+            "tie_word_embeddings": True,
+        },
     ),
 }
 
@@ -111,7 +131,9 @@ class Ranks:
     on a GPU, so that the loaded values can be looked at."""
 
     def __init__(self, group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+            UnquantizedFusedMoEMethod,
+        )
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 

@@ -23,7 +23,9 @@ def main(folder: Path, rank: int) -> None:
 
     norm[7] += 1e-6 * rank
     check_alike(state, mesh["tp"])
-    assert torch.equal(norm, torch.linspace(1, 2, 100)), "copies that rounding moved apart are the first rank's"
+    assert torch.equal(norm, torch.linspace(1, 2, 100)), (
+        "copies that rounding moved apart are the first rank's"
+    )
 
     norm[7] += 0.5 * rank
     try:

@@ -25,7 +25,13 @@ from weft.workers.training.fsdp import FsdpEngine
 from weft.workers.worker import Context
 
 LOSS = PolicyLoss(old="old_logprobs")
-SETTINGS = {"learning_rate": 1e-3, "warmup_steps": 2, "decay": "linear", "decay_steps": 6, "weight_decay": 0.1}
+SETTINGS = {
+    "learning_rate": 1e-3,
+    "warmup_steps": 2,
+    "decay": "linear",
+    "decay_steps": 6,
+    "weight_decay": 0.1,
+}
 
 
 class FullDisk(Disk):
@@ -40,7 +46,9 @@ class FullDisk(Disk):
         super().write(descriptor, data)
 
 
-def actor(model: Path, context: Context = Context(), disk: Disk | None = None, **settings: Any) -> ActorWorker:
+def actor(
+    model: Path, context: Context = Context(), disk: Disk | None = None, **settings: Any
+) -> ActorWorker:
     engine = partial(FsdpEngine, disk=disk)
     return ActorWorker(ActorConfig(model=str(model), engine=engine, **{**SETTINGS, **settings}), context)
 
@@ -131,7 +139,11 @@ def main(path: Path, rank: int) -> None:
     try:
         worker.checkpoint_written(wait=True)
     except (OSError, RuntimeError) as error:
-        expected = "the disk is full: " if rank == last else f"rank {last} could not write its part: No space left"
+        expected = (
+            "the disk is full: "
+            if rank == last
+            else f"rank {last} could not write its part: No space left"
+        )
         assert expected in str(error)
     else:
         raise AssertionError("a disk of one rank was full, and nothing was said")

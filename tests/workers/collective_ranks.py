@@ -10,7 +10,9 @@ from weft.workers.training.sharded_model import DirectAllGather, DirectReduceSca
 
 
 def main(folder: Path, rank: int) -> None:
-    dist.init_process_group("gloo", store=rendezvous(folder, rank).join("all", rank, 3), rank=rank, world_size=3)
+    dist.init_process_group(
+        "gloo", store=rendezvous(folder, rank).join("all", rank, 3), rank=rank, world_size=3
+    )
     group = dist.distributed_c10d._get_default_group()
     whole = torch.randn(3 * 5, generator=torch.Generator().manual_seed(rank))
     own = whole[:5].clone()

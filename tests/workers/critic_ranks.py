@@ -26,7 +26,9 @@ def main(folder: Path, rank: int) -> None:
     rows = Batch(pa.ipc.open_file(folder / "rows.arrow").get_batch(0)).take(case["shares"][rank])
     seen = {}
     for head in HEADS:
-        context = Context("critic", rank, len(case["shares"]), rendezvous(folder, rank, f"rendezvous-{head}"))
+        context = Context(
+            "critic", rank, len(case["shares"]), rendezvous(folder, rank, f"rendezvous-{head}")
+        )
         worker = CriticWorker(CriticConfig(**case["config"], head=head), context)
         before, _ = worker.engine.values(rows)
         gradient, metrics = one_step(worker, rows, LOSSES[head])
@@ -37,6 +39,12 @@ def main(folder: Path, rank: int) -> None:
         worker.update(rows, loss=LOSSES[head])
         worker.load_checkpoint(folder / f"checkpoint-{head}")
         restored, _ = worker.engine.values(rows)
-        seen[head] = {"before": before, "gradient": gradient, "metrics": metrics, "after": after, "restored": restored}
+        seen[head] = {
+            "before": before,
+            "gradient": gradient,
+            "metrics": metrics,
+            "after": after,
+            "restored": restored,
+        }
         worker.close()
     torch.save(seen, folder / f"rank{rank}.pt")

@@ -24,7 +24,12 @@ _SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 _CAPPED = {
     "sliding_window": 5,
     "query_pre_attn_scalar": 1,
@@ -46,7 +51,13 @@ _LONGROPE = _rope(
     short_factor=[1.0] * 4,
     long_factor=[4.0, 8.0, 12.0, 16.0],
 ) | {"original_max_position_embeddings": _SHORT}
-_MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+_MAMBA = {
+    "mamba_d_ssm": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+}
 
 _EYES = {
     "hidden_size": 16,
@@ -74,11 +85,17 @@ WERE_WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 2": ("gemma2", _CAPPED),
     "VaultGemma": ("vaultgemma", _CAPPED),
     "Gemma 4": ("gemma4", _GEMMA_4),
-    "Gemma 3 that sees": ("gemma3", {"text_config": {"attention_dropout": 0.5, **_WINDOW}, "vision_config": _EYES}),
+    "Gemma 3 that sees": (
+        "gemma3",
+        {"text_config": {"attention_dropout": 0.5, **_WINDOW}, "vision_config": _EYES},
+    ),
     "Phi-3 longrope": ("phi3", _LONGROPE),
     "dynamic NTK": ("llama", {**_rope("dynamic"), "max_position_embeddings": _SHORT}),
     "Falcon-H1": ("falcon_h1", {"lm_head_multiplier": 0.3, **_MAMBA}),
-    "RecurrentGemma": ("recurrent_gemma", {"attention_window_size": 5, "logits_soft_cap": 3.0, "lru_width": 32}),
+    "RecurrentGemma": (
+        "recurrent_gemma",
+        {"attention_window_size": 5, "logits_soft_cap": 3.0, "lru_width": 32},
+    ),
     "HyperCLOVAX": ("hyperclovax", {"logits_scaling": 0.25}),
     "ModernBERT-decoder": ("modernbert-decoder", {"local_attention": 5}),
     "PhiMoE": ("phimoe", {"router_jitter_noise": 0.3, "input_jitter_noise": 0.3, **_EXPERTS}),
@@ -95,7 +112,9 @@ WERE_RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {}),
     "Llama 3 rope": (
         "llama",
-        _rope("llama3", original_max_position_embeddings=_SHORT, low_freq_factor=1.0, high_freq_factor=4.0),
+        _rope(
+            "llama3", original_max_position_embeddings=_SHORT, low_freq_factor=1.0, high_freq_factor=4.0
+        ),
     ),
     "YaRN": ("llama", _rope("yarn", original_max_position_embeddings=_SHORT)),
     "Mistral": ("mistral", _WINDOW),

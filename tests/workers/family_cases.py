@@ -35,7 +35,9 @@ def config_of(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
 
 def asked_of(request: pytest.FixtureRequest, cases: list[str], quick: Sequence[str]) -> list[str]:
     """The cases that the tests of a module need which are to run: all, if a slow one is."""
-    slow = any(item.path == request.path and item.get_closest_marker("slow") for item in request.session.items)
+    slow = any(
+        item.path == request.path and item.get_closest_marker("slow") for item in request.session.items
+    )
     return cases if slow else [*quick]
 
 
@@ -49,7 +51,9 @@ def write_models(folder: Path, names: Iterable[str]) -> Path:
     return folder
 
 
-def on_one_rank(models: Path, names: Iterable[str], rows: Batch = ROWS, **settings: Any) -> dict[str, Any]:
+def on_one_rank(
+    models: Path, names: Iterable[str], rows: Batch = ROWS, **settings: Any
+) -> dict[str, Any]:
     """What one rank computes of each model: log-probabilities before and after a step, and its gradient."""
     found = {}
     for name in names:
@@ -78,19 +82,25 @@ def run_ranks(
     with pa.ipc.new_file(folder / "rows.arrow", rows.record.schema) as file:
         file.write_batch(rows.record)
     configs = {name: config_of(models, name, **settings) for name in names}
-    (folder / "case.json").write_text(json.dumps({"ranks": ranks, "replica": replica, "configs": configs}))
+    (folder / "case.json").write_text(
+        json.dumps({"ranks": ranks, "replica": replica, "configs": configs})
+    )
     run_processes(family_ranks.main, folder, ranks)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-def check(folder: Path, name: str, ranks: list[dict[str, Any]], expected: dict[str, Any], replica: int = 2) -> None:
+def check(
+    folder: Path, name: str, ranks: list[dict[str, Any]], expected: dict[str, Any], replica: int = 2
+) -> None:
     """See that the ranks found what one rank did, and give the weights that they have saved."""
     replicas = len(ranks) // replica
     norm = torch.stack([g.norm() for g in expected["gradient"].values()]).norm()
     for number, rank in enumerate(ranks):
         found = rank[name]
         for when, tolerance in (("said", 2e-5), ("after", 2e-3)):
-            for mine, theirs in zip(found[when], expected[when][number // replica :: replicas], strict=True):
+            for mine, theirs in zip(
+                found[when], expected[when][number // replica :: replicas], strict=True
+            ):
                 assert mine == pytest.approx(theirs, abs=tolerance, rel=tolerance)
         assert found["gradient"].keys() == expected["gradient"].keys()
         for parameter, gradient in expected["gradient"].items():

@@ -24,7 +24,9 @@ def main(folder: Path, rank: int) -> None:
         context = Context("actor", rank, case["ranks"], rendezvous(folder, rank, name.replace(" ", "-")))
         worker = ActorWorker(ActorConfig(**config), context)
         try:
-            mine = rows.take(list(range(worker.coordinates.dp, len(rows), case["ranks"] // case["replica"])))
+            mine = rows.take(
+                list(range(worker.coordinates.dp, len(rows), case["ranks"] // case["replica"]))
+            )
             said = worker.logprobs(mine, into="said")["said"].to_pylist()
             gradient, _ = one_step(worker, mine)
             after = worker.logprobs(mine, into="said")["said"].to_pylist()
@@ -33,7 +35,10 @@ def main(folder: Path, rank: int) -> None:
             worker.load_checkpoint(folder / f"step-{name}")
             assert worker.logprobs(mine, into="said")["said"].to_pylist() == after
             worker.save(folder / f"saved-{name}")
-            parts = [(part.name, part.shape, part.box, part.tensor.clone()) for part in worker.engine.published_parts()]
+            parts = [
+                (part.name, part.shape, part.box, part.tensor.clone())
+                for part in worker.engine.published_parts()
+            ]
             found[name] = {"said": said, "gradient": gradient, "after": after, "parts": parts}
         finally:
             worker.close()

@@ -23,17 +23,34 @@ def outputs(case: str, *, mesh: DeviceMesh | None) -> list[Tensor]:
     form, vocabulary, biased = CASES[case]
     torch.manual_seed(0)
     hidden, weight, bias, upstream = (
-        torch.randn(*shape, dtype=torch.float64) for shape in ((7, 4), (vocabulary, 4), (vocabulary,), (2, 7))
+        torch.randn(*shape, dtype=torch.float64)
+        for shape in ((7, 4), (vocabulary, 4), (vocabulary,), (2, 7))
     )
-    targets, temperatures = torch.randint(vocabulary, (7,)), torch.linspace(0.5, 2, 7, dtype=torch.float64)
-    leaves = [hidden, *(each if mesh is None else distribute_tensor(each, mesh, [Shard(0)]) for each in (weight, bias))]
+    targets, temperatures = (
+        torch.randint(vocabulary, (7,)),
+        torch.linspace(0.5, 2, 7, dtype=torch.float64),
+    )
+    leaves = [
+        hidden,
+        *(each if mesh is None else distribute_tensor(each, mesh, [Shard(0)]) for each in (weight, bias)),
+    ]
     leaves = [leaf.requires_grad_() for leaf in leaves[: 2 + biased]]
     logprobs, entropies = head_logprobs(
-        leaves[0], leaves[1], leaves[2] if biased else None, targets, temperatures, form, entropy=True, chunk=3 * 8 * 10
+        leaves[0],
+        leaves[1],
+        leaves[2] if biased else None,
+        targets,
+        temperatures,
+        form,
+        entropy=True,
+        chunk=3 * 8 * 10,
     )
     assert entropies is not None
     gradients = torch.autograd.grad((logprobs * upstream[0] + entropies * upstream[1]).sum(), leaves)
-    return [each.full_tensor() if isinstance(each, DTensor) else each for each in (logprobs, entropies, *gradients)]
+    return [
+        each.full_tensor() if isinstance(each, DTensor) else each
+        for each in (logprobs, entropies, *gradients)
+    ]
 
 
 def main(folder: Path, rank: int) -> None:

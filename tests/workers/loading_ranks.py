@@ -20,7 +20,9 @@ from weft.workers.worker import Context
 
 def loaded(folder: str) -> Any:
     """By `transformers`, complete, in float32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
 
 
 def held_bytes(engine: Any) -> int:
@@ -48,7 +50,11 @@ def check_alike(engine: Any, folder: str) -> None:
 
 def check_published(engine: Any, folder: str) -> None:
     """What the ranks give is, box by box, what the files hold, and together all of it."""
-    stored = {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
+    stored = {
+        name: tensor
+        for file in Path(folder).glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
     given = torch.tensor(0)
     for part in engine.published_parts():
         given += part.box.numel

@@ -29,7 +29,9 @@ def main(folder: Path, rank: int) -> None:
     engine = cast(Any, worker.engine)
     replicas = case["ranks"] // config.tensor_parallel
     mine = np.arange(worker.coordinates.dp, len(rows), replicas)
-    base = {n: local(p).clone() for n, p in engine.model.causal_lm.named_parameters() if not p.requires_grad}
+    base = {
+        n: local(p).clone() for n, p in engine.model.causal_lm.named_parameters() if not p.requires_grad
+    }
     first = worker.logprobs(rows.take(mine), into="x", adapter=False)
     for _ in range(2):
         worker.update(rows.take(mine), loss=LOSS)

@@ -52,9 +52,13 @@ HEADS: tuple[Head, ...] = ("logprobs", "values", "rewards")
 per_token = preference.LogRatio(per_token=True)
 LOSSES: dict[str, Case] = {
     "token mean": Case(PolicyLoss()),
-    "grpo": Case(PolicyLoss(aggregation=sequence_mean, kl=KlPenalty(coefficient=0.1), old="old_logprobs")),
+    "grpo": Case(
+        PolicyLoss(aggregation=sequence_mean, kl=KlPenalty(coefficient=0.1), old="old_logprobs")
+    ),
     "dr grpo": Case(PolicyLoss(aggregation=fixed_length(16))),
-    "dual clip, k2": Case(PolicyLoss(surrogate=Clipped(dual=3.0), kl=KlPenalty(coefficient=0.1, estimator=k2))),
+    "dual clip, k2": Case(
+        PolicyLoss(surrogate=Clipped(dual=3.0), kl=KlPenalty(coefficient=0.1, estimator=k2))
+    ),
     "entropy": Case(PolicyLoss(entropy_coefficient=0.01)),
     "gspo": Case(PolicyLoss(surrogate=Clipped(low=0.1), ratio=sequence_ratio, aggregation=sequence_mean)),
     "rloo": Case(PolicyLoss(ratio=sequence_product, aggregation=sequence_mean), tolerance=3e-6),
@@ -64,7 +68,9 @@ LOSSES: dict[str, Case] = {
     ),
     "log-likelihood": Case(PolicyLoss(surrogate=PlainPolicyGradient())),
     "decoupled": Case(PolicyLoss(old="old_logprobs", correction=TruncatedImportance())),
-    "icepop": Case(PolicyLoss(correction=(TruncatedImportance(cap=1.2, level="sequence"), Rejection(low=0.8)))),
+    "icepop": Case(
+        PolicyLoss(correction=(TruncatedImportance(cap=1.2, level="sequence"), Rejection(low=0.8)))
+    ),
     "supervised": Case(NegativeLogLikelihood()),
     "supervised by sequence": Case(NegativeLogLikelihood(aggregation=sequence_mean)),
     "dpo": Case(PreferenceLoss()),
@@ -84,7 +90,9 @@ LOSSES: dict[str, Case] = {
 }
 
 
-def worker(model: str, head: Head, context: Context = Context(), **settings: Any) -> ActorWorker | CriticWorker:
+def worker(
+    model: str, head: Head, context: Context = Context(), **settings: Any
+) -> ActorWorker | CriticWorker:
     settings = {"model": model, "learning_rate": 1e-3, "max_grad_norm": None, **settings}
     if head == "logprobs":
         return ActorWorker(ActorConfig(**settings), context)

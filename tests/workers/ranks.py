@@ -28,7 +28,9 @@ def rendezvous(folder: Path, rank: int, name: str = "rendezvous") -> Rendezvous:
     return Rendezvous(LOOPBACK, int(told.read_text()), SECRET, TIMEOUT_S)
 
 
-def run_processes(main: Callable[[Path, int], None], argument: Path, ranks: int, timeout_s: float = 240) -> None:
+def run_processes(
+    main: Callable[[Path, int], None], argument: Path, ranks: int, timeout_s: float = 240
+) -> None:
     """Call `main(argument, rank)` in a process for each rank, all at once; what a rank that fails has said is in the assertion."""
     folder = argument if argument.is_dir() else argument.parent
     started = [Forked(folder / f"rank{rank}.log", main, argument, rank) for rank in range(ranks)]

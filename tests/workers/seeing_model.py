@@ -10,7 +10,22 @@ from PIL import Image
 
 from weft.dataflow.batch import Batch
 
-WORDS = ["<unk>", "user", "assistant", "what", "color", "is", "it", "?", "red", "green", "blue", "one", "two", "three"]
+WORDS = [
+    "<unk>",
+    "user",
+    "assistant",
+    "what",
+    "color",
+    "is",
+    "it",
+    "?",
+    "red",
+    "green",
+    "blue",
+    "one",
+    "two",
+    "three",
+]
 SPECIAL = [
     "<|endoftext|>",
     "<|im_start|>",
@@ -46,7 +61,9 @@ def save_model(folder: Path) -> Path:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     sizes: dict[str, Any] = {"patch_size": 4, "temporal_patch_size": 2}
-    Qwen2VLImageProcessorPil(merge_size=2, min_pixels=64, max_pixels=1024, **sizes).save_pretrained(folder)
+    Qwen2VLImageProcessorPil(merge_size=2, min_pixels=64, max_pixels=1024, **sizes).save_pretrained(
+        folder
+    )
     torch.manual_seed(0)
     config = Qwen2_5_VLConfig(
         text_config={
@@ -107,7 +124,13 @@ def asked(images: int) -> list[int]:
     return [ID[word] for word in words]
 
 
-PICTURES = [[picture(0, 24, 16)], [], [picture(1, 16, 32), picture(2, 40, 8)], [picture(3, 8, 8)], [picture(1, 16, 32)]]
+PICTURES = [
+    [picture(0, 24, 16)],
+    [],
+    [picture(1, 16, 32), picture(2, 40, 8)],
+    [picture(3, 8, 8)],
+    [picture(1, 16, 32)],
+]
 """Of each row: some of one image, one of two, one of none."""
 
 

@@ -39,7 +39,10 @@ def take_over(engine: TrainingEngine, weights: dict[str, torch.Tensor]) -> None:
 
 
 def one_step(
-    worker: ActorWorker | CriticWorker, rows: Batch, loss: Loss = LOSS, parts: list[list[int]] | None = None
+    worker: ActorWorker | CriticWorker,
+    rows: Batch,
+    loss: Loss = LOSS,
+    parts: list[list[int]] | None = None,
 ) -> tuple[dict, dict]:
     """(gradient by name, metrics) of one update, its rows (by their numbers) coming in parts."""
     gradient = {}
@@ -49,7 +52,9 @@ def one_step(
         for name, parameter in engine.model.causal_lm.named_parameters():
             if parameter.grad is None:  # beside an adapter the model stands still
                 continue
-            full = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+            full = (
+                parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+            )
             gradient[name] = full.clone()
 
     hook = engine.optimizer.register_step_pre_hook(keep)

@@ -65,7 +65,11 @@ def test_a_step_moves_probability_towards_positive_advantages(tiny_model: Path, 
     assert metrics["loss"] == pytest.approx(
         -rows.ragged_numpy("advantages")[0][trained].mean(), abs=1e-5
     )  # all ratios are 1
-    assert metrics["clip_fraction"] == 0 and metrics["tokens"] == trained.sum() and metrics["skipped_steps"] == 0
+    assert (
+        metrics["clip_fraction"] == 0
+        and metrics["tokens"] == trained.sum()
+        and metrics["skipped_steps"] == 0
+    )
 
 
 def test_the_gap_to_the_generator_is_measured_before_the_update(tiny_model: Path, rows: Batch):
@@ -98,7 +102,9 @@ def test_the_gap_in_bfloat16_is_smaller_than_its_rounding(tiny_model: Path):
     assert 0 < gaps["bfloat16"] < gaps["float32"] < 0.05
 
 
-def test_entropies_come_with_log_probabilities_and_are_those_of_the_distributions(tiny_model: Path, rows: Batch):
+def test_entropies_come_with_log_probabilities_and_are_those_of_the_distributions(
+    tiny_model: Path, rows: Batch
+):
     rows = rows.with_columns(temperature=np.full(len(rows), 0.7, np.float32))
     worker = actor(tiny_model, microbatch_tokens=60)
     scored = worker.logprobs(rows, entropies=True)
@@ -115,7 +121,10 @@ def test_entropies_come_with_log_probabilities_and_are_those_of_the_distribution
 @pytest.mark.parametrize("general", [False, True], ids=["linear head", "any head"])
 @pytest.mark.parametrize("loss", [LOSS, NegativeLogLikelihood()], ids=["policy", "supervised"])
 def test_the_entropy_of_the_policy_is_watched(tiny_model: Path, rows: Batch, general: bool, loss: Any):
-    worker, model = actor(tiny_model, microbatch_tokens=60), AutoModelForCausalLM.from_pretrained(tiny_model).double()
+    worker, model = (
+        actor(tiny_model, microbatch_tokens=60),
+        AutoModelForCausalLM.from_pretrained(tiny_model).double(),
+    )
     if general:
         worker.engine.model.head_form = None  # pyright: ignore[reportAttributeAccessIssue]
     entropies, ends = [], rows.ragged_numpy("response_ids")[1]
@@ -123,7 +132,9 @@ def test_the_entropy_of_the_policy_is_watched(tiny_model: Path, rows: Batch, gen
     for k, row in enumerate(rows.to_rows()):
         ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]]])
         logits = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1] / row["temperature"]
-        entropies += torch.distributions.Categorical(logits=logits).entropy()[mask[ends[k] : ends[k + 1]]].tolist()
+        entropies += (
+            torch.distributions.Categorical(logits=logits).entropy()[mask[ends[k] : ends[k + 1]]].tolist()
+        )
     metrics = values(worker.update(rows, loss=loss))
     assert metrics["entropy"] == pytest.approx(np.mean(entropies), rel=1e-5)
 
@@ -173,7 +184,9 @@ def test_rows_without_a_token_to_train_on_move_nothing(tiny_model: Path, rows: B
     worker = actor(tiny_model)
     before = {name: tensor.clone() for name, tensor in worker.engine.named_tensors()}
     mask, cu_seqlens = rows.ragged_numpy("response_mask")
-    metrics = values(worker.update(rows.with_columns(response_mask=(np.zeros_like(mask), cu_seqlens)), loss=LOSS))
+    metrics = values(
+        worker.update(rows.with_columns(response_mask=(np.zeros_like(mask), cu_seqlens)), loss=LOSS)
+    )
     assert metrics["skipped_steps"] == 1 and metrics["tokens"] == 0
     nothing = values(worker.update(rows.slice(0, 0), loss=LOSS))
     assert nothing["skipped_steps"] == 1
@@ -181,21 +194,31 @@ def test_rows_without_a_token_to_train_on_move_nothing(tiny_model: Path, rows: B
 
 
 def test_an_empty_response_has_no_logprobs_and_costs_nothing(tiny_model: Path):
-    batch = Batch.of(prompt_ids=[[1, 2], [3], [4]], response_ids=[[], [5, 6], []], advantages=[[], [1.0, 1.0], []])
+    batch = Batch.of(
+        prompt_ids=[[1, 2], [3], [4]], response_ids=[[], [5, 6], []], advantages=[[], [1.0, 1.0], []]
+    )
     scored = actor(tiny_model).logprobs(batch)["old_logprobs"].to_pylist()
     assert [len(row) for row in scored] == [0, 2, 0]
     assert actor(tiny_model).logprobs(batch.slice(0, 1))["old_logprobs"].to_pylist() == [[]]
 
 
-def test_a_saved_policy_loads_with_transformers_and_with_an_actor(tiny_model: Path, rows: Batch, tmp_path: Path):
+def test_a_saved_policy_loads_with_transformers_and_with_an_actor(
+    tiny_model: Path, rows: Batch, tmp_path: Path
+):
     worker = actor(tiny_model)
     worker.update(rows, loss=LOSS)
     for _ in range(2):  # the second replaces the first
         worker.save(tmp_path / "policy")
-    assert {p.name for p in (tmp_path / "policy").iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert {p.name for p in (tmp_path / "policy").iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
     assert [p.name for p in tmp_path.iterdir()] == ["policy"]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
-    assert loaded.config.attention_dropout == 0.1  # the engine trains without dropout and does not write that down
+    assert (
+        loaded.config.attention_dropout == 0.1
+    )  # the engine trains without dropout and does not write that down
     weights = dict(worker.engine.named_tensors())
     assert all(torch.equal(parameter, weights[name]) for name, parameter in loaded.named_parameters())
     mine, theirs = worker.logprobs(rows, into="x"), actor(tmp_path / "policy").logprobs(rows, into="x")
@@ -217,7 +240,9 @@ def test_a_reference_follows_the_actor(tiny_model: Path, rows: Batch):
     worker.close()
 
 
-def test_a_receiver_that_was_lost_is_named_in_the_log(tiny_model: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_receiver_that_was_lost_is_named_in_the_log(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+):
     from weft.resharding.incoming import open_weights
 
     worker = actor(tiny_model)
@@ -245,15 +270,20 @@ def test_with_deltas_the_share_of_changed_elements_is_a_metric(
         assert worker.finish_publishing(version=version).checksum == taken
         metrics = worker.update(rows, loss=LOSS)
         shares += [metrics["changed_share"].value] if "changed_share" in metrics else []
-    assert len(shares) == 2 and all(0.5 < share <= 1 for share in shares)  # float32 changes nearly everywhere
+    assert len(shares) == 2 and all(
+        0.5 < share <= 1 for share in shares
+    )  # float32 changes nearly everywhere
     worker.close()
 
 
 def test_what_backends_of_vllms_cannot_do_is_refused_where_it_is_said():
-    with pytest.raises(UserError, match=r"transport=\"vllm:sharded_rdt\" is not supported.*take \"nccl\""):
+    with pytest.raises(
+        UserError, match=r"transport=\"vllm:sharded_rdt\" is not supported.*take \"nccl\""
+    ):
         ActorConfig(model="m", transport="vllm:sharded_rdt")  # pyright: ignore[reportArgumentType]
     with pytest.raises(
-        UserError, match=r"deltas='auto': transport=\"vllm:nccl\" sends whole tensors; take deltas=\"off\""
+        UserError,
+        match=r"deltas='auto': transport=\"vllm:nccl\" sends whole tensors; take deltas=\"off\"",
     ):
         ActorConfig(model="m", transport="vllm:nccl", deltas="auto")
 
@@ -276,7 +306,8 @@ def test_weights_of_another_model_are_refused(tiny_model: Path):
     with pytest.raises(WeightSyncError, match="'head' was published, the model has none of that name"):
         take_over(reference.engine, {**tensors, "head": tensors[name]})
     with pytest.raises(
-        WeightSyncError, match=r"'model.norm.weight' has the shape \(3,\) in the trainer, and \(64,\) in the receiver"
+        WeightSyncError,
+        match=r"'model.norm.weight' has the shape \(3,\) in the trainer, and \(64,\) in the receiver",
     ):
         take_over(reference.engine, {**tensors, name: torch.zeros(3)})
     with pytest.raises(
@@ -286,7 +317,9 @@ def test_weights_of_another_model_are_refused(tiny_model: Path):
 
 
 def check(config: ActorConfig, **arguments: Any) -> None:
-    node = SimpleNamespace(name="actor.update", arguments=arguments, reads=("advantages", "response_logprobs"))
+    node = SimpleNamespace(
+        name="actor.update", arguments=arguments, reads=("advantages", "response_logprobs")
+    )
     ActorWorker.check(config, [node], NO_ROWS)  # pyright: ignore[reportArgumentType]
 
 
@@ -307,7 +340,9 @@ def test_mistakes_are_found_before_any_process_starts(tiny_model: Path):
         check(config, loss=PolicyLoss(ratio=sequence_ratio), minibatches=4)
     with pytest.raises(UserError, match="no such folder"):
         check(ActorConfig(model=str(tiny_model.with_name("tinny"))))
-    with pytest.raises(UserError, match=r"tensor_parallel=4 does not divide the model's num_key_value_heads \(2\)"):
+    with pytest.raises(
+        UserError, match=r"tensor_parallel=4 does not divide the model's num_key_value_heads \(2\)"
+    ):
         check(ActorConfig(model=str(tiny_model), tensor_parallel=4))
     with pytest.raises(UserError, match="did you mean 'learning_rate'"):
         ActorConfig(model="x", learning_rat=1)  # pyright: ignore[reportCallIssue]

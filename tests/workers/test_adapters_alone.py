@@ -54,7 +54,10 @@ def test_the_adapter_travels_alone_in_bfloat16_where_all_followers_serve_it(
         agree_on_adapters([leader, follower])
         assert leader.config.lora.published == published
         if published == "adapter":
-            assert (follower.config.adapter, follower.config.dtype) == (leader.config.lora, leader.config.dtype)
+            assert (follower.config.adapter, follower.config.dtype) == (
+                leader.config.lora,
+                leader.config.dtype,
+            )
         else:
             assert follower.config == follower.given
     assert leader.given.lora.published in (None, published)
@@ -70,7 +73,9 @@ def test_one_follower_that_takes_complete_weights_decides_for_all():
 
 def test_what_cannot_be_served_is_refused_by_name_if_it_was_asked_for():
     leader, follower = a_pair({"lora": Lora(dora=True, published="adapter")}, {})
-    with pytest.raises(UserError, match=r"of 'actor': 'rollout' cannot take the adapter alone: vLLM serves no.*dora"):
+    with pytest.raises(
+        UserError, match=r"of 'actor': 'rollout' cannot take the adapter alone: vLLM serves no.*dora"
+    ):
         agree_on_adapters([leader, follower])
 
     class Own(RolloutWorker):
@@ -97,12 +102,17 @@ def small_update(worker: ActorWorker, rms: float) -> dict[str, torch.Tensor]:
     return updates
 
 
-def arrived(rollout: RolloutWorker, base: dict[str, torch.Tensor], served: bool) -> dict[str, torch.Tensor]:
+def arrived(
+    rollout: RolloutWorker, base: dict[str, torch.Tensor], served: bool
+) -> dict[str, torch.Tensor]:
     """The update that a rollout computes with, by layer."""
     model: Any = rollout.engine.model  # pyright: ignore[reportAttributeAccessIssue]
     parameters = {name: p.detach().double() for name, p in model.named_parameters()}
     if not served:
-        return {name: parameters[f"{name}.weight"] - base[f"{name}.weight"].double() for name in layers_of(base)}
+        return {
+            name: parameters[f"{name}.weight"] - base[f"{name}.weight"].double()
+            for name in layers_of(base)
+        }
     pairs = {n: [parameters[f"{n}.lora_{part}.default.weight"] for part in "BA"] for n in layers_of(base)}
     return {name: 2 * (b @ a) for name, (b, a) in pairs.items()}
 
@@ -117,10 +127,19 @@ def test_a_small_update_arrives_by_the_adapter_and_is_lost_when_merged(tiny_mode
     worker = ActorWorker(ActorConfig(model=str(tiny_model), lora=lora, dtype="bfloat16"))
     served = published == "adapter"
     rollout = RolloutWorker(
-        RolloutConfig(model=str(tiny_model), engine="transformers", dtype="bfloat16", adapter=lora if served else None)
+        RolloutConfig(
+            model=str(tiny_model),
+            engine="transformers",
+            dtype="bfloat16",
+            adapter=lora if served else None,
+        )
     )
     plain: Any = rollout.engine.model  # pyright: ignore[reportAttributeAccessIssue]
-    base = {n.replace(".base_layer", ""): p.detach().clone() for n, p in plain.named_parameters() if "lora_" not in n}
+    base = {
+        n.replace(".base_layer", ""): p.detach().clone()
+        for n, p in plain.named_parameters()
+        if "lora_" not in n
+    }
     updates = small_update(worker, 1e-5)
     weights = worker.publish_weights(1)
     num_bytes = sum(entry.num_bytes for entry in worker._publisher._transfer.entries)
@@ -152,7 +171,9 @@ def test_a_served_adapter_has_the_trainers_log_probabilities(tiny_model: Path, d
     rollout = RolloutWorker(RolloutConfig(model=str(tiny_model), engine="transformers", adapter=lora))
     rollout.receive_weights(worker.publish_weights(3))
     requests = [GenerationRequest(0, torch.tensor([5, 6, 7], dtype=torch.int32).numpy(), seed=0)]
-    (found,) = [r for step in rollout.engine.generate(requests, weft.Sampling(max_tokens=16)) for r in step]
+    (found,) = [
+        r for step in rollout.engine.generate(requests, weft.Sampling(max_tokens=16)) for r in step
+    ]
     batch = Batch.of(prompt_ids=[[5, 6, 7]], response_ids=[found.token_ids.tolist()])
     mine = worker.logprobs(batch, into="x")["x"].to_pylist()[0]
     assert max(abs(a - b) for a, b in zip(mine, found.logprobs.tolist(), strict=True)) < 1e-4
@@ -169,12 +190,18 @@ class EvenTokens:
 
 @weft.node(reads=("response_ids",), writes=("reward",))
 def even_tokens(samples: Batch) -> Batch:
-    return samples.with_columns(reward=[np.mean(np.array(ids) % 2 == 0) for ids in samples["response_ids"].to_pylist()])
+    return samples.with_columns(
+        reward=[np.mean(np.array(ids) % 2 == 0) for ids in samples["response_ids"].to_pylist()]
+    )
 
 
 @pytest.mark.thorough
-def test_a_run_in_bfloat16_sends_adapters_and_goes_on_from_its_checkpoint(tiny_model: Path, tmp_path: Path):
-    prompts = weft.TableSource("prompts", pa.table({"prompt_ids": [[5, 6, 7], [8, 9], [10, 11], [12, 13, 14]]}))
+def test_a_run_in_bfloat16_sends_adapters_and_goes_on_from_its_checkpoint(
+    tiny_model: Path, tmp_path: Path
+):
+    prompts = weft.TableSource(
+        "prompts", pa.table({"prompt_ids": [[5, 6, 7], [8, 9], [10, 11], [12, 13, 14]]})
+    )
     gaps: list[float] = []
     for steps, resume in ((2, "none"), (4, "latest")):
         leader, follower = a_pair(

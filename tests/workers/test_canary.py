@@ -49,7 +49,8 @@ def test_a_generator_that_computes_something_else_is_named(tiny_model: Path, oth
     taken = rollout.receive_weights(actor.publish_weights(5))
     assert actor.finish_publishing(5).checksum == taken, "the weights have arrived"
     with pytest.raises(
-        WeightSyncError, match=r"version 5: rollout\[1\] has taken them, and gives 48 tokens .* in the mean"
+        WeightSyncError,
+        match=r"version 5: rollout\[1\] has taken them, and gives 48 tokens .* in the mean",
     ):
         actor.compare_canaries({"rollout[1]": rollout.canary()}, version=5)
     actor.close()
@@ -77,7 +78,9 @@ class EvenTokens:
 
 @weft.node(reads=("response_ids",), writes=("reward",))
 def even_tokens(samples: Batch) -> Batch:
-    return samples.with_columns(reward=[np.mean(np.array(ids) % 2 == 0) for ids in samples["response_ids"].to_pylist()])
+    return samples.with_columns(
+        reward=[np.mean(np.array(ids) % 2 == 0) for ids in samples["response_ids"].to_pylist()]
+    )
 
 
 def test_a_run_stops_before_it_samples(tiny_model: Path, other_positions: Path, tmp_path: Path):
@@ -85,7 +88,14 @@ def test_a_run_stops_before_it_samples(tiny_model: Path, other_positions: Path, 
     actor: Any = weft.group(weft.ActorWorker, model=str(tiny_model))
     rollout: Any = weft.group(weft.RolloutWorker, model=str(other_positions), engine="transformers")
     rollout.follows(actor)
-    graph = grpo(prompts, rollout=rollout, reward=EvenTokens(), actor=actor, n=2, sampling=weft.Sampling(max_tokens=4))
+    graph = grpo(
+        prompts,
+        rollout=rollout,
+        reward=EvenTokens(),
+        actor=actor,
+        n=2,
+        sampling=weft.Sampling(max_tokens=4),
+    )
     schedule = weft.Synchronous(steps=1, prompts_per_step=2)
     driver = weft.Driver(graph, schedule=schedule, root=tmp_path, name="canary", progress=False)
     with pytest.raises(WeftError, match=r"weights version 0: rollout\[0\] has taken them"), driver:

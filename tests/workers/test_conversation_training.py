@@ -60,11 +60,15 @@ def spans(messages: Any) -> tuple[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("train_on", ["last", "all"])
-def test_the_gradient_is_that_of_the_assistants_tokens_alone(tiny_model: Path, letters: Tokenizer, train_on: Any):
+def test_the_gradient_is_that_of_the_assistants_tokens_alone(
+    tiny_model: Path, letters: Tokenizer, train_on: Any
+):
     prompts = Prompts.from_rows(DIALOGUES, letters, train_on=train_on)
     rows = Batch.of_table(prompts.table.drop_columns(["messages", "prompt"]))
     worker = actor(tiny_model)
-    found = {name: metric.value for name, metric in worker.update(rows, loss=NegativeLogLikelihood()).items()}
+    found = {
+        name: metric.value for name, metric in worker.update(rows, loss=NegativeLogLikelihood()).items()
+    }
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model).double()
     total, number = torch.zeros((), dtype=torch.float64), 0
@@ -78,7 +82,9 @@ def test_the_gradient_is_that_of_the_assistants_tokens_alone(tiny_model: Path, l
         total = total - logprobs[torch.from_numpy(said[1:])].sum()
         number += int(said.sum())
     (total / number).backward()
-    norm = torch.sqrt(sum((p.grad.square().sum() for p in model.parameters() if p.grad is not None), torch.zeros(())))
+    norm = torch.sqrt(
+        sum((p.grad.square().sum() for p in model.parameters() if p.grad is not None), torch.zeros(()))
+    )
     assert found["tokens"] == number
     assert found["loss"] == pytest.approx((total / number).item(), rel=1e-5)
     assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
@@ -91,7 +97,11 @@ def test_pairs_of_several_turns_count_only_those_of_the_assistant(tiny_model: Pa
         "rejected": [user("color"), ai("red"), user("really"), ai("no")],
     }
     table = Prompts.from_rows([row], letters).table
-    rows = pairs(Batch.of_table(table.select([c for c in table.column_names if "_" in c])).with_columns(sample_id=[0]))
+    rows = pairs(
+        Batch.of_table(table.select([c for c in table.column_names if "_" in c])).with_columns(
+            sample_id=[0]
+        )
+    )
     rows = rows.with_columns(group_id=[0, 0], prompt_ids=table["prompt_ids"].to_pylist() * 2)
     likelihood = PreferenceLoss(beta=1, score=LogLikelihood(), likelihood=1)
     worker = actor(tiny_model)

@@ -71,7 +71,9 @@ def pad(worker: CriticWorker) -> CriticWorker:
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("head", HEADS)
-def test_values_are_those_of_a_straight_forward_pass(tiny_model: Path, rows: Batch, head: str, packed: bool):
+def test_values_are_those_of_a_straight_forward_pass(
+    tiny_model: Path, rows: Batch, head: str, packed: bool
+):
     worker = critic(tiny_model, head, microbatch_tokens=50)
     worker = worker if packed else pad(worker)
     said, _ = worker.engine.values(rows)
@@ -79,7 +81,9 @@ def test_values_are_those_of_a_straight_forward_pass(tiny_model: Path, rows: Bat
     assert np.abs(said - np.concatenate(expected)).max() < 1e-5
     assert 0.02 < said.std() < 0.5, "a new head is small, and not 0"
     if head == "rewards":
-        assert worker.score(rows)["reward"].to_pylist() == pytest.approx([row[-1] for row in expected], abs=1e-5)
+        assert worker.score(rows)["reward"].to_pylist() == pytest.approx(
+            [row[-1] for row in expected], abs=1e-5
+        )
     else:
         assert worker.values(rows).ragged_numpy("values")[0].tolist() == said.tolist()
 
@@ -95,7 +99,11 @@ def test_a_value_does_not_see_its_token_and_a_reward_does(tiny_model: Path):
 @pytest.mark.parametrize("head", HEADS)
 def test_all_but_the_head_that_it_had_is_trained(tiny_model: Path, scored: Batch, head: str):
     whole, _ = one_step(critic(tiny_model, head), scored, LOSSES[head])
-    assert whole["score.weight"].norm() > 0 and "model.embed_tokens.weight" in whole and "lm_head.weight" not in whole
+    assert (
+        whole["score.weight"].norm() > 0
+        and "model.embed_tokens.weight" in whole
+        and "lm_head.weight" not in whole
+    )
     again, _ = one_step(critic(tiny_model, head, activation_checkpointing=True), scored, LOSSES[head])
     assert difference(again, whole) < 1e-6
 
@@ -104,14 +112,18 @@ SPLITS = {
     "two ranks": ([[*range(8)], [*range(8, 22)]], {}),
     "two ranks, one without rows": ([[*range(22)], []], {"gather": "layerwise", "microbatch_tokens": 60}),
     "tensor parallel": ([[*range(22)], [*range(22)]], {"tensor_parallel": 2}),
-    "two ranks, an adapter": ([[*range(8)], [*range(8, 22)]], {"gather": "layerwise", "lora": {"rank": 4}}),
+    "two ranks, an adapter": (
+        [[*range(8)], [*range(8, 22)]],
+        {"gather": "layerwise", "lora": {"rank": 4}},
+    ),
 }
 IN_EVERY_TEST_RUN = ("two ranks, one without rows", "tensor parallel")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "split", [pytest.param(name, marks=() if name in IN_EVERY_TEST_RUN else pytest.mark.slow) for name in SPLITS]
+    "split",
+    [pytest.param(name, marks=() if name in IN_EVERY_TEST_RUN else pytest.mark.slow) for name in SPLITS],
 )
 def test_nor_on_the_ranks(tiny_model: Path, scored: Batch, tmp_path: Path, split: str):
     shares, settings = SPLITS[split]
@@ -140,7 +152,9 @@ def test_nor_on_the_ranks(tiny_model: Path, scored: Batch, tmp_path: Path, split
         assert np.abs(saved.engine.values(scored)[0] - after).max() < 2e-4
 
 
-def test_what_is_saved_is_loaded_by_transformers_and_by_a_critic(tiny_model: Path, scored: Batch, tmp_path: Path):
+def test_what_is_saved_is_loaded_by_transformers_and_by_a_critic(
+    tiny_model: Path, scored: Batch, tmp_path: Path
+):
     worker = critic(tiny_model, "rewards")
     worker.update(scored, loss=LOSSES["rewards"])
     worker.save(tmp_path / "saved")
@@ -171,5 +185,7 @@ def test_an_empty_response_has_no_reward(tiny_model: Path):
 def test_a_head_of_several_numbers_is_refused(tiny_model: Path, tmp_path: Path):
     plain = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=2)
     plain.save_pretrained(tmp_path / "two")
-    with pytest.raises(UserError, match=r"'score.weight' has shape \[2, 64\]; a scalar head has \[1, 64\]"):
+    with pytest.raises(
+        UserError, match=r"'score.weight' has shape \[2, 64\]; a scalar head has \[1, 64\]"
+    ):
         critic(tmp_path / "two")

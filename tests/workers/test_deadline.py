@@ -10,9 +10,15 @@ from weft.workers.rewards.calls import deadline
 
 def test_code_that_takes_too_long_is_interrupted_and_named():
     before = signal.getsignal(signal.SIGALRM)
-    with pytest.raises(TimeoutError, match=r"the judge took longer than 0\.02 s"), deadline(0.02, "the judge"):
+    with (
+        pytest.raises(TimeoutError, match=r"the judge took longer than 0\.02 s"),
+        deadline(0.02, "the judge"),
+    ):
         time.sleep(10)
-    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (
+        0.0,
+        0.0,
+    )
 
 
 def test_code_that_swallows_the_first_interruption_is_interrupted_again():

@@ -30,7 +30,9 @@ def mesh(dp: int, tp: int = 1, pp: int = 1) -> list[Coordinates]:
 
 def sizes(tokens: Sequence[int], groups: Sequence[int] | None = None) -> RowSizes:
     return RowSizes(
-        np.asarray(tokens), np.asarray(range(len(tokens)) if groups is None else groups), groups is not None
+        np.asarray(tokens),
+        np.asarray(range(len(tokens)) if groups is None else groups),
+        groups is not None,
     )
 
 
@@ -90,13 +92,20 @@ def test_ranks_that_generate_with_one_model_get_equal_rows_and_others_get_others
                     counts[box.slices] += 1
             assert (counts == 1).all()
     kept = Dispatch.SPLIT_BY_GENERATION_DP.collect(ranks)
-    assert sorted(rank in members for rank in kept for members in groups.values()).count(True) == len(groups)
+    assert sorted(rank in members for rank in kept for members in groups.values()).count(True) == len(
+        groups
+    )
     last = [(found[rank]["generation_pp"], found[rank]["generation_tp"]) for rank in kept]
-    assert set(last) == {(p_g - 1, 0)} and pickle.loads(pickle.dumps(Dispatch.SPLIT_BY_GENERATION_DP)) is not None
+    assert (
+        set(last) == {(p_g - 1, 0)}
+        and pickle.loads(pickle.dumps(Dispatch.SPLIT_BY_GENERATION_DP)) is not None
+    )
 
 
 @given(tokens=st.lists(st.integers(0, 1000), max_size=40), parts=st.integers(1, 6))
-def test_a_balanced_split_has_every_row_once_and_no_part_far_above_the_mean(tokens: list[int], parts: int):
+def test_a_balanced_split_has_every_row_once_and_no_part_far_above_the_mean(
+    tokens: list[int], parts: int
+):
     split = balance(tokens, parts)
     assert sorted(i for part in split for i in part) == list(range(len(tokens)))
     assert all(part == sorted(part) for part in split)
@@ -104,17 +113,26 @@ def test_a_balanced_split_has_every_row_once_and_no_part_far_above_the_mean(toke
     assert heaviest <= sum(tokens) / parts + max(tokens, default=0)
 
 
-@given(data=st.data(), dp=st.integers(1, 4), tp=st.integers(1, 3), pp=st.integers(1, 3), whole=st.booleans())
-def test_collected_ranks_hold_each_row_exactly_once(data: st.DataObject, dp: int, tp: int, pp: int, whole: bool):
+@given(
+    data=st.data(), dp=st.integers(1, 4), tp=st.integers(1, 3), pp=st.integers(1, 3), whole=st.booleans()
+)
+def test_collected_ranks_hold_each_row_exactly_once(
+    data: st.DataObject, dp: int, tp: int, pp: int, whole: bool
+):
     groups = data.draw(st.lists(st.integers(0, 4), max_size=20))
     ranks = data.draw(st.permutations(mesh(dp, tp, pp)))
-    rows = sizes(data.draw(st.lists(st.integers(0, 50), min_size=len(groups), max_size=len(groups))), groups)
+    rows = sizes(
+        data.draw(st.lists(st.integers(0, 50), min_size=len(groups), max_size=len(groups))), groups
+    )
     rows = RowSizes(rows.num_tokens, rows.group_ids, whole)
     shares = [s or () for s in Dispatch.SPLIT_BY_DP.distribute(rows, ranks)]
     kept = Dispatch.SPLIT_BY_DP.collect(ranks)
     assert sorted(i for r in kept for i in shares[r]) == list(range(len(groups)))
     assert all(
-        shares[a] == shares[b] for a in range(len(ranks)) for b in range(len(ranks)) if ranks[a].dp == ranks[b].dp
+        shares[a] == shares[b]
+        for a in range(len(ranks))
+        for b in range(len(ranks))
+        if ranks[a].dp == ranks[b].dp
     )
     if whole:
         homes = [{groups[i] for i in shares[r]} for r in kept]
@@ -160,7 +178,10 @@ def test_remote_leaves_the_method_what_it_is_and_an_override_inherits_the_protoc
         def three(self) -> int:
             return 4
 
-    assert dispatch_of(Child, "three") is Dispatch.ONE_TO_ALL and dispatch_of(Child, "onload") is Dispatch.ONE_TO_ALL
+    assert (
+        dispatch_of(Child, "three") is Dispatch.ONE_TO_ALL
+        and dispatch_of(Child, "onload") is Dispatch.ONE_TO_ALL
+    )
     assert dispatch_of(Child, "four") is None
 
 
@@ -205,7 +226,20 @@ def lease(method: str, rows: int) -> tuple[Ledger, Any]:
     declaration = declaration_of(getattr(Counter, method))
     assert declaration is not None and declaration.shape is Shape.MAP
     operation = declaration.called_with({})
-    node = Node(f"counters.{method}", "counters", operation, getattr(Counter, method), {}, (), (), (), 0, None, {}, ())
+    node = Node(
+        f"counters.{method}",
+        "counters",
+        operation,
+        getattr(Counter, method),
+        {},
+        (),
+        (),
+        (),
+        0,
+        None,
+        {},
+        (),
+    )
     ledger = Ledger(Graph("g", TableSource("s", None), (node,)))  # pyright: ignore[reportArgumentType]
     ledger.issue(range(rows), [1] * rows, step=0)
     return ledger, ledger.claim(node)

@@ -27,7 +27,9 @@ def model(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     (folder / "tokenizer.json").write_text("[]")
-    save_file({f"layer.{i}": np.full(5000, i, np.float32) for i in range(5)}, folder / "model.safetensors")
+    save_file(
+        {f"layer.{i}": np.full(5000, i, np.float32) for i in range(5)}, folder / "model.safetensors"
+    )
     for name in ("pytorch_model.bin", "model.gguf", ".hidden"):
         (folder / name).touch()
     return folder
@@ -52,8 +54,14 @@ def test_processes_of_a_node_that_want_one_folder_copy_it_once(
     with ThreadPoolExecutor(3) as threads:
         copies = {*threads.map(lambda _: copy_of(listing, sent(model, asked)), range(3))}
     (copy,) = copies
-    assert copy == cache / listing.key and sorted(asked) == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert {p.name: p.read_bytes() for p in copy.iterdir()} == {name: (model / name).read_bytes() for name in asked}
+    assert copy == cache / listing.key and sorted(asked) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert {p.name: p.read_bytes() for p in copy.iterdir()} == {
+        name: (model / name).read_bytes() for name in asked
+    }
     assert copy.stat().st_mode & 0o777 == 0o700 and (copy / "config.json").stat().st_mode & 0o777 == 0o600
 
 
@@ -63,7 +71,9 @@ def test_a_tokenizer_comes_without_the_weights_beside_it(model: Path):
     assert "pytorch_model.bin" in list_folder(model, weights=True).files, "where there are no others"
 
 
-def test_a_model_of_other_weights_is_another_folder(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_model_of_other_weights_is_another_folder(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     before = list_folder(model, weights=True)
     monkeypatch.setattr(node_folder, "_SMALL_BYTES", 1000)
     large = list_folder(model, weights=True)
@@ -92,7 +102,9 @@ def test_what_was_not_finished_is_begun_anew_and_damage_is_told(cache: Path, mod
         copy_of(listing, damaged)
     assert not (cache / listing.key).exists()
     with pytest.raises(WorkerError, match=r"model\.safetensors changed while it was copied"):
-        copy_of(listing, lambda name, size: [] if name == "model.safetensors" else sent(model)(name, size))
+        copy_of(
+            listing, lambda name, size: [] if name == "model.safetensors" else sent(model)(name, size)
+        )
     assert (copy_of(listing, sent(model)) / "model.safetensors").is_file()
 
 
@@ -104,13 +116,15 @@ def test_a_cache_without_room_or_right_to_write_is_named(
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
         with pytest.raises(
-            UserError, match=r"tiny \(0.0 GB\) lies on the driver's node only, and .*cache.* has room for 0.0 GB"
+            UserError,
+            match=r"tiny \(0.0 GB\) lies on the driver's node only, and .*cache.* has room for 0.0 GB",
         ):
             copy_of(listing, sent(model))
     (tmp_path / "file").touch()
     monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "file"))
     with pytest.raises(
-        UserError, match=r"no copy of it can be written to .*; WEFT_CACHE in the environment of its Ray node"
+        UserError,
+        match=r"no copy of it can be written to .*; WEFT_CACHE in the environment of its Ray node",
     ):
         copy_of(listing, sent(model))
 

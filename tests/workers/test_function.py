@@ -9,5 +9,7 @@ def doubled(rows: Batch, *, factor: int) -> Batch:
 
 
 def test_a_function_is_called_with_its_arguments():
-    result = FunctionWorker(FunctionConfig()).apply(Batch.of(x=[1, 2]), function=doubled, arguments={"factor": 3})
+    result = FunctionWorker(FunctionConfig()).apply(
+        Batch.of(x=[1, 2]), function=doubled, arguments={"factor": 3}
+    )
     assert result.numpy("x").tolist() == [3, 6]

@@ -45,7 +45,9 @@ def check(model: Path, **settings: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_the_context_is_found_wherever_a_model_says_it(tmp_path: Path, settings: dict[str, Any], engine: str):
+def test_the_context_is_found_wherever_a_model_says_it(
+    tmp_path: Path, settings: dict[str, Any], engine: str
+):
     with pytest.raises(UserError, match="together more than the context of 64"):
         check(folder_with(tmp_path, **settings), engine=engine)
 
@@ -69,13 +71,27 @@ def test_the_defaults_of_transformers_are_taken_when_a_worker_starts(tmp_path: P
     ("settings", "message"),
     [
         ({"model_type": "clip"}, "transformers has no causal language model of type 'clip'"),
-        ({"model_type": "qwen_2"}, "transformers has no causal language model of type 'qwen_2'; did you mean 'qwen2'"),
-        ({"architectures": ["Qwen2ForCausalLM"]}, "transformers has no causal language model of type None"),
-        ({"model_type": "bart", "is_encoder_decoder": True}, "models of type 'bart' read with an encoder"),
-        ({"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}}, r"its weights are quantised \(awq\)"),
+        (
+            {"model_type": "qwen_2"},
+            "transformers has no causal language model of type 'qwen_2'; did you mean 'qwen2'",
+        ),
+        (
+            {"architectures": ["Qwen2ForCausalLM"]},
+            "transformers has no causal language model of type None",
+        ),
+        (
+            {"model_type": "bart", "is_encoder_decoder": True},
+            "models of type 'bart' read with an encoder",
+        ),
+        (
+            {"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}},
+            r"its weights are quantised \(awq\)",
+        ),
     ],
 )
-def test_a_model_that_cannot_be_trained_is_refused_by_name(tmp_path: Path, settings: dict[str, Any], message: str):
+def test_a_model_that_cannot_be_trained_is_refused_by_name(
+    tmp_path: Path, settings: dict[str, Any], message: str
+):
     model = folder_with(tmp_path, **TEXT, **settings)
     with pytest.raises(UserError, match=rf"model '{model}' cannot be trained: {message}"):
         ActorWorker.check(ActorConfig(model=model), [], source())
@@ -118,18 +134,27 @@ def test_checking_what_is_trained_needs_neither_torch_nor_transformers(tmp_path:
         ("eos_token_id", {"a": 2}, "not an integer, or a list of them"),
     ],
 )
-def test_a_setting_of_the_wrong_type_is_named_with_its_file(tmp_path: Path, name: str, value: Any, kind: str):
+def test_a_setting_of_the_wrong_type_is_named_with_its_file(
+    tmp_path: Path, name: str, value: Any, kind: str
+):
     settings = {"model_type": "qwen2", **TEXT, "vocab_size": 97, name: value}
     folder = folder_with(tmp_path, **settings)
-    for refuse in (lambda: check(folder), lambda: ActorWorker.check(ActorConfig(model=folder), [], source(20))):
+    for refuse in (
+        lambda: check(folder),
+        lambda: ActorWorker.check(ActorConfig(model=folder), [], source(20)),
+    ):
         with pytest.raises(UserError) as refused:
             refuse()
-        assert f"{name} in {folder / 'config.json'} is {value!r}, {kind}; correct it" in str(refused.value)
+        assert f"{name} in {folder / 'config.json'} is {value!r}, {kind}; correct it" in str(
+            refused.value
+        )
 
 
 @pytest.mark.parametrize("kind", ["nested", "a list"])
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_settings_that_are_no_object_of_bounded_depth_are_refused_by_name(tmp_path: Path, name: str, kind: str):
+def test_settings_that_are_no_object_of_bounded_depth_are_refused_by_name(
+    tmp_path: Path, name: str, kind: str
+):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).write_text('{"a":' * 100_000 if kind == "nested" else "[]")
     with pytest.raises(UserError, match=f"model '{tmp_path}': .*{name}"):

@@ -25,7 +25,9 @@ MODEL = "somebody/tiny"
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of the hub."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path / "hub"), raising=False)
+    monkeypatch.setattr(
+        "huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path / "hub"), raising=False
+    )
     monkeypatch.chdir(tmp_path)
     return tmp_path / "hub"
 
@@ -44,7 +46,9 @@ class Hub:
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / "main").write_text("abc")
         for name in self.files:
-            (snapshot / name).write_text('{"weight_map": {"x": "model-1.safetensors", "y": "model-2.safetensors"}}')
+            (snapshot / name).write_text(
+                '{"weight_map": {"x": "model-1.safetensors", "y": "model-2.safetensors"}}'
+            )
         return str(snapshot)
 
 
@@ -64,10 +68,12 @@ def test_processes_that_want_one_model_download_it_once(cache: Path, monkeypatch
     assert [folder.name for folder in folders] == ["abc"]
 
 
-def test_a_model_in_the_cache_whose_weights_are_lacking_is_downloaded(cache: Path, monkeypatch: pytest.MonkeyPatch):
-    hub(cache, monkeypatch, "config.json", "model.safetensors.index.json", "model-1.safetensors").snapshot_download(
-        MODEL, []
-    )
+def test_a_model_in_the_cache_whose_weights_are_lacking_is_downloaded(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    hub(
+        cache, monkeypatch, "config.json", "model.safetensors.index.json", "model-1.safetensors"
+    ).snapshot_download(MODEL, [])
     made = hub(cache, monkeypatch, "config.json", "model-2.safetensors")
     assert (find(MODEL) / "model-2.safetensors").is_file()
     find(MODEL)
@@ -79,7 +85,11 @@ def test_the_snapshot_of_an_id_is_known_where_the_cache_has_all_that_is_read(
 ):
     hub(cache, monkeypatch, "tokenizer.json").snapshot_download(MODEL, [])
     found = node_folder.cached_folder(MODEL, weights=False)
-    assert found is not None and found.name == "abc" and node_folder.cached_folder(MODEL, weights=True) is None
+    assert (
+        found is not None
+        and found.name == "abc"
+        and node_folder.cached_folder(MODEL, weights=True) is None
+    )
     hub(cache, monkeypatch, "config.json", "model.safetensors").snapshot_download(MODEL, [])
     assert node_folder.cached_folder(MODEL, weights=True) == found
     assert named_folders(RolloutConfig.model_construct(model=MODEL, tokenizer=None)) == {"model": found}
@@ -113,7 +123,9 @@ def test_a_path_is_never_asked_of_the_hub(cache: Path, monkeypatch: pytest.Monke
     assert find("models/own") == Path("models/own")
 
 
-def test_a_download_is_told_as_it_grows_also_by_those_who_wait(cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_download_is_told_as_it_grows_also_by_those_who_wait(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+):
     made = hub(cache, monkeypatch, "config.json", "model.safetensors")
     monkeypatch.setattr(node_folder, "_LOOK_S", 0.01)  # waited out, again and again
     told = {"downloads": threading.Event(), "waits": threading.Event()}

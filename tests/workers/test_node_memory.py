@@ -12,7 +12,10 @@ def write(file: Path, text: str) -> None:
 
 
 def test_the_limit_that_is_nearest_counts_and_caches_do_not(tmp_path: Path):
-    write(tmp_path / "proc/meminfo", f"MemTotal: {64 << 20} kB\nMemFree: 1 kB\nMemAvailable: {48 << 20} kB\n")
+    write(
+        tmp_path / "proc/meminfo",
+        f"MemTotal: {64 << 20} kB\nMemFree: 1 kB\nMemAvailable: {48 << 20} kB\n",
+    )
     machine = node_memory(tmp_path)
     assert machine is not None and (machine.used_bytes, machine.limit_bytes, machine.by) == (
         16 * GIB,
@@ -28,7 +31,9 @@ def test_the_limit_that_is_nearest_counts_and_caches_do_not(tmp_path: Path):
     write(jobs / "memory.stat", f"anon 1\ninactive_file {2 * GIB}\n")
     limited = node_memory(tmp_path)
     assert limited is not None and (limited.used_bytes, limited.limit_bytes) == (5 * GIB, 8 * GIB)
-    assert str(limited) == "5.0 GiB of 8.0 GiB (the limit of cgroup jobs)" and limited.free_bytes == 3 * GIB
+    assert (
+        str(limited) == "5.0 GiB of 8.0 GiB (the limit of cgroup jobs)" and limited.free_bytes == 3 * GIB
+    )
 
 
 def test_the_older_kind_of_cgroup_has_limits_too(tmp_path: Path):

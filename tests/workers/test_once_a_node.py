@@ -9,7 +9,9 @@ import pytest
 from weft.workers.models.node_folder import growth_told
 
 
-def test_a_folder_that_is_renamed_while_it_is_looked_at_ends_no_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_that_is_renamed_while_it_is_looked_at_ends_no_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     partial, whole, scan = tmp_path / ".copy", tmp_path / "copy", os.scandir
     partial.mkdir()
     looked: list[Any] = []

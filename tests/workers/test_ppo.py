@@ -46,7 +46,9 @@ def small_share(response_ids: list[int]) -> float:
 
 def prompts(number: int = 64) -> TableSource:
     rng = np.random.default_rng(0)
-    return TableSource("prompts", pa.table({"prompt_ids": [rng.integers(3, 97, 4).tolist() for _ in range(number)]}))
+    return TableSource(
+        "prompts", pa.table({"prompt_ids": [rng.integers(3, 97, 4).tolist() for _ in range(number)]})
+    )
 
 
 def recorded(model: Path, **settings) -> Graph:
@@ -92,7 +94,10 @@ def test_the_graph_is_that_of_four_models(model: Path):
     ]
     assert {"values", "returns"} <= set(graph["critic.update"].reads)
     assert {"advantages", "response_logprobs"} <= set(graph["actor.update"].reads)
-    assert graph["critic.update"].arguments["epochs"] == 2 and graph["actor.update"].arguments["minibatches"] == 4
+    assert (
+        graph["critic.update"].arguments["epochs"] == 2
+        and graph["actor.update"].arguments["minibatches"] == 4
+    )
     assert "outcome_rewards" in [node.name for node in recorded(model).nodes]
 
 
@@ -107,7 +112,9 @@ def test_it_learns_with_several_epochs_and_minibatches(model: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("schedule", [weft.Pipelined, weft.Asynchronous])
-def test_it_runs_under_other_schedules_with_the_divergence_in_the_loss(model: Path, tmp_path: Path, schedule: type):
+def test_it_runs_under_other_schedules_with_the_divergence_in_the_loss(
+    model: Path, tmp_path: Path, schedule: type
+):
     graph = recorded(model, loss=PolicyLoss(kl=KlPenalty(coefficient=0.05)))
     metrics = run(graph, tmp_path, 3, schedule=schedule)
     assert len(metrics) == 4 and metrics[1]["actor/kl"] == pytest.approx(0, abs=1e-4)
@@ -122,12 +129,21 @@ def test_a_run_goes_on_from_a_checkpoint_of_actor_critic_and_coefficient(model: 
 
     whole = run(graph(), tmp_path / "whole", 4)
     assert whole[1]["kl/kl_coefficient"] == 0.1 and whole[1]["kl/kl"] == pytest.approx(0, abs=1e-4)
-    assert whole[2]["kl/kl_coefficient"] == pytest.approx(0.1 * (1 - 0.2 * 32 / 100)), "it is below its target at first"
+    assert whole[2]["kl/kl_coefficient"] == pytest.approx(0.1 * (1 - 0.2 * 32 / 100)), (
+        "it is below its target at first"
+    )
     assert whole[3]["kl/kl"] > 0
     checkpoint = weft.CheckpointConfig(every=2)
     run(graph(), tmp_path / "cut", 2, checkpoint=checkpoint)
     resumed = run(graph(), tmp_path / "cut", 4, checkpoint=checkpoint, resume="latest")
-    for name in ("reward/mean", "critic/loss", "actor/loss", "critic/value", "kl/kl_coefficient", "kl/kl"):
+    for name in (
+        "reward/mean",
+        "critic/loss",
+        "actor/loss",
+        "critic/value",
+        "kl/kl_coefficient",
+        "kl/kl",
+    ):
         assert resumed[-1][name] == pytest.approx(whole[-1][name], rel=1e-5, abs=1e-7), name
 
 
@@ -141,7 +157,9 @@ def test_a_trained_reward_model_is_the_reward_of_ppo(model: Path, tmp_path: Path
     }
     table = pa.table(columns)
     learner = group(CriticWorker, name="model", model=str(model), head="rewards", learning_rate=2e-3)
-    held_out = weft.Evaluation(reward_accuracy(TableSource("held_out", table.slice(192)), model=learner), every=15)
+    held_out = weft.Evaluation(
+        reward_accuracy(TableSource("held_out", table.slice(192)), model=learner), every=15
+    )
     with weft.Driver(
         reward_model(TableSource("train", table.slice(0, 192)), model=learner),
         schedule=weft.Synchronous(steps=15, prompts_per_step=32),
@@ -169,7 +187,11 @@ def test_a_process_reward_model_learns_which_steps_are_right(model: Path, tmp_pa
         rows["response_ids"].append([each for token in tokens for each in (int(token), 7)])
         rows["labels"].append((tokens < 48).astype(float).tolist())
     learner = group(CriticWorker, name="model", model=str(model), head="rewards", learning_rate=3e-3)
-    metrics = run(process_reward_model(TableSource("steps", pa.table(rows)), model=learner, separator=7), tmp_path, 30)
+    metrics = run(
+        process_reward_model(TableSource("steps", pa.table(rows)), model=learner, separator=7),
+        tmp_path,
+        30,
+    )
     assert metrics[1]["model/loss"] == pytest.approx(np.log(2), abs=0.05)
     assert metrics[-1]["model/step_accuracy"] > 0.9 and metrics[-1]["model/tokens"] == 32 * 6
 
@@ -186,13 +208,18 @@ def test_process_rewards_go_into_advantages(model: Path):
 def test_a_head_that_says_something_else_is_refused(model: Path, tmp_path: Path):
     critic = group(CriticWorker, model=str(model))
     wrong = reward_accuracy(
-        TableSource("pairs", pa.table({"prompt_ids": [[1]], "chosen_ids": [[2]], "rejected_ids": [[3]]})), model=critic
+        TableSource("pairs", pa.table({"prompt_ids": [[1]], "chosen_ids": [[2]], "rejected_ids": [[3]]})),
+        model=critic,
     )
-    with pytest.raises(UserError, match="asks 'model', which has head='values'; score wants head='rewards'"):
+    with pytest.raises(
+        UserError, match="asks 'model', which has head='values'; score wants head='rewards'"
+    ):
         weft.Driver(wrong, schedule=weft.Synchronous(steps=1), root=tmp_path, progress=False)
 
 
 def test_a_model_without_a_head_has_no_rewards(model: Path, tmp_path: Path):
     graph = recorded(model, reward=group(RewardModelWorker, model=str(model)))
-    with pytest.raises(UserError, match=r"has no scalar head \(a tensor 'score.weight' in its safetensors files\)"):
+    with pytest.raises(
+        UserError, match=r"has no scalar head \(a tensor 'score.weight' in its safetensors files\)"
+    ):
         weft.Driver(graph, schedule=weft.Synchronous(steps=1), root=tmp_path, progress=False)

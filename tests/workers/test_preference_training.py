@@ -20,7 +20,9 @@ from weft.workers.training.microbatch_plan import plan_microbatches
 
 
 def actor(model: Path, **settings: Any) -> ActorWorker:
-    return ActorWorker(ActorConfig(model=str(model), **{"learning_rate": 1e-3, "max_grad_norm": None, **settings}))
+    return ActorWorker(
+        ActorConfig(model=str(model), **{"learning_rate": 1e-3, "max_grad_norm": None, **settings})
+    )
 
 
 @pytest.fixture
@@ -41,11 +43,15 @@ def pairs(rows: Batch) -> Batch:
 
 def test_minibatches_keep_pairs_whole(tiny_model: Path, pairs: Batch):
     worker = actor(tiny_model)
-    metrics = worker.update(pairs, loss=PreferenceLoss(), epochs=2, minibatches=5)  # half a pair would be an error
+    metrics = worker.update(
+        pairs, loss=PreferenceLoss(), epochs=2, minibatches=5
+    )  # half a pair would be an error
     assert worker.engine.steps == 10  # pyright: ignore[reportAttributeAccessIssue]
     mask, cu_seqlens = pairs.ragged_numpy("response_mask")
     trained = np.add.reduceat(mask, cu_seqlens[:-1]) > 0
-    whole = 11 - len(set(pairs.numpy("group_id")[~trained]))  # the others have a response without a trained token
+    whole = 11 - len(
+        set(pairs.numpy("group_id")[~trained])
+    )  # the others have a response without a trained token
     assert 0 < whole < 11 and metrics["reward_margin"].weight == 2 * whole  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -53,14 +59,18 @@ def test_a_pair_with_an_empty_response_is_left_out(tiny_model: Path):
     columns: dict[str, Any] = {"prompt_ids": [[1], [1], [2], [2]], "response_ids": [[3, 4], [], [5], [6]]}
     columns |= {"reference_logprobs": [[-4.0, -4.0], [], [-4.0], [-4.0]], "group_id": [1, 1, 2, 2]}
     batch = Batch.of(**columns, preferred=[1, 0, 1, 0])
-    both, alone = (actor(tiny_model).update(rows, loss=PreferenceLoss()) for rows in (batch, batch.take([2, 3])))
+    both, alone = (
+        actor(tiny_model).update(rows, loss=PreferenceLoss()) for rows in (batch, batch.take([2, 3]))
+    )
     assert both["loss"].value == pytest.approx(alone["loss"].value, rel=1e-6)
     assert both["reward_margin"].weight == 1  # pyright: ignore[reportAttributeAccessIssue]
     assert both["reward_margin"].value == pytest.approx(alone["reward_margin"].value, rel=1e-5)
 
 
 def test_a_group_that_is_no_pair_is_named(tiny_model: Path, pairs: Batch):
-    with pytest.raises(UserError, match="group 103 has 1 rows, 1 of them preferred; a preference loss takes pairs"):
+    with pytest.raises(
+        UserError, match="group 103 has 1 rows, 1 of them preferred; a preference loss takes pairs"
+    ):
         half = np.flatnonzero((pairs.numpy("group_id") != 103) | (pairs.numpy("preferred") == 1))
         actor(tiny_model).update(pairs.take(half), loss=PreferenceLoss())
 
@@ -91,7 +101,9 @@ def test_a_run_learns_pairs_and_says_so(tmp_path: Path, tiny_model: Path):
     )
     train, held_out = TableSource("train", table.slice(0, 48)), TableSource("held_out", table.slice(48))
     reference = group(ReferenceWorker, model=str(tiny_model))
-    known = weft.precompute(reference_of_pairs(train, reference=reference), root=tmp_path, name="known", progress=False)
+    known = weft.precompute(
+        reference_of_pairs(train, reference=reference), root=tmp_path, name="known", progress=False
+    )
     actor = group(ActorWorker, model=str(tiny_model), learning_rate=3e-3)
     accuracy = preference_accuracy(held_out, actor=actor)
     with weft.Driver(
@@ -103,7 +115,9 @@ def test_a_run_learns_pairs_and_says_so(tmp_path: Path, tiny_model: Path):
         progress=False,
     ) as driver:
         metrics = driver.run()
-    assert metrics[1]["actor/reward_margin"] == pytest.approx(0, abs=1e-4), "the policy begins as its reference"
+    assert metrics[1]["actor/reward_margin"] == pytest.approx(0, abs=1e-4), (
+        "the policy begins as its reference"
+    )
     assert metrics[1]["samples"] == 32 and metrics[-1]["actor/reward_margin"] > 0.05
     assert metrics[-1]["actor/loss"] < metrics[1]["actor/loss"]
     assert metrics[-1]["eval/preference_margin"] > metrics[0]["eval/preference_margin"]

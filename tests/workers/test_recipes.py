@@ -60,7 +60,11 @@ def prompts() -> TableSource:
 
 def pairs() -> TableSource:
     chosen, rejected = [[13, 14], [15], [16, 17], [18]], [[19], [20, 21], [22], [23, 24]]
-    columns = {"prompt_ids": prompts().table["prompt_ids"], "chosen_ids": chosen, "rejected_ids": rejected}
+    columns = {
+        "prompt_ids": prompts().table["prompt_ids"],
+        "chosen_ids": chosen,
+        "rejected_ids": rejected,
+    }
     return TableSource("pairs", pa.table(columns))
 
 
@@ -82,7 +86,9 @@ def step(graph: Graph, root: Path) -> dict[str, float]:
     """The metrics of a step, in which there was something to learn."""
     assert str(graph).startswith(f"graph {graph.name}") and "actor.update" in graph.mermaid()
     schedule = weft.Synchronous(steps=1, prompts_per_step=4)
-    with weft.Driver(graph, schedule=schedule, root=root, name="run", progress=False, record_every=0) as driver:
+    with weft.Driver(
+        graph, schedule=schedule, root=root, name="run", progress=False, record_every=0
+    ) as driver:
         *_, metrics = driver.run()
     assert metrics["actor/tokens"] > 0 and metrics["actor/skipped_steps"] == 0
     assert math.isfinite(metrics["actor/loss"]) and metrics["actor/grad_norm"] > 0
@@ -93,7 +99,9 @@ def step(graph: Graph, root: Path) -> dict[str, float]:
 def test_every_method_of_the_docs_takes_a_step(model: str, tmp_path: Path, method: str):
     estimator, loss = METHODS[method]
     judged = {"reference": reference(model)} if "reference_logprobs" in loss.reads else {}
-    graph = grpo(prompts(), **workers(model), **judged, n=2, sampling=SAMPLING, advantages=estimator, loss=loss)
+    graph = grpo(
+        prompts(), **workers(model), **judged, n=2, sampling=SAMPLING, advantages=estimator, loss=loss
+    )
     metrics = step(graph, tmp_path)
     assert metrics["actor/clip_fraction"] == 0, "the rows are on-policy"
     if method == "ReMax":
@@ -105,9 +113,17 @@ def test_every_method_of_the_docs_takes_a_step(model: str, tmp_path: Path, metho
 def test_methods_take_several_steps_an_update(model: str, tmp_path: Path, method: str):
     estimator, loss = METHODS[method]
     judged = {"reference": reference(model)} if "reference_logprobs" in loss.reads else {}
-    settings = {"advantages": estimator, "loss": loss, "epochs": 2, "minibatches": 2, "sampling": SAMPLING}
+    settings = {
+        "advantages": estimator,
+        "loss": loss,
+        "epochs": 2,
+        "minibatches": 2,
+        "sampling": SAMPLING,
+    }
     metrics = step(grpo(prompts(), **workers(model), **judged, n=2, **settings), tmp_path)
-    assert metrics["actor/tokens"] == 48 and metrics["actor/approx_kl"] > 0, "steps after the first see another policy"
+    assert metrics["actor/tokens"] == 48 and metrics["actor/approx_kl"] > 0, (
+        "steps after the first see another policy"
+    )
 
 
 @pytest.mark.parametrize("method", LOSSES)

@@ -10,7 +10,9 @@ from weft.dataflow.batch import Batch
 from weft.workers.function import RecorderConfig, RecorderWorker
 
 
-def record(folder: Path, rows: Batch, steps: dict[int, int], *, lease: int = 7, tokenizer: Path | None = None) -> None:
+def record(
+    folder: Path, rows: Batch, steps: dict[int, int], *, lease: int = 7, tokenizer: Path | None = None
+) -> None:
     worker = RecorderWorker(RecorderConfig(tokenizer=str(tokenizer) if tokenizer else None))
     worker.record(rows, folder=folder, graph="train", token=lease, steps=steps)
 
@@ -30,7 +32,11 @@ def test_samples_are_written_with_their_text(tmp_path: Path):
     (file,) = (tmp_path / "samples").glob("*.arrow")
     first, second = written(file)
     assert file.name == "train_000003.7.0.arrow"
-    assert first | {"prompt_ids": [0], "response_ids": [1, 0], "reward": 1.0, "prompt": "a", "response": "b a"} == first
+    assert (
+        first
+        | {"prompt_ids": [0], "response_ids": [1, 0], "reward": 1.0, "prompt": "a", "response": "b a"}
+        == first
+    )
     assert second["response"] == ""
 
 

@@ -21,7 +21,9 @@ def meeting(timeout_s: float = 20.0, secret: str = "right") -> tuple[Rendezvous,
 def test_ranks_meet_and_share_keys_that_nobody_else_guesses():
     first, other = meeting()
     with ThreadPoolExecutor(3) as ranks:
-        joining = [ranks.submit(one.join, "actor", rank, 3) for rank, one in enumerate((first, other, other))]
+        joining = [
+            ranks.submit(one.join, "actor", rank, 3) for rank, one in enumerate((first, other, other))
+        ]
         stores = [each.result(30) for each in joining]
     stores[0].set("where", "here")
     assert [store.get("where") for store in stores] == [b"here"] * 3
@@ -88,7 +90,10 @@ def test_a_rank_that_does_not_come_is_named_by_its_number(clock: Clock):
 def test_rank_0_that_does_not_serve_is_named_with_its_address():
     first, other = meeting(timeout_s=1.0)  # waited out: rank 0 does not serve
     assert first.taken is not None
-    with first.taken, pytest.raises(WorkerError, match=rf"rank 0 did not answer at {LOOPBACK}:{first.port} within 1 s"):
+    with (
+        first.taken,
+        pytest.raises(WorkerError, match=rf"rank 0 did not answer at {LOOPBACK}:{first.port} within 1 s"),
+    ):
         other.join("actor", 1, 2)
 
 
@@ -97,9 +102,12 @@ def test_who_does_not_have_the_secret_is_not_let_in(rank_0: str, rank_1: str, cl
     first, other = meeting(secret=rank_0)
     with ThreadPoolExecutor(2) as ranks:
         joining = [
-            ranks.submit(one.join, "actor", r, 2) for r, one in enumerate((first, replace(other, secret=rank_1)))
+            ranks.submit(one.join, "actor", r, 2)
+            for r, one in enumerate((first, replace(other, secret=rank_1)))
         ]
-        with pytest.raises(WorkerError, match=r"somebody without the secret of 'actor' came to .* as rank 1"):
+        with pytest.raises(
+            WorkerError, match=r"somebody without the secret of 'actor' came to .* as rank 1"
+        ):
             joining[0].result(30)
         clock.now_s = 21.0
         with pytest.raises(WorkerError):
@@ -115,7 +123,9 @@ def test_a_store_that_does_not_have_the_secret_is_not_trusted():
     impostor = TCPStore(LOOPBACK, first.port, None, True, wait_for_workers=False, master_listen_fd=taken)
     impostor.set("nonce/0", "1234")
     impostor.set("proof/0/1", "1234")
-    with pytest.raises(WorkerError, match=rf"who serves {LOOPBACK}:{first.port} does not have the secret of 'actor'"):
+    with pytest.raises(
+        WorkerError, match=rf"who serves {LOOPBACK}:{first.port} does not have the secret of 'actor'"
+    ):
         other.join("actor", 1, 2)
 
 

@@ -38,7 +38,9 @@ def test_schedules_give_the_same_numbers_with_routes_and_a_loss_of_routers(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    prompts = weft.TableSource("prompts", pa.table({"prompt_ids": [[5, 6, 7], [8, 9], [10, 11], [12, 13, 14]]}))
+    prompts = weft.TableSource(
+        "prompts", pa.table({"prompt_ids": [[5, 6, 7], [8, 9], [10, 11], [12, 13, 14]]})
+    )
     found = []
     for schedule in (weft.Synchronous, weft.Pipelined):
         actor = weft.group(weft.ActorWorker, model=model, learning_rate=1e-3, router_loss=0.01)
@@ -54,7 +56,9 @@ def test_schedules_give_the_same_numbers_with_routes_and_a_loss_of_routers(
             sampling=weft.Sampling(max_tokens=8),
         )
         when = schedule(steps=2, prompts_per_step=4)
-        with weft.Driver(graph, schedule=when, backend=weft.Local(), name=schedule.__name__, progress=False) as driver:
+        with weft.Driver(
+            graph, schedule=when, backend=weft.Local(), name=schedule.__name__, progress=False
+        ) as driver:
             found.append(driver.run()[1:])
     for own, other in zip(*found, strict=True):
         assert own["actor/moved_routes"] == 0 and own["actor/mean_logprob_gap"] < 1e-5

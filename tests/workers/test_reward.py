@@ -35,7 +35,10 @@ def model(tmp_path: Path) -> Path:
 
 def samples() -> Batch:
     return Batch.of(
-        sample_id=[7, 8, 9], response_ids=[[1, 2, 0], [3], []], answer=["one two", "two", ""], level=[1, 2, 3]
+        sample_id=[7, 8, 9],
+        response_ids=[[1, 2, 0], [3], []],
+        answer=["one two", "two", ""],
+        level=[1, 2, 3],
     )
 
 
@@ -117,7 +120,8 @@ class Judge:
 
 
 @pytest.mark.parametrize(
-    "function", [functools.partial(exact, answer="three"), Judge(), Judge().__call__, lambda response: True]
+    "function",
+    [functools.partial(exact, answer="three"), Judge(), Judge().__call__, lambda response: True],
 )
 def test_anything_that_can_be_called_will_do(function: Any, model: Path):
     batch, _ = score(function, model)
@@ -206,9 +210,13 @@ def of_trl(completions: list[str], solution: list[str]) -> list[float]: ...
 def of_openrlhf(queries: list[str], prompts: list[str], labels: list[str]) -> list[float]: ...
 
 
-@pytest.mark.parametrize("function", [exact, Math(), Exact(), of_verl, of_verl_batch, of_trl, of_openrlhf])
+@pytest.mark.parametrize(
+    "function", [exact, Math(), Exact(), of_verl, of_verl_batch, of_trl, of_openrlhf]
+)
 @pytest.mark.parametrize("column", ["answer", "ground_truth"])
-def test_rows_without_an_answer_are_counted_before_anything_starts(function: Any, column: str, model: Path):
+def test_rows_without_an_answer_are_counted_before_anything_starts(
+    function: Any, column: str, model: Path
+):
     columns = {"answer": ["a", None, "b", None]}
     if column == "ground_truth" and "verl" in getattr(function, "__name__", ""):
         columns = {"ground_truth": ["a", None, "b", None], "answer": ["a"] * 4}
@@ -221,7 +229,13 @@ def test_rows_without_an_answer_are_counted_before_anything_starts(function: Any
 
 @pytest.mark.parametrize(
     "function",
-    [untyped, lenient, RegularExpression(pattern="a"), functools.partial(exact, answer="a"), lambda response: 1.0],
+    [
+        untyped,
+        lenient,
+        RegularExpression(pattern="a"),
+        functools.partial(exact, answer="a"),
+        lambda response: 1.0,
+    ],
 )
 def test_a_function_that_takes_none_or_no_answer_gets_such_rows(function: Any, model: Path):
     source = TableSource("s", pa.table({"prompt": ["?"] * 2, "answer": ["a", None]}))

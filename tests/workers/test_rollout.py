@@ -34,7 +34,10 @@ def prompts_of(lengths: list[int], *, first_id: int = 100) -> Batch:
     rng = np.random.default_rng(0)
     ids = np.arange(len(lengths)) + first_id
     return Batch.of(
-        sample_id=ids, group_id=ids, parent_id=ids, prompt_ids=[rng.integers(3, 97, length) for length in lengths]
+        sample_id=ids,
+        group_id=ids,
+        parent_id=ids,
+        prompt_ids=[rng.integers(3, 97, length) for length in lengths],
     )
 
 
@@ -54,14 +57,19 @@ def said(parts: Parts) -> list[tuple[Children, Metrics]]:
 def rows_of(parts: Parts) -> Batch:
     """In the order of the prompts, and of their numbers."""
     children = [children for children, _ in said(parts)]
-    rows, numbers = Batch.concat([c.rows for c in children]), np.concatenate([c.numbers for c in children])
+    rows, numbers = (
+        Batch.concat([c.rows for c in children]),
+        np.concatenate([c.numbers for c in children]),
+    )
     return rows.take(np.lexsort((numbers, rows.numpy("parent_id"))).tolist())
 
 
 def tokens(batch: Batch) -> dict[int, list[list[int]]]:
     """Responses by prompt, in the order of their rows."""
     found: dict[int, list[list[int]]] = {}
-    for parent, ids in zip(batch.numpy("parent_id").tolist(), batch["response_ids"].to_pylist(), strict=True):
+    for parent, ids in zip(
+        batch.numpy("parent_id").tolist(), batch["response_ids"].to_pylist(), strict=True
+    ):
         found.setdefault(parent, []).append(ids)
     return found
 
@@ -83,7 +91,9 @@ def test_every_batch_comes_with_its_tokens_and_the_share_that_is_cut_off(worker:
 
 
 def test_every_prompt_gets_n_responses_with_all_columns(worker: RolloutWorker) -> None:
-    batch = rows_of(worker.generate(prompts_of([3, 5, 4]), n=4, sampling=Sampling(max_tokens=6, temperature=0.5)))
+    batch = rows_of(
+        worker.generate(prompts_of([3, 5, 4]), n=4, sampling=Sampling(max_tokens=6, temperature=0.5))
+    )
     declaration = declaration_of(RolloutWorker.generate)
     assert declaration is not None
     assert set(batch.columns) == {
@@ -112,17 +122,23 @@ def test_any_placement_samples_the_same_tokens(worker: RolloutWorker, tiny_model
 
 def test_rows_of_one_group_with_other_prompts_are_drawn_independently(worker: RolloutWorker) -> None:
     prompts = prompts_of([3, 3]).with_columns(group_id=[100, 100])
-    found = tokens(rows_of(worker.generate(prompts, n=2, sampling=Sampling(max_tokens=12, ignore_stop=True))))
+    found = tokens(
+        rows_of(worker.generate(prompts, n=2, sampling=Sampling(max_tokens=12, ignore_stop=True)))
+    )
     assert found[100] != found[101] and found[100][0] != found[100][1]
 
 
-def test_rows_of_one_group_that_come_to_the_same_prompt_are_drawn_independently(worker: RolloutWorker) -> None:
+def test_rows_of_one_group_that_come_to_the_same_prompt_are_drawn_independently(
+    worker: RolloutWorker,
+) -> None:
     same = (
         prompts_of([3])
         .take([0, 0, 0])
         .with_columns(sample_id=[100, 101, 102], draw_path=[[2, 0, 1], [2, 1, 1], [3, 1, 1]])
     )
-    found = tokens(rows_of(worker.generate(same, n=2, sampling=Sampling(max_tokens=12, ignore_stop=True))))
+    found = tokens(
+        rows_of(worker.generate(same, n=2, sampling=Sampling(max_tokens=12, ignore_stop=True)))
+    )
     drawn = [tuple(response) for responses in found.values() for response in responses]
     assert len(set(drawn)) == 6, "turns, rows and responses"
 
@@ -130,14 +146,21 @@ def test_rows_of_one_group_that_come_to_the_same_prompt_are_drawn_independently(
 def test_without_seeds_two_replicas_draw_different_tokens(tiny_model: Path) -> None:
     config = RolloutConfig(model=tiny_model, engine="transformers", seeded=False)
     replicas = [RolloutWorker(config, Context(rank=rank, world_size=2)) for rank in range(2)]
-    one, other = (tokens(rows_of(r.generate(prompts_of([4]), sampling=Sampling(max_tokens=16)))) for r in replicas)
+    one, other = (
+        tokens(rows_of(r.generate(prompts_of([4]), sampling=Sampling(max_tokens=16)))) for r in replicas
+    )
     assert one != other
 
 
-def test_responses_of_one_step_are_handed_over_together_and_before_the_last_is_done(tiny_model: Path) -> None:
+def test_responses_of_one_step_are_handed_over_together_and_before_the_last_is_done(
+    tiny_model: Path,
+) -> None:
     config = RolloutConfig(model=tiny_model, engine="transformers", max_num_seqs=4)
     sampling = Sampling(max_tokens=5, ignore_stop=True)
-    parts = [part for part, _ in said(RolloutWorker(config).generate(prompts_of([3] * 3), n=3, sampling=sampling))]
+    parts = [
+        part
+        for part, _ in said(RolloutWorker(config).generate(prompts_of([3] * 3), n=3, sampling=sampling))
+    ]
     assert [part.rows.numpy("parent_id").tolist() for part in parts] == [
         [100, 100, 100, 101],
         [101, 101, 102, 102],
@@ -152,7 +175,10 @@ def test_a_requeued_prompt_gets_the_responses_that_it_lacks_and_no_others(worker
     every = tokens(rows_of(worker.generate(prompts_of([3, 5]), n=3, sampling=sampling)))
     again = prompts_of([3, 5]).with_columns(made_before=[[1], []])
     parts = said(worker.generate(again, n=3, sampling=sampling))
-    assert parts[-1][0].numbers.tolist() == [0, 2, 0, 1, 2] and parts[-1][0].finished.tolist() == [100, 101]
+    assert parts[-1][0].numbers.tolist() == [0, 2, 0, 1, 2] and parts[-1][0].finished.tolist() == [
+        100,
+        101,
+    ]
     assert tokens(rows_of(parts)) == {100: [every[100][0], every[100][2]], 101: every[101]}
 
 
@@ -171,7 +197,9 @@ def test_responses_that_nobody_wants_any_more_are_not_made(worker: RolloutWorker
 def test_weights_are_taken_over_and_stamped_on_tokens(worker: RolloutWorker) -> None:
     assert isinstance(worker.engine, TransformersEngine)
     publisher = WeightPublisher()
-    weights = publisher.publish(whole({n: p * 1.5 for n, p in worker.engine.model.named_parameters()}), version=2)
+    weights = publisher.publish(
+        whole({n: p * 1.5 for n, p in worker.engine.model.named_parameters()}), version=2
+    )
     assert worker.receive_weights(weights) == publisher.finish()
     publisher.close()
     versions, _ = rows_of(worker.generate(prompts_of([3, 4]))).ragged("response_versions")
@@ -189,7 +217,9 @@ def test_with_a_double_buffer_weights_come_while_responses_are_sampled(
     monkeypatch.setattr(worker.engine, "stage_weights", lambda weights: iter([None, None]))
     publisher = WeightPublisher()
     tensors = {n: p.detach() * 1.5 for n, p in worker.engine.model.named_parameters()}
-    assert isinstance(worker.receive_weights(publisher.publish(whole(tensors), version=1)), str), "nobody waits for it"
+    assert isinstance(worker.receive_weights(publisher.publish(whole(tensors), version=1)), str), (
+        "nobody waits for it"
+    )
     steps = worker.generate(prompts_of([3, 5]), sampling=Sampling(max_tokens=6, ignore_stop=True))
     assert next(steps) is None
     taking = worker.receive_weights(publisher.publish(whole(tensors), version=2))
@@ -247,7 +277,11 @@ def test_no_prompts_give_no_batches(worker: RolloutWorker) -> None:
     ("lengths", "message", "sample_ids"),
     [
         ([3, 0], "sample 101: the prompt has no tokens", (101,)),
-        ([3, 30, 4, 31], "sample 101: 30 prompt tokens and max_tokens=8 exceed the context of 32", (101, 103)),
+        (
+            [3, 30, 4, 31],
+            "sample 101: 30 prompt tokens and max_tokens=8 exceed the context of 32",
+            (101, 103),
+        ),
     ],
 )
 def test_prompts_that_cannot_be_answered_are_named(
@@ -282,12 +316,16 @@ def folder_with(folder: Path, **changes: Any) -> Path:
 
 def check(config: RolloutConfig, lengths: list[int], **arguments: Any) -> None:
     node: Any = SimpleNamespace(name="generate", arguments=arguments)
-    source: Any = Table(table=pa.table({"prompt_ids": pa.array([[7] * n for n in lengths], pa.list_(pa.int32()))}))
+    source: Any = Table(
+        table=pa.table({"prompt_ids": pa.array([[7] * n for n in lengths], pa.list_(pa.int32()))})
+    )
     RolloutWorker.check(config, [node], source)
 
 
 def test_a_config_that_fits_passes(tmp_path: Path) -> None:
-    check(RolloutConfig(model=folder_with(tmp_path / "m")), [3, 32], n=8, sampling=Sampling(max_tokens=32))
+    check(
+        RolloutConfig(model=folder_with(tmp_path / "m")), [3, 32], n=8, sampling=Sampling(max_tokens=32)
+    )
 
 
 @pytest.mark.parametrize(
@@ -310,21 +348,33 @@ def test_a_config_that_fits_passes(tmp_path: Path) -> None:
             r"drop prompts above 8 tokens \(too_long='drop' where they are read\), or raise max_context",
         ),
         ({"routes": True}, {}, r"routes=True: .* is no mixture of experts; leave it out"),
-        ({}, {"sampling": Sampling(max_tokens=64)}, r"max_tokens=64 leaves no room for a prompt in a context of 64"),
+        (
+            {},
+            {"sampling": Sampling(max_tokens=64)},
+            r"max_tokens=64 leaves no room for a prompt in a context of 64",
+        ),
         ({"max_context": 65}, {}, r"max_context=65: the model in .* takes at most 64 tokens"),
         (
             {"tensor_parallel": 4},
             {},
             r"tensor_parallel=4 does not divide the model's 2 attention heads.* is 2",
         ),
-        ({"max_num_seqs": 20_000}, {}, r"max_num_seqs=20000: a step takes in 16,384 tokens, and so as many responses"),
+        (
+            {"max_num_seqs": 20_000},
+            {},
+            r"max_num_seqs=20000: a step takes in 16,384 tokens, and so as many responses",
+        ),
         (
             {"kv_cache_gib": 1e-6},
             {},
             r"kv_cache_gib=1e-06 holds the keys and values of \d tokens, and one response may have 64 with its prompt; raise it to",
         ),
         ({}, {"sampling": Sampling(), "n": 0}, r"node 'generate': n=0; it is a number of responses"),
-        ({}, {"sampling": Sampling(max_tokens=4, min_tokens=5)}, r"min_tokens=5 is more than max_tokens=4"),
+        (
+            {},
+            {"sampling": Sampling(max_tokens=4, min_tokens=5)},
+            r"min_tokens=5 is more than max_tokens=4",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said_with_the_nearest_fix(
@@ -396,7 +446,8 @@ def test_checking_needs_neither_torch_nor_vllm(tmp_path: Path) -> None:
 def test_the_longest_prompt_leaves_room_for_the_longest_answer(tmp_path: Path) -> None:
     config = RolloutConfig(model=folder_with(tmp_path / "m"), max_context=48)
     nodes: Any = [
-        SimpleNamespace(writers={"prompt_ids": ""}, arguments={"sampling": Sampling(max_tokens=n)}) for n in (8, 20)
+        SimpleNamespace(writers={"prompt_ids": ""}, arguments={"sampling": Sampling(max_tokens=n)})
+        for n in (8, 20)
     ]
     assert RolloutWorker.longest_prompt(config, nodes) == 28
     later: Any = [SimpleNamespace(writers={"prompt_ids": "turn"}, arguments={})]

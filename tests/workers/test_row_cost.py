@@ -46,7 +46,9 @@ def test_costs_are_in_the_ratio_of_floating_point_operations(tmp_path: Path, kin
                 model(torch.zeros(1, length, dtype=torch.long, device="meta"))
             found = counter.get_flop_counts()["Global"]
             attention = sum(n for op, n in found.items() if "bmm" in str(op) or "attention" in str(op))
-            counted.append(sum(found.values()) - attention / 2)  # torch counts all pairs, and half of them are seen
+            counted.append(
+                sum(found.values()) - attention / 2
+            )  # torch counts all pairs, and half of them are seen
         counted = np.array(counted)
     else:  # by hand: attention's projections, two of four experts, and the head
         linear = 3 * (2 * 64 * (64 + 32) + 3 * 64 * 2 * 96) + 64 * 300
@@ -61,7 +63,9 @@ def test_models_that_do_not_say_enough_cost_their_tokens(tmp_path: Path):
     windows = {**SIZES, "layer_types": ["sliding_attention"] * 3}
     (tmp_path / "config.json").write_text(json.dumps(windows))
     assert row_cost_of(tmp_path) == RowCost()
-    (tmp_path / "config.json").write_text(json.dumps(windows | {"layer_types": ["full_attention", *["sliding"] * 2]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(windows | {"layer_types": ["full_attention", *["sliding"] * 2]})
+    )
     one = row_cost_of(tmp_path).attention_length
     (tmp_path / "config.json").write_text(json.dumps(SIZES))
     assert one == pytest.approx(3 * row_cost_of(tmp_path).attention_length)
@@ -86,12 +90,21 @@ def test_long_tails_are_balanced_by_what_they_cost():
             of_ranks = [cost(tokens[np.array(share)]).sum() for share in shares if share is not None]
             ratios.append(max(of_ranks) / np.mean(of_ranks))
     # The largest of one row alone may be more than an equal share: nothing helps there.
-    assert np.mean(after) < np.mean(before) and np.median(after) < np.median(before) - 0.1, (before, after)
+    assert np.mean(after) < np.mean(before) and np.median(after) < np.median(before) - 0.1, (
+        before,
+        after,
+    )
 
 
 def test_groups_stay_together_when_they_are_balanced_by_cost():
     tokens, groups = np.array([10, 10, 40, 10, 10]), np.array([1, 1, 2, 3, 3])
     sizes = RowSizes(tokens, groups, whole_groups=True, costs=RowCost(10)(tokens))
-    assert Dispatch.SPLIT_BY_DP.distribute(sizes, [Coordinates(), Coordinates(dp=1)]) == [[2], [0, 1, 3, 4]]
+    assert Dispatch.SPLIT_BY_DP.distribute(sizes, [Coordinates(), Coordinates(dp=1)]) == [
+        [2],
+        [0, 1, 3, 4],
+    ]
     by_tokens = RowSizes(tokens, groups, whole_groups=True)
-    assert Dispatch.SPLIT_BY_DP.distribute(by_tokens, [Coordinates(), Coordinates(dp=1)]) == [[2], [0, 1, 3, 4]]
+    assert Dispatch.SPLIT_BY_DP.distribute(by_tokens, [Coordinates(), Coordinates(dp=1)]) == [
+        [2],
+        [0, 1, 3, 4],
+    ]

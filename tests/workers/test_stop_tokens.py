@@ -15,21 +15,25 @@ from weft.workers.models.model_folder import read_stop_tokens, stop_token_notes,
 from weft.workers.rollout import RolloutConfig
 from weft.workers.training.safetensors_files import write_model
 
-TEMPLATE = (
-    "{% for m in messages %}<turn>{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<turn>{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}<turn>{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<turn>{% endif %}"
 
 
-def model(folder: Path, generation: Any, eos: str | None, template: str | None = None, config: Any = None) -> Path:
+def model(
+    folder: Path, generation: Any, eos: str | None, template: str | None = None, config: Any = None
+) -> Path:
     backend = Tokenizer(WordLevel({"?": 0, "<stop>": 1, "<end>": 2, "<turn>": 3}, unk_token="?"))
     backend.add_special_tokens(["<stop>", "<end>", "<turn>"])
     folder.mkdir(exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
     settings = {"eos_token": eos, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in settings.items() if v}))
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "eos_token_id": config, "pad_token_id": 0}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "qwen2", "eos_token_id": config, "pad_token_id": 0})
+    )
     if generation is not None:
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation, "top_k": 20}))
+        (folder / "generation_config.json").write_text(
+            json.dumps({"eos_token_id": generation, "top_k": 20})
+        )
     return folder
 
 
@@ -48,12 +52,19 @@ def model(folder: Path, generation: Any, eos: str | None, template: str | None =
     ],
 )
 def test_rollouts_stop_at_what_ends_training_texts_and_the_difference_is_told(
-    generation: Any, eos: str | None, template: str | None, stops: tuple[int, ...], unnamed: list[int], tmp_path: Path
+    generation: Any,
+    eos: str | None,
+    template: str | None,
+    stops: tuple[int, ...],
+    unnamed: list[int],
+    tmp_path: Path,
 ) -> None:
     folder = model(tmp_path / "m", generation, eos, template)
     assert read_stop_tokens(folder) == stops and list(unnamed_stop_tokens(folder)) == unnamed
     notes = stop_token_notes(folder)
-    assert len(notes) == bool(unnamed) and RolloutConfig(model=folder, engine="transformers").notes == notes
+    assert (
+        len(notes) == bool(unnamed) and RolloutConfig(model=folder, engine="transformers").notes == notes
+    )
     assert ActorConfig(model=folder, learning_rate=1e-3).notes == notes
     if unnamed:
         token = ["?", "<stop>", "<end>"][unnamed[0]]

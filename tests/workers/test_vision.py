@@ -17,7 +17,12 @@ from ranks import run_processes
 from seeing_model import IMAGE, PICTURES, make_rows, picture
 from spmd import one_step
 from torch.nn import functional as F
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, LlavaConfig, LlavaForConditionalGeneration
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 import weft
 from weft.algorithms.policy_loss import NegativeLogLikelihood
@@ -46,11 +51,15 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def actor(model: Path, **settings: Any) -> ActorWorker:
-    return ActorWorker(ActorConfig(model=model, **{"learning_rate": 1e-3, "max_grad_norm": None, **settings}))
+    return ActorWorker(
+        ActorConfig(model=model, **{"learning_rate": 1e-3, "max_grad_norm": None, **settings})
+    )
 
 
 def plain(folder: Path) -> Any:
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    return AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager"
+    ).eval()
 
 
 def straight(model: Any, folder: Path, rows: Batch) -> list[torch.Tensor]:
@@ -61,8 +70,12 @@ def straight(model: Any, folder: Path, rows: Batch) -> list[torch.Tensor]:
     for row in rows.to_rows():
         seen = [processor(images=[seeing_image(data)], return_tensors="pt") for data in row["images"]]
         counts = iter([int(one["image_grid_thw"].prod()) // 4 for one in seen])
-        prompt = [i for token in row["prompt_ids"] for i in [token] * (next(counts) if token == IMAGE else 1)]
-        kinds = torch.tensor([[token == IMAGE for token in prompt] + [False] * len(row["response_ids"])]).int()
+        prompt = [
+            i for token in row["prompt_ids"] for i in [token] * (next(counts) if token == IMAGE else 1)
+        ]
+        kinds = torch.tensor(
+            [[token == IMAGE for token in prompt] + [False] * len(row["response_ids"])]
+        ).int()
         ids = torch.tensor([prompt + row["response_ids"]])
         shown = {name: torch.cat([one[name] for one in seen]) for name in (seen[0] if seen else ())}
         positions = None
@@ -96,12 +109,24 @@ def seeing_image(data: bytes) -> Any:
 def test_logprobs_are_those_of_the_plain_model(seeing: Path, worker: str):
     with torch.no_grad():
         expected = straight(plain(seeing), seeing, ROWS)
-    made = actor(seeing, microbatch_tokens=60) if worker == "actor" else ReferenceWorker(ReferenceConfig(model=seeing))
+    made = (
+        actor(seeing, microbatch_tokens=60)
+        if worker == "actor"
+        else ReferenceWorker(ReferenceConfig(model=seeing))
+    )
     found = made.logprobs(ROWS, into="said")["said"].to_pylist()
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.tensor(mine).double().sub(theirs).abs().max() < 1e-4
-    without = made.logprobs(ROWS.with_columns(images=pa.array([[]] * 5, pa.list_(pa.large_binary()))), into="said")
-    assert max(np.abs(np.subtract(*pair)).max() for pair in zip(found, without["said"].to_pylist(), strict=True)) > 0.1
+    without = made.logprobs(
+        ROWS.with_columns(images=pa.array([[]] * 5, pa.list_(pa.large_binary()))), into="said"
+    )
+    assert (
+        max(
+            np.abs(np.subtract(*pair)).max()
+            for pair in zip(found, without["said"].to_pylist(), strict=True)
+        )
+        > 0.1
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,14 +144,19 @@ def test_gradients_are_those_of_the_plain_model(seeing: Path, settings: dict[str
         assert (gradient[name].double() - own).norm() / norm < 1e-5, name
 
 
-def generated(worker: RolloutWorker, prompts: Batch, **asked: Any) -> dict[tuple[int, int], dict[str, Any]]:
+def generated(
+    worker: RolloutWorker, prompts: Batch, **asked: Any
+) -> dict[tuple[int, int], dict[str, Any]]:
     """Responses by the sample id of their prompt and their number."""
     rows: dict[tuple[int, int], dict[str, Any]] = {}
     for step in worker.generate(prompts, **asked):
         if step is not None:
             children, _ = step
             numbers = children.numbers.tolist()
-            rows |= {(row["parent_id"], n): row for row, n in zip(children.rows.to_rows(), numbers, strict=True)}
+            rows |= {
+                (row["parent_id"], n): row
+                for row, n in zip(children.rows.to_rows(), numbers, strict=True)
+            }
     return rows
 
 
@@ -135,10 +165,14 @@ def as_samples(prompts: Batch, found: dict[tuple[int, int], dict[str, Any]]) -> 
     rows = [found[key] for key in sorted(found)]
     own = prompts.take([prompt for prompt, _ in sorted(found)]).select(["prompt_ids", "images"])
     columns = ("response_ids", "response_logprobs", "response_versions", "temperature")
-    return own.with_columns(sample_id=np.arange(len(rows)), **{name: [row[name] for row in rows] for name in columns})
+    return own.with_columns(
+        sample_id=np.arange(len(rows)), **{name: [row[name] for row in rows] for name in columns}
+    )
 
 
-PROMPTS = ROWS.select(["sample_id", "prompt_ids", "images"]).with_columns(group_id=np.arange(len(PICTURES)))
+PROMPTS = ROWS.select(["sample_id", "prompt_ids", "images"]).with_columns(
+    group_id=np.arange(len(PICTURES))
+)
 
 
 def test_responses_have_the_trainers_logprobs_and_follow_its_weights(seeing: Path):
@@ -151,13 +185,17 @@ def test_responses_have_the_trainers_logprobs_and_follow_its_weights(seeing: Pat
         found = generated(rollout, PROMPTS, **asked)
         assert len(found) == 2 * len(PICTURES)
         samples = as_samples(PROMPTS, found)
-        assert any(IMAGE in response for response in samples["response_ids"].to_pylist())  # as any other token
+        assert any(
+            IMAGE in response for response in samples["response_ids"].to_pylist()
+        )  # as any other token
         assert set(samples.ragged_numpy("response_versions")[0].tolist()) == {version}
         said = trainer.logprobs(samples, into="said").ragged_numpy("said")[0]
         assert np.abs(said - samples.ragged_numpy("response_logprobs")[0]).max() < 2e-4
         before = dict(trainer.engine.named_tensors())["model.visual.patch_embed.proj.weight"].clone()
         trainer.update(samples, loss=NegativeLogLikelihood())
-        assert not torch.equal(dict(trainer.engine.named_tensors())["model.visual.patch_embed.proj.weight"], before)
+        assert not torch.equal(
+            dict(trainer.engine.named_tensors())["model.visual.patch_embed.proj.weight"], before
+        )
         weights = trainer.publish_weights(version + 1, ("rollout[0]",))
         rollout.receive_weights(weights)
         trainer.finish_publishing(version + 1)
@@ -171,7 +209,9 @@ def test_prompts_of_different_lengths_and_images_do_not_change_each_others_respo
     for row in range(len(PICTURES)):
         alone = generated(rollout, PROMPTS.take([row]), **asked)[row, 0]
         assert alone["response_ids"] == together[row, 0]["response_ids"]
-        assert alone["response_logprobs"] == pytest.approx(together[row, 0]["response_logprobs"], abs=1e-5)
+        assert alone["response_logprobs"] == pytest.approx(
+            together[row, 0]["response_logprobs"], abs=1e-5
+        )
     rollout.close()
 
 
@@ -228,9 +268,23 @@ def test_an_image_is_turned_as_its_camera_says_and_a_program_is_not_run():
 def test_the_same_parameters_have_gradients_with_an_image_and_without(with_image: bool):
     """LLaVA takes images before the last layer of its tower, and FSDP adds up the parameters that have a gradient."""
     small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
-    text = {"model_type": "llama", "vocab_size": 8, "num_hidden_layers": 1, "num_key_value_heads": 1, **small}
-    tower = {"model_type": "clip_vision_model", "num_hidden_layers": 2, "image_size": 4, "patch_size": 4, **small}
-    llava = LlavaForConditionalGeneration(LlavaConfig(vision_config=tower, text_config=text, image_token_index=7))
+    text = {
+        "model_type": "llama",
+        "vocab_size": 8,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 1,
+        **small,
+    }
+    tower = {
+        "model_type": "clip_vision_model",
+        "num_hidden_layers": 2,
+        "image_size": 4,
+        "patch_size": 4,
+        **small,
+    }
+    llava = LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=tower, text_config=text, image_token_index=7)
+    )
     model, ids = ResponseModel(llava), torch.tensor([1, 7, 2])
     shown = Shown(ids == 7, {"pixel_values": torch.ones(1, 3, 4, 4)}) if with_image else None
     rows = replace(PackedSequences.of([3], ids.device), shown=shown)
@@ -240,7 +294,10 @@ def test_the_same_parameters_have_gradients_with_an_image_and_without(with_image
 
 def test_in_bfloat16_it_computes_nearly_the_same(seeing: Path):
     exact = actor(seeing).logprobs(ROWS, into="said").ragged_numpy("said")[0]
-    for worker in (actor(seeing, dtype="bfloat16"), ReferenceWorker(ReferenceConfig(model=seeing, dtype="bfloat16"))):
+    for worker in (
+        actor(seeing, dtype="bfloat16"),
+        ReferenceWorker(ReferenceConfig(model=seeing, dtype="bfloat16")),
+    ):
         rounded = worker.logprobs(ROWS, into="said").ragged_numpy("said")[0]
         assert 0 < np.abs(rounded - exact).mean() < 0.1
 
@@ -251,7 +308,9 @@ def test_what_is_saved_is_read_by_transformers_and_an_adapter_is_on_the_language
 ):
     worker = actor(seeing, **({"lora": Lora(rank=4, alpha=8), "learning_rate": 1e-2} if lora else {}))
     engine: Any = worker.engine
-    names = {name for name, parameter in engine.model.causal_lm.named_parameters() if parameter.requires_grad}
+    names = {
+        name for name, parameter in engine.model.causal_lm.named_parameters() if parameter.requires_grad
+    }
     assert any("visual" in name for name in names) is not lora
     before = worker.logprobs(ROWS, into="said")["said"].to_pylist()
     worker.update(ROWS, loss=NegativeLogLikelihood())
@@ -271,7 +330,9 @@ def test_an_adapter_alone_reaches_an_engine_that_serves_it(seeing: Path):
     trainer.update(ROWS, loss=NegativeLogLikelihood())
     rollout.receive_weights(trainer.publish_weights(1, ("rollout[0]",)))
     trainer.finish_publishing(1)
-    samples = as_samples(PROMPTS, generated(rollout, PROMPTS, sampling=Sampling(max_tokens=8, ignore_stop=True)))
+    samples = as_samples(
+        PROMPTS, generated(rollout, PROMPTS, sampling=Sampling(max_tokens=8, ignore_stop=True))
+    )
     said = trainer.logprobs(samples, into="said").ragged_numpy("said")[0]
     assert np.abs(said - samples.ragged_numpy("response_logprobs")[0]).max() < 2e-4
     rollout.close()
@@ -299,14 +360,19 @@ SEEN = pa.array(PICTURES, pa.list_(pa.large_binary()))
             RolloutConfig(model="", engine="transformers", routes=True),
             "routes=True: .* sees images, and its routes are not",
         ),
-        (RolloutConfig(model="", engine="vllm"), "engine='vllm': .* sees images, .* need torchvision, which is not"),
+        (
+            RolloutConfig(model="", engine="vllm"),
+            "engine='vllm': .* sees images, .* need torchvision, which is not",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name_before_anything_starts(
     seeing: Path, config: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchvision" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torchvision" else find(name)
+    )
     workers: dict[type, Any] = {
         ActorConfig: ActorWorker,
         CriticConfig: CriticWorker,
@@ -319,23 +385,35 @@ def test_what_is_not_supported_is_refused_by_name_before_anything_starts(
         )
 
 
-def test_a_source_whose_images_do_not_fit_the_model_is_refused_before_anything_starts(seeing: Path, tiny_model: Path):
+def test_a_source_whose_images_do_not_fit_the_model_is_refused_before_anything_starts(
+    seeing: Path, tiny_model: Path
+):
     prompts = ROWS["prompt_ids"]
-    of_text: Any = [(ActorConfig(model=tiny_model), ActorWorker), (RolloutConfig(model=tiny_model), RolloutWorker)]
+    of_text: Any = [
+        (ActorConfig(model=tiny_model), ActorWorker),
+        (RolloutConfig(model=tiny_model), RolloutWorker),
+    ]
     for config, worker in of_text:
         with pytest.raises(
-            UserError, match=r"'images' holds images, and the model in .* is given text alone \(type 'qwen2', which is"
+            UserError,
+            match=r"'images' holds images, and the model in .* is given text alone \(type 'qwen2', which is",
         ):
             worker.check(config, (), source(prompt_ids=pa.array([[1]] * 5), images=SEEN))
     rollout = RolloutConfig(model=seeing, engine="transformers")
     RolloutWorker.check(rollout, (), source(prompt_ids=prompts, images=SEEN))
-    with pytest.raises(UserError, match=r"row 1 has 2 images, and its prompt has 0 placeholders \(token id 19"):
-        RolloutWorker.check(rollout, (), source(prompt_ids=prompts.take([0, 1]), images=SEEN.take([0, 2])))
+    with pytest.raises(
+        UserError, match=r"row 1 has 2 images, and its prompt has 0 placeholders \(token id 19"
+    ):
+        RolloutWorker.check(
+            rollout, (), source(prompt_ids=prompts.take([0, 1]), images=SEEN.take([0, 2]))
+        )
 
 
 def test_a_row_that_does_not_fit_its_images_is_named(seeing: Path, tiny_model: Path):
     wrong = ROWS.with_columns(prompt_ids=[seeing_model.asked(1)] * 5)
-    with pytest.raises(UserError, match="row with sample_id 2: it has 2 images, and its prompt has 1 placeholders"):
+    with pytest.raises(
+        UserError, match="row with sample_id 2: it has 2 images, and its prompt has 1 placeholders"
+    ):
         actor(seeing).logprobs(wrong, into="said")
     with pytest.raises(UserError, match=r"holds images, and .* is given text alone"):
         actor(tiny_model).logprobs(ROWS, into="said")

@@ -16,7 +16,12 @@ from weft.workers.models.model_folder import check_vocabulary
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
 from weft.workers.rollout import RolloutConfig, RolloutWorker
 
-SETTINGS = {"model_type": "qwen2", "num_attention_heads": 2, "hidden_size": 64, "max_position_embeddings": 64}
+SETTINGS = {
+    "model_type": "qwen2",
+    "num_attention_heads": 2,
+    "hidden_size": 64,
+    "max_position_embeddings": 64,
+}
 
 
 class Rows(SimpleNamespace):
@@ -25,7 +30,10 @@ class Rows(SimpleNamespace):
     name = "train.parquet"
 
     def __init__(self, **columns: list[list[int]]) -> None:
-        arrays = {name: pa.chunked_array([pa.array(values, pa.list_(pa.int32()))]) for name, values in columns.items()}
+        arrays = {
+            name: pa.chunked_array([pa.array(values, pa.list_(pa.int32()))])
+            for name, values in columns.items()
+        }
         super().__init__(table=pa.table(arrays))
 
     @property
@@ -69,13 +77,21 @@ def test_ids_that_the_model_has_pass(tmp_path: Path):
             r"^the tokenizer in {folder} has ids up to 5, and the model in {folder} ",
         ),
         ({"tokenizer": tokenizer([["a", 0.0]] * 7)}, {}, r"^the tokenizer in {folder} has ids up to 6, "),
-        ({"tokenizer": tokenizer({}, ("<tool>", 8, False))}, {}, r"^the tokenizer in {folder} has ids up to 8, "),
+        (
+            {"tokenizer": tokenizer({}, ("<tool>", 8, False))},
+            {},
+            r"^the tokenizer in {folder} has ids up to 8, ",
+        ),
         (
             {"tokenizer": tokenizer({}, ("<eos>", 7, True)), "tokenizer_config": {"eos_token": "<eos>"}},
             {},
             r"^the tokenizer in {folder} has as its eos_token the id 7, ",
         ),
-        ({"generation_config": {"eos_token_id": [1, 9]}}, {}, r": eos_token_id in generation_config.json is 9, "),
+        (
+            {"generation_config": {"eos_token_id": [1, 9]}},
+            {},
+            r": eos_token_id in generation_config.json is 9, ",
+        ),
         ({}, {"prompt_ids": [[1], [2, 5]]}, r"^train.parquet: column 'prompt_ids' has token id 5, "),
         ({}, {"rejected_ids": [[6]]}, r"^train.parquet: column 'rejected_ids' has token id 6, "),
     ],
@@ -92,7 +108,9 @@ def test_ids_beyond_the_vocabulary_are_said_in_one_line_that_names_both(
 
 def test_padding_that_the_model_itself_is_configured_with_is_compared(tmp_path: Path):
     folder = folder_with(tmp_path, {"text_config": {"vocab_size": 5}, "pad_token_id": 5})
-    with pytest.raises(UserError, match=r"pad_token_id in config.json is 5, and the model in .* has ids 0 to 4"):
+    with pytest.raises(
+        UserError, match=r"pad_token_id in config.json is 5, and the model in .* has ids 0 to 4"
+    ):
         check_vocabulary(folder, Rows())  # pyright: ignore[reportArgumentType]
 
 

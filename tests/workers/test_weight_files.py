@@ -21,7 +21,13 @@ from weft.workers.models.weight_files import FILE, INDEX, find_tensor, read_head
 from weft.workers.rollout import RolloutConfig, RolloutWorker
 from weft.workers.training.memory import model_size
 
-SETTINGS = {"model_type": "qwen2", "vocab_size": 9, "hidden_size": 4, "num_attention_heads": 2, "num_hidden_layers": 1}
+SETTINGS = {
+    "model_type": "qwen2",
+    "vocab_size": 9,
+    "hidden_size": 4,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+}
 NO_ROWS: Any = SimpleNamespace(name="rows", table=pa.table({}), columns=())
 
 
@@ -73,14 +79,19 @@ def longer(header: dict[str, Any]) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut off": (lambda file: file.write_bytes(file.read_bytes()[:-3]), r"is \d+ bytes, not \d+ as its header says"),
+    "cut off": (
+        lambda file: file.write_bytes(file.read_bytes()[:-3]),
+        r"is \d+ bytes, not \d+ as its header says",
+    ),
     "cut off in the header": (
         lambda file: file.write_bytes(file.read_bytes()[:40]),
         "is damaged, or no safetensors file: its 40 bytes end before its header does",
     ),
     "empty": (lambda file: file.write_bytes(b""), "its 0 bytes end before its header does"),
     "a pointer": (
-        lambda file: file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"),
+        lambda file: file.write_text(
+            "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"
+        ),
         "is a pointer of Git LFS, not the file itself: `git lfs pull` fetches it",
     ),
     "garbage": (
@@ -112,7 +123,8 @@ def test_of_300_files_the_one_that_is_missing_or_lacks_a_tensor_is_named(tmp_pat
     file = model / "model-00217-of-00300.safetensors"
     save_file({"layers.217.up.weight": np.zeros((3, 4), np.float32)}, file)
     assert (
-        refused(model) == f"model '{model}': {INDEX} says that {file.name} holds 'layers.217.bias', which it does not"
+        refused(model)
+        == f"model '{model}': {INDEX} says that {file.name} holds 'layers.217.bias', which it does not"
     )
     file.unlink()
     assert refused(model) == f"model '{model}': {INDEX} names {file.name}, which is not there"
@@ -123,9 +135,12 @@ def test_of_300_files_the_one_that_is_missing_or_lacks_a_tensor_is_named(tmp_pat
 def test_weights_of_integers_are_not_trained_and_may_be_sampled_from(tmp_path: Path):
     model = model_of(tmp_path / "model", 1)
     file = model / "model-00000-of-00001.safetensors"
-    save_file({"layers.0.up.weight": np.zeros((3, 4), np.int8), "layers.0.bias": np.zeros(4, np.int64)}, file)
+    save_file(
+        {"layers.0.up.weight": np.zeros((3, 4), np.int8), "layers.0.bias": np.zeros(4, np.int64)}, file
+    )
     with pytest.raises(
-        UserError, match=rf"'layers.0.up.weight' in {file.name} has the dtype I8, .* one of F64, F32, F16, BF16"
+        UserError,
+        match=rf"'layers.0.up.weight' in {file.name} has the dtype I8, .* one of F64, F32, F16, BF16",
     ):
         ActorWorker.check(ActorConfig(model=model), [], NO_ROWS)
     RolloutWorker.check(RolloutConfig(model=model, engine="transformers"), [], NO_ROWS)
@@ -153,7 +168,9 @@ def test_a_head_that_is_the_embedding_counts_once_however_it_is_stored(tmp_path:
     save_file({**embedding, **head}, tmp_path / FILE)
     (tmp_path / "config.json").write_text(json.dumps({**SETTINGS, "tie_word_embeddings": False}))
     assert model_size(tmp_path).parameters == 72 and not model_size(tmp_path).tied
-    assert model_size(tmp_path, scalar=True).parameters == 36 + 4, "a scalar head takes the place of the other"
+    assert model_size(tmp_path, scalar=True).parameters == 36 + 4, (
+        "a scalar head takes the place of the other"
+    )
 
 
 class Calls:

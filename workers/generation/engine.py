@@ -47,7 +47,9 @@ class Response:
     """[P + L - 1, layers, k] uint16: the experts that each token was sent to, where the engine records them."""
 
 
-NOT_WHOLE = "no complete version of the weights has arrived, or a later update failed: nothing is generated"
+NOT_WHOLE = (
+    "no complete version of the weights has arrived, or a later update failed: nothing is generated"
+)
 """What an engine says that is asked to generate before it has weights of one version."""
 
 Responses = Generator[list[Response], Collection[int] | None, None]
@@ -139,7 +141,9 @@ class StopStrings:
     def __init__(self, stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
         self._stop = tuple(stop)
         self._decode = decode
-        self._window = max(len(text.encode()) for text in stop) + MARGIN  # a token of text has at least one byte
+        self._window = (
+            max(len(text.encode()) for text in stop) + MARGIN
+        )  # a token of text has at least one byte
 
     def end(self, token_ids: Sequence[int] | np.ndarray) -> bool:
         """Whether the last of these tokens completes a stop string."""

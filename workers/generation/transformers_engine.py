@@ -71,7 +71,9 @@ def new_cache(capacity: int) -> Any:
     from transformers.cache_utils import Cache, DynamicLayer
 
     class PreallocatedLayer(DynamicLayer):
-        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        def update(
+            self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        ) -> tuple[Tensor, Tensor]:
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
                 rows, heads, _, size = key_states.shape
@@ -214,7 +216,9 @@ class TransformersEngine:
         """Whether all weights are there, and of one version."""
         self._max_num_seqs = max_num_seqs
         self._device = (
-            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
         )
         if dtype == "auto":
             dtype = "float32" if self._device.type == "cpu" else "bfloat16"
@@ -256,7 +260,9 @@ class TransformersEngine:
                 )
         given_up: set[int] = set()
         for start in range(0, len(requests), self._max_num_seqs):
-            wanted = [r for r in requests[start : start + self._max_num_seqs] if r.request_id not in given_up]
+            wanted = [
+                r for r in requests[start : start + self._max_num_seqs] if r.request_id not in given_up
+            ]
             if wanted:
                 yield from self._generate(wanted, sampling, given_up)
 
@@ -280,7 +286,9 @@ class TransformersEngine:
             checksum = receive_parts(incoming, self._parts(incoming))
             self._whole = True
         if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)  # the memory is the sender's again when this returns
+            torch.accelerator.synchronize(
+                self._device
+            )  # the memory is the sender's again when this returns
         self.version = weights.version
         return checksum
 
@@ -314,7 +322,9 @@ class TransformersEngine:
             tied.setdefault(id(parameter), []).append(name)
         names, published = self._checkpoint_names, incoming.layout.tensors.keys()
         chosen = [
-            name for each in tied.values() for name in ([n for n in each if published & set(names.of(n))] or each[:1])
+            name
+            for each in tied.values()
+            for name in ([n for n in each if published & set(names.of(n))] or each[:1])
         ]
         held = whole({name: parameters[name].data for name in chosen})
         return [part for tensor in held for part in names.parts(tensor)]
@@ -329,7 +339,9 @@ class TransformersEngine:
         """The prompt with the tokens of its images."""
         if self._images is None:
             if len(request.images):
-                raise GenerationError(f"request {request.request_id} has images, and the model is given text alone")
+                raise GenerationError(
+                    f"request {request.request_id} has images, and the model is given text alone"
+                )
             return SeenPrompt(request.prompt_ids, np.zeros(len(request.prompt_ids), bool))
         return self._images.read(request.prompt_ids, request.images)
 
@@ -340,10 +352,14 @@ class TransformersEngine:
         with torch.inference_mode(), _no_warnings():
             found, _ = find_routers(self.model, lambda: self.model(input_ids=ids, use_cache=False))
         if not found:
-            raise UserError(f"routes=True: model {model!r} has no routers whose choice can be seen; leave it out")
+            raise UserError(
+                f"routes=True: model {model!r} has no routers whose choice can be seen; leave it out"
+            )
         return Routers(self.model, found)
 
-    def _generate(self, requests: Sequence[GenerationRequest], sampling: Sampling, given_up: set[int]) -> Responses:
+    def _generate(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, given_up: set[int]
+    ) -> Responses:
         """Sample one batch of requests, from the prompts to the last finished response; ids that it is sent are put into `given_up`."""
         request_ids = np.array([request.request_id for request in requests])
         stops = np.empty(0, dtype=np.int64) if sampling.ignore_stop else self._stop_tokens
@@ -394,7 +410,8 @@ class TransformersEngine:
                 computed_under = self.version
                 so_far = [
                     replace(
-                        requests[row], prompt_ids=np.concatenate([requests[row].prompt_ids, token_ids[row, :position]])
+                        requests[row],
+                        prompt_ids=np.concatenate([requests[row].prompt_ids, token_ids[row, :position]]),
                     )
                     for row in alive.tolist()
                 ]
@@ -422,7 +439,10 @@ class TransformersEngine:
                 prompts.append(prompt)
         lengths = np.array([len(prompt.ids) for prompt in prompts])
         longest = int(lengths.max())
-        padded, is_image = np.zeros((len(prompts), longest), np.int64), np.zeros((len(prompts), longest), bool)
+        padded, is_image = (
+            np.zeros((len(prompts), longest), np.int64),
+            np.zeros((len(prompts), longest), bool),
+        )
         for row, prompt in enumerate(prompts):
             padded[row, longest - len(prompt.ids) :] = prompt.ids
             is_image[row, longest - len(prompt.ids) :] = prompt.is_image
@@ -449,7 +469,9 @@ class TransformersEngine:
                 logits_to_keep=1,
             ).logits[:, -1]
             if recorded is not None:
-                taken = _numbers(recorded.routes).reshape(len(prompts), longest, recorded.layers, recorded.chosen)
+                taken = _numbers(recorded.routes).reshape(
+                    len(prompts), longest, recorded.layers, recorded.chosen
+                )
                 for own, prompt in zip(routes, row_prompts.tolist(), strict=True):
                     own.append(taken[prompt, longest - lengths[prompt] :])
             rows = DecodingBatch(cache, longest, origin, inside if bool(pads.any()) else None)

@@ -168,7 +168,9 @@ class VllmEngine:
             routes=routes,
             images=images is not None,
         )
-        self._engine = _start(arguments, tensor_parallel=settings.tensor_parallel, on_gpu=on_gpu, compile=self._compile)
+        self._engine = _start(
+            arguments, tensor_parallel=settings.tensor_parallel, on_gpu=on_gpu, compile=self._compile
+        )
         self._sleeping = SleepingEngine(self._engine) if on_gpu else None
         self._adapter_request: Any = None
         if adapter is not None:
@@ -181,7 +183,9 @@ class VllmEngine:
             try:
                 self._engine.collective_rpc("weft_record_routes")
             except Exception as error:
-                raise GenerationError(f"routes=True: vLLM cannot record those of {model}: {error}") from error
+                raise GenerationError(
+                    f"routes=True: vLLM cannot record those of {model}: {error}"
+                ) from error
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
         """Responses as they finish; see `GenerationEngine`. Several generators may be open at once."""
@@ -233,7 +237,9 @@ class VllmEngine:
         except WeightSyncError:
             raise
         except Exception as error:
-            raise WeightSyncError(f"vLLM could not stage weights version {weights.version}: {error}") from error
+            raise WeightSyncError(
+                f"vLLM could not stage weights version {weights.version}: {error}"
+            ) from error
 
     def update_weights(self, weights: Weights) -> str:
         """Have each rank take its part of a version that is given away, and check that what they hold adds up to it.
@@ -245,7 +251,11 @@ class VllmEngine:
         if weights.backend:
             checksum = self._take_by_vllm(weights)
         else:
-            checksum = self._take(weights) if self._adapter is None else self._take_adapter(weights, self._adapter)
+            checksum = (
+                self._take(weights)
+                if self._adapter is None
+                else self._take_adapter(weights, self._adapter)
+            )
         self._whole = True
         if self._images is not None:
             self._engine.reset_encoder_cache()  # what the weights before saw
@@ -265,7 +275,9 @@ class VllmEngine:
         except WeightSyncError:
             raise
         except Exception as error:
-            raise WeightSyncError(f"vLLM could not load weights version {weights.version}: {error}") from error
+            raise WeightSyncError(
+                f"vLLM could not load weights version {weights.version}: {error}"
+            ) from error
         for rank, found in enumerate(held):
             if found is None or found.version != weights.version:
                 raise WeightSyncError(
@@ -289,7 +301,9 @@ class VllmEngine:
         try:
             try:
                 self._engine.collective_rpc("weft_begin_by_vllm", args=(weights.backend,))
-                return take_as_told(weights, self._tensor_parallel, self._identity, call, lambda: end(True))
+                return take_as_told(
+                    weights, self._tensor_parallel, self._identity, call, lambda: end(True)
+                )
             except BaseException:
                 with contextlib.suppress(Exception):  # the error before says it
                     end(False)
@@ -297,7 +311,9 @@ class VllmEngine:
         except WeightSyncError:
             raise
         except Exception as error:
-            raise WeightSyncError(f"vLLM could not load weights version {weights.version}: {error}") from error
+            raise WeightSyncError(
+                f"vLLM could not load weights version {weights.version}: {error}"
+            ) from error
 
     def _take_adapter(self, weights: Weights, adapter: Lora) -> str:
         """Have the ranks exchange the adapter that they serve; returns the checksum of what they took."""
@@ -305,11 +321,15 @@ class VllmEngine:
 
         settings = {"r": adapter.rank, "lora_alpha": adapter.alpha, "use_rslora": adapter.rslora}
         try:
-            return self._engine.collective_rpc("weft_receive_adapter", args=(to_update_info(weights), settings))[0]
+            return self._engine.collective_rpc(
+                "weft_receive_adapter", args=(to_update_info(weights), settings)
+            )[0]
         except WeightSyncError:
             raise
         except Exception as error:
-            raise WeightSyncError(f"vLLM could not take adapter version {weights.version}: {error}") from error
+            raise WeightSyncError(
+                f"vLLM could not take adapter version {weights.version}: {error}"
+            ) from error
 
     def recompute(self) -> None:
         """Put unfinished requests back into vLLM's queue: when their turn comes, it computes keys and values of all their tokens."""
@@ -349,7 +369,9 @@ class VllmEngine:
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
         if len(request.images):
             if self._images is None:
-                raise GenerationError(f"request {request.request_id} has images, and the model is given text alone")
+                raise GenerationError(
+                    f"request {request.request_id} has images, and the model is given text alone"
+                )
             prompt["multi_modal_data"] = {"image": [open_image(image) for image in request.images]}
         if self._prefix_caching:
             prompt["cache_salt"] = _version_name(self.version)  # never another version's keys and values
@@ -447,7 +469,9 @@ class VllmEngine:
         computed = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) - 1
         if routes is None or len(routes) != computed:
             found = "none" if routes is None else str(len(routes))
-            raise GenerationError(f"request {request_id}: vLLM gave the routes of {found} of {computed} tokens")
+            raise GenerationError(
+                f"request {request_id}: vLLM gave the routes of {found} of {computed} tokens"
+            )
         return replace(_response(output, request_id), routes=routes.astype(np.uint16))
 
 
@@ -467,9 +491,13 @@ def _response(output: RequestOutput, request_id: int) -> Response:
         raise GenerationError(f"vLLM ended request {request_id} with {completion.finish_reason!r}")
     versions = np.full(len(completion.token_ids), -1, dtype=np.int32)
     for span in completion.weight_versions or ():
-        versions[span.start : span.end] = 0 if span.version == "default" else int(span.version.removeprefix("v"))
+        versions[span.start : span.end] = (
+            0 if span.version == "default" else int(span.version.removeprefix("v"))
+        )
     if (versions < 0).any():
-        raise GenerationError(f"vLLM did not say which weights sampled all tokens of request {request_id}")
+        raise GenerationError(
+            f"vLLM did not say which weights sampled all tokens of request {request_id}"
+        )
     return Response(
         request_id=request_id,
         token_ids=np.asarray(completion.token_ids, dtype=np.int32),
@@ -488,14 +516,22 @@ def _start(arguments: dict[str, Any], *, tensor_parallel: int, on_gpu: bool, com
     import torch
 
     # vLLM reads these at any time, so they stay; a user's own values win.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives here, and dies with this process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+        "0"  # the engine lives here, and dies with this process
+    )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork would copy OpenMP's locks, held or not
+    os.environ.setdefault(
+        "VLLM_WORKER_MULTIPROC_METHOD", "spawn"
+    )  # a fork would copy OpenMP's locks, held or not
     if tensor_parallel > 1 and not on_gpu:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _cores(tensor_parallel))
-    for_children = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+    for_children = {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore",
+    }
     if not compile:
         for_children["TORCH_COMPILE_DISABLE"] = "1"
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
@@ -519,7 +555,9 @@ def _cores(parts: int) -> str:
     cores = sorted(os.sched_getaffinity(0))
     size = len(cores) // parts
     if not size:
-        raise GenerationError(f"tensor_parallel={parts} needs {parts} cores on CPU; this process may use {len(cores)}")
+        raise GenerationError(
+            f"tensor_parallel={parts} needs {parts} cores on CPU; this process may use {len(cores)}"
+        )
     return "|".join(",".join(map(str, cores[rank * size : (rank + 1) * size])) for rank in range(parts))
 
 

@@ -10,7 +10,13 @@ from pydantic import Field
 
 from ...dataflow.config import GIB, Config
 from ...dataflow.errors import UserError
-from ..models.model_folder import complete_text_settings, find_model_config, head_dim, num_heads, text_settings
+from ..models.model_folder import (
+    complete_text_settings,
+    find_model_config,
+    head_dim,
+    num_heads,
+    text_settings,
+)
 
 if TYPE_CHECKING:
     from ..training.lora import Lora
@@ -64,7 +70,14 @@ class VllmSettings(Config):
     it takes 20 s and a C++ compiler, and gives 4 % more tokens."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(
-        ("tensor_parallel", "max_num_seqs", "kv_cache_gib", "gpu_memory_utilization", "prefix_caching", "compile")
+        (
+            "tensor_parallel",
+            "max_num_seqs",
+            "kv_cache_gib",
+            "gpu_memory_utilization",
+            "prefix_caching",
+            "compile",
+        )
     )
 
     retired: ClassVar[Mapping[str, str]] = {
@@ -127,7 +140,9 @@ class VllmSettings(Config):
         }
         if routes and on_gpu:  # vLLM wants both or neither; on a CPU `vllm_routes.py` records
             arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}
-        if images:  # vLLM's own processor of images wants a tokenizer; of videos it reserves room for the longest
+        if (
+            images
+        ):  # vLLM's own processor of images wants a tokenizer; of videos it reserves room for the longest
             arguments |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"video": 0}}
         if adapter is not None:
             room = next(rank for rank in LORA_RANKS if rank >= adapter.rank)
@@ -185,10 +200,14 @@ memory free; lower it below 4
             text.get("num_key_value_heads") or num_heads(text),
             head_dim(text),
         )
-        special = any(text.get(name) for name in ("sliding_window", "layer_types", "kv_lora_rank"))  # these keep less
+        special = any(
+            text.get(name) for name in ("sliding_window", "layer_types", "kv_lora_rank")
+        )  # these keep less
         if self.kv_cache_gib is None or max_context is None or special or not (layers and heads and size):
             return
-        token_bytes = 2 * layers * math.ceil(heads / self.tensor_parallel) * size * (4 if dtype == "float32" else 2)
+        token_bytes = (
+            2 * layers * math.ceil(heads / self.tensor_parallel) * size * (4 if dtype == "float32" else 2)
+        )
         room = int(self.kv_cache_gib * GIB) // token_bytes
         if room < max_context:
             raise UserError(
@@ -204,7 +223,9 @@ memory free; lower it below 4
         """Memory that `max_num_seqs` full contexts need on one rank, half-filled blocks included."""
         settings = config.to_dict()
         heads, size = settings.get("num_key_value_heads") or num_heads(settings), head_dim(settings)
-        assert heads is not None and size is not None  # `transformers` filled in what the folder leaves out
+        assert (
+            heads is not None and size is not None
+        )  # `transformers` filled in what the folder leaves out
         heads = math.ceil(heads / self.tensor_parallel)
         token_bytes = 2 * config.num_hidden_layers * heads * size * (4 if dtype == "float32" else 2)
         tokens = (self.max_num_seqs + 1) * (math.ceil(context / 128) + 1) * 128

@@ -21,7 +21,13 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
 
 from ...resharding.incoming import open_weights
 from ...resharding.vllm_control import TensorSum
-from ...resharding.vllm_receiver import BucketReceiver, Loaded, VllmBackends, WeightsUpdateInfo, receive_adapter
+from ...resharding.vllm_receiver import (
+    BucketReceiver,
+    Loaded,
+    VllmBackends,
+    WeightsUpdateInfo,
+    receive_adapter,
+)
 
 # Vllm routes
 #
@@ -63,7 +69,9 @@ class RouteRecorder:
     def _execute_and_note(self, scheduled: Any, *others: Any, **named: Any) -> Any:
         found = self._execute(scheduled, *others, **named)
         if tokens := scheduled.total_num_scheduled_tokens:
-            self._note(scheduled.num_scheduled_tokens, self._capturer.snapshot_routing_data(tokens).numpy())
+            self._note(
+                scheduled.num_scheduled_tokens, self._capturer.snapshot_routing_data(tokens).numpy()
+            )
         return found
 
     def _note(self, counts: dict[str, int], rows: np.ndarray) -> None:
@@ -76,7 +84,9 @@ class RouteRecorder:
                 self._noted[request] = _Noted()
             noted = self._noted.setdefault(request, _Noted())
             if noted.tokens != before:
-                raise RuntimeError(f"the first {before} tokens of request {request} went past the routers")
+                raise RuntimeError(
+                    f"the first {before} tokens of request {request} went past the routers"
+                )
             noted.chunks.append(rows[begin:end].copy())
             noted.tokens += end - begin
 

@@ -49,7 +49,9 @@ def check_images(model: str | Path, source: Source) -> None:
     settings = read_model_config(model)
     if not sees_images(settings):
         kind = settings.get("model_type")
-        known = ", which is trained on text alone, whatever it could see" if kind in causal_lm_types() else ""
+        known = (
+            ", which is trained on text alone, whatever it could see" if kind in causal_lm_types() else ""
+        )
         raise UserError(
             f"{source.name}: column {str(IMAGES)!r} holds images, and the model in {model} is given text alone (type {kind!r}{known}); "
             "leave the column out, or rename it if only a reward function is to have it"
@@ -57,7 +59,9 @@ def check_images(model: str | Path, source: Source) -> None:
     token = image_token(settings)
     if token is None:
         return
-    places = np.concatenate([_counts_of(chunk, token) for chunk in source.table.column(str(PROMPT_IDS)).chunks])
+    places = np.concatenate(
+        [_counts_of(chunk, token) for chunk in source.table.column(str(PROMPT_IDS)).chunks]
+    )
     wrong = np.flatnonzero(places != counts)
     if len(wrong):
         row = int(wrong[0])
@@ -71,7 +75,12 @@ def image_token(settings: Mapping[str, Any]) -> int | None:
     (5, 7, None)
     """
     return next(
-        (settings[name] for name in ("image_token_id", "image_token_index") if settings.get(name) is not None), None
+        (
+            settings[name]
+            for name in ("image_token_id", "image_token_index")
+            if settings.get(name) is not None
+        ),
+        None,
     )
 
 
@@ -84,7 +93,9 @@ def _misplaced(images: int, places: int, token: int, model: str | Path) -> str:
 
 def _counts(source: Source, column: str) -> np.ndarray:
     """[rows] items of a list column."""
-    chunks = [chunk.value_lengths().fill_null(0).to_numpy() for chunk in source.table.column(column).chunks]
+    chunks = [
+        chunk.value_lengths().fill_null(0).to_numpy() for chunk in source.table.column(column).chunks
+    ]
     return np.concatenate([np.empty(0, np.int64), *chunks])
 
 
@@ -237,7 +248,11 @@ def _load_processor(folder: Path) -> Any:
         """It takes None for what reads videos."""
 
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
+            return (
+                None
+                if argument is None
+                else super().check_argument_for_proper_class(argument_name, argument)
+            )
 
     parts = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}
     made = {
@@ -276,7 +291,11 @@ class Shown:
         """On the device of `places`."""
         names = images[0].inputs
         return cls(
-            places, {name: torch.cat([image.inputs[name] for image in images]).to(places.device) for name in names}
+            places,
+            {
+                name: torch.cat([image.inputs[name] for image in images]).to(places.device)
+                for name in names
+            },
         )
 
 
@@ -294,7 +313,9 @@ def embed(backbone: Any, input_ids: Tensor, shown: Shown) -> Tensor:
     return embedded.masked_scatter(shown.places[..., None], features.flatten(0, -2).to(embedded.dtype))
 
 
-def positions(backbone: Any, input_ids: Tensor, shown: Shown, inside: Tensor | None = None) -> Tensor | None:
+def positions(
+    backbone: Any, input_ids: Tensor, shown: Shown, inside: Tensor | None = None
+) -> Tensor | None:
     """Positions of the tokens [B, L] by the model's own rule, such as [3, B, L] for time, height and width (m-rope, arXiv:2409.12191).
 
     Args:
@@ -309,7 +330,9 @@ def positions(backbone: Any, input_ids: Tensor, shown: Shown, inside: Tensor | N
     takes = inspect.signature(rule).parameters
     grids = {name: value for name, value in shown.inputs.items() if name in takes}
     mask = None if inside is None else inside.to(torch.int64)
-    return rule(input_ids, mm_token_type_ids=shown.places.to(torch.int32), attention_mask=mask, **grids)[0]
+    return rule(input_ids, mm_token_type_ids=shown.places.to(torch.int32), attention_mask=mask, **grids)[
+        0
+    ]
 
 
 def tower_parameters(backbone: nn.Module) -> Iterator[nn.Parameter]:

@@ -66,7 +66,8 @@ def _check_types(model: str | Path, file: Path, config: Mapping[str, Any]) -> No
         "text_config": ("an object", lambda value: isinstance(value, Mapping)),
         **dict.fromkeys(_SIZES, ("a number of at least 1", _is_size)),
         **dict.fromkeys(
-            (*_CONTEXT_NAMES, *_HEADS_NAMES, "num_key_value_heads", "head_dim"), ("an integer", _is_integer)
+            (*_CONTEXT_NAMES, *_HEADS_NAMES, "num_key_value_heads", "head_dim"),
+            ("an integer", _is_integer),
         ),
         "layer_types": ("a list", lambda value: isinstance(value, list)),
         **dict.fromkeys(_TOKEN_NAMES, ("an integer, or a list of them", _is_token)),
@@ -97,7 +98,9 @@ def find_model_config(model: str | Path) -> Path:
     """The file `config.json` of a model's folder or cached Hugging Face id; raises `UserError` as above."""
     folder = find_model_folder(model, CONFIG_FILE)
     if not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"model {str(model)!r}: the folder has no {CONFIG_FILE}{folders_near(model, CONFIG_FILE)}")
+        raise UserError(
+            f"model {str(model)!r}: the folder has no {CONFIG_FILE}{folders_near(model, CONFIG_FILE)}"
+        )
     return folder / CONFIG_FILE
 
 
@@ -112,7 +115,9 @@ def read_index(file: Path) -> dict[str, str]:
     """
     try:
         files = read_json(file)["weight_map"]
-        if not (isinstance(files, dict) and files and all(isinstance(name, str) for name in files.values())):
+        if not (
+            isinstance(files, dict) and files and all(isinstance(name, str) for name in files.values())
+        ):
             raise ValueError("its weight_map names no files")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
@@ -155,7 +160,9 @@ def stop_token_notes(model: str | Path) -> tuple[str, ...]:
 
 def _end_tokens(model: str | Path) -> dict[int, str]:
     """The end tokens of the model's tokenizer; empty if the folder has none that can be read, which whatever reads texts reports."""
-    from ...dataflow.prompts.tokenizer import Tokenizer  # commands import this module, and print their help at once
+    from ...dataflow.prompts.tokenizer import (
+        Tokenizer,
+    )  # commands import this module, and print their help at once
 
     if not find_model_config(model).with_name("tokenizer.json").is_file():
         return {}
@@ -191,7 +198,9 @@ def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     text = settings.get("text_config")
     rest = {name: value for name, value in settings.items() if name != "text_config"}
-    return {**rest, **text, "model_type": settings.get("model_type")} if isinstance(text, Mapping) else rest
+    return (
+        {**rest, **text, "model_type": settings.get("model_type")} if isinstance(text, Mapping) else rest
+    )
 
 
 def context_of(settings: Mapping[str, Any]) -> int | None:
@@ -262,7 +271,9 @@ def refusals_named(model: str | Path, cannot: str, file: Path | None = None) -> 
         lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
         reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
         where = "" if file is None else f"; correct {file}, or fetch it again"
-        raise UserError(f"model {str(model)!r} {cannot}: transformers refuses it ({reason}){where}") from error
+        raise UserError(
+            f"model {str(model)!r} {cannot}: transformers refuses it ({reason}){where}"
+        ) from error
 
 
 def complete_text_settings(model: str | Path) -> Any:
@@ -274,7 +285,9 @@ def complete_text_settings(model: str | Path) -> Any:
     from transformers import AutoConfig
 
     with refusals_named(model, "cannot be read", find_model_config(model)):
-        return AutoConfig.from_pretrained(find_model_config(model).parent, local_files_only=True).get_text_config()
+        return AutoConfig.from_pretrained(
+            find_model_config(model).parent, local_files_only=True
+        ).get_text_config()
 
 
 def check_causal_lm(model: str | Path, settings: Mapping[str, Any]) -> None:
@@ -304,7 +317,11 @@ def sees_images(settings: Mapping[str, Any]) -> bool:
     (True, False, False)
     """
     kind, causal = settings.get("model_type"), causal_lm_types()
-    return bool(causal) and kind not in causal and kind in _types("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
+    return (
+        bool(causal)
+        and kind not in causal
+        and kind in _types("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
+    )
 
 
 def check_scalar_head(model: str | Path, settings: Mapping[str, Any]) -> None:
@@ -334,7 +351,9 @@ def _types(table: str) -> frozenset[str]:
     if found is None or found.origin is None:
         return frozenset()
     try:
-        text = (Path(found.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
+        text = (Path(found.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(
+            encoding="utf-8"
+        )
     except OSError:
         return frozenset()
     content = re.search(rf"^{table} = OrderedDict\((.*?)^\)", text, re.DOTALL | re.MULTILINE)
@@ -398,7 +417,10 @@ def _of_tokenizer(model: str | Path) -> Iterator[tuple[str, int]]:
     stamp = file.stat()
     largest, ids = _tokenizer_ids(file, stamp.st_mtime_ns, stamp.st_size)
     yield f"the tokenizer in {model} has ids up to", largest
-    named = {**_read(file.with_name("special_tokens_map.json")), **_read(file.with_name("tokenizer_config.json"))}
+    named = {
+        **_read(file.with_name("special_tokens_map.json")),
+        **_read(file.with_name("tokenizer_config.json")),
+    }
     for name in _NAMED:
         token = named.get(name)
         content = token.get("content") if isinstance(token, Mapping) else token
@@ -427,7 +449,10 @@ def _of_rows(source: Source) -> Iterator[tuple[str, int]]:
         for chunk in source.table.column(column).chunks:
             ids = chunk.flatten()
             if len(ids):
-                yield f"{source.name}: column {column!r} has token id", int(ids.to_numpy(zero_copy_only=False).max())
+                yield (
+                    f"{source.name}: column {column!r} has token id",
+                    int(ids.to_numpy(zero_copy_only=False).max()),
+                )
 
 
 def _read(file: Path) -> dict[str, Any]:

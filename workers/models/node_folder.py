@@ -54,7 +54,9 @@ def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[No
                 holder = os.pread(descriptor, 20, 0).decode() or "unknown"
                 raise RunError(f"process {holder} of this node {what}, and did not end in {wait_s:g} s")
             time.sleep(min(_POLL_S, wait_s))
-        with suppress(OSError):  # another user's, who has kept it from others: nobody learns the process then
+        with suppress(
+            OSError
+        ):  # another user's, who has kept it from others: nobody learns the process then
             lock.write_text(str(os.getpid()))
         yield
     finally:
@@ -129,7 +131,13 @@ def _is_locked(descriptor: int) -> bool:
 # removed when another is made.
 
 
-MARKS = ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "adapter_config.json")
+MARKS = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "adapter_config.json",
+)
 """A folder that has one of these is that of a model or a tokenizer."""
 PIECE_BYTES = 16 << 20
 MAX_AGE_S = 30 * 86400.0
@@ -247,7 +255,10 @@ def copy_of(
     copy, partial = cache / listing.key, cache / f".{listing.key}"
     try:
         make_folder(cache)
-        with growth_told(partial, advance), once_a_node(Path(f"{partial}.lock"), f"copies {listing.name}"):
+        with (
+            growth_told(partial, advance),
+            once_a_node(Path(f"{partial}.lock"), f"copies {listing.name}"),
+        ):
             if not copy.is_dir():
                 _check_room(listing, cache)
                 _remove_old(cache)
@@ -262,7 +273,9 @@ def copy_of(
     return copy
 
 
-def _write(listing: FolderListing, pieces: Callable[[str, int], Iterable[tuple[bytes, bytes]]], partial: Path) -> None:
+def _write(
+    listing: FolderListing, pieces: Callable[[str, int], Iterable[tuple[bytes, bytes]]], partial: Path
+) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     make_folder(partial)
     for name, size in listing.files.items():
@@ -309,7 +322,9 @@ _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """What is downloaded: settings, weights, tokenizer, chat template."""
 
 
-def node_folder(model: str | Path, *, wait_s: float = WAIT_S, advance: Callable[[], None] = lambda: None) -> Path:
+def node_folder(
+    model: str | Path, *, wait_s: float = WAIT_S, advance: Callable[[], None] = lambda: None
+) -> Path:
     """The folder of a model with its weights. The driver has seen that its own node knows the id; another node may not.
 
     Args:
@@ -375,7 +390,9 @@ def _download(model: str) -> Path:
         folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=list(_FILES)))
     except (OSError, ValueError, RuntimeError) as error:  # not on the hub; no network
         reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"model {model!r} is not on this node, and cannot be downloaded ({reason})") from None
+        raise UserError(
+            f"model {model!r} is not on this node, and cannot be downloaded ({reason})"
+        ) from None
     if not _has_weights(folder):
         raise UserError(f"model {model!r}: {folder} has no complete weights in safetensors files")
     return folder

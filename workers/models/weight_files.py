@@ -50,15 +50,21 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         start = 8 + int.from_bytes(first, "little")
         if len(first) < 8 or start > size:
             if (first + opened.read(len(_POINTER))).startswith(_POINTER):
-                raise ValueError(f"{file} is a pointer of Git LFS, not the file itself: `git lfs pull` fetches it")
-            raise ValueError(f"{file} is damaged, or no safetensors file: its {size} bytes end before its header does")
+                raise ValueError(
+                    f"{file} is a pointer of Git LFS, not the file itself: `git lfs pull` fetches it"
+                )
+            raise ValueError(
+                f"{file} is damaged, or no safetensors file: its {size} bytes end before its header does"
+            )
         text = opened.read(start - 8)
     try:
         header = parse_object(text, file)
         metadata = header.pop("__metadata__", {})
         entries = {name: _entry(file, start, about) for name, about in header.items()}
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise ValueError(f"{file} is damaged, or no safetensors file: the header cannot be read") from None
+        raise ValueError(
+            f"{file} is damaged, or no safetensors file: the header cannot be read"
+        ) from None
     end = max((entry.end for entry in entries.values()), default=start)
     if end != size:
         raise ValueError(f"{file} is {size} bytes, not {end} as its header says; fetch or copy it again")
@@ -115,13 +121,17 @@ def stored_tensors(model: str | Path, folder: Path) -> dict[str, TensorEntry]:
         for file in files:
             found |= read_header(file)[0]
     except OSError as error:
-        raise UserError(f"model {str(model)!r}: {error.filename} cannot be read ({error.strerror})") from None
+        raise UserError(
+            f"model {str(model)!r}: {error.filename} cannot be read ({error.strerror})"
+        ) from None
     except ValueError as error:
         raise UserError(f"model {str(model)!r}: {error}") from None
     if not (folder / FILE).is_file() and (folder / INDEX).is_file():
         for name, file in read_index(folder / INDEX).items():
             if name not in found or found[name].file.name != file:
-                raise UserError(f"model {str(model)!r}: {INDEX} says that {file} holds {name!r}, which it does not")
+                raise UserError(
+                    f"model {str(model)!r}: {INDEX} says that {file} holds {name!r}, which it does not"
+                )
     return found
 
 
@@ -167,7 +177,11 @@ def _not_only_tensors(file: Path) -> str:
                         found += _foreign_names(opened)
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         return f"is damaged, or no file of torch.save ({error})"
-    return f"holds more than tensors: a pickle that calls {', '.join(sorted(set(found))[:3])}" if found else ""
+    return (
+        f"holds more than tensors: a pickle that calls {', '.join(sorted(set(found))[:3])}"
+        if found
+        else ""
+    )
 
 
 def _pickle_in(archive: zipfile.ZipFile) -> str:
@@ -189,7 +203,11 @@ def _foreign_names(pickled: IO[bytes]) -> list[str]:
             named.append(".".join(texts[-2:]))
         elif isinstance(argument, str):
             texts.append(argument)
-    return [name for name in named if not name.startswith(("torch.", "collections.OrderedDict", "numpy.", "_codecs."))]
+    return [
+        name
+        for name in named
+        if not name.startswith(("torch.", "collections.OrderedDict", "numpy.", "_codecs."))
+    ]
 
 
 def find_tensor(model: str | Path, name: str) -> Path | None:

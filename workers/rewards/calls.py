@@ -55,7 +55,9 @@ class AsyncCalls:
     """Those that were called, which may keep something open."""
     _limits: dict[int, _Limits] = field(default_factory=dict[int, _Limits])
 
-    def start(self, reward: Reward, call: Callable[[], Awaitable[Any]], deadline_s: float | None) -> Future[Any]:
+    def start(
+        self, reward: Reward, call: Callable[[], Awaitable[Any]], deadline_s: float | None
+    ) -> Future[Any]:
         """Begin a call as soon as the limits of its function allow.
 
         Args:
@@ -67,7 +69,9 @@ class AsyncCalls:
         """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=_turn, args=(self._loop,), name="reward calls", daemon=True)
+            self._thread = threading.Thread(
+                target=_turn, args=(self._loop,), name="reward calls", daemon=True
+            )
             self._thread.start()
         self._functions[id(reward.function)] = reward.function
         return asyncio.run_coroutine_threadsafe(self._carry_out(reward, call, deadline_s), self._loop)
@@ -95,7 +99,9 @@ class AsyncCalls:
             ended.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
             self._thread.join(CLOSE_S)
 
-    async def _carry_out(self, reward: Reward, call: Callable[[], Awaitable[Any]], deadline_s: float | None) -> Any:
+    async def _carry_out(
+        self, reward: Reward, call: Callable[[], Awaitable[Any]], deadline_s: float | None
+    ) -> Any:
         limits = self._limits.setdefault(id(reward), _Limits(asyncio.Semaphore(reward.concurrency)))
         async with limits.places:
             for attempt in range(reward.retries + 1):
@@ -104,7 +110,9 @@ class AsyncCalls:
                     return await asyncio.wait_for(_awaited(call()), deadline_s)
                 except TimeoutError as error:
                     if attempt == reward.retries:
-                        raise TimeoutError(str(error) or f"{reward.title} took longer than {deadline_s:g} s") from None
+                        raise TimeoutError(
+                            str(error) or f"{reward.title} took longer than {deadline_s:g} s"
+                        ) from None
                 except Exception:
                     if attempt == reward.retries:
                         raise
@@ -301,7 +309,9 @@ def deadline(seconds: float | None, what: str) -> Iterator[None]:
     """
     if threading.current_thread() is not threading.main_thread():
         if seconds is not None:
-            warnings.warn(f"{what} runs without a deadline: deadlines work only on the main thread", stacklevel=3)
+            warnings.warn(
+                f"{what} runs without a deadline: deadlines work only on the main thread", stacklevel=3
+            )
         yield
         return
     with _own_alarm():

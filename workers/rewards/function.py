@@ -62,7 +62,9 @@ class Reward(Config):
         parameters = self._takes.parameters.values()
         names = [p.name for p in parameters]
         if self.signature is not None:
-            asked = [p.name for p in self._open if p.name in self.signature.missing and p.default is p.empty]
+            asked = [
+                p.name for p in self._open if p.name in self.signature.missing and p.default is p.empty
+            ]
             if asked:
                 raise ValueError(
                     f"reward function {takes} takes {asked[0]!r}, which only {self.signature.library}'s own trainer has"
@@ -72,7 +74,12 @@ class Reward(Config):
             raise ValueError(f"reward function {takes} must name its parameters: each is a column")
         if not self.takes_all and not {str(RESPONSE), str(RESPONSE_IDS)} & set(names):
             hint = next(
-                (f"; did you mean 'response' for {n!r}?" for n in names if nearest(n, ["response", "responses"])), ""
+                (
+                    f"; did you mean 'response' for {n!r}?"
+                    for n in names
+                    if nearest(n, ["response", "responses"])
+                ),
+                "",
             )
             raise ValueError(
                 f"reward function {takes} takes neither 'response' nor 'response_ids'{hint}; "
@@ -119,7 +126,9 @@ class Reward(Config):
     @property
     def _inner(self) -> Callable[..., Any]:
         """The function itself: what a partial calls, what is decorated, the method of a callable object."""
-        inner = inspect.unwrap(self.function.func if isinstance(self.function, functools.partial) else self.function)
+        inner = inspect.unwrap(
+            self.function.func if isinstance(self.function, functools.partial) else self.function
+        )
         return inner if inspect.isroutine(inner) else type(inner).__call__  # pyright: ignore[reportFunctionMemberAccess]
 
     # What it reads
@@ -143,7 +152,9 @@ class Reward(Config):
         optional = tuple(p.name for p in self._columns if p.name not in self.reads)
         if self.signature is None:
             return optional
-        return tuple(dict.fromkeys((*self.signature.reads, *optional, *(("answer",) if optional else ()))))
+        return tuple(
+            dict.fromkeys((*self.signature.reads, *optional, *(("answer",) if optional else ())))
+        )
 
     @property
     def takes_text(self) -> bool:
@@ -161,10 +172,14 @@ class Reward(Config):
     def answers(self) -> tuple[str, ...]:
         """Required ground truths with parameter types that exclude None."""
         named = [
-            p for p in self._takes.parameters.values() if p.name.removesuffix("s") in ANSWERS and p.default is p.empty
+            p
+            for p in self._takes.parameters.values()
+            if p.name.removesuffix("s") in ANSWERS and p.default is p.empty
         ]
         taken = {p.name for p in self._open}
-        return tuple(p.name.removesuffix("s") for p in named if p.name in taken and not _takes_none(p.annotation))
+        return tuple(
+            p.name.removesuffix("s") for p in named if p.name in taken and not _takes_none(p.annotation)
+        )
 
     @property
     def _open(self) -> list[inspect.Parameter]:
@@ -172,13 +187,19 @@ class Reward(Config):
         kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         fixed = self.function.keywords if isinstance(self.function, functools.partial) else {}
         parameters = self._takes.parameters.values()
-        return [p for p in parameters if p.kind not in kinds and p.name not in fixed and p.name not in self.settings]
+        return [
+            p
+            for p in parameters
+            if p.kind not in kinds and p.name not in fixed and p.name not in self.settings
+        ]
 
     @property
     def _columns(self) -> list[inspect.Parameter]:
         """Those that are columns."""
         given = (
-            (str(RESPONSE),) if self.signature is None else (*self.signature.gives, *self.signature.missing, *_LOGGERS)
+            (str(RESPONSE),)
+            if self.signature is None
+            else (*self.signature.gives, *self.signature.missing, *_LOGGERS)
         )
         return [p for p in self._open if p.name not in given]
 
@@ -188,15 +209,25 @@ class Reward(Config):
         """Parameter -> a value for each sample, for all that it takes of what there is."""
         fixed = self.function.keywords if isinstance(self.function, functools.partial) else {}
         columns = samples.rest if self.takes_all else {}
-        columns = {name: values for name, values in columns.items() if name not in fixed and name not in self.settings}
-        columns |= {p.name: samples[p.name] for p in self._columns if p.name in samples or p.default is p.empty}
+        columns = {
+            name: values
+            for name, values in columns.items()
+            if name not in fixed and name not in self.settings
+        }
+        columns |= {
+            p.name: samples[p.name] for p in self._columns if p.name in samples or p.default is p.empty
+        }
         if self.signature is not None:
             taken = {p.name for p in self._open} | set(self.signature.by_position)
             given = self.signature.given(samples)
             return {**columns, **{n: v for n, v in given.items() if self.takes_all or n in taken}}
         if self.takes_all and RESPONSE_IDS in samples.rows:
             columns[str(RESPONSE_IDS)] = samples[str(RESPONSE_IDS)]
-            columns |= {n: samples[n] for n in samples.rows.columns if n not in map(str, IDENTITY) and n not in fixed}
+            columns |= {
+                n: samples[n]
+                for n in samples.rows.columns
+                if n not in map(str, IDENTITY) and n not in fixed
+            }
         return {**columns, str(RESPONSE): samples.responses} if self.takes_text else columns
 
     def call(self, arguments: Mapping[str, Any], log: Mapping[str, Callable[..., None]]) -> Any:
@@ -261,7 +292,11 @@ def _of_lists(reward: Reward, result: Mapping[Any, Any], number: int) -> list[An
             f"reward function {name_of(reward.function)} returned {_shown(result)} for {number} samples; "
             f"it returns a list with a reward for each{which}"
         )
-    whole = {name: value for name, value in entries.items() if name not in lists and _as_number(value) is not None}
+    whole = {
+        name: value
+        for name, value in entries.items()
+        if name not in lists and _as_number(value) is not None
+    }
     return [{**whole, **{name: values[k] for name, values in lists.items()}} for k in range(number)]
 
 
@@ -277,7 +312,9 @@ def score(reward: Reward, result: Any) -> SampleScore:
     if not isinstance(result, Mapping):
         return SampleScore(number_of(reward, result))
     who = f"reward function {name_of(reward.function)} returned {_shown(result)}"
-    numbers = {str(name): number for name, each in result.items() if (number := _as_number(each)) is not None}
+    numbers = {
+        str(name): number for name, each in result.items() if (number := _as_number(each)) is not None
+    }
     odd = next((name for name, number in numbers.items() if not _is_finite(number)), None)
     if odd is not None:
         raise SampleError(f"{who}; its {odd!r} is not a finite number")
@@ -287,8 +324,12 @@ def score(reward: Reward, result: Any) -> SampleScore:
     if total and total not in numbers:
         raise ResultError(f"{who}; its {total!r} is not a finite number")
     if total:
-        return SampleScore(numbers[total], {name: value for name, value in numbers.items() if name != total})
-    other = next((name for name, each in result.items() if each is not None and str(name) not in numbers), None)
+        return SampleScore(
+            numbers[total], {name: value for name, value in numbers.items() if name != total}
+        )
+    other = next(
+        (name for name, each in result.items() if each is not None and str(name) not in numbers), None
+    )
     if other is not None:
         raise ResultError(
             f"{who}; its {str(other)!r} is not a number, and the reward is the sum of all parts: call the part that is the reward "
@@ -342,7 +383,9 @@ def _listed(values: Any) -> list[Any] | None:
 def _takes_none(annotation: Any) -> bool:
     """Whether a parameter may be None, by its type; one without a type may."""
     said = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    return annotation is inspect.Parameter.empty or any(word in said for word in ("None", "Optional", "Any", "object"))
+    return annotation is inspect.Parameter.empty or any(
+        word in said for word in ("None", "Optional", "Any", "object")
+    )
 
 
 def as_failure(error: BaseException) -> Exception:
@@ -397,7 +440,9 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     wrapped = getattr(function, "__wrapped__", None)
     kinds = {parameter.kind for parameter in own.parameters.values()}
     hands_on = (
-        inspect.Parameter.VAR_KEYWORD in kinds <= {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+        inspect.Parameter.VAR_KEYWORD
+        in kinds
+        <= {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
     )
     return signature_of(wrapped) if hands_on and callable(wrapped) else own
 
@@ -408,7 +453,9 @@ def _is_async(function: Callable[..., Any]) -> bool:
         return _is_async(function.func)
     if inspect.iscoroutinefunction(function):
         return True
-    return not (inspect.isroutine(function) or isinstance(function, type)) and inspect.iscoroutinefunction(
+    return not (
+        inspect.isroutine(function) or isinstance(function, type)
+    ) and inspect.iscoroutinefunction(
         type(function).__call__  # pyright: ignore[reportFunctionMemberAccess]
     )
 

@@ -111,7 +111,9 @@ class Judge(Config):
             "answer": "(none)" if answer in (None, "") else answer_text(answer),
             "response": response,
         }
-        asked = _filled(self.question, values | {"lowest": f"{self.scale[0]:g}", "highest": f"{self.scale[1]:g}"})
+        asked = _filled(
+            self.question, values | {"lowest": f"{self.scale[0]:g}", "highest": f"{self.scale[1]:g}"}
+        )
         return self.reward_in(await self._reply(asked))
 
     def reward_in(self, reply: str) -> float:
@@ -143,13 +145,17 @@ class Judge(Config):
         for attempt in range(RETRIES + 1):
             pause_s = min(0.5 * 2**attempt, LONGEST_PAUSE_S)
             try:
-                reply = await self._client.post(address, json=request, headers=self._headers(), timeout=self.deadline_s)
+                reply = await self._client.post(
+                    address, json=request, headers=self._headers(), timeout=self.deadline_s
+                )
             except httpx.TransportError as error:
                 failure = f"the judge at {self.address} did not answer: {type(error).__name__} {error}"
             else:
                 if reply.status_code == 200:
                     return _text_of(reply.json(), self.model)
-                failure = f"the judge at {self.address} answered {reply.status_code}: {reply.text[:300]!r}"
+                failure = (
+                    f"the judge at {self.address} answered {reply.status_code}: {reply.text[:300]!r}"
+                )
                 if reply.status_code not in REPEATED:
                     raise RuntimeError(failure)
                 pause_s = _retry_after(reply.headers.get("retry-after"), pause_s)
@@ -190,7 +196,9 @@ def _text_of(reply: Any, model: str) -> str:
     try:
         return str(reply["choices"][0]["message"]["content"] or "")
     except (KeyError, IndexError, TypeError):
-        raise RuntimeError(f"the judge {model} answered in no OpenAI format: {str(reply)[:300]!r}") from None
+        raise RuntimeError(
+            f"the judge {model} answered in no OpenAI format: {str(reply)[:300]!r}"
+        ) from None
 
 
 def _retry_after(header: str | None, otherwise_s: float) -> float:

@@ -39,9 +39,15 @@ class Outcome:
     def parts(self, rewards: Sequence[Reward]) -> dict[str, float]:
         """All numbers that make up the reward, by name; one that does not apply is left out."""
         several = len(rewards) > 1
-        named = {r.title: s.value for r, s in zip(rewards, self.scores, strict=True) if several and s.value is not None}
+        named = {
+            r.title: s.value
+            for r, s in zip(rewards, self.scores, strict=True)
+            if several and s.value is not None
+        }
         for reward, said in zip(rewards, self.scores, strict=True):
-            named |= {f"{reward.title}/{name}" if several else name: value for name, value in said.parts.items()}
+            named |= {
+                f"{reward.title}/{name}" if several else name: value for name, value in said.parts.items()
+            }
         return named
 
 
@@ -85,7 +91,9 @@ class Scoring:
         """
         if len(self._samples):
             kinds = list(enumerate(self._rewards))
-            pending = [call for f, reward in kinds if reward.is_async for call in self._started(f, reward)]
+            pending = [
+                call for f, reward in kinds if reward.is_async for call in self._started(f, reward)
+            ]
             for f, reward in kinds:
                 if reward.is_batch and not reward.is_async:
                     self._call_batch(f, reward)
@@ -108,7 +116,9 @@ class Scoring:
             self._context.at(sample_id)
             for f, reward, columns in arguments:
                 with self._blaming(k):
-                    self._put(f, k, score(reward, self._called(f, {name: v[k] for name, v in columns.items()})))
+                    self._put(
+                        f, k, score(reward, self._called(f, {name: v[k] for name, v in columns.items()}))
+                    )
             self._context.at(None)
             self._context.advance()
 
@@ -156,9 +166,13 @@ class Scoring:
             yield self._in_flight(reward, {name: values[k] for name, values in arguments.items()}), f, k
 
     def _in_flight(self, reward: Reward, arguments: Mapping[str, Any]) -> Future[Any]:
-        return self._calls.start(reward, lambda: reward.call(arguments, self._callbacks), self._deadline_s)
+        return self._calls.start(
+            reward, lambda: reward.call(arguments, self._callbacks), self._deadline_s
+        )
 
-    def _awaited(self, calls: Sequence[tuple[Future[Any], int, int | None]]) -> Iterator[dict[int, Outcome]]:
+    def _awaited(
+        self, calls: Sequence[tuple[Future[Any], int, int | None]]
+    ) -> Iterator[dict[int, Outcome]]:
         pending = {future: (f, k) for future, f, k in calls}
         try:
             while pending:
@@ -221,18 +235,27 @@ class Scoring:
 
     def _put(self, f: int, k: int, said: SampleScore) -> None:
         self._scores[k][f] = said
-        if len(self._scores[k]) == len(self._rewards) and all(s.value is None for s in self._scores[k].values()):
+        if len(self._scores[k]) == len(self._rewards) and all(
+            s.value is None for s in self._scores[k].values()
+        ):
             who = f"each of the reward functions {', '.join(reward.title for reward in self._rewards)}"
             if len(self._rewards) == 1:
                 who = f"reward function {name_of(self._rewards[0].function)}"
             self._fail(k, SampleError(f"{who} returned None; each sample needs a finite number"))
-        elif len(self._scores[k]) == len(self._rewards) and abs(total := self._total(self._scores[k])) > LARGEST:
-            self._fail(k, SampleError(f"the weighted sum of the rewards is {total}, which float32 cannot hold"))
+        elif (
+            len(self._scores[k]) == len(self._rewards)
+            and abs(total := self._total(self._scores[k])) > LARGEST
+        ):
+            self._fail(
+                k, SampleError(f"the weighted sum of the rewards is {total}, which float32 cannot hold")
+            )
 
     def _total(self, scores: Mapping[int, SampleScore]) -> float:
         """The weighted sum of the rewards that apply to a sample."""
         return sum(
-            reward.weight * s.value for f, reward in enumerate(self._rewards) if (s := scores[f]).value is not None
+            reward.weight * s.value
+            for f, reward in enumerate(self._rewards)
+            if (s := scores[f]).value is not None
         )
 
     @property

@@ -97,7 +97,10 @@ class Samples:
         """Prompts and responses as messages where the prompts were messages, otherwise as texts."""
         if MESSAGES not in self.rows:
             return self.prompts, self.responses
-        prompts = [[{k: v for k, v in m.items() if v is not None} for m in messages] for messages in self[MESSAGES]]
+        prompts = [
+            [{k: v for k, v in m.items() if v is not None} for m in messages]
+            for messages in self[MESSAGES]
+        ]
         return prompts, [[{"role": "assistant", "content": text}] for text in self.responses]
 
     @property
@@ -170,7 +173,9 @@ def _of_verifiers(samples: Samples) -> Mapping[str, Sequence[Any]]:
 
 
 def _of_openrlhf(samples: Samples) -> Mapping[str, Sequence[Any]]:
-    queries = [prompt + response for prompt, response in zip(samples.prompts, samples.responses, strict=True)]
+    queries = [
+        prompt + response for prompt, response in zip(samples.prompts, samples.responses, strict=True)
+    ]
     return {"queries": queries, "prompts": samples.prompts, "labels": samples.or_else("label", None)}
 
 
@@ -208,7 +213,9 @@ def _of_slime(samples: Samples) -> Mapping[str, Sequence[Any]]:
         "response_length": [len(ids) for ids in samples[str(RESPONSE_IDS)]],
         "tokens": [
             [*prompt, *response]
-            for prompt, response in zip(samples.or_else("prompt_ids", []), samples[str(RESPONSE_IDS)], strict=True)
+            for prompt, response in zip(
+                samples.or_else("prompt_ids", []), samples[str(RESPONSE_IDS)], strict=True
+            )
         ],
         "label": samples.or_else("label", None),
         "metadata": samples.or_else("metadata", {}),
@@ -219,8 +226,13 @@ def _of_slime(samples: Samples) -> Mapping[str, Sequence[Any]]:
             for reason in samples.or_else(str(FINISH_REASON), "stop")
         ],
     }
-    unset = dict.fromkeys(("reward", "loss_mask", "rollout_log_probs", "train_metadata", "custom_rm_path"))
-    made = [SlimeSample(**unset, **dict(zip(fields, row, strict=True))) for row in zip(*fields.values(), strict=True)]
+    unset = dict.fromkeys(
+        ("reward", "loss_mask", "rollout_log_probs", "train_metadata", "custom_rm_path")
+    )
+    made = [
+        SlimeSample(**unset, **dict(zip(fields, row, strict=True)))
+        for row in zip(*fields.values(), strict=True)
+    ]
     return {"sample": made}
 
 
@@ -253,7 +265,11 @@ SLIME_BATCH = replace(
 )
 VERL = Signature("verl", ("solution_str",), _VERL, _of_verl, reads=_VERL_READS, returns_parts=True)
 VERL_BATCH = replace(
-    VERL, marks=("solution_strs",), gives=tuple(f"{name}s" for name in _VERL), given=_of_verl_batch, batch=True
+    VERL,
+    marks=("solution_strs",),
+    gives=tuple(f"{name}s" for name in _VERL),
+    given=_of_verl_batch,
+    batch=True,
 )
 OPENRLHF = Signature(
     "OpenRLHF",

@@ -136,13 +136,17 @@ def pass_bytes(
         UserError: the files in the folder, if it has any, are not those of the model.
         ValueError: a pass of this model depends on the values of its tensors.
     """
-    skeleton = build_causal_lm(model, folder, head, 0, activation_checkpointing=checkpointing if trains else False)
+    skeleton = build_causal_lm(
+        model, folder, head, 0, activation_checkpointing=checkpointing if trains else False
+    )
     if files := weight_files(model, folder):
         StoredWeights(model, files, skeleton)
     response = ResponseModel(skeleton.causal_lm, scalar=head != "logprobs").to(getattr(torch, dtype))
     packs = may_pack(skeleton.causal_lm)
     attention = NAME if packs else "sdpa"
-    Agreement(packs, shares_prompts=False, attention=attention, head_form=HeadForm(), routers=()).put_on(response)
+    Agreement(packs, shares_prompts=False, attention=attention, head_form=HeadForm(), routers=()).put_on(
+        response
+    )
     response.chunk_bytes = head_chunk_bytes(gpu_bytes)
     response.requires_grad_(trains and lora is None)
     if trains and lora is not None:
@@ -155,7 +159,8 @@ def pass_bytes(
             return _peak(
                 response.to_empty(device="cpu"),
                 _EqualRows.of(
-                    [max(1, shape.length - (head != "rewards"))] * shape.rows, "cuda" if gpu_bytes else "cpu"
+                    [max(1, shape.length - (head != "rewards"))] * shape.rows,
+                    "cuda" if gpu_bytes else "cpu",
                 ),
                 shape.rows * shape.predicted,
                 trains=trains,
@@ -168,7 +173,9 @@ def pass_bytes(
         raise ValueError(f"a pass of {model} cannot be computed without values: {error}") from error
 
 
-def _peak(model: ResponseModel, rows: _EqualRows, number: int, *, trains: bool, stays: bool, drops: bool) -> int:
+def _peak(
+    model: ResponseModel, rows: _EqualRows, number: int, *, trains: bool, stays: bool, drops: bool
+) -> int:
     """The largest number of bytes alive.
 
     Args:
@@ -180,7 +187,9 @@ def _peak(model: ResponseModel, rows: _EqualRows, number: int, *, trains: bool, 
     with LiveBytes([*model.parameters(), *model.buffers()]) as live:
         if drops:
             for parameter in parameters:
-                parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda parameter: setattr(parameter, "grad", None)
+                )
         outputs, hidden = model.run_backbone(torch.zeros(int(rows.lengths.sum()), dtype=torch.long), rows)
         hidden = hidden.index_select(0, torch.arange(number))
         if model.scalar:

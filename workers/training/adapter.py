@@ -60,7 +60,10 @@ class Adapter:
         self._whole = [scalar] if hasattr(causal_lm, scalar) else []
         chosen = _adapted_layers(causal_lm, lora)
         self._config = _peft_settings(causal_lm, lora, chosen, "SEQ_CLS" if self._whole else "CAUSAL_LM")
-        with torch.random.fork_rng(devices=[]), _hollow([causal_lm.get_submodule(name) for name in chosen]):
+        with (
+            torch.random.fork_rng(devices=[]),
+            _hollow([causal_lm.get_submodule(name) for name in chosen]),
+        ):
             torch.manual_seed(seed)
             inject_adapter_in_model(self._config, causal_lm, _NAME)
         self.made = {name: p.detach() for name, p in causal_lm.named_parameters() if is_adapter(name)}
@@ -102,7 +105,8 @@ class Adapter:
             return name.replace(".base_layer.", "."), tensor
         layer = self._causal_lm.get_submodule(path)
         a, b, magnitude = (
-            adapter.get(f"{path}.{part}.{_NAME}.weight") for part in ("lora_A", "lora_B", "lora_magnitude_vector")
+            adapter.get(f"{path}.{part}.{_NAME}.weight")
+            for part in ("lora_A", "lora_B", "lora_magnitude_vector")
         )
         assert a is not None and b is not None
         transposed = isinstance(layer.base_layer, Conv1D)  # GPT-2 stores [in, out]
@@ -166,7 +170,10 @@ def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
     Raises:
         UserError: a target matches no layer that can have an adapter, or the model has no such layer.
     """
-    heads = (causal_lm.get_output_embeddings(), getattr(causal_lm, SCALAR_HEAD.removesuffix(".weight"), None))
+    heads = (
+        causal_lm.get_output_embeddings(),
+        getattr(causal_lm, SCALAR_HEAD.removesuffix(".weight"), None),
+    )
     linear = [
         name
         for name, module in causal_lm.named_modules()
@@ -175,11 +182,15 @@ def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
     if is_type_that_sees(causal_lm.config):
         linear = [name for name in linear if f".{LANGUAGE}." in f".{name}"]
     refused = {name.rpartition(".")[2]: name for name in linear}
-    refused = {last: reason for last, name in refused.items() if (reason := _refused_by_peft(causal_lm, name))}
+    refused = {
+        last: reason for last, name in refused.items() if (reason := _refused_by_peft(causal_lm, name))
+    }
     fit = [name for name in linear if name.rpartition(".")[2] not in refused]
     owner = f"model {str(causal_lm.config.name_or_path)!r} ({type(causal_lm).__name__})"
     if not fit:
-        raise UserError(f"lora=Lora(...): {owner} has no linear layer that can have an adapter; leave lora out")
+        raise UserError(
+            f"lora=Lora(...): {owner} has no linear layer that can have an adapter; leave lora out"
+        )
     if lora.dora and any(isinstance(causal_lm.get_submodule(name), Conv1D) for name in fit):
         raise UserError(
             f"Lora.dora: {owner} stores its weights transposed (Conv1D), which DoRA does not measure; leave dora out"
@@ -208,7 +219,11 @@ def _refused_by_peft(causal_lm: Any, name: str) -> str:
         convert_peft_config_for_transformers(settings, causal_lm, None)
         _check_lora_target_modules_mamba(settings, causal_lm, name.rpartition(".")[2])
     except ValueError as error:
-        return "its name stands for the experts" if "fused" in str(error) else "fused kernels of Mamba read its weight"
+        return (
+            "its name stands for the experts"
+            if "fused" in str(error)
+            else "fused kernels of Mamba read its weight"
+        )
     return "" if settings.target_modules else "its name stands for the experts"
 
 
@@ -230,7 +245,9 @@ def _hollow(layers: list[Any]) -> Iterator[None]:
     """Give layers on the meta device weights of zeros on the host, which take no memory: `peft` draws parameters where it finds those."""
     weights = [layer.weight for layer in layers]
     for layer, weight in zip(layers, weights, strict=True):
-        layer.weight = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False)
+        layer.weight = nn.Parameter(
+            torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False
+        )
     try:
         yield
     finally:
@@ -266,7 +283,9 @@ def measured_weight(name: str) -> str | None:
     return f"{path}.base_layer.weight" if found else None
 
 
-def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None = None) -> Tensor:
+def merged_weight(
+    weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None = None
+) -> Tensor:
     """One weight in place of the weight and its adapter: W + s B A (arXiv:2106.09685, eq. 3), in float32.
 
     Args:

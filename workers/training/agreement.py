@@ -48,15 +48,22 @@ from .routers import Router, Routers, Routing, find_routers
 class LentWeights:
     """The tensors that a model is lent, by module; made by `lend_weights`."""
 
-    def __init__(self, model: ResponseModel, full: Callable[[str], Tensor] | None, by_layer: bool) -> None:
+    def __init__(
+        self, model: ResponseModel, full: Callable[[str], Tensor] | None, by_layer: bool
+    ) -> None:
         tensors: dict[str, Tensor] = model.causal_lm.state_dict(keep_vars=True)
         self._names: dict[Tensor, str] = {}
         for name, tensor in tensors.items():
             self._names.setdefault(tensor, name)
         self._full = full or (lambda name: tensors[name])
-        self._own = {module: (dict(module._parameters), dict(module._buffers)) for module in model.causal_lm.modules()}
+        self._own = {
+            module: (dict(module._parameters), dict(module._buffers))
+            for module in model.causal_lm.modules()
+        }
         self._inside = (
-            {module for layer in model.layers for module in layer.modules()} if by_layer else set[nn.Module]()
+            {module for layer in model.layers for module in layer.modules()}
+            if by_layer
+            else set[nn.Module]()
         )
         self.factor = 1
         """What all parameters are multiplied by."""
@@ -181,7 +188,11 @@ class Agreement:
         model.put_ropes_by_row()
         with _quiet_transformers():
             _set_attention(model.causal_lm, self.attention)
-        model.packs, model.shares_prompts, model.head_form = self.packs, self.shares_prompts, self.head_form
+        model.packs, model.shares_prompts, model.head_form = (
+            self.packs,
+            self.shares_prompts,
+            self.head_form,
+        )
         model.routers = Routers(model.causal_lm, self.routers) if self.routers else None
 
 
@@ -217,7 +228,10 @@ def find_agreement(
             model.put_ropes_by_row()
             model.head_form = None if model.scalar else _head_form(model, probe)
             ways = [(True, PACKED)] if may_pack(causal_lm) and not model.sees else []
-            for packs, attention in (*ways, *((False, name) for name in dict.fromkeys((loaded_with, "eager")))):
+            for packs, attention in (
+                *ways,
+                *((False, name) for name in dict.fromkeys((loaded_with, "eager"))),
+            ):
                 model.packs = packs
                 _set_attention(causal_lm, attention)
                 off = _difference(model, probe)
@@ -227,7 +241,11 @@ def find_agreement(
                     if packs and _kernel_agrees(model, probe):
                         attention = VARLEN
                     _set_attention(causal_lm, attention)
-                    shares = packs and not follows_length(causal_lm) and _shared_difference(model, probe) <= _TOLERANCE
+                    shares = (
+                        packs
+                        and not follows_length(causal_lm)
+                        and _shared_difference(model, probe) <= _TOLERANCE
+                    )
                     return Agreement(packs, shares, attention, model.head_form, _routers(model, probe))
     raise UserError(
         f"model {causal_lm.name_or_path!r} ({type(causal_lm).__name__}) cannot be trained: for rows that share a forward "
@@ -248,13 +266,16 @@ def _check_causal(model: ResponseModel) -> None:
     other[-1] = _FIRST_ID + len(row)
     try:
         first, second = (
-            _run_alone(model, ids % settings.vocab_size, 0)[0].last_hidden_state[0] for ids in (row, other)
+            _run_alone(model, ids % settings.vocab_size, 0)[0].last_hidden_state[0]
+            for ids in (row, other)
         )
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         if getattr(settings, "attention_type", None) == "block_sparse":
             reason = "its attention is block-sparse, and its layers replace each other during a pass"
-        raise UserError(f"{who}: its own forward pass fails on a row of {len(row)} tokens ({reason})") from error
+        raise UserError(
+            f"{who}: its own forward pass fails on a row of {len(row)} tokens ({reason})"
+        ) from error
     if float((first - second)[:-1].abs().max()) <= _TOLERANCE * float(first.std()):
         return
     switch = next(
@@ -276,7 +297,9 @@ def _shared_difference(model: ResponseModel, probe: _Probe, *, rounded: bool = F
     length = _LENGTHS[0]
     row, hidden = probe.ids[:length], probe.hidden[:length]
     rest = np.array([length - 2] * 2)
-    rows = SharedPrompts.among(np.array([2]), np.zeros(0, np.int64), rest, np.zeros(2, np.int64), probe.ids.device)
+    rows = SharedPrompts.among(
+        np.array([2]), np.zeros(0, np.int64), rest, np.zeros(2, np.int64), probe.ids.device
+    )
     try:
         _, found = model.run_backbone(torch.cat([row, row[2:]]), replace(rows, rounded=rounded))
     except Exception:  # code that comes with a model may fail in any way
@@ -288,12 +311,16 @@ def _image_difference(model: ResponseModel, reader: ImageReader, attention: str)
     """How far log-probabilities of two rows with images are from those of each alone, by the model's own forward pass."""
     causal_lm, device = model.causal_lm, model.causal_lm.get_input_embeddings().weight.device
     seen = [
-        reader.read(np.array([_FIRST_ID, reader.token, *range(_FIRST_ID, _FIRST_ID + after)], np.int32), [image])
+        reader.read(
+            np.array([_FIRST_ID, reader.token, *range(_FIRST_ID, _FIRST_ID + after)], np.int32), [image]
+        )
         for image, after in zip(probe_images(), _LENGTHS, strict=True)
     ]
     ids = [torch.from_numpy(row.ids.astype(np.int64)).to(device) for row in seen]
     places = [torch.from_numpy(row.is_image).to(device) for row in seen]
-    after = [int(of_image.nonzero()[-1]) for of_image in places]  # what stands before an image is none of its business
+    after = [
+        int(of_image.nonzero()[-1]) for of_image in places
+    ]  # what stands before an image is none of its business
     expected: list[Tensor] = []
     _set_attention(causal_lm, "eager")
     for row, of_image, prompt, last in zip(ids, places, seen, after, strict=True):
@@ -308,7 +335,10 @@ def _image_difference(model: ResponseModel, reader: ImageReader, attention: str)
     outputs, hidden = model.run_backbone(torch.cat(ids), rows)
     begins = np.cumsum([0, *rows.lengths])
     read = torch.cat(
-        [torch.arange(b + last, b + len(row) - 1) for b, last, row in zip(begins, after, ids, strict=False)]
+        [
+            torch.arange(b + last, b + len(row) - 1)
+            for b, last, row in zip(begins, after, ids, strict=False)
+        ]
     )
     targets = torch.cat([row[last + 1 :] for row, last in zip(ids, after, strict=True)])
     found, _ = model.logprobs_of(outputs, hidden[read.to(device)], targets, None, entropy=False)
@@ -359,7 +389,9 @@ def _difference(model: ResponseModel, probe: _Probe) -> float:
             outputs, hidden = model.run_backbone(probe.ids, probe.rows)
             found = hidden
             if not model.scalar:
-                found, _ = model.logprobs_of(outputs, hidden[probe.predicting], probe.targets, None, entropy=False)
+                found, _ = model.logprobs_of(
+                    outputs, hidden[probe.predicting], probe.targets, None, entropy=False
+                )
         except Exception:  # code that comes with a model may fail in any way
             if not model.packs:
                 raise
@@ -368,7 +400,11 @@ def _difference(model: ResponseModel, probe: _Probe) -> float:
         if largest > _TOLERANCE:
             break
     # These rows are shorter than a window, so a window that only the mask has (packed attention gets no mask) would not show.
-    return largest if not model.packs or windows_reached_attention(model.causal_lm, probe.rows) else torch.inf
+    return (
+        largest
+        if not model.packs or windows_reached_attention(model.causal_lm, probe.rows)
+        else torch.inf
+    )
 
 
 def _probe(model: ResponseModel) -> _Probe:
@@ -406,7 +442,9 @@ def _run_alone(model: ResponseModel, row: Tensor, start: int) -> tuple[Any, Tens
         logits = model.causal_lm(**inputs).logits[0].float()
     finally:
         hook.remove()
-    return seen[-1] if seen else model.backbone(**inputs), logits  # some models call only a part of their backbone
+    return seen[-1] if seen else model.backbone(
+        **inputs
+    ), logits  # some models call only a part of their backbone
 
 
 def _head_form(model: ResponseModel, probe: _Probe) -> HeadForm | None:
@@ -417,7 +455,9 @@ def _head_form(model: ResponseModel, probe: _Probe) -> HeadForm | None:
     causal_lm = model.causal_lm
     head = causal_lm.get_output_embeddings()
     own_parameters = set(head.parameters(recurse=False)) if isinstance(head, nn.Linear) else {head.weight}
-    outside = [p for name, p in causal_lm.named_parameters() if not name.startswith(f"{model.backbone_name}.")]
+    outside = [
+        p for name, p in causal_lm.named_parameters() if not name.startswith(f"{model.backbone_name}.")
+    ]
     if any(parameter not in own_parameters for parameter in outside):  # the factor may be trained
         return None
     settings = causal_lm.config.get_text_config()

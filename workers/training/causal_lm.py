@@ -73,13 +73,17 @@ def new_scalar_head(model: str | Path, hidden: int, seed: int) -> Tensor:
     with safe_open(file, "pt") as tensors:
         stored = tensors.get_tensor(WEIGHT)
     if stored.shape != (1, hidden):
-        raise UserError(f"{model}: {WEIGHT!r} has shape {list(stored.shape)}; a scalar head has [1, {hidden}]")
+        raise UserError(
+            f"{model}: {WEIGHT!r} has shape {list(stored.shape)}; a scalar head has [1, {hidden}]"
+        )
     return stored
 
 
 def scalar_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that replace those of the language model in the `config.json` of a folder with a scalar head."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN,
+    )
 
     said: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     if settings.get("model_type") in KNOWN:
@@ -111,7 +115,12 @@ class Skeleton:
 
 
 def build_causal_lm(
-    model: str | Path, folder: Path, head: Head, seed: int, *, activation_checkpointing: Recomputed = False
+    model: str | Path,
+    folder: Path,
+    head: Head,
+    seed: int,
+    *,
+    activation_checkpointing: Recomputed = False,
 ) -> Skeleton:
     """The model of a folder, without weights.
 
@@ -206,7 +215,11 @@ def _forget_values(causal_lm: Any) -> None:
     Some constructors draw values on the host in spite of `torch.device("meta")` (DiffLlama's `torch.normal`). A tensor with values
     would count as loaded, and keep the values that were drawn.
     """
-    stored = {id(tensor): tensor for tensor in causal_lm.state_dict(keep_vars=True).values() if not tensor.is_meta}
+    stored = {
+        id(tensor): tensor
+        for tensor in causal_lm.state_dict(keep_vars=True).values()
+        if not tensor.is_meta
+    }
     empty: dict[int, Tensor] = {}
     for number, tensor in stored.items():
         made = torch.empty_like(tensor, device="meta")
@@ -269,7 +282,9 @@ def _checkpoint_activations(causal_lm: Any, which: Recomputed) -> None:
     try:
         causal_lm.gradient_checkpointing_enable(settings)
     except ValueError as error:
-        raise UserError(f"activation_checkpointing={which!r}: transformers refuses it ({error})") from error
+        raise UserError(
+            f"activation_checkpointing={which!r}: transformers refuses it ({error})"
+        ) from error
     layers = [m for m in causal_lm.modules() if isinstance(m, GradientCheckpointingLayer)]
     if which not in (True, "elementwise"):
         for number, layer in enumerate(layers):

@@ -177,7 +177,10 @@ class ModelConfig(Config):
         if self.tensor_parallel > 1:
             check_tensor_parallel(self.model, complete_text_settings(self.model), self.tensor_parallel)
         if self.sequence_parallel > 1:
-            what, heads = f"sequence_parallel={self.sequence_parallel}", num_heads(text_settings(settings))
+            what, heads = (
+                f"sequence_parallel={self.sequence_parallel}",
+                num_heads(text_settings(settings)),
+            )
             if self.tensor_parallel > 1:
                 raise UserError(
                     f"{what} and tensor_parallel={self.tensor_parallel}: ranks share tokens or layers, not both; leave one of them at 1"
@@ -195,9 +198,13 @@ def _check_call(make: EngineFactory) -> None:
     name = f"engine={getattr(make, '__qualname__', repr(make))}"
     try:
         bind_signature(make, 0, ("config", "context", "training"), {"head": "logprobs"}, name=name)
-    except ValueError as error:  # of `inspect.signature`, too: a partial whose function does not take what it sets
+    except (
+        ValueError
+    ) as error:  # of `inspect.signature`, too: a partial whose function does not take what it sets
         said = str(error) if isinstance(error, UserError) else f"{name}: {error}"
-        raise UserError(f"{said}. It is called with (config, context, training, head=...): docs/your_own.md") from None
+        raise UserError(
+            f"{said}. It is called with (config, context, training, head=...): docs/your_own.md"
+        ) from None
 
 
 Head = Literal["logprobs", "values", "rewards"]
@@ -248,7 +255,9 @@ class OptimizerConfig(Config):
 
     @model_validator(mode="after")
     def _decay_has_an_end(self) -> OptimizerConfig:
-        if self.decay != "constant" and (self.decay_steps is None or self.decay_steps <= self.warmup_steps):
+        if self.decay != "constant" and (
+            self.decay_steps is None or self.decay_steps <= self.warmup_steps
+        ):
             raise ValueError(
                 f"decay={self.decay!r} needs decay_steps above warmup_steps ({self.warmup_steps}), not {self.decay_steps}"
             )

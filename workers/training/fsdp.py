@@ -96,7 +96,9 @@ class FsdpEngine:
         streams = config.offload == "everything" and context.world_size == 1
         self._alone = MeshOfOne(self.device) if streams else None
         self.mesh = self._alone.mesh if self._alone else join_mesh(context, config, self.device)
-        self.microbatch_tokens = config.microbatch_tokens or (GPU_TOKENS if self.device.type == "cuda" else CPU_TOKENS)
+        self.microbatch_tokens = config.microbatch_tokens or (
+            GPU_TOKENS if self.device.type == "cuda" else CPU_TOKENS
+        )
         self._row_cost = row_cost_of(config.model)
         self.head: Head = head
         loaded = load_model(config, context, training, head, self.mesh, self.device)
@@ -124,7 +126,9 @@ class FsdpEngine:
     # Log-probabilities and values
 
     def logprobs(self, batch: Batch, *, adapter: bool = True) -> tuple[np.ndarray, np.ndarray]:
-        (values,), cu_seqlens = self._of_tokens(batch, "log-probabilities", self.head == "logprobs", adapter)
+        (values,), cu_seqlens = self._of_tokens(
+            batch, "log-probabilities", self.head == "logprobs", adapter
+        )
         return values, cu_seqlens
 
     def logprobs_and_entropies(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -146,7 +150,11 @@ class FsdpEngine:
         cu_seqlens = rows.response[1]
         out = np.zeros((1 + entropies, int(cu_seqlens[-1])), dtype=np.float32)
         plan, _ = self._plan(rows)
-        with torch.no_grad(), self._sharded.precision(), nullcontext() if adapter else self._sharded.adapter_off():
+        with (
+            torch.no_grad(),
+            self._sharded.precision(),
+            nullcontext() if adapter else self._sharded.adapter_off(),
+        ):
             for part in plan:
                 figures = self._forward(rows, part, entropy=entropies)
                 for of_tokens, found in zip(out, figures, strict=False):
@@ -228,7 +236,9 @@ class FsdpEngine:
             plan = rows.plan_in_lockstep(*limits, packed=packed, pads=self._pads, groups=groups)
         return plan + [np.empty(0, dtype=np.int64)] * (wanted - len(plan)), replicas[:, 1:]
 
-    def _forward(self, rows: Microbatches, part: np.ndarray, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    def _forward(
+        self, rows: Microbatches, part: np.ndarray, *, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         self.context.advance()
         return self.model(*rows.inputs(part), entropy=entropy)
 
@@ -236,7 +246,9 @@ class FsdpEngine:
 
     def accumulate(self, batch: Batch, loss: Loss, *, last: bool) -> Metrics:
         if self.optimizer is None:
-            raise RuntimeError("this engine was made without an optimizer; it computes log-probabilities only")
+            raise RuntimeError(
+                "this engine was made without an optimizer; it computes log-probabilities only"
+            )
         rows = self._rows(batch, _columns_of(loss, batch))
         everything = rows.packed()
         local_count, num_tokens = loss.count(everything), float(everything.trained.sum())
@@ -250,7 +262,10 @@ class FsdpEngine:
         balance = self._balance(rows, plan, self._count * averaged, whole=whole)
         routers = self.model.routers
         watched = nullcontext() if routers is None else routers.watched(self.device, balance)
-        with watched as tally, self._sharded.precision():  # parameters are rounded once for all microbatches
+        with (
+            watched as tally,
+            self._sharded.precision(),
+        ):  # parameters are rounded once for all microbatches
             for number, part in enumerate(plan if self._count > 0 else ()):
                 self._sharded.sync_gradients(last and number == len(plan) - 1)
                 logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
@@ -273,7 +288,9 @@ class FsdpEngine:
             found |= tally.metrics(replayed=rows.routes is not None)
         return found
 
-    def _balance(self, rows: Microbatches, plan: list[np.ndarray], weight: float, *, whole: bool) -> Balance | None:
+    def _balance(
+        self, rows: Microbatches, plan: list[np.ndarray], weight: float, *, whole: bool
+    ) -> Balance | None:
         """The gradient of the loss that balances routers (`router_loss.py`); None: there is no such loss."""
         routers, coefficient = self.model.routers, self.training and self.training.router_loss
         if routers is None or coefficient is None or self._count == 0:
@@ -288,7 +305,13 @@ class FsdpEngine:
                 for part in plan:
                     self.context.advance()
                     ids, packed, read, targets, temperatures = rows.inputs(part)
-                    self.model(ids, packed, read[:1], targets[:1], None if temperatures is None else temperatures[:1])
+                    self.model(
+                        ids,
+                        packed,
+                        read[:1],
+                        targets[:1],
+                        None if temperatures is None else temperatures[:1],
+                    )
             self._sharded.reshard()
             tally.add_up(self._sharded.add_up)
             loads = tally.loads.sum(0)
@@ -298,7 +321,10 @@ class FsdpEngine:
         step = self._apply() if self._count > 0 else OptimizerStep({}, applied=False)
         self._count = self._loss_total = 0.0
         once = float(self.coordinates.dp == 0)  # counted by one replica, not by each
-        counts = {"skipped_steps": Sum(once * (not step.applied)), "bad_steps": Sum(once * (step.bad is not None))}
+        counts = {
+            "skipped_steps": Sum(once * (not step.applied)),
+            "bad_steps": Sum(once * (step.bad is not None)),
+        }
         return replace(step, metrics={**step.metrics, **counts})
 
     def _apply(self) -> OptimizerStep:
@@ -308,7 +334,9 @@ class FsdpEngine:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         for gradient in gradients:
             local_part(gradient).div_(self._count)
-        norm = gradient_norm(gradients, also=0.0 * self._loss_total)  # 0 * inf is nan, and reaches every rank
+        norm = gradient_norm(
+            gradients, also=0.0 * self._loss_total
+        )  # 0 * inf is nan, and reaches every rank
         metrics: dict[str, Metric] = {"grad_norm": Mean(norm)} if math.isfinite(norm) else {}
         bad = self._why_bad(norm)
         if bad is None:
@@ -331,7 +359,11 @@ class FsdpEngine:
         limit = self.training.skip_above_grad_norm
         if math.isfinite(norm):
             above = limit is not None and norm > limit
-            return f"the norm of the gradient is {norm:.4g}, above skip_above_grad_norm={limit:g}" if above else None
+            return (
+                f"the norm of the gradient is {norm:.4g}, above skip_above_grad_norm={limit:g}"
+                if above
+                else None
+            )
         loss = sum(self._sharded.over_replicas(self._loss_total)[:, 0].tolist()) / self._count
         return "the norm of the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
 
@@ -391,7 +423,9 @@ class FsdpEngine:
         stored, state = Snapshot(folder), self.state()
         if in_8_bits(stored.shapes) != in_8_bits(state):
             kept, now = ("8bit", "float32") if in_8_bits(stored.shapes) else ("float32", "8bit")
-            raise UserError(f"snapshot {folder} has moments={kept!r}, and moments={now!r} is set: set what they were")
+            raise UserError(
+                f"snapshot {folder} has moments={kept!r}, and moments={now!r} is set: set what they were"
+            )
         stored.check(state)
         for name, tensor in state.items():
             stored.fill(name, tensor)

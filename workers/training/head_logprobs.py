@@ -132,7 +132,13 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scales: Tensor | None, how: _How
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        scales: Tensor | None,
+        how: _How,
     ) -> tuple[Tensor, Tensor]:
         chunks = _Chunks(hidden, weight, bias, scales, how)
         parts, kept = [], None
@@ -143,14 +149,19 @@ class _HeadLogprobs(torch.autograd.Function):
             parts.append(_statistics(logits, ids, means=how.entropies, replace=replace))
             kept = logits if chunks.kept else None
         own = torch.cat(parts) if parts else hidden.new_zeros((0, 4), dtype=chunks.dtype)
-        chosen, largest, sums, weighted = (own if how.shards is None else _joined(own, how.shards)).unbind(1)
+        chosen, largest, sums, weighted = (
+            own if how.shards is None else _joined(own, how.shards)
+        ).unbind(1)
         entropies = sums.log() - weighted / sums
         if how.trains:
             ctx.how, ctx.kept, ctx.below = how, kept, own[:, 1] - largest
             ctx.save_for_backward(hidden, weight, bias, targets, scales, largest, sums, entropies)
         if not how.entropy:
             ctx.mark_non_differentiable(entropies)
-        return chosen - largest - sums.log(), entropies  # in this order: a large logit would round the other sum
+        return (
+            chosen - largest - sums.log(),
+            entropies,
+        )  # in this order: a large logit would round the other sum
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -167,7 +178,9 @@ class _HeadLogprobs(torch.autograd.Function):
             slopes = chunks.slopes(logits, part)
             ids = _own_ids(targets[part], how.shards)
             if kept is not None and how.keeps_exponentials:
-                logits *= (ctx.below.exp() / sums * -grads[0])[:, None]  # exponentials, of which it makes -grad * p
+                logits *= (ctx.below.exp() / sums * -grads[0])[
+                    :, None
+                ]  # exponentials, of which it makes -grad * p
             else:
                 to_entropy = (grads[1][part], entropies[part]) if how.entropy else None
                 _differentiate(logits, largest[part], sums[part], grads[0][part], to_entropy)
@@ -175,22 +188,41 @@ class _HeadLogprobs(torch.autograd.Function):
             chunks.through_form(logits, slopes, part)
             if grad_bias is not None:
                 grad_bias += logits.sum(0)
-            grad_weight = chunks.add_gradients(logits, part, grad_hidden, grad_weight, of_weight=of_weight)
+            grad_weight = chunks.add_gradients(
+                logits, part, grad_hidden, grad_weight, of_weight=of_weight
+            )
         if how.shards is not None and grad_hidden is not None:
             total = grad_hidden.to(chunks.dtype)  # summed as one rank would sum it
             dist.all_reduce(total, group=how.shards.group)
             grad_hidden = total.to(hidden.dtype)
         if of_weight:
-            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(weight.dtype), None, None, None
+            grad_weight = (
+                torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+            )
+        return (
+            grad_hidden,
+            grad_weight,
+            None if grad_bias is None else grad_bias.to(weight.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 class _Chunks:
     """The chunks of a head's pass, in one buffer after the other: fresh pages cost as much as a pass over them. Logits that are kept for
     the backward pass are one chunk; others are cut evenly, since products of few tokens are slow."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, how: _How) -> None:
-        self.hidden, self.weight, self.bias, self.scales, self.form = hidden, weight, bias, scales, how.form
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, how: _How
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.scales, self.form = (
+            hidden,
+            weight,
+            bias,
+            scales,
+            how.form,
+        )
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         row = self.dtype.itemsize * max(1, len(weight))
         self.kept = how.trains and row * len(hidden) <= KEPT_BYTES
@@ -238,7 +270,13 @@ class _Chunks:
             gradient *= self.scales[part, None]
 
     def add_gradients(
-        self, gradient: Tensor, part: slice, grad_hidden: Tensor | None, grad_weight: Tensor | None, *, of_weight: bool
+        self,
+        gradient: Tensor,
+        part: slice,
+        grad_hidden: Tensor | None,
+        grad_weight: Tensor | None,
+        *,
+        of_weight: bool,
     ) -> Tensor | None:
         """Write the gradient of these hidden states, and return that of the weight with what these tokens make of it.
 
@@ -270,7 +308,9 @@ class _Chunks:
 
 def chunk_bytes(device: torch.device) -> int:
     """Bytes of logits that are made at once on a device."""
-    return head_chunk_bytes(torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0)
+    return head_chunk_bytes(
+        torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    )
 
 
 def _own_ids(targets: Tensor, shards: _Shards | None) -> Tensor:
@@ -329,14 +369,18 @@ def _differentiate(
         else:
             grads, entropies = entropy[0][rows, None] / of_all, entropy[1][rows, None]
             exponentials = above.exp()
-            above.add_(entropies - of_all.log()).mul_(grads).add_(grad[rows, None] / of_all).mul_(exponentials).neg_()
+            above.add_(entropies - of_all.log()).mul_(grads).add_(grad[rows, None] / of_all).mul_(
+                exponentials
+            ).neg_()
 
 
 def _add_to_chosen(logits: Tensor, ids: Tensor, grad: Tensor) -> None:
     """Add the gradient [T] of log p_y by z_y where the token is here."""
     if logits.shape[1]:
         here = (ids >= 0) & (ids < logits.shape[1])
-        logits.scatter_add_(1, ids.clamp(0, logits.shape[1] - 1)[:, None], torch.where(here, grad, 0)[:, None])
+        logits.scatter_add_(
+            1, ids.clamp(0, logits.shape[1] - 1)[:, None], torch.where(here, grad, 0)[:, None]
+        )
 
 
 def _cached_rows(logits: Tensor) -> Iterator[slice]:
@@ -384,4 +428,6 @@ def logprobs_of_any_head(
         part = slice(start, start + size)
         arguments = (hidden[part], targets[part], None if temperatures is None else temperatures[part])
         parts.append(checkpoint(chunk, *arguments, use_reentrant=False) if again else chunk(*arguments))
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]) if entropy or trains else None
+    return torch.cat([p[0] for p in parts]), torch.cat(
+        [p[1] for p in parts]
+    ) if entropy or trains else None

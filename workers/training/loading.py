@@ -107,7 +107,9 @@ def load_model(
     scalar, lora = head != "logprobs", training and training.lora
     again = training is not None and training.activation_checkpointing
     folder = node_folder(config.model, advance=context.advance)
-    build = partial(build_causal_lm, config.model, folder, head, context.seed, activation_checkpointing=again)
+    build = partial(
+        build_causal_lm, config.model, folder, head, context.seed, activation_checkpointing=again
+    )
     plain, skeleton = build(), build()
     weights = open_stored(config.model, folder, plain, share=(context.rank, context.world_size))
     response = ResponseModel(skeleton.causal_lm, scalar=scalar)

@@ -47,7 +47,9 @@ class Lora(Config):
         >>> Lora(targets=("q_proj",)).is_on("layers.0.self_attn.q_proj"), Lora(targets=("q_proj",)).is_on("layers.0.mlp.up_proj")
         (True, False)
         """
-        return self.targets == "all-linear" or any(f".{name}".endswith(f".{target}") for target in self.targets)
+        return self.targets == "all-linear" or any(
+            f".{name}".endswith(f".{target}") for target in self.targets
+        )
 
     @model_validator(mode="after")
     def _has_targets(self) -> Lora:
@@ -90,7 +92,9 @@ class AdapterOff:
 
     actor: Any
 
-    def logprobs(self, batch: Any, *, into: str = str(REFERENCE_LOGPROBS), of: str = str(RESPONSE_IDS)) -> Any:
+    def logprobs(
+        self, batch: Any, *, into: str = str(REFERENCE_LOGPROBS), of: str = str(RESPONSE_IDS)
+    ) -> Any:
         """Log-probabilities under the model that the adapter was put on."""
         return self.actor.logprobs(batch, into=into, of=of, adapter=False)
 

@@ -91,7 +91,9 @@ class ModelSize:
         """Shapes of an adapter: A [rank, in] and B [out, rank] of each layer, with DoRA the length of each row."""
         chosen = [shape for name, shape in self.matrices.items() if lora.is_on(name)]
         vectors = [(out,) for out, _ in chosen if lora.dora]
-        return [shape for out, into in chosen for shape in ((lora.rank, into), (out, lora.rank))] + vectors
+        return [
+            shape for out, into in chosen for shape in ((lora.rank, into), (out, lora.rank))
+        ] + vectors
 
 
 @dataclass(frozen=True)
@@ -134,16 +136,22 @@ def model_size(model: str | Path, *, scalar: bool = False) -> ModelSize:
     folder = find_model_config(model).parent
     shapes = {name: entry.shape for name, entry in stored_tensors(model, folder).items()}
     if not shapes:
-        raise ValueError(f"model {str(model)!r}: {folder} has no safetensors files")  # a run reads others, too
+        raise ValueError(
+            f"model {str(model)!r}: {folder} has no safetensors files"
+        )  # a run reads others, too
     layers, vocabulary = int(settings.get("num_hidden_layers") or 1), int(settings.get("vocab_size", 0))
     heads = {name: shape for name, shape in shapes.items() if "head" in name and vocabulary in shape}
     rest = {name: shape for name, shape in shapes.items() if name not in heads}
     tied = bool(settings.get("tie_word_embeddings", not heads))
-    alone = tied and not any(shape in rest.values() for shape in heads.values())  # it is stored by the name of the head
+    alone = tied and not any(
+        shape in rest.values() for shape in heads.values()
+    )  # it is stored by the name of the head
     if not alone and (tied or scalar):
         shapes = rest
     if scalar and SCALAR_HEAD not in shapes:
-        hidden = next((shape[-1] for shape in shapes.values() if len(shape) == 2 and vocabulary in shape), 0)
+        hidden = next(
+            (shape[-1] for shape in shapes.values() if len(shape) == 2 and vocabulary in shape), 0
+        )
         shapes = {**shapes, SCALAR_HEAD: (1, hidden)}
     return ModelSize(shapes, vocabulary, layers, tied and not scalar)
 
@@ -230,7 +238,8 @@ def _moments(shapes: Sequence[tuple[int, ...]], config: ModelConfig) -> int:
         return 2 * FLOAT32 * number_in(shapes)
     blocks = [(math.prod(shape), moment_block(shape, shape[-1])) for shape in shapes if shape]
     return 2 * sum(
-        number * FLOAT32 if block is None else number + number // block * FLOAT32 for number, block in blocks
+        number * FLOAT32 if block is None else number + number // block * FLOAT32
+        for number, block in blocks
     )
 
 
@@ -247,7 +256,9 @@ def gathers_once(config: ModelConfig, parameters: int) -> bool:
     """Whether ranks gather all parameters of a model at once, and not layer by layer."""
     if config.offload == "everything":
         return False
-    return config.gather == "once" or (config.gather == "auto" and FLOAT32 * parameters < GATHER_ONCE_BYTES)
+    return config.gather == "once" or (
+        config.gather == "auto" and FLOAT32 * parameters < GATHER_ONCE_BYTES
+    )
 
 
 def _embeddings(size: ModelSize) -> int:

@@ -53,7 +53,9 @@ class OptimizerSteps:
         for epoch in range(self.epochs):
             order = np.arange(units.max(initial=-1) + 1)
             np.random.default_rng((*key, epoch)).shuffle(order)
-            cuts += [np.flatnonzero(np.isin(units, part)) for part in np.array_split(order, self.minibatches)]
+            cuts += [
+                np.flatnonzero(np.isin(units, part)) for part in np.array_split(order, self.minibatches)
+            ]
         return cuts
 
 
@@ -84,7 +86,9 @@ def plan_microbatches(
     """
     if not len(lengths):
         return []
-    _, group_of_row = np.unique(np.arange(len(lengths)) if groups is None else groups, return_inverse=True)
+    _, group_of_row = np.unique(
+        np.arange(len(lengths)) if groups is None else groups, return_inverse=True
+    )
     longest = np.zeros(group_of_row.max() + 1, dtype=lengths.dtype)
     np.maximum.at(longest, group_of_row, lengths)
     order = np.lexsort((-lengths, group_of_row, -longest[group_of_row]))
@@ -145,7 +149,9 @@ def even_microbatches(
     for unit in np.argsort(-of_unit, kind="stable").tolist():
         rows = members[unit].tolist()
         tokens, longest = int(lengths[rows].sum()), int(lengths[rows].max())
-        room = [part for part in parts if part.has_room(len(rows), tokens, longest, max_tokens, pads=pads)]
+        room = [
+            part for part in parts if part.has_room(len(rows), tokens, longest, max_tokens, pads=pads)
+        ]
         if not room:
             return None
         part = min(room, key=lambda part: part.cost)
@@ -171,7 +177,10 @@ class _Part:
 
 
 def level_microbatches(
-    cut: Callable[[int], list[np.ndarray]], cost_of: Callable[[np.ndarray], float], number: int, max_tokens: int
+    cut: Callable[[int], list[np.ndarray]],
+    cost_of: Callable[[np.ndarray], float],
+    number: int,
+    max_tokens: int,
 ) -> list[np.ndarray]:
     """Cut rows that stand together for a reason into up to `number` microbatches of about equally many tokens, the most expensive first.
 
@@ -249,14 +258,18 @@ class Placement:
         firsts = shared = prompt_of = np.zeros(0, np.int64)
         alone = np.arange(len(prompts))
         if same is not None:
-            _, first, of_row, count = np.unique(same, return_index=True, return_inverse=True, return_counts=True)
+            _, first, of_row, count = np.unique(
+                same, return_index=True, return_inverse=True, return_counts=True
+            )
             several = count[of_row] > 1
             alone, shared, firsts = np.flatnonzero(~several), np.flatnonzero(several), first[count > 1]
             prompt_of = np.searchsorted(np.flatnonzero(count > 1), of_row[shared])
         ends = np.cumsum(prompts[firsts])
         begins = np.zeros(len(prompts), np.int64)
         begins[alone] = ends[-1:].sum() + np.cumsum((prompts + after)[alone]) - after[alone]
-        begins[shared] = ends[-1:].sum() + (prompts + after)[alone].sum() + np.cumsum(after[shared]) - after[shared]
+        begins[shared] = (
+            ends[-1:].sum() + (prompts + after)[alone].sum() + np.cumsum(after[shared]) - after[shared]
+        )
         last = begins - 1
         last[shared] = ends[prompt_of] - 1
         return cls(firsts, alone, shared, prompt_of, begins, last)
@@ -285,7 +298,9 @@ class SharingCost:
             after: [rows] tokens that come after it.
             same: [rows], equal for rows with equal prompts.
         """
-        _, first, of_row, count = np.unique(same, return_index=True, return_inverse=True, return_counts=True)
+        _, first, of_row, count = np.unique(
+            same, return_index=True, return_inverse=True, return_counts=True
+        )
         several = count[of_row] > 1
         alone = self.row((prompts + after)[~several]).sum()
         before, own = prompts[several], after[several].astype(np.float64)
@@ -331,7 +346,12 @@ def equal_prompts(
 
 
 def plan_shared(
-    prompts: np.ndarray, after: np.ndarray, same: np.ndarray, max_tokens: int, *, groups: np.ndarray | None = None
+    prompts: np.ndarray,
+    after: np.ndarray,
+    same: np.ndarray,
+    max_tokens: int,
+    *,
+    groups: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """Cut rows into microbatches of at most `max_tokens`, in which each prompt counts once.
 

@@ -96,11 +96,15 @@ class Microbatches:
             values, _ = batch.ragged_numpy(name)
             if len(values) and not 0 <= int(values.min()) <= int(values.max()) < vocabulary:
                 wrong = values.max() if values.max() >= vocabulary else values.min()
-                raise UserError(f"column {str(name)!r} has token id {wrong}; {owner} has ids 0 to {vocabulary - 1}")
+                raise UserError(
+                    f"column {str(name)!r} has token id {wrong}; {owner} has ids 0 to {vocabulary - 1}"
+                )
         temperatures = None
         if TEMPERATURE in batch:
             given = batch.numpy(TEMPERATURE)
-            if not np.isin(given, (0.0, 1.0)).all():  # 0 is greedy: it has no distribution but that of the plain logits
+            if not np.isin(
+                given, (0.0, 1.0)
+            ).all():  # 0 is greedy: it has no distribution but that of the plain logits
                 temperatures = np.where(given == 0, np.float32(1), given)
         ragged = {c: torch.tensor(batch.ragged_numpy(c)[0]) for c in columns if _is_ragged(batch, c)}
         scalars = {c: torch.tensor(batch.numpy(c)) for c in columns if not _is_ragged(batch, c)}
@@ -120,17 +124,26 @@ class Microbatches:
             prompts = None
             # routes of a prompt's tokens may differ, where its samples began under different weights
             if routes is not None:
-                prompts = [of[:length].tobytes() for of, length in zip(routes, batch.lengths(PROMPT_IDS), strict=True)]
+                prompts = [
+                    of[:length].tobytes()
+                    for of, length in zip(routes, batch.lengths(PROMPT_IDS), strict=True)
+                ]
             same_prompt = equal_prompts(*sequences[0], np.diff(sequences[1][1]), sharing, prompts)
-        return cls(*sequences, temperatures, ragged, scalars, device, reads_last, same_prompt, routes, shown)
+        return cls(
+            *sequences, temperatures, ragged, scalars, device, reads_last, same_prompt, routes, shown
+        )
 
-    def plan(self, max_tokens: int, *, packed: bool, groups: np.ndarray | None = None) -> list[np.ndarray]:
+    def plan(
+        self, max_tokens: int, *, packed: bool, groups: np.ndarray | None = None
+    ) -> list[np.ndarray]:
         """Cut the rows that have a response into microbatches; rows of equal `groups` ([rows]) stay together."""
         prompts, after = self._lengths()
         rows = np.flatnonzero(np.diff(self.response[1]))
         groups = None if groups is None else groups[rows]
         if self.same_prompt is not None:
-            plan = plan_shared(prompts[rows], after[rows], self.same_prompt[rows], max_tokens, groups=groups)
+            plan = plan_shared(
+                prompts[rows], after[rows], self.same_prompt[rows], max_tokens, groups=groups
+            )
         else:
             plan = plan_microbatches((prompts + after)[rows], max_tokens, packed=packed, groups=groups)
         return [rows[part] for part in plan]
@@ -168,21 +181,31 @@ class Microbatches:
         """([rows] tokens of each prompt, [rows] those that the model reads after it: the last one is only predicted, unless it is read)."""
         return np.diff(self.prompt[1]), np.diff(self.response[1]) - 1 + self.reads_last
 
-    def inputs(self, part: np.ndarray) -> tuple[Tensor, PackedSequences, np.ndarray, Tensor, Tensor | None]:
+    def inputs(
+        self, part: np.ndarray
+    ) -> tuple[Tensor, PackedSequences, np.ndarray, Tensor, Tensor | None]:
         """Arguments of `ResponseModel` for these rows; for an empty part, one token that nobody reads."""
         if not len(part):
             zero = torch.zeros(1, dtype=torch.long, device=self.device)
-            nobody = replace(PackedSequences.of([1], self.device), routing=Routing(torch.zeros(1, device=self.device)))
+            nobody = replace(
+                PackedSequences.of([1], self.device), routing=Routing(torch.zeros(1, device=self.device))
+            )
             return zero, nobody, np.zeros(1, np.int64), zero, None
         (prompts, p_starts), (responses, r_starts) = self.prompt, self.response
-        p_lengths, r_lengths = np.diff(p_starts)[part].astype(np.int64), np.diff(r_starts)[part].astype(np.int64)
+        p_lengths, r_lengths = (
+            np.diff(p_starts)[part].astype(np.int64),
+            np.diff(r_starts)[part].astype(np.int64),
+        )
         after = r_lengths - 1 + self.reads_last
         same = None if self.same_prompt is None else self.same_prompt[part]
         place = Placement.of(p_lengths, after, same)
         ids = [prompts[p_starts[i] : p_starts[i + 1]] for i in part[place.prompts]]
         for row in place.alone:
             i = part[row]
-            ids += [prompts[p_starts[i] : p_starts[i + 1]], responses[r_starts[i] : r_starts[i] + after[row]]]
+            ids += [
+                prompts[p_starts[i] : p_starts[i + 1]],
+                responses[r_starts[i] : r_starts[i] + after[row]],
+            ]
         ids += [responses[r_starts[part[row]] : r_starts[part[row]] + after[row]] for row in place.shared]
         starts = np.cumsum(r_lengths) - r_lengths
         read = np.repeat(place.begins - starts, r_lengths) + np.arange(int(r_lengths.sum()))
@@ -216,7 +239,9 @@ class Microbatches:
             temperatures,
         )
 
-    def _routing(self, part: np.ndarray, place: Placement, prompts: np.ndarray, lengths: np.ndarray) -> Routing:
+    def _routing(
+        self, part: np.ndarray, place: Placement, prompts: np.ndarray, lengths: np.ndarray
+    ) -> Routing:
         """What routers are told of the tokens of a part, in the order of its placement.
 
         Args:
@@ -244,7 +269,9 @@ class Microbatches:
             return PackedRows.of(torch.from_numpy(np.diff(cu_seqlens)), **self.ragged, **self.scalars)
         lengths, tokens = np.diff(cu_seqlens)[part], torch.from_numpy(tokens_of(cu_seqlens, part))
         rows = torch.from_numpy(part)
-        columns = {c: v[tokens] for c, v in self.ragged.items()} | {c: v[rows] for c, v in self.scalars.items()}
+        columns = {c: v[tokens] for c, v in self.ragged.items()} | {
+            c: v[rows] for c, v in self.scalars.items()
+        }
         columns = {c: to_device(v, self.device) for c, v in columns.items()}
         if entropy is not None:
             columns["entropy"] = entropy
@@ -300,7 +327,8 @@ class ShownRows:
         if not images:
             return None
         places = [
-            np.pad(self.is_image[row], (0, more)) for row, more in zip(part.tolist(), after.tolist(), strict=True)
+            np.pad(self.is_image[row], (0, more))
+            for row, more in zip(part.tolist(), after.tolist(), strict=True)
         ]
         return Shown.of(torch.from_numpy(np.concatenate(places)).to(device), images)
 
@@ -342,7 +370,9 @@ def check_rows(batch: Batch, columns: Iterable[str]) -> None:
 def _routes(batch: Batch, routers: Routers, owner: str) -> list[np.ndarray]:
     """The routes of each row, [tokens, layers, chosen] uint16."""
     values, starts = batch.ragged_numpy(ROUTES)
-    wanted = (batch.lengths(PROMPT_IDS) + batch.lengths(RESPONSE_IDS) - 1) * routers.layers * routers.chosen
+    wanted = (
+        (batch.lengths(PROMPT_IDS) + batch.lengths(RESPONSE_IDS) - 1) * routers.layers * routers.chosen
+    )
     wrong = np.flatnonzero((np.diff(starts) != wanted) & (batch.lengths(RESPONSE_IDS) > 0))
     if len(wrong):
         i = wrong[0]
@@ -355,7 +385,10 @@ def _routes(batch: Batch, routers: Routers, owner: str) -> list[np.ndarray]:
             f"column {str(ROUTES)!r} has expert {values.max()}; {owner} has experts 0 to {routers.experts - 1}"
         )
     shape = (-1, routers.layers, routers.chosen)
-    return [values[a : b - (b - a) % (shape[1] * shape[2])].reshape(shape) for a, b in itertools.pairwise(starts)]
+    return [
+        values[a : b - (b - a) % (shape[1] * shape[2])].reshape(shape)
+        for a, b in itertools.pairwise(starts)
+    ]
 
 
 def _name_of(batch: Batch, row: int | np.integer[Any]) -> str:

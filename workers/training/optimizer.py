@@ -35,7 +35,9 @@ class PlainMoments(torch.optim.AdamW):
 
     def first_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         """The moments of a parameter before its first step."""
-        return {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS}
+        return {
+            name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS
+        }
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
         """The moments and the number of steps of a parameter; made as AdamW makes them at its first step, if there are none yet."""
@@ -205,7 +207,9 @@ class EightBitMoments(PlainMoments):
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         groups = self.param_groups
         try:
-            self.param_groups = [{**g, "params": [p for p in g["params"] if _block(p) is None]} for g in groups]
+            self.param_groups = [
+                {**g, "params": [p for p in g["params"] if _block(p) is None]} for g in groups
+            ]
             super().step()
         finally:
             self.param_groups = groups
@@ -286,7 +290,9 @@ def _load_library(device: torch.device) -> _Library:
 
     update = single_param_adam
     if device.type == "cuda":  # as torchao itself does; on a CPU it would take a compiler, and a minute
-        update = cast(Any, torch.compile)(single_param_adam, fullgraph=True, dynamic=False, recompile_limit=_SHAPES)
+        update = cast(Any, torch.compile)(
+            single_param_adam, fullgraph=True, dynamic=False, recompile_limit=_SHAPES
+        )
     return _Library(moment, update)
 
 
@@ -331,7 +337,9 @@ def make_optimizer(
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None  # one operation takes one mesh
+            mesh = (
+                parameter.device_mesh if isinstance(parameter, DTensor) else None
+            )  # one operation takes one mesh
             groups.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
     kinds = [
         {"params": of_kind, "weight_decay": config.weight_decay if is_matrix else 0.0}

@@ -112,7 +112,9 @@ def windows_reached_attention(causal_lm: Any, rows: PackedSequences) -> bool:
     """Whether a model with sliding windows passed them to its attention, and not only to its mask, which packed attention ignores."""
     config = causal_lm.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or _ATTENDS)
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    window = (
+        getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    )
     return window is None or "sliding_attention" not in kinds or rows.windows != {None}
 
 
@@ -124,7 +126,12 @@ def caps_scores(causal_lm: Any) -> bool:
     causal_lm.set_attn_implementation(NAME)
     try:
         with torch.no_grad():
-            causal_lm(input_ids=rows.positions[None], position_ids=rows.positions[None], rows=rows, use_cache=False)
+            causal_lm(
+                input_ids=rows.positions[None],
+                position_ids=rows.positions[None],
+                rows=rows,
+                use_cache=False,
+            )
     except Exception:  # code that comes with a model may fail in any way
         return False
     finally:
@@ -208,7 +215,9 @@ class _Attend:
             mask = ((back >= 0) & (back < self.window))[None, None]
         return _packed(self._padded(query, key, value, mask), rows)
 
-    def after_prompts(self, first: Sequence[Tensor], after: Sequence[Tensor], rows: SharedPrompts) -> Tensor:
+    def after_prompts(
+        self, first: Sequence[Tensor], after: Sequence[Tensor], rows: SharedPrompts
+    ) -> Tensor:
         """[tokens of responses, heads, head size]: attention of responses to their prompts and to themselves.
 
         Args:
@@ -220,7 +229,14 @@ class _Attend:
             key, value = (x.index_select(0, rows.tokens_of_complete) for x in of_tokens)
             of_keys = rows.complete
             return attend(
-                kernel, after[0], key, value, rows.responses, of_keys, scaling=self.scaling, window=self.window
+                kernel,
+                after[0],
+                key,
+                value,
+                rows.responses,
+                of_keys,
+                scaling=self.scaling,
+                window=self.window,
             )
         before, begins = int(rows.prompts.lengths.sum()), len(first[0])
         prompts = (_unpacked(x.split([before, begins - before])[0], rows.prompts) for x in first[1:])
@@ -232,7 +248,11 @@ class _Attend:
 
     def _kernel(self, of_tokens: Sequence[Tensor]) -> Kernel | None:
         """That for rows of different lengths, if it has what is asked for."""
-        if self.kernel is None or self.sinks is not None or not takes(of_tokens[0], self.softcap, self.dropout):
+        if (
+            self.kernel is None
+            or self.sinks is not None
+            or not takes(of_tokens[0], self.softcap, self.dropout)
+        ):
             return None
         return self.kernel
 
@@ -242,10 +262,14 @@ class _Attend:
             query, key, value = query.float(), key.float(), value.float()
         if self.sinks is not None:
             return self._with_sinks(self.sinks, query, key, value, mask).to(dtype)
-        found = _attention(query, key, value, mask, scaling=self.scaling, softcap=self.softcap, dropout=self.dropout)
+        found = _attention(
+            query, key, value, mask, scaling=self.scaling, softcap=self.softcap, dropout=self.dropout
+        )
         return found.to(dtype)
 
-    def _with_sinks(self, sinks: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def _with_sinks(
+        self, sinks: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
         """The same with a key before all others, which every query sees. Queries and keys get a dimension in which the product of any
         query of a head and this key is the head's sink, and with all other keys 0. Its value is 0."""
         if self.softcap is not None or self.dropout:
@@ -283,12 +307,20 @@ def _attention(
             groups, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=mask is None
         )[0]
     if mask is None:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[
+            None, None
+        ]
     return _capped_attention(query, key, value, mask, scaling, softcap, dropout)
 
 
 def _capped_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, softcap: float, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+    softcap: float,
+    dropout: float,
 ) -> Tensor:
     """[B, L, heads, head size]: attention with a soft cap on its scores, by its formula, because torch has no kernel for it."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
@@ -357,7 +389,9 @@ def _spread(packed: Tensor, rows: PackedSequences) -> Tensor:
     return out.unflatten(0, rows.shape)
 
 
-def _with_kernel(module: torch.nn.Module, query: Tensor, *others: Any, **named: Any) -> tuple[Tensor, None]:
+def _with_kernel(
+    module: torch.nn.Module, query: Tensor, *others: Any, **named: Any
+) -> tuple[Tensor, None]:
     return packed_attention(module, query, *others, kernel=find_kernel(query.device), **named)
 
 

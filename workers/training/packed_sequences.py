@@ -116,7 +116,9 @@ class PackedSequences:
     @cached_property
     def slots(self) -> Tensor:
         """[T] int64 place of each token in the flattened [B * longest]."""
-        return self._on_device(np.repeat(np.arange(len(self.lengths)) * self.longest, self.lengths) + self._places)
+        return self._on_device(
+            np.repeat(np.arange(len(self.lengths)) * self.longest, self.lengths) + self._places
+        )
 
     @cached_property
     def starts(self) -> Tensor:
@@ -158,7 +160,12 @@ class SharedPrompts(PackedSequences):
 
     @classmethod
     def among(
-        cls, prompts: np.ndarray, others: np.ndarray, responses: np.ndarray, after: np.ndarray, device: torch.device
+        cls,
+        prompts: np.ndarray,
+        others: np.ndarray,
+        responses: np.ndarray,
+        after: np.ndarray,
+        device: torch.device,
     ) -> Self:
         """Of these lengths: [prompts], [other rows] and [responses] int64."""
         lengths = np.concatenate([prompts, others, responses])
@@ -221,7 +228,10 @@ class SharedPrompts(PackedSequences):
                 (before[None, :] < lengths[:, None])[:, None].expand_as(back_before),
             )
             if window is not None:
-                seen_own, seen_before = seen_own & (back_own < window), seen_before & (back_before < window)
+                seen_own, seen_before = (
+                    seen_own & (back_own < window),
+                    seen_before & (back_before < window),
+                )
             self._seen[window] = torch.cat([seen_before, seen_own], 2)
         return self._seen[window]
 

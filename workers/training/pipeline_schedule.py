@@ -35,7 +35,9 @@ class Pass(NamedTuple):
     backward: bool = False
 
     def __str__(self) -> str:
-        return f"{'B' if self.backward else 'F'}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
+        return f"{'B' if self.backward else 'F'}{self.microbatch}" + (
+            f".{self.chunk}" if self.chunk else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,19 @@ class PipelineSchedule:
         if len(self.passes) != self.stages:
             raise UserError(f"a pipeline of {self.stages} stages has passes for {len(self.passes)}")
         for stage, own in enumerate(self.passes):
-            wrong = wanted.symmetric_difference(own) or {one for one, times in Counter(own).items() if times > 1}
+            wrong = wanted.symmetric_difference(own) or {
+                one for one, times in Counter(own).items() if times > 1
+            }
             if wrong:
-                raise UserError(f"stage {stage} does not compute each pass once: {', '.join(map(str, sorted(wrong)))}")
+                raise UserError(
+                    f"stage {stage} does not compute each pass once: {', '.join(map(str, sorted(wrong)))}"
+                )
         run(self)
 
     def __str__(self) -> str:
-        return "\n".join(f"stage {stage}: {' '.join(map(str, own))}" for stage, own in enumerate(self.passes))
+        return "\n".join(
+            f"stage {stage}: {' '.join(map(str, own))}" for stage, own in enumerate(self.passes)
+        )
 
     @property
     def bubble(self) -> float:
@@ -90,7 +98,11 @@ def gpipe(stages: int, microbatches: int) -> PipelineSchedule:
     [3, 3]
     """
     _check_sizes(stages, microbatches)
-    own = tuple(Pass(microbatch, backward=backward) for backward in (False, True) for microbatch in range(microbatches))
+    own = tuple(
+        Pass(microbatch, backward=backward)
+        for backward in (False, True)
+        for microbatch in range(microbatches)
+    )
     return PipelineSchedule(stages, microbatches, 1, (own,) * stages)
 
 
@@ -136,10 +148,17 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule
     rounds = range(0, microbatches, stages)
     forth = [Pass(first + k, chunk) for first in rounds for chunk in range(chunks) for k in range(stages)]
     back = [
-        Pass(first + k, chunk, True) for first in rounds for chunk in reversed(range(chunks)) for k in range(stages)
+        Pass(first + k, chunk, True)
+        for first in rounds
+        for chunk in reversed(range(chunks))
+        for k in range(stages)
     ]
-    warm_up = [min(2 * (stages - stage - 1) + (chunks - 1) * stages, len(forth)) for stage in range(stages)]
-    return PipelineSchedule(stages, microbatches, chunks, tuple(_warmed_up(forth, back, first) for first in warm_up))
+    warm_up = [
+        min(2 * (stages - stage - 1) + (chunks - 1) * stages, len(forth)) for stage in range(stages)
+    ]
+    return PipelineSchedule(
+        stages, microbatches, chunks, tuple(_warmed_up(forth, back, first) for first in warm_up)
+    )
 
 
 @dataclass(frozen=True)
@@ -161,7 +180,10 @@ class PipelineRun:
 
 
 def run(
-    schedule: PipelineSchedule, forward_s: ArrayLike = 1.0, backward_s: ArrayLike = 2.0, transfer_s: ArrayLike = 0.0
+    schedule: PipelineSchedule,
+    forward_s: ArrayLike = 1.0,
+    backward_s: ArrayLike = 2.0,
+    transfer_s: ArrayLike = 0.0,
 ) -> PipelineRun:
     """Play a schedule: each stage computes its passes in order, each as soon as its input has come.
 
@@ -179,7 +201,9 @@ def run(
     """
     p, pieces = schedule.stages, schedule.stages * schedule.chunks
     shape = (pieces, schedule.microbatches)
-    seconds = [np.broadcast_to(np.asarray(each, float), shape).tolist() for each in (forward_s, backward_s)]
+    seconds = [
+        np.broadcast_to(np.asarray(each, float), shape).tolist() for each in (forward_s, backward_s)
+    ]
     on_its_way = np.broadcast_to(np.asarray(transfer_s if p > 1 else 0.0, float), shape[1:]).tolist()
     ends: list[dict[Pass, float]] = [{} for _ in range(p)]
     position, clock, busy = [0] * p, [0.0] * p, [0.0] * p
@@ -192,10 +216,15 @@ def run(
             piece = one.chunk * p + stage
             arrives = 0.0
             for needed in _needed(one, piece, pieces):
-                of_stage, of = needed % p, one._replace(chunk=needed // p, backward=one.backward and needed != piece)
+                of_stage, of = (
+                    needed % p,
+                    one._replace(chunk=needed // p, backward=one.backward and needed != piece),
+                )
                 if of not in ends[of_stage]:
                     break
-                arrives = max(arrives, ends[of_stage][of] + (on_its_way[one.microbatch] if needed != piece else 0.0))
+                arrives = max(
+                    arrives, ends[of_stage][of] + (on_its_way[one.microbatch] if needed != piece else 0.0)
+                )
             else:
                 takes = seconds[one.backward][piece][one.microbatch]
                 clock[stage] = ends[stage][one] = max(clock[stage], arrives) + takes
@@ -226,4 +255,6 @@ def _warmed_up(forth: list[Pass], back: list[Pass], warm_up: int) -> tuple[Pass,
 
 def _check_sizes(stages: int, microbatches: int) -> None:
     if stages < 1 or microbatches < 1:
-        raise UserError(f"a pipeline of {stages} stages and {microbatches} microbatches: both are at least 1")
+        raise UserError(
+            f"a pipeline of {stages} stages and {microbatches} microbatches: both are at least 1"
+        )

@@ -60,7 +60,9 @@ class RopesByRow:
         """A pass of these rows begins."""
         self._rows = rows
 
-    def _forward(self, rope: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    def _forward(
+        self, rope: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, ...]:
         assert self._rows is not None
         like = torch.empty((), dtype=x.dtype).expand(x.shape)  # a rope looks at its type and where it is
         across = len(position_ids) == 1
@@ -162,11 +164,15 @@ class ResponseModel(nn.Module):
             ([T] float32 nats or outputs of the scalar head; [T] float32 nats, -sum_v p_v log p_v at the temperature, or None).
         """
         if self.stretches is not None:
-            return self._in_stretches(self.stretches, input_ids, rows, predicting, targets, temperatures, entropy)
+            return self._in_stretches(
+                self.stretches, input_ids, rows, predicting, targets, temperatures, entropy
+            )
         outputs, hidden = self.run_backbone(input_ids, rows)
         hidden = hidden.index_select(0, to_device(predicting, hidden.device))
         if self.scalar:
-            return self.causal_lm.score(hidden.float())[:, 0], None  # half precision is too coarse for values
+            return self.causal_lm.score(hidden.float())[
+                :, 0
+            ], None  # half precision is too coarse for values
         return self.logprobs_of(outputs, hidden, targets, temperatures, entropy=entropy)
 
     def _in_stretches(
@@ -196,7 +202,9 @@ class ResponseModel(nn.Module):
             )
         values = stretches.gather(values, counts)
         if values.requires_grad and not counts[stretches.rank]:
-            values = values + 0.0 * hidden[0, 0]  # its layers take part in the exchanges of the backward pass
+            values = (
+                values + 0.0 * hidden[0, 0]
+            )  # its layers take part in the exchanges of the backward pass
         return values, None if entropies is None else stretches.gather(entropies, counts)
 
     def run_backbone(self, input_ids: Tensor, rows: PackedSequences) -> tuple[Any, Tensor]:
@@ -310,7 +318,10 @@ def _find_backbone(causal_lm: Any) -> str:
     Raises:
         UserError: no such module was found, so the input of the head is unknown.
     """
-    for name in (causal_lm.base_model_prefix, "model"):  # Llama 4's text model does not have the one that it names
+    for name in (
+        causal_lm.base_model_prefix,
+        "model",
+    ):  # Llama 4's text model does not have the one that it names
         if name in causal_lm._modules:
             return name
     parts = ", ".join(causal_lm._modules)

@@ -170,7 +170,9 @@ class Tally:
         return metrics
 
 
-def with_balance(carrier: Tensor, logits: Tensor, counts: Tensor, balance: Balance, router: int) -> Tensor:
+def with_balance(
+    carrier: Tensor, logits: Tensor, counts: Tensor, balance: Balance, router: int
+) -> Tensor:
     """A tensor whose backward pass also gives logits the gradient of a balance.
 
     Args:
@@ -187,7 +189,9 @@ class _Balanced(torch.autograd.Function):
     """Passes a tensor on, and adds the gradient of a `Balance` to that of logits."""
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, logits: Tensor, counts: Tensor, balance: Balance, router: int) -> Tensor:
+    def forward(
+        ctx: Any, carrier: Tensor, logits: Tensor, counts: Tensor, balance: Balance, router: int
+    ) -> Tensor:
         ctx.save_for_backward(logits, counts)
         ctx.balance, ctx.router = balance, router
         return carrier.view_as(carrier)
@@ -334,7 +338,9 @@ class Routers:
         """[tokens, layers, chosen] int64: the experts of the last pass that was recorded; 0 in layers that have no router."""
         assert self.taken is not None
         like = next(found for found in self.taken if found is not None)
-        return torch.stack([torch.zeros_like(like) if found is None else found for found in self.taken], 1)
+        return torch.stack(
+            [torch.zeros_like(like) if found is None else found for found in self.taken], 1
+        )
 
     def loads(self, routes: Iterable[np.ndarray]) -> np.ndarray:
         """Tokens that are sent to each expert, [experts] int64, over all layers that have a router.
@@ -343,10 +349,15 @@ class Routers:
             routes: [tokens, layers, chosen] of each row.
         """
         layers = [router.layer for router in self.routers]
-        taken = [np.empty(0, np.int64), *(of_row[:, layers].ravel().astype(np.int64) for of_row in routes)]
+        taken = [
+            np.empty(0, np.int64),
+            *(of_row[:, layers].ravel().astype(np.int64) for of_row in routes),
+        ]
         return np.bincount(np.concatenate(taken), minlength=self.experts)
 
-    def _route(self, number: int, router: Router, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def _route(
+        self, number: int, router: Router, forward: Callable[..., Any], *args: Any, **named: Any
+    ) -> Any:
         again = number in self._seen  # activations are computed a second time
         self._seen.add(number)
         with _TopkOverride(self.experts, router.call, partial(self._choose, number, router, again)):
@@ -366,7 +377,9 @@ class Routers:
         whole = (*whole[:carrier], carried, *whole[carrier + 1 :])
         return whole if isinstance(outputs, tuple) else whole[0]
 
-    def _choose(self, number: int, router: Router, again: bool, scores: Tensor, topk: Callable[[], Any]) -> Any:
+    def _choose(
+        self, number: int, router: Router, again: bool, scores: Tensor, topk: Callable[[], Any]
+    ) -> Any:
         """The answer of `torch.topk`: [..., chosen] scores and numbers of experts, of [..., experts] scores."""
         routes = None if self._routing is None else self._routing.routes
         if routes is None:
@@ -384,7 +397,9 @@ class Routers:
             counts = self._counts(scores)
             self.tally.add_taken(number, of_tokens, counts)
             if routes is not None:
-                with torch.no_grad():  # what is kept for the backward pass must be the same the second time
+                with (
+                    torch.no_grad()
+                ):  # what is kept for the backward pass must be the same the second time
                     own = topk().indices.flatten(0, -2)
                 self.tally.add_moved(of_tokens, own, counts)
         return found
@@ -399,7 +414,9 @@ class Routers:
 class _TopkOverride(TorchFunctionMode):
     """Answers one call of `torch.topk` on scores of all experts, by its number."""
 
-    def __init__(self, experts: int, call: int, answer: Callable[[Tensor, Callable[[], Any]], Any]) -> None:
+    def __init__(
+        self, experts: int, call: int, answer: Callable[[Tensor, Callable[[], Any]], Any]
+    ) -> None:
         super().__init__()
         self._experts, self._call, self._answer, self._calls = experts, call, answer, 0
 
@@ -458,7 +475,9 @@ def find_routers(causal_lm: Any, run: Callable[[], object]) -> tuple[tuple[Route
         hooks.append(module.register_forward_pre_hook(lambda module, _: inside.append(module)))
         hooks.append(module.register_forward_hook(leave, always_call=True))
     try:
-        with _TopkObserver(experts, lambda chosen: calls.setdefault(inside[-1], []).append(chosen.flatten(0, -2))):
+        with _TopkObserver(
+            experts, lambda chosen: calls.setdefault(inside[-1], []).append(chosen.flatten(0, -2))
+        ):
             run()
     finally:
         for hook in hooks:

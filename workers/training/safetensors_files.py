@@ -21,7 +21,13 @@ from torch import Tensor
 from ...dataflow.errors import UserError
 from ...dataflow.runs.files import Disk
 from ...dataflow.safe_files import read_json
-from ..models.model_folder import ADAPTER_CONFIG_FILE, CONFIG_FILE, read_stop_tokens, text_settings, unnamed_stop_tokens
+from ..models.model_folder import (
+    ADAPTER_CONFIG_FILE,
+    CONFIG_FILE,
+    read_stop_tokens,
+    text_settings,
+    unnamed_stop_tokens,
+)
 from ..models.weight_files import DTYPES, TensorEntry, read_header
 
 _DTYPES = {
@@ -42,13 +48,17 @@ SHARDING = "DCP_SHARDING_INFO"
 """Key of a file's metadata: where each tensor lies in the full one, as `torch.distributed.checkpoint` writes it."""
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], disk: Disk) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], disk: Disk
+) -> None:
     """Write tensors on the host as a new safetensors file, and sync it. The interpreter is free meanwhile.
 
     Raises:
         OSError: see `write_file`.
     """
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # each at a multiple of its size
+    ordered = sorted(
+        tensors.items(), key=lambda item: -item[1].element_size()
+    )  # each at a multiple of its size
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, tensor in ordered:
@@ -60,7 +70,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    contents = (t.contiguous().reshape(-1).view(torch.uint8).numpy().data for _, t in ordered if t.numel())
+    contents = (
+        t.contiguous().reshape(-1).view(torch.uint8).numpy().data for _, t in ordered if t.numel()
+    )
     write_file(path, [len(text).to_bytes(8, "little") + text, *contents], disk)
 
 
@@ -145,7 +157,9 @@ def map_tensors(path: Path) -> Iterator[tuple[str, Sequence[int], Tensor]]:
         sharding = json.loads(metadata[SHARDING])
         offsets = {name: sharding[name]["saved_offsets"] for name in entries}
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is damaged: its header does not say where its tensors lie in the full ones") from None
+        raise ValueError(
+            f"{path} is damaged: its header does not say where its tensors lie in the full ones"
+        ) from None
     for name, entry in entries.items():
         part = data[entry.start : entry.end].view(_DTYPES[entry.dtype])
         yield name, offsets[name], part.view(entry.shape)
@@ -156,7 +170,9 @@ def _map(path: Path) -> tuple[Tensor, Mapping[str, TensorEntry], Mapping[str, st
     entries, metadata = read_header(path)
     for name, entry in entries.items():
         if entry.dtype not in _DTYPES:
-            raise ValueError(f"{path}: {name!r} has the dtype {entry.dtype}; known are {', '.join(_DTYPES)}")
+            raise ValueError(
+                f"{path}: {name!r} has the dtype {entry.dtype}; known are {', '.join(_DTYPES)}"
+            )
     data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     return data, entries, metadata
 
@@ -167,7 +183,12 @@ def _map(path: Path) -> tuple[Tensor, Mapping[str, TensorEntry], Mapping[str, st
 
 
 def write_model(
-    folder: Path, causal_lm: Any, tensors: dict[str, Tensor], source: Path, changed: Mapping[str, Any], disk: Disk
+    folder: Path,
+    causal_lm: Any,
+    tensors: dict[str, Tensor],
+    source: Path,
+    changed: Mapping[str, Any],
+    disk: Disk,
 ) -> None:
     """Write a folder that `from_pretrained` loads.
 
@@ -214,7 +235,11 @@ def _name_stop_tokens(folder: Path, source: Path, disk: Disk) -> None:
         settings = read_json(file)
     else:  # what `transformers` would make of the model's settings
         of_model = text_settings(read_json(source / CONFIG_FILE))
-        settings = {name: of_model[name] for name in ("bos_token_id", "pad_token_id") if of_model.get(name) is not None}
+        settings = {
+            name: of_model[name]
+            for name in ("bos_token_id", "pad_token_id")
+            if of_model.get(name) is not None
+        }
     (folder / file.name).unlink(missing_ok=True)  # the copy
     _write_json(folder / file.name, {**settings, "eos_token_id": list(read_stop_tokens(source))}, disk)
 
@@ -246,7 +271,9 @@ def write_merged(adapter: Path, folder: Path) -> None:
     settings = read_json(adapter / ADAPTER_CONFIG_FILE)
     base, is_scored = settings["base_model_name_or_path"], settings.get("task_type") == "SEQ_CLS"
     if Path(base).is_absolute() and not Path(base).is_dir():
-        raise UserError(f"the adapter in {adapter} belongs to the model in {base}, which is not there any more")
+        raise UserError(
+            f"the adapter in {adapter} belongs to the model in {base}, which is not there any more"
+        )
     model_class = AutoModelForSequenceClassification if is_scored else AutoModelForCausalLM
     labels = {"num_labels": 1} if is_scored else {}
     model = PeftModel.from_pretrained(model_class.from_pretrained(base, dtype="auto", **labels), adapter)

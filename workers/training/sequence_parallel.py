@@ -50,7 +50,9 @@ class Stretches:
             input_ids = F.pad(input_ids, (0, missing))
         lengths = np.append(rows.lengths, missing) if missing else rows.lengths
         routing = None if rows.routing is None else rows.routing.shard(self.own, missing)
-        return self.own(input_ids), replace(PackedSequences(lengths, rows.device), exchange=self, routing=routing)
+        return self.own(input_ids), replace(
+            PackedSequences(lengths, rows.device), exchange=self, routing=routing
+        )
 
     def own(self, of_tokens: Tensor) -> Tensor:
         """The part of [ranks * n, ...] that is this rank's: [n, ...]."""

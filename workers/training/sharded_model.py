@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -64,7 +70,11 @@ class DirectAllGather(_Allocates):
     """FSDP's `AllGather`: the parts of all ranks, in their order."""
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> None:
         """Gather.
 
@@ -78,7 +88,9 @@ class DirectAllGather(_Allocates):
             places[rank].copy_(input_tensor)
         others = [other for other in range(group.size()) if other != rank]
         sends = [dist.P2POp(dist.isend, input_tensor, group=group, group_peer=other) for other in others]
-        receives = [dist.P2POp(dist.irecv, places[other], group=group, group_peer=other) for other in others]
+        receives = [
+            dist.P2POp(dist.irecv, places[other], group=group, group_peer=other) for other in others
+        ]
         for work in dist.batch_isend_irecv(sends + receives) if others else ():
             work.wait()
 
@@ -128,7 +140,9 @@ def keep_in(model: ResponseModel, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def rounded_parameters(model: nn.Module, dtype: torch.dtype, *, but: nn.Module | None = None) -> Iterator[None]:
+def rounded_parameters(
+    model: nn.Module, dtype: torch.dtype, *, but: nn.Module | None = None
+) -> Iterator[None]:
     """Replace parameters by copies in another dtype. The backward pass must be inside as well, because it may recompute activations.
 
     Args:
@@ -181,7 +195,13 @@ class ShardedModel:
         device: torch.device,
         adapter: Adapter | None = None,
     ) -> None:
-        self.config, self.model, self.mesh, self.device, self.adapter = config, model, mesh, device, adapter
+        self.config, self.model, self.mesh, self.device, self.adapter = (
+            config,
+            model,
+            mesh,
+            device,
+            adapter,
+        )
         self._splits_vocabulary = False
         self._partials: frozenset[str] = frozenset()
         """Parameters whose gradients are added up over tensor-parallel ranks before a step."""
@@ -214,15 +234,26 @@ class ShardedModel:
             precision = MixedPrecisionPolicy(torch.bfloat16, gradients, cast_forward_inputs=False)
             if self.model.scalar_head is not None:  # half precision is too coarse for values
                 fully_shard(
-                    self.model.scalar_head, mesh=mesh["dp"], reshard_after_forward=False, offload_policy=offload
+                    self.model.scalar_head,
+                    mesh=mesh["dp"],
+                    reshard_after_forward=False,
+                    offload_policy=offload,
                 )
         units = [] if once and numel < _ONE_UNIT_PARAMETERS else layers
         for layer in units:
             fully_shard(
-                layer, mesh=mesh["dp"], reshard_after_forward=not once, mp_policy=precision, offload_policy=offload
+                layer,
+                mesh=mesh["dp"],
+                reshard_after_forward=not once,
+                mp_policy=precision,
+                offload_policy=offload,
             )
         fully_shard(
-            self.model, mesh=mesh["dp"], reshard_after_forward=False, mp_policy=precision, offload_policy=offload
+            self.model,
+            mesh=mesh["dp"],
+            reshard_after_forward=False,
+            mp_policy=precision,
+            offload_policy=offload,
         )
         if self.device.type == "cpu":
             use_direct_collectives(self.model)
@@ -294,7 +325,9 @@ class ShardedModel:
                 full = made.get(name)
                 plain = name.replace(".base_layer.", ".")
                 part.copy_(
-                    weights.read(plain, offset, part.shape) if full is None else box_of(full, offset, part.shape)
+                    weights.read(plain, offset, part.shape)
+                    if full is None
+                    else box_of(full, offset, part.shape)
                 )
             filled[tensor] = part
         for name, parameter in causal_lm.named_parameters():
@@ -333,7 +366,9 @@ class ShardedModel:
         """The precision of forward and backward passes."""
         if self.config.dtype == "float32" or self.mesh is not None:  # FSDP rounds by its own policy
             return nullcontext()
-        return rounded_parameters(self.model, getattr(torch, self.config.dtype), but=self.model.scalar_head)
+        return rounded_parameters(
+            self.model, getattr(torch, self.config.dtype), but=self.model.scalar_head
+        )
 
     def adapter_off(self) -> AbstractContextManager[object]:
         """The model without its adapter, for passes without a gradient."""
@@ -379,7 +414,11 @@ class ShardedModel:
         """Parameters and saved buffers by Hugging Face name, as this rank holds them; tied ones once."""
         module = self.model.causal_lm
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        buffers = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name not in parameters}
+        buffers = {
+            name: tensor
+            for name, tensor in module.state_dict(keep_vars=True).items()
+            if name not in parameters
+        }
         return {**dict(module.named_parameters()), **buffers}
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -407,7 +446,9 @@ class ShardedModel:
 
     def _names_by_unit(self) -> list[tuple[FSDPModule | None, list[str]]]:
         """Tensors by the FSDP unit that gathers them: the innermost one around them."""
-        units = {name: module for name, module in self.model.named_modules() if isinstance(module, FSDPModule)}
+        units = {
+            name: module for name, module in self.model.named_modules() if isinstance(module, FSDPModule)
+        }
         names: dict[str | None, list[str]] = {}
         for name in self.own_tensors():
             inside = f"causal_lm.{name}"
@@ -428,13 +469,19 @@ class ShardedModel:
         for name, tensor in self.own_tensors().items():
             local = local_part(tensor.detach())
             starts = tuple(offset_of(tensor)) if local.numel() else (0,) * local.ndim
-            box = Box(starts, tuple(start + extent for start, extent in zip(starts, local.shape, strict=True)))
+            box = Box(
+                starts, tuple(start + extent for start, extent in zip(starts, local.shape, strict=True))
+            )
             yield Part(name, tuple(tensor.shape), box, local), writes(tensor, rank)
 
     @cached_property
     def checkpoint_names(self) -> CheckpointNames:
         """How the tensors of the model without its adapter are named and cut in its checkpoint; the model must be filled."""
-        own = {name.replace(".base_layer.", "."): t for name, t in self.own_tensors().items() if not is_adapter(name)}
+        own = {
+            name.replace(".base_layer.", "."): t
+            for name, t in self.own_tensors().items()
+            if not is_adapter(name)
+        }
         return CheckpointNames(self.model.causal_lm, own)
 
     def published_parts(self) -> Iterator[Part]:
@@ -444,7 +491,9 @@ class ShardedModel:
             parts = self._merged_parts()
         else:
             given = (part for part, first in self.held_parts() if first and part.box.numel)
-            parts = (part._replace(dtype=dtype if part.tensor.is_floating_point() else None) for part in given)
+            parts = (
+                part._replace(dtype=dtype if part.tensor.is_floating_point() else None) for part in given
+            )
         for part in parts:
             if self.adapter is None or not self.adapter.travels_alone:
                 yield from (stored for stored in self.checkpoint_names.parts(part) if stored.box.numel)
@@ -469,7 +518,11 @@ class ShardedModel:
             raise RuntimeError(
                 "a model with an adapter receives no weights: which part of them would belong to the adapter?"
             )
-        held = [(part, first) for whole, first in self.held_parts() for part in self.checkpoint_names.parts(whole)]
+        held = [
+            (part, first)
+            for whole, first in self.held_parts()
+            for part in self.checkpoint_names.parts(whole)
+        ]
         parts, first = [part for part, _ in held], [counted for _, counted in held]
         return receive_parts(incoming, parts, first, None if self.mesh is None else self._sum_over_ranks)
 
@@ -497,4 +550,8 @@ class ShardedModel:
 def _whole(tensor: Tensor, part: Tensor) -> Tensor:
     """A tensor like an empty one, of which this rank holds this part."""
     part = lying_as(tensor, part)
-    return nn.Parameter(part, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else part
+    return (
+        nn.Parameter(part, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else part
+    )

@@ -28,9 +28,14 @@ def join_mesh(context: Context, config: ModelConfig, device: torch.device) -> De
         UserError: a replica's ranks do not divide those of the group, or there is no rendezvous.
         WorkerError: a rank did not come in time.
     """
-    for name, size in (("tensor_parallel", config.tensor_parallel), ("sequence_parallel", config.sequence_parallel)):
+    for name, size in (
+        ("tensor_parallel", config.tensor_parallel),
+        ("sequence_parallel", config.sequence_parallel),
+    ):
         if context.world_size % size:
-            raise UserError(f"{name}={size} does not divide the {context.world_size} ranks of {context.name!r}")
+            raise UserError(
+                f"{name}={size} does not divide the {context.world_size} ranks of {context.name!r}"
+            )
     if context.world_size == 1:
         return None
     if context.rendezvous is None:
@@ -49,7 +54,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
-    if tensor.device_mesh.ndim > 1:  # first over replicas, as FSDP gathers: torch warns of the other order
+    if (
+        tensor.device_mesh.ndim > 1
+    ):  # first over replicas, as FSDP gathers: torch warns of the other order
         tensor = tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]])
     return tensor.full_tensor()
 
@@ -103,14 +110,18 @@ def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
         mesh, shards = None, ()
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
-            shards = tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
+            shards = tuple(
+                i for i, placement in enumerate(gradient.placements) if not placement.is_replicate()
+            )
         groups.setdefault((mesh, shards), []).append(local_part(gradient))
     total = 0.0
     for (mesh, shards), locals_ in groups.items():
         squares = nn.utils.get_total_norm(locals_).double().square() + also
         for dimension in shards:
             assert mesh is not None
-            if mesh.size(dimension) == 1:  # torch may give the mesh of an engine that was closed, which is equal
+            if (
+                mesh.size(dimension) == 1
+            ):  # torch may give the mesh of an engine that was closed, which is equal
                 continue
             dist.all_reduce(squares, group=mesh.get_group(dimension))
         total += squares.item()
@@ -155,9 +166,13 @@ def digest(tensor: Tensor) -> Tensor:
     """
     tensor = tensor.detach().contiguous()
     norm = (
-        torch.linalg.vector_norm(tensor, dtype=torch.float64) if tensor.is_floating_point() else tensor.sum().double()
+        torch.linalg.vector_norm(tensor, dtype=torch.float64)
+        if tensor.is_floating_point()
+        else tensor.sum().double()
     )
-    return torch.stack([tensor.view(_BITS[tensor.element_size()]).sum(dtype=torch.int64), norm.view(torch.int64)])
+    return torch.stack(
+        [tensor.view(_BITS[tensor.element_size()]).sum(dtype=torch.int64), norm.view(torch.int64)]
+    )
 
 
 def differing(names: Sequence[str], digests: Sequence[Tensor]) -> list[str]:
@@ -186,7 +201,11 @@ def _align(name: str, tensor: Tensor, mesh: DeviceMesh) -> None:
     theirs, group = tensor.clone(), mesh.get_group()
     dist.broadcast(theirs, group=group, group_src=0)
     allowed = _ROUNDING * float(theirs.abs().max()) if theirs.numel() else 0.0
-    off = float((tensor.double() - theirs.double()).abs().nan_to_num(torch.inf).max()) if theirs.numel() else 0.0
+    off = (
+        float((tensor.double() - theirs.double()).abs().nan_to_num(torch.inf).max())
+        if theirs.numel()
+        else 0.0
+    )
     far = torch.zeros(mesh.size(), dtype=torch.float64, device=tensor.device)
     far[mesh.get_local_rank()] = off if off > allowed else 0.0
     dist.all_reduce(far, group=group)
@@ -231,8 +250,12 @@ class MeshOfOne:
                 store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
                 dist.init_process_group(backend, store=store, rank=0, world_size=1)
             self._default = dist.group.WORLD
-            self._groups: list[ProcessGroup] = [cast(Any, dist.new_group([0], backend=backend)) for _ in ("dp", "tp")]
-        self.mesh = DeviceMesh.from_group(self._groups, device.type, mesh=[[0]], mesh_dim_names=("dp", "tp"))
+            self._groups: list[ProcessGroup] = [
+                cast(Any, dist.new_group([0], backend=backend)) for _ in ("dp", "tp")
+            ]
+        self.mesh = DeviceMesh.from_group(
+            self._groups, device.type, mesh=[[0]], mesh_dim_names=("dp", "tp")
+        )
 
     def close(self) -> None:
         """Destroy what was made here, and is used by nobody else."""

@@ -51,10 +51,16 @@ class SnapshotWriter:
     """
 
     def __init__(
-        self, context: Context, device: torch.device, write_model: Callable[[Snapshot, Path], None], disk: Disk
+        self,
+        context: Context,
+        device: torch.device,
+        write_model: Callable[[Snapshot, Path], None],
+        disk: Disk,
     ) -> None:
         self._context, self._device, self._write_model, self._disk = context, device, write_model, disk
-        self._group = dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT) if context.world_size > 1 else None
+        self._group = (
+            dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT) if context.world_size > 1 else None
+        )
         self._copies: dict[str, Tensor] = {}
         self._sharding: dict[str, dict[str, list[int]]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
@@ -68,7 +74,9 @@ class SnapshotWriter:
             state: tensors by name, with the same names in the same order each time.
             notes: JSON values of this rank.
         """
-        if self._writing is not None:  # its error is not raised here: other ranks may know it already, and go on
+        if (
+            self._writing is not None
+        ):  # its error is not raised here: other ranks may know it already, and go on
             wait([self._writing])
         if not self._sharding:
             self._lay_out(state)
@@ -76,7 +84,12 @@ class SnapshotWriter:
             copy.copy_(local_part(state[name]), non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        notes = {"format": _FORMAT, "ranks": self._context.world_size, **notes, "random": _random_states(self._device)}
+        notes = {
+            "format": _FORMAT,
+            "ranks": self._context.world_size,
+            **notes,
+            "random": _random_states(self._device),
+        }
         self._writing = self._thread.submit(self._write, folder, notes)
 
     def written(self, *, wait: bool) -> bool:
@@ -121,7 +134,9 @@ class SnapshotWriter:
         everything = torch.frombuffer(memory, dtype=torch.uint8)
         if self._device.type == "cuda":  # torch's own pinned memory is rounded up to a power of two
             cudart: Any = torch.cuda.cudart()
-            torch.cuda.check_error(int(cudart.cudaHostRegister(everything.data_ptr(), everything.nbytes, 0)))
+            torch.cuda.check_error(
+                int(cudart.cudaHostRegister(everything.data_ptr(), everything.nbytes, 0))
+            )
         for start, (name, part) in zip(starts, parts.items(), strict=False):
             self._copies[name] = everything[start : start + part.nbytes].view(part.dtype).view(part.shape)
 
@@ -132,7 +147,9 @@ class SnapshotWriter:
     def _write_own(self, folder: Path, notes: Mapping[str, Any]) -> None:
         rank = self._context.rank
         if (folder / _rank_file(rank)).exists():
-            raise FileExistsError(errno.EEXIST, "a snapshot goes to a new folder, and this one has one", str(folder))
+            raise FileExistsError(
+                errno.EEXIST, "a snapshot goes to a new folder, and this one has one", str(folder)
+            )
         (folder / STATE).mkdir(parents=True, exist_ok=True)
         metadata = {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(self._sharding)}
         write_tensors(folder / STATE / f"rank_{rank}.safetensors", self._copies, metadata, self._disk)
@@ -163,7 +180,9 @@ class SnapshotWriter:
             raise error
         for rank, number in enumerate(failed.int().tolist()):
             if number > 0:
-                raise OSError(number, f"rank {rank} could not write its part: {os.strerror(number)}", str(folder))
+                raise OSError(
+                    number, f"rank {rank} could not write its part: {os.strerror(number)}", str(folder)
+                )
             if number:
                 raise RuntimeError(f"rank {rank} could not write its part of {folder}")
 
@@ -194,9 +213,13 @@ class Snapshot:
         try:
             notes = read_json(self.folder / _rank_file(rank))
         except FileNotFoundError:
-            raise UserError(f"{self.folder} is not a snapshot of training: it has no {_rank_file(rank)}") from None
+            raise UserError(
+                f"{self.folder} is not a snapshot of training: it has no {_rank_file(rank)}"
+            ) from None
         if notes["format"] != _FORMAT:
-            raise UserError(f"{self.folder} is a snapshot of format {notes['format']}; this version reads {_FORMAT}")
+            raise UserError(
+                f"{self.folder} is a snapshot of format {notes['format']}; this version reads {_FORMAT}"
+            )
         return notes
 
     def check(self, wanted: Mapping[str, Tensor]) -> None:
@@ -209,8 +232,13 @@ class Snapshot:
         for name in sorted(shapes.keys() | self.shapes.keys()):
             mine, stored = shapes.get(name), self.shapes.get(name)
             if mine != stored:
-                said = [f"has shape {list(shape)}" if shape is not None else "is missing" for shape in (stored, mine)]
-                raise UserError(f"snapshot {self.folder}: {name!r} {said[0]} there, and {said[1]} in the model")
+                said = [
+                    f"has shape {list(shape)}" if shape is not None else "is missing"
+                    for shape in (stored, mine)
+                ]
+                raise UserError(
+                    f"snapshot {self.folder}: {name!r} {said[0]} there, and {said[1]} in the model"
+                )
 
     def full(self, name: str, dtype: torch.dtype) -> Tensor:
         """A full tensor on the host, in `dtype` if it is of floating point."""
@@ -230,13 +258,16 @@ class Snapshot:
         for part_offset, part in self._parts[name]:
             starts = [max(a, b) for a, b in zip(offset, part_offset, strict=True)]
             stops = [
-                min(a + n, b + m) for a, n, b, m in zip(offset, target.shape, part_offset, part.shape, strict=True)
+                min(a + n, b + m)
+                for a, n, b, m in zip(offset, target.shape, part_offset, part.shape, strict=True)
             ]
             if all(start < stop for start, stop in zip(starts, stops, strict=True)):
                 target[_slices(starts, stops, offset)].copy_(part[_slices(starts, stops, part_offset)])
                 num_read += math.prod(stop - start for start, stop in zip(starts, stops, strict=True))
         if num_read != target.numel():
-            raise ValueError(f"snapshot {self.folder} has {num_read} of the {target.numel()} elements of {name!r}")
+            raise ValueError(
+                f"snapshot {self.folder} has {num_read} of the {target.numel()} elements of {name!r}"
+            )
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
@@ -256,7 +287,9 @@ def _random_states(device: torch.device) -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": [name, np.asarray(keys).tolist(), *rest],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "cuda": torch.cuda.get_rng_state(device).numpy().tobytes().hex() if device.type == "cuda" else None,
+        "cuda": torch.cuda.get_rng_state(device).numpy().tobytes().hex()
+        if device.type == "cuda"
+        else None,
     }
 
 

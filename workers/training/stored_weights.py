@@ -121,7 +121,9 @@ class StoredWeights:
         try:
             self._stored = {key: stored for file in files for key, stored in open_tensors(file).items()}
         except OSError as error:
-            raise UserError(f"model {str(model)!r}: {error.filename} cannot be read ({error.strerror})") from None
+            raise UserError(
+                f"model {str(model)!r}: {error.filename} cannot be read ({error.strerror})"
+            ) from None
         except ValueError as error:
             raise UserError(f"model {str(model)!r}: {error}") from None
         self.bytes_read = 0
@@ -176,11 +178,18 @@ class StoredWeights:
 
     def _match(self) -> list[str]:
         """Find where each tensor of the model is stored; returns names of the model's kind for what it does not have."""
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
 
         renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
-        of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        of_pattern = {
+            pattern: converter for converter in converters for pattern in converter.source_patterns
+        }
         tensors, prefix = self._tensors, self._causal_lm.base_model_prefix
         unexpected: list[str] = []
         groups: dict[str, dict[str | None, list[str]]] = {}
@@ -206,7 +215,11 @@ class StoredWeights:
         return unexpected
 
     def _convert(
-        self, keys: Iterable[str], shapes: dict[str, tuple[int, ...]] | None = None, *, device: str = "cpu"
+        self,
+        keys: Iterable[str],
+        shapes: dict[str, tuple[int, ...]] | None = None,
+        *,
+        device: str = "cpu",
     ) -> dict[str, Tensor]:
         """The tensors of the model that `transformers` makes of these; on the meta device nothing is read.
 
@@ -224,16 +237,24 @@ class StoredWeights:
             for key, stored in sources.items()
         }
         self._place({name: torch.empty(shape, device="meta") for name, shape in (shapes or {}).items()})
-        config = LoadStateDictConfig(dtype=torch.float32, device_map={"": device}, weight_mapping=self._mapping)
+        config = LoadStateDictConfig(
+            dtype=torch.float32, device_map={"": device}, weight_mapping=self._mapping
+        )
         found, _ = convert_and_load_state_dict_in_model(self._causal_lm, given, config)
         wrong = [
-            f"{name!r} would have shape {list(made)}, not {list(own)}" for name, made, own in found.mismatched_keys
+            f"{name!r} would have shape {list(made)}, not {list(own)}"
+            for name, made, own in found.mismatched_keys
         ]
         wrong += [f"{name!r} cannot be made" for name in found.conversion_errors]
         if wrong:
-            raise UserError(f"model {str(self._model)!r}: of {', '.join(map(repr, sources))}: {'; '.join(wrong)}")
+            raise UserError(
+                f"model {str(self._model)!r}: of {', '.join(map(repr, sources))}: {'; '.join(wrong)}"
+            )
         names = self._shapes.keys() - found.missing_keys
-        return {name: tensor.detach() for name, tensor in self._place({n: self._tensors[n] for n in names}).items()}
+        return {
+            name: tensor.detach()
+            for name, tensor in self._place({n: self._tensors[n] for n in names}).items()
+        }
 
     def _place(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Put tensors into the model; returns those that were there."""
@@ -274,7 +295,9 @@ class StoredWeights:
     def _refuse_unexpected(self, names: Iterable[str]) -> None:
         patterns = (*(self._causal_lm._keys_to_ignore_on_load_unexpected or ()), *_ALWAYS_UNEXPECTED)
         known = {*self._skeleton.dropped, *self._skeleton.made}
-        refused = [n for n in names if n not in known and not any(re.search(pattern, n) for pattern in patterns)]
+        refused = [
+            n for n in names if n not in known and not any(re.search(pattern, n) for pattern in patterns)
+        ]
         if not refused:
             return
         hint = nearest(refused[0], sorted(self._shapes.keys() - self._names.keys()))
@@ -334,8 +357,8 @@ class _Stored:
     dims: tuple[int | None, ...]
     """For each dimension, the dimension of the tensor of the model that it runs along; None: it has one index."""
 
-    views: dict[tuple[Box, tuple[int, ...]], tuple[Box, tuple[int, ...], tuple[int, ...], int] | None] = field(
-        default_factory=dict, compare=False, repr=False
+    views: dict[tuple[Box, tuple[int, ...]], tuple[Box, tuple[int, ...], tuple[int, ...], int] | None] = (
+        field(default_factory=dict, compare=False, repr=False)
     )
     """By box and strides of a part of the tensor of the model: what it has of this one, and how that lies in its memory."""
 
@@ -351,14 +374,20 @@ class _Stored:
         tensor = held.tensor.as_strided(extents, strides, held.tensor.storage_offset() + offset)
         return Part(self.name, self.shape, box, tensor, held.dtype)
 
-    def _view(self, held: Box, strides: tuple[int, ...]) -> tuple[Box, tuple[int, ...], tuple[int, ...], int] | None:
+    def _view(
+        self, held: Box, strides: tuple[int, ...]
+    ) -> tuple[Box, tuple[int, ...], tuple[int, ...], int] | None:
         common = self.box.intersection(held)
         if common is None:
             return None
-        starts = tuple(0 if dim is None else common.starts[dim] - self.box.starts[dim] for dim in self.dims)
+        starts = tuple(
+            0 if dim is None else common.starts[dim] - self.box.starts[dim] for dim in self.dims
+        )
         extents = tuple(1 if dim is None else common.shape[dim] for dim in self.dims)
         stops = tuple(start + extent for start, extent in zip(starts, extents, strict=True))
-        shift = sum((a - b) * stride for a, b, stride in zip(common.starts, held.starts, strides, strict=True))
+        shift = sum(
+            (a - b) * stride for a, b, stride in zip(common.starts, held.starts, strides, strict=True)
+        )
         own = tuple(0 if dim is None else strides[dim] for dim in self.dims)
         return Box(starts, stops), extents, own, shift
 
@@ -381,7 +410,10 @@ class CheckpointNames:
         self._stored: dict[str, list[_Stored]] = {name: [] for name in fakes}
         for name, view in stored.items():
             source = of_storage.get(view.untyped_storage()._cdata)
-            if source is not None and (located := _located(name, view, tuple(fakes[source].shape))) is not None:
+            if (
+                source is not None
+                and (located := _located(name, view, tuple(fakes[source].shape))) is not None
+            ):
                 self._stored[source].append(located)
         for name, fake in fakes.items():
             found = self._stored[name]
@@ -420,7 +452,8 @@ def _located(name: str, view: Tensor, shape: tuple[int, ...]) -> _Stored | None:
     strides, offset = contiguous_strides(shape), int(view.storage_offset())
     long = {stride: dim for dim, stride in enumerate(strides) if shape[dim] > 1}
     dims = tuple(
-        long.get(stride) if extent > 1 else None for extent, stride in zip(view.shape, view.stride(), strict=True)
+        long.get(stride) if extent > 1 else None
+        for extent, stride in zip(view.shape, view.stride(), strict=True)
     )
     used = [dim for dim in dims if dim is not None]
     starts: list[int] = []
@@ -430,6 +463,10 @@ def _located(name: str, view: Tensor, shape: tuple[int, ...]) -> _Stored | None:
         offset %= stride
         stops.append(starts[-1] + (view.shape[dims.index(dim)] if dim in used else 1))
     box = Box(tuple(starts), tuple(stops))
-    if len(set(used)) < len(used) or box.numel != view.numel() or box.intersection(Box.full(shape)) != box:
+    if (
+        len(set(used)) < len(used)
+        or box.numel != view.numel()
+        or box.intersection(Box.full(shape)) != box
+    ):
         return None
     return _Stored(name, tuple(view.shape), box, dims)

@@ -16,7 +16,12 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from ...dataflow.errors import UserError
 from .adapter import shared_parts
@@ -37,7 +42,10 @@ def share_layers(causal_lm: Any, mesh: DeviceMesh) -> frozenset[str]:
         UserError: they cannot be shared evenly, or experts are not as `transformers` writes them.
     """
     plan = TensorParallelPlan.of(causal_lm.tp_plan, causal_lm.ep_plan)
-    elsewhere = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())  # `sharded_model.py` shares these
+    elsewhere = (
+        causal_lm.get_input_embeddings(),
+        causal_lm.get_output_embeddings(),
+    )  # `sharded_model.py` shares these
     partials: set[str] = set()
     for name, module in list(causal_lm.named_modules()):
         style = plan.style_of(name)
@@ -91,12 +99,15 @@ def _share_experts(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
     if experts % ranks:
         raise UserError(f"tensor_parallel={ranks} does not divide the {experts} experts of {name}")
     if odd := [own for own, p in module.named_parameters() if "." in own or p.shape[0] != experts]:
-        raise UserError(f"tensor_parallel={ranks} cannot share the experts of {name}: {odd[0]} is not one of theirs")
+        raise UserError(
+            f"tensor_parallel={ranks} cannot share the experts of {name}: {odd[0]} is not one of theirs"
+        )
 
     def shard(_: str, own: nn.Module, mesh: DeviceMesh) -> None:
         for parameter_name, parameter in list(own.named_parameters(recurse=False)):
             shared = nn.Parameter(
-                distribute_tensor(parameter.detach(), mesh, [Shard(0)]), requires_grad=parameter.requires_grad
+                distribute_tensor(parameter.detach(), mesh, [Shard(0)]),
+                requires_grad=parameter.requires_grad,
             )
             own.register_parameter(parameter_name, shared)
 
@@ -108,7 +119,12 @@ def _share_experts(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _own_experts(
-    module: nn.Module, forward: Callable[..., Tensor], mesh: DeviceMesh, hidden: Tensor, chosen: Tensor, weights: Tensor
+    module: nn.Module,
+    forward: Callable[..., Tensor],
+    mesh: DeviceMesh,
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
 ) -> Tensor:
     """What experts give, of which this rank has some.
 

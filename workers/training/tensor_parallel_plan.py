@@ -40,14 +40,19 @@ class TensorParallelPlan:
     styles: Mapping[str, str]
 
     @classmethod
-    def of(cls, shared: Mapping[str, str] | None, experts: Mapping[str, str] | None) -> TensorParallelPlan:
+    def of(
+        cls, shared: Mapping[str, str] | None, experts: Mapping[str, str] | None
+    ) -> TensorParallelPlan:
         """The plan of a model.
 
         Args:
             shared: its `tp_plan`.
             experts: its `ep_plan`, for models that name their experts there alone (GPT-OSS).
         """
-        styles = {**{name: style for name, style in (experts or {}).items() if style in EXPERTS}, **(shared or {})}
+        styles = {
+            **{name: style for name, style in (experts or {}).items() if style in EXPERTS},
+            **(shared or {}),
+        }
         of_experts = [name for name, style in styles.items() if style in EXPERTS]
         # Embeddings and head are shared without a plan.
         styles = {name: style for name, style in styles.items() if style != "embedding_rowwise"}
@@ -76,7 +81,9 @@ class TensorParallelPlan:
     @property
     def shares_heads(self) -> bool:
         """Whether each rank has its own attention heads."""
-        return any(style == "colwise" and re.search(r"att\w*\.", name) for name, style in self.styles.items())
+        return any(
+            style == "colwise" and re.search(r"att\w*\.", name) for name, style in self.styles.items()
+        )
 
     @property
     def shares_experts(self) -> bool:
@@ -93,7 +100,9 @@ def check_tensor_parallel(model: str | Path, settings: Any, ranks: int) -> None:
     Raises:
         UserError: naming the rule and the setting that breaks it.
     """
-    plan = TensorParallelPlan.of(settings.base_model_tp_plan, getattr(settings, "base_model_ep_plan", None))
+    plan = TensorParallelPlan.of(
+        settings.base_model_tp_plan, getattr(settings, "base_model_ep_plan", None)
+    )
     kind, what = settings.model_type, f"tensor_parallel={ranks}"
     if not plan.styles:
         raise UserError(
@@ -101,10 +110,14 @@ def check_tensor_parallel(model: str | Path, settings: Any, ranks: int) -> None:
         )
     if plan.unknown:
         named = ", ".join(f"{name} ({style})" for name, style in sorted(plan.unknown.items()))
-        raise UserError(f"{what} cannot share models of type {kind!r}: their plan asks for {named}; leave it at 1")
+        raise UserError(
+            f"{what} cannot share models of type {kind!r}: their plan asks for {named}; leave it at 1"
+        )
     numbers: dict[str, Any] = {"intermediate_size": getattr(settings, "intermediate_size", None)}
     if plan.shares_heads:
-        numbers |= {name: getattr(settings, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+        numbers |= {
+            name: getattr(settings, name, None) for name in ("num_attention_heads", "num_key_value_heads")
+        }
     if plan.shares_experts:
         counts = [name for name in EXPERTS_NAMES if isinstance(getattr(settings, name, None), int)]
         numbers |= {name: getattr(settings, name) for name in counts[:1]}

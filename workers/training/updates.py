@@ -68,8 +68,14 @@ class BadSteps:
         number_in = "" if number is None else f"_step_{number}"
         losses = [self._engine.losses(part, loss) for part in rows]
         if self._folder is not None and self._engine.coordinates.tp == 0 and sum(map(len, rows)):
-            _write(rows, losses, self._folder / f"update_{update:06d}{number_in}_rank_{self._context.rank}.arrow")
-        wrong = [part.take(np.flatnonzero(~np.isfinite(own))) for part, own in zip(rows, losses, strict=True)]
+            _write(
+                rows,
+                losses,
+                self._folder / f"update_{update:06d}{number_in}_rank_{self._context.rank}.arrow",
+            )
+        wrong = [
+            part.take(np.flatnonzero(~np.isfinite(own))) for part, own in zip(rows, losses, strict=True)
+        ]
         samples = [id for part in wrong if SAMPLE_ID in part for id in part.numpy(SAMPLE_ID).tolist()]
         at_fault = f"; on this rank it comes from samples {_few(samples)}" if samples else ""
         self.in_a_row += (f"update {update}{number_in.replace('_', ' ')}: {step.bad}{at_fault}",)
@@ -82,7 +88,9 @@ class BadSteps:
 
     def _message(self) -> str:
         rows = (
-            f"their rows are in {self._folder}" if self._folder else "their rows are not kept, without a run directory"
+            f"their rows are in {self._folder}"
+            if self._folder
+            else "their rows are not kept, without a run directory"
         )
         return "\n  ".join(
             [
@@ -101,7 +109,8 @@ def _few(samples: Sequence[int]) -> str:
 def _write(rows: Sequence[Batch], losses: Sequence[np.ndarray], path: Path) -> None:
     """All rows of a step as one Arrow IPC file. Parts may differ in columns (`response_mask`): null means absent."""
     parts = [
-        pa.Table.from_batches([part.with_columns(**{LOSS: own}).record]) for part, own in zip(rows, losses, strict=True)
+        pa.Table.from_batches([part.with_columns(**{LOSS: own}).record])
+        for part, own in zip(rows, losses, strict=True)
     ]
     table = pa.concat_tables(parts, promote_options="permissive")
     make_folder(path.parent)
@@ -121,7 +130,14 @@ class Updates:
         """The number of updates so far."""
 
     def update(
-        self, batch: Batch, loss: Loss, *, epochs: int, minibatches: int, last: bool, first: Loss | None = None
+        self,
+        batch: Batch,
+        loss: Loss,
+        *,
+        epochs: int,
+        minibatches: int,
+        last: bool,
+        first: Loss | None = None,
     ) -> Metrics:
         """Make one new version of the weights: `epochs` passes over the rows, each of `minibatches` optimizer steps.
 
@@ -152,14 +168,18 @@ class Updates:
             self._bad_steps.add(part)
             accumulated, step = self._engine.accumulate(part, observed, last=True), self._engine.apply()
             parts += [accumulated, step.metrics]
-            self._bad_steps.note(step, loss, update=self.version + 1, number=number if len(cuts) > 1 else None)
+            self._bad_steps.note(
+                step, loss, update=self.version + 1, number=number if len(cuts) > 1 else None
+            )
             observed = loss  # later steps no longer see the weights before the update
         self.version += 1
         return merge(parts)
 
     def save(self, path: Path) -> float:
         """Copy the state of training, which is written to a new folder while training goes on; returns the seconds that training waited."""
-        return self._engine.snapshot(path, {"version": self.version, "bad_steps": self._bad_steps.in_a_row})
+        return self._engine.snapshot(
+            path, {"version": self.version, "bad_steps": self._bad_steps.in_a_row}
+        )
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint, of any number of ranks."""

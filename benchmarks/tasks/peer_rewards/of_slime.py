@@ -9,4 +9,6 @@ async def reward_func(args, sample, **kwargs):
 
 async def reward_group(args, samples, **kwargs):
     best = max(sample.response_length for sample in samples)
-    return [{"score": sample.response_length / best, "length": sample.response_length} for sample in samples]
+    return [
+        {"score": sample.response_length / best, "length": sample.response_length} for sample in samples
+    ]

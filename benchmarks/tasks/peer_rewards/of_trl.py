@@ -4,12 +4,16 @@
 def accuracy_reward(completions, solution, **kwargs):
     """Completions are texts, or lists of one message where the prompts were messages."""
     contents = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    return [1.0 if content.strip() == gold else 0.0 for content, gold in zip(contents, solution, strict=True)]
+    return [
+        1.0 if content.strip() == gold else 0.0 for content, gold in zip(contents, solution, strict=True)
+    ]
 
 
 def only_sums(prompts, completions, task, **kwargs):
     """None: not a sum, so this reward does not apply."""
-    return [None if kind != "sum" else float("=" not in c) for c, kind in zip(completions, task, strict=True)]
+    return [
+        None if kind != "sum" else float("=" not in c) for c, kind in zip(completions, task, strict=True)
+    ]
 
 
 async def short(completion_ids, log_metric=None, **kwargs):

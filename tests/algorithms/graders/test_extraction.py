@@ -44,9 +44,15 @@ def test_what_is_said_to_be_the_answer(text: str, found: str | None):
 
 
 def test_numbers_keep_their_sign_separators_and_denominator():
-    found = [last_number(t) for t in ("-7", "10-3", "it is 1,234.50.", "3/4 of it", "x2", "a -.5", "2,74 $", "none")]
+    found = [
+        last_number(t)
+        for t in ("-7", "10-3", "it is 1,234.50.", "3/4 of it", "x2", "a -.5", "2,74 $", "none")
+    ]
     assert found == ["-7", "3", "1,234.50", "3/4", None, "-.5", "2,74", None]
 
 
 def test_reasoning_is_left_out():
-    assert without_reasoning("<think>1</think> 2") == " 2" and without_reasoning("1</think> ") == "1</think> "
+    assert (
+        without_reasoning("<think>1</think> 2") == " 2"
+        and without_reasoning("1</think> ") == "1</think> "
+    )

@@ -69,8 +69,12 @@ def test_the_letter_that_a_response_settles_on(response: str, letter: str | None
 
 
 def test_multiple_choice():
-    assert MultipleChoice()("The answer is B.", "(B) Rome") == 1 and MultipleChoice()("no letter", "B") == 0
-    with pytest.raises(SampleError, match="the answer '42' names no option: no letter from A to J and no number"):
+    assert (
+        MultipleChoice()("The answer is B.", "(B) Rome") == 1 and MultipleChoice()("no letter", "B") == 0
+    )
+    with pytest.raises(
+        SampleError, match="the answer '42' names no option: no letter from A to J and no number"
+    ):
         MultipleChoice()("B", "42")
 
 
@@ -121,19 +125,32 @@ def test_the_number_that_a_response_settles_on(response: str, number: str):
 
 @pytest.mark.parametrize(
     "response",
-    ["12 * 3 =", r"\boxed{36}. Wait, no: \boxed{3", "<answer>36", "It is 36. No, that is wrong.", "<think>so 36"],
+    [
+        "12 * 3 =",
+        r"\boxed{36}. Wait, no: \boxed{3",
+        "<answer>36",
+        "It is 36. No, that is wrong.",
+        "<think>so 36",
+    ],
 )
 def test_a_response_that_is_cut_off_or_withdrawn_states_no_number(response: str):
     assert Gsm8k()(response, "36") == Gsm8k()(response, "3") == 0
 
 
 def test_the_answer_tag_is_read_by_graders_of_text_too():
-    assert Exact()("<think>hm</think><answer>Paris</answer>", "paris") == F1()("<answer>Paris</answer>", "Paris") == 1
+    assert (
+        Exact()("<think>hm</think><answer>Paris</answer>", "paris")
+        == F1()("<answer>Paris</answer>", "Paris")
+        == 1
+    )
     assert JsonSchema(json_schema={"type": "array"})("<answer>[1, 2]</answer>") == 1
 
 
 def test_text_is_compared_as_squad_does():
-    assert Exact()("The Eiffel Tower.", "eiffel tower") == 1 and Exact()("The answer is Paris.", "Paris") == 1
+    assert (
+        Exact()("The Eiffel Tower.", "eiffel tower") == 1
+        and Exact()("The answer is Paris.", "Paris") == 1
+    )
     assert Exact()("Paris, Texas", "Paris") == 0 and Exact(normalize=False)(" Paris ", "Paris") == 1
     assert F1()("the cat sat", "a cat sat down") == pytest.approx(2 * 2 / (2 + 3)) and F1()("", "") == 1
     assert F1()("dog", "cat") == 0 and F1()("cat cat", "cat") == pytest.approx(2 / 3)
@@ -141,7 +158,11 @@ def test_text_is_compared_as_squad_does():
 
 def test_regular_expressions():
     number = RegularExpression(pattern=r"^Result: (\d+)$")
-    assert number("Result: 41\nResult: 42", "42") == 1 and number("Result: 42x", "42") == 0 and number("", "42") == 0
+    assert (
+        number("Result: 41\nResult: 42", "42") == 1
+        and number("Result: 42x", "42") == 0
+        and number("", "42") == 0
+    )
     assert RegularExpression(pattern="please")("yes, please") == 1
     for pattern, message in (("(", "no regular expression"), ("(a)(b)", "several groups")):
         with pytest.raises(UserError, match=message):
@@ -149,10 +170,23 @@ def test_regular_expressions():
 
 
 def test_json_of_a_schema():
-    person = JsonSchema(json_schema={"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]})
-    for response in ('{"age": 3}', '<think>hm</think>\n```json\n{"age": 3}\n```\nDone.', ' {"age": 3, "name": "x"} '):
+    person = JsonSchema(
+        json_schema={"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    )
+    for response in (
+        '{"age": 3}',
+        '<think>hm</think>\n```json\n{"age": 3}\n```\nDone.',
+        ' {"age": 3, "name": "x"} ',
+    ):
         assert person(response) == 1
-    for response in ('{"age": 3.5}', '{"age": NaN}', "[]", '{"age": 3', '{"age": 3} and more', "[" * 100_000):
+    for response in (
+        '{"age": 3.5}',
+        '{"age": NaN}',
+        "[]",
+        '{"age": 3',
+        '{"age": 3} and more',
+        "[" * 100_000,
+    ):
         assert person(response) == 0
     assert JsonSchema(json_schema={})("[1]") == 1
     with pytest.raises(UserError, match="no JSON Schema: 'nothing' is not valid"):
@@ -161,7 +195,10 @@ def test_json_of_a_schema():
 
 def test_tags_stand_in_their_order_once_and_are_not_empty():
     both = TagFormat(tags=("think", "answer"), rest=False)
-    assert both("<think>a</think>\n<answer>b</answer>\n") == 1 and TagFormat(opened=True)("hm</think> 42") == 1
+    assert (
+        both("<think>a</think>\n<answer>b</answer>\n") == 1
+        and TagFormat(opened=True)("hm</think> 42") == 1
+    )
     for response in (
         "<answer>b</answer><think>a</think>",
         "<think>a</think><answer>b</answer> and more",
@@ -185,4 +222,6 @@ def test_long_runs_of_one_character_cost_no_more_than_their_length():
     for run in ("*", " ", "\n"):
         long = run * 100_000
         assert MultipleChoice()(f"The answer is{long}x, so it is{long}x", "A") == 0
-        assert MultipleChoice()(rf"\boxed{{A{long}+}}", "A") == MultipleChoice()(rf"\boxed{{A{2 * run}+}}", "A")
+        assert MultipleChoice()(rf"\boxed{{A{long}+}}", "A") == MultipleChoice()(
+            rf"\boxed{{A{2 * run}+}}", "A"
+        )

@@ -103,7 +103,10 @@ def test_which_numbers_mean_the_same(one: str, other: str, same: bool):
 
 
 def test_a_decimal_comma_where_it_cannot_separate_thousands():
-    assert [(q := with_decimal_comma(t)) and float(q.value) for t in ("2,74 €", "0,111", "1,000", "1,2,3", "7")] == [
+    assert [
+        (q := with_decimal_comma(t)) and float(q.value)
+        for t in ("2,74 €", "0,111", "1,000", "1,2,3", "7")
+    ] == [
         2.74,
         0.111,
         None,

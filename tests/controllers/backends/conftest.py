@@ -37,11 +37,15 @@ def scenes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """The scenes of the test modules that were asked for."""
     root = tmp_path_factory.mktemp("several_nodes")
     asked = {item.path.stem.removeprefix("test_") for item in request.session.items}
-    environment = {name: value for name, value in os.environ.items() if name not in ("HF_HOME", "HF_HUB_CACHE")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("HF_HOME", "HF_HUB_CACHE")
+    }
     command = [sys.executable, str(PROGRAM), str(root), *(name for name in SCENES if name in asked)]
     with (root / "said").open("w+") as said:
         try:
-            subprocess.run(command, env=environment, stdout=said, stderr=subprocess.STDOUT, timeout=600, check=False)
+            subprocess.run(
+                command, env=environment, stdout=said, stderr=subprocess.STDOUT, timeout=600, check=False
+            )
         except subprocess.TimeoutExpired:
             said.write("\nit did not end in 600 s")
     lines = (root / "said").read_text().splitlines()

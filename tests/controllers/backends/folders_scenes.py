@@ -34,7 +34,9 @@ PROJECT = "/proc/self/cwd/project"
 
 def paths_of(worker: Worker) -> dict[str, str]:
     """What a rank finds where."""
-    named = {name: str(value) for name, value in dict(worker.config).items() if name in ("model", "tokenizer")}
+    named = {
+        name: str(value) for name, value in dict(worker.config).items() if name in ("model", "tokenizer")
+    }
     return {**named, "home": str(Path.home()), "folder": str(Path.cwd())}
 
 
@@ -60,7 +62,9 @@ def play(root: Path, nodes: Nodes) -> dict[str, Any]:
     """The head, and a node."""
     project, home = root / "project", Path.home()
     project.mkdir()
-    (project / "my_rewards.py").write_text("def length(response: str) -> float:\n    return float(len(response))\n")
+    (project / "my_rewards.py").write_text(
+        "def length(response: str) -> float:\n    return float(len(response))\n"
+    )
     (project / "runs").mkdir()
     (project / "runs" / "large").write_bytes(b"x")
     save_model(home / "models" / "tiny")
@@ -85,7 +89,11 @@ def without(root: Path, nodes: Nodes) -> str:
     made = {"reward": group(Reward, function=length, tokenizer=MODEL), "actor": group(ToyActor)}
     graph = toy_reinforce(prompts(8), rollout=group(ToyRollout), **made)
     driver = driver_of(
-        root, "without", graph, {"reward": Place(ResourcePool("score", cpus=5))}, RayBackend(nodes.address)
+        root,
+        "without",
+        graph,
+        {"reward": Place(ResourcePool("score", cpus=5))},
+        RayBackend(nodes.address),
     )
     try:
         with driver:
@@ -113,11 +121,15 @@ def sent(root: Path, nodes: Nodes) -> dict[str, Any]:
         rows = [row["actor/rows"] for row in driver.run()[1:]]
         looks = {who: driver.call(made[who], "look") for who in ("rollout", "reward", "judge")}
     cache = nodes.home / ".cache" / "weft" / "folders"
-    copies = {path.name: sorted(p.name for p in path.iterdir()) for path in cache.iterdir() if path.is_dir()}
+    copies = {
+        path.name: sorted(p.name for p in path.iterdir()) for path in cache.iterdir() if path.is_dir()
+    }
     return {"rows": rows, "looks": looks, "copies": copies}
 
 
-def driver_of(root: Path, name: str, graph: Any, placement: dict[str, Place], backend: RayBackend) -> Driver:
+def driver_of(
+    root: Path, name: str, graph: Any, placement: dict[str, Place], backend: RayBackend
+) -> Driver:
     return Driver(
         graph,
         schedule=Synchronous(steps=1, prompts_per_step=4),

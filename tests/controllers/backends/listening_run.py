@@ -18,7 +18,11 @@ class Settings(weft.Config):
 
 def main(settings: Settings) -> None:
     """A run with two ranks of one group. It waits for a line on standard input, and ends if that says so."""
-    rollout, reward, actor = weft.group(ToyRollout), weft.group(ToyReward), weft.group(SavingActor, name="actor")
+    rollout, reward, actor = (
+        weft.group(ToyRollout),
+        weft.group(ToyReward),
+        weft.group(SavingActor, name="actor"),
+    )
     rollout.follows(actor)
     told: list[str] = []
 
@@ -45,5 +49,7 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it starts in the background ignore it
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell has what it starts in the background ignore it
     raise SystemExit(weft.launch(main))

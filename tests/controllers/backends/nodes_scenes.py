@@ -32,7 +32,12 @@ def play(root: Path, nodes: Nodes) -> dict[str, object]:
     """Two nodes beside the head; another one comes, and one is lost."""
     nodes.grow_to(2)
     address = nodes.address
-    return {**run(root, address), **apart(root, address), "hidden": hidden(root, address), **lost(root, nodes)}
+    return {
+        **run(root, address),
+        **apart(root, address),
+        "hidden": hidden(root, address),
+        **lost(root, nodes),
+    }
 
 
 def pools(ranks: int) -> dict[str, Place]:
@@ -75,7 +80,9 @@ def run(root: Path, address: str) -> dict[str, object]:
     with driver:
         metrics = driver.run()
         seen = driver.call(made["actor"], "seen_groups")
-        stand = {name: dict(backend.stacks(driver.groups[name], range(2))) for name in ("rollout", "reward")}
+        stand = {
+            name: dict(backend.stacks(driver.groups[name], range(2))) for name in ("rollout", "reward")
+        }
         measured = watched(backend, 6)
         [scratch] = (root / "scratch").iterdir()
         folders = sorted(p for p in scratch.iterdir() if p.is_dir())
@@ -128,7 +135,9 @@ class Talking(ToyReward):
 
 def apart(root: Path, address: str) -> dict[str, object]:
     """A rank dies on a machine that does not see the run's directory."""
-    graph = toy_reinforce(prompts(8), rollout=group(ToyRollout), reward=group(Talking), actor=group(ToyActor))
+    graph = toy_reinforce(
+        prompts(8), rollout=group(ToyRollout), reward=group(Talking), actor=group(ToyActor)
+    )
     driver = Driver(
         graph,
         schedule=Synchronous(steps=2, prompts_per_step=4),

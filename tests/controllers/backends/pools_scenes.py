@@ -89,7 +89,11 @@ class LookingReward(Noting, ToyReward):
 
 def play(root: Path, nodes: Nodes) -> dict[str, Any]:
     """Begins with one node beside the head, and ends with two."""
-    return {**grows(root, nodes), "shared": shared(root, nodes.address), "trained": trained(root, nodes.address)}
+    return {
+        **grows(root, nodes),
+        "shared": shared(root, nodes.address),
+        "trained": trained(root, nodes.address),
+    }
 
 
 def drive(

@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "HF_HUB_OFFLINE": "1"}
-os.environ |= {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}  # those would serve nobody
+os.environ |= {
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+}  # those would serve nobody
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # a cluster by hand makes none, unlike ray.init
 
 import folders_scenes
@@ -37,7 +40,11 @@ SCENES: dict[str, Callable[[Path, Nodes], dict[str, Any]]] = {
 }
 
 
-for module in (folders_scenes, pools_scenes, nodes_scenes):  # ranks need not import what the scenes are played with
+for module in (
+    folders_scenes,
+    pools_scenes,
+    nodes_scenes,
+):  # ranks need not import what the scenes are played with
     cloudpickle.register_pickle_by_value(module)  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -51,7 +58,12 @@ def main(root: Path, names: list[str]) -> None:
         nodes.add()
         for name in (name for name in SCENES if name in names):
             if name != "folders" and not ray.is_initialized():
-                ray.init(address=nodes.address, namespace="weft", log_to_driver=False, logging_level=logging.ERROR)
+                ray.init(
+                    address=nodes.address,
+                    namespace="weft",
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
             print(json.dumps({"scenes": name, **played(name, root / name, nodes)}), flush=True)
     finally:
         ray.shutdown()

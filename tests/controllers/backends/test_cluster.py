@@ -11,9 +11,13 @@ from weft.controllers.placement import Place, ResourcePool
 from weft.dataflow.errors import UserError
 
 
-def test_an_address_in_another_form_is_refused_by_the_name_of_where_it_stands(monkeypatch: pytest.MonkeyPatch):
+def test_an_address_in_another_form_is_refused_by_the_name_of_where_it_stands(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setenv("RAY_ADDRESS", "http://ray-head:8265")
-    with pytest.raises(UserError, match=r"^RAY_ADDRESS='http://ray-head:8265' is the address of a dashboard"):
+    with pytest.raises(
+        UserError, match=r"^RAY_ADDRESS='http://ray-head:8265' is the address of a dashboard"
+    ):
         RayBackend()
     assert RayBackend("ray-head:6379").address == "ray-head:6379", "what is said in the script counts"
     for wrong, why in (
@@ -78,6 +82,7 @@ def test_a_process_that_has_joined_a_cluster_is_not_sent_to_another(cluster: Non
     RayBackend(ray_address).check({"actor": Place(ResourcePool("pool", cpus=16))}, {})
     other = f"127.0.0.1:{int(ray_address.rpartition(':')[2]) - 1}"
     with pytest.raises(
-        UserError, match=f"^RayBackend..{other}..: this process has joined the Ray cluster at {ray_address}"
+        UserError,
+        match=f"^RayBackend..{other}..: this process has joined the Ray cluster at {ray_address}",
     ):
         RayBackend(other).check({}, {})

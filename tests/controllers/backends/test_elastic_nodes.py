@@ -12,7 +12,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 def test_ranks_join_with_a_node_that_comes_and_leave_with_one_that_is_killed(tmp_path: Path):
     script = Path(__file__).with_name("elastic_run.py")
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     alone, three, left, again = ({rank: devices for rank, devices, _ in look} for look in result["looks"])
@@ -20,7 +22,9 @@ def test_ranks_join_with_a_node_that_comes_and_leave_with_one_that_is_killed(tmp
     (stays,) = alone
     assert alone == {stays: ["0"]} and three.keys() == {0, 1, 2} and left == alone
     joined = {rank: devices for rank, devices in three.items() if rank != stays}
-    assert sorted(joined.values()) == [["0"], ["1"]], "each has a GPU of its own of those of the node that came"
+    assert sorted(joined.values()) == [["0"], ["1"]], (
+        "each has a GPU of its own of those of the node that came"
+    )
     (back,) = again.keys() - {stays}
     assert again[back] == ["0"], "its device on the node where it is now"
 

@@ -19,13 +19,18 @@ def test_a_node_that_sees_neither_model_nor_modules_gets_both(scenes: Any):
     assert result["without"].startswith(
         "worker reward[0]: its node cannot import 'my_rewards', which the driver has from "
     )
-    assert "RayBackend(working_dir='/proc/self/cwd/project') sends that folder to all nodes" in result["without"]
+    assert (
+        "RayBackend(working_dir='/proc/self/cwd/project') sends that folder to all nodes"
+        in result["without"]
+    )
 
     home, looks = str(scenes.root / "home_of_added_nodes"), result["sent"]["looks"]
     assert result["sent"]["rows"] == [8]
     (copy,) = {look["model"] for look in looks["rollout"]}
     (tokenizer,) = {look["tokenizer"] for look in looks["reward"]}
-    assert copy.startswith(f"{home}/.cache/weft/folders/tiny-") and tokenizer.startswith(f"{home}/.cache/weft/")
+    assert copy.startswith(f"{home}/.cache/weft/folders/tiny-") and tokenizer.startswith(
+        f"{home}/.cache/weft/"
+    )
     files = ["config.json", "generation_config.json", "tokenizer.json"]
     assert result["sent"]["copies"] == {
         Path(copy).name: [*files[:2], "model.safetensors", files[2]],
@@ -40,7 +45,9 @@ def test_a_node_that_sees_neither_model_nor_modules_gets_both(scenes: Any):
     assert {look["tokenizer"] for look in looks["judge"]} == {seen}, "both nodes see this path"
 
 
-def test_what_is_to_be_sent_is_checked_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_to_be_sent_is_checked_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"working_dir": tmp_path / "nothing"}, r"RayBackend\(working_dir='.*nothing'\): no such folder"),

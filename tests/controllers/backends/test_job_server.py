@@ -48,9 +48,13 @@ class Head:
         assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
         return done
 
-    def submit(self, *words: str, script: Sequence[str] = (), code: int = 0) -> subprocess.CompletedProcess[str]:
+    def submit(
+        self, *words: str, script: Sequence[str] = (), code: int = 0
+    ) -> subprocess.CompletedProcess[str]:
         ours = ["--address", self.address, "--python", sys.executable]
-        return self.weft("submit", *ours, *words, "train.py", "--model", str(self.model), *script, code=code)
+        return self.weft(
+            "submit", *ours, *words, "train.py", "--model", str(self.model), *script, code=code
+        )
 
     def runs(self, name: str) -> list[Path]:
         return sorted((self.home / "weft" / name / "runs").iterdir())
@@ -81,8 +85,16 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     words.save(str(model / "tokenizer.json"))
     hidden = ("RAY_", "WEFT_", "HF_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "HF_HUB_OFFLINE": "1"}
-    environment |= {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0", "HOME": str(home)}
+    environment |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "HF_HUB_OFFLINE": "1",
+    }
+    environment |= {
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "HOME": str(home),
+    }
     try:
         address, process = started(root / "head.log", temporary, environment)
         try:
@@ -94,7 +106,9 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def started(log: Path, temporary: Path, environment: Mapping[str, str]) -> tuple[str, subprocess.Popen[bytes]]:
+def started(
+    log: Path, temporary: Path, environment: Mapping[str, str]
+) -> tuple[str, subprocess.Popen[bytes]]:
     """The address of a head's job server, and its process. Ray gives a node 30 s to start, which a busy machine may exceed: it is then
     tried again."""
     for _ in range(3):
@@ -140,20 +154,27 @@ def test_a_script_has_the_same_weights_in_process_on_a_local_ray_and_as_a_job(he
     assert f"the run's directory is {run}: this is a job of a cluster" in there.stdout
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
     assert "sends 2 files of" in there.stderr and "large.bin" not in there.stderr
-    assert re.search(r"job same-\S+ succeeded; its runs lie in ~/weft/same on the head node", there.stdout)
+    assert re.search(
+        r"job same-\S+ succeeded; its runs lie in ~/weft/same on the head node", there.stdout
+    )
 
 
 def test_jobs_of_a_queue_take_turns_and_one_that_is_stopped_goes_on(head: Head):
     first, second = (
         json.loads(
-            head.submit("--json", "--detach", "--queue", "night", "--name", name, script=["--until", until]).stdout
+            head.submit(
+                "--json", "--detach", "--queue", "night", "--name", name, script=["--until", until]
+            ).stdout
         )["job"]
         for name, until in (("long", "100000"), ("short", "1"))
     )
     wait_until(lambda: (head.home / "weft" / "long" / "runs").exists())
     wait_until(lambda: bool(list((head.runs("long")[0] / "checkpoints").glob("step_*"))))
     waiting = json.loads(head.weft("jobs", "list", "--json", "--address", head.address).stdout)["jobs"]
-    assert {job["id"]: job["queue"] for job in waiting if job["queue"]} == {first: "night", second: "night"}
+    assert {job["id"]: job["queue"] for job in waiting if job["queue"]} == {
+        first: "night",
+        second: "night",
+    }
     assert not (head.home / "weft" / "short").exists(), "its turn has not come"
     stopped = head.weft("jobs", "stop", first, "--address", head.address).stdout
     assert f"job {first} stopped; its runs lie in ~/weft/long on the head node" in stopped
@@ -181,14 +202,26 @@ def test_a_run_that_rays_own_client_submits_survives_its_job_too(head: Head):
     ray = Path(sys.executable).with_name("ray")
     words = ["job", "submit", "--address", head.address, "--working-dir", ".", "--"]
     script = [sys.executable, "train.py", "--model", str(head.model), "--until", "1"]
-    settings = {"cwd": head.project, "env": head.environment, "capture_output": True, "text": True, "timeout": 240}
+    settings = {
+        "cwd": head.project,
+        "env": head.environment,
+        "capture_output": True,
+        "text": True,
+        "timeout": 240,
+    }
     said = subprocess.run([ray, *words, *script], check=True, **settings).stdout
     [run] = (head.home / "weft" / "runs").iterdir()
     assert f"the run's directory is {run}: this is a job of a cluster" in said and digest(said)
 
 
 def test_a_wrong_token_and_too_large_a_folder_are_refused(head: Head):
-    wrong = Head(head.address, {**head.environment, "RAY_AUTH_TOKEN": "another"}, head.home, head.project, head.model)
+    wrong = Head(
+        head.address,
+        {**head.environment, "RAY_AUTH_TOKEN": "another"},
+        head.home,
+        head.project,
+        head.model,
+    )
     assert "does not let us in" in wrong.submit(script=["--until", "1"], code=2).stderr
     (head.project / ".gitignore").write_text("")
     os.truncate(head.project / "data" / "large.bin", 200 << 20)

@@ -35,10 +35,16 @@ def project(tmp_path: Path) -> Path:
             {"script": Path("trian.py")},
             r"script 'trian.py': there is no such file in .*project; did you mean 'train.py'",
         ),
-        ({"script": Path("../below/train.py")}, r"lies outside of .*project, which is sent; choose --working-dir"),
+        (
+            {"script": Path("../below/train.py")},
+            r"lies outside of .*project, which is sent; choose --working-dir",
+        ),
         ({"name": "a/b"}, r"--name='a/b' cannot name a folder: .*; did you mean 'a-b'"),
         ({"queue": ""}, r"--queue='' cannot name a folder"),
-        ({"root": "runs"}, r"--root='runs' is a folder of the head node: an absolute path, or one below ~"),
+        (
+            {"root": "runs"},
+            r"--root='runs' is a folder of the head node: an absolute path, or one below ~",
+        ),
         ({"stop_wait_s": 0}, r"--stop-wait-s=0: it is a whole number of seconds above 0"),
         ({"environment": {"WANDB_API_KEY": "x"}}, r"--env WANDB_API_KEY=\.\.\.: Ray shows the settings"),
         ({"environment": {"HF_TOKEN": "x"}}, r"--env HF_TOKEN=\.\.\.: Ray shows the settings"),
@@ -47,7 +53,9 @@ def project(tmp_path: Path) -> Path:
     ],
     ids=str,
 )
-def test_a_request_that_makes_no_sense_is_refused_with_its_option(project: Path, given: dict[str, Any], says: str):
+def test_a_request_that_makes_no_sense_is_refused_with_its_option(
+    project: Path, given: dict[str, Any], says: str
+):
     with pytest.raises(UserError, match=says) as refused:
         JobRequest(**{"script": Path("train.py"), "working_dir": project, **given})
     assert "=x" not in str(refused.value)
@@ -56,18 +64,28 @@ def test_a_request_that_makes_no_sense_is_refused_with_its_option(project: Path,
 def test_the_words_of_a_script_reach_it_as_they_are(project: Path):
     request = JobRequest(script=Path("train.py"), arguments=["--note", "it's $HOME"], working_dir=project)
     assert request.entrypoint == """python train.py --note 'it'"'"'s $HOME'"""
-    queued = JobRequest(script=project / "train.py", working_dir=project, queue="night", python="python3.11")
+    queued = JobRequest(
+        script=project / "train.py", working_dir=project, queue="night", python="python3.11"
+    )
     assert queued.entrypoint == "python3.11 -m weft.controllers.backends.queued night python3.11 train.py"
 
 
 def test_a_job_knows_where_its_runs_lie_and_that_it_goes_on(project: Path):
-    request = JobRequest(script=Path("train.py"), working_dir=project, name="a", root="/shared/", resume=True)
+    request = JobRequest(
+        script=Path("train.py"), working_dir=project, name="a", root="/shared/", resume=True
+    )
     variables = request.variables("a-1")
-    assert variables["WEFT_ROOT"] == "/shared/a" == request.folder and variables["WEFT_RESUME"] == "latest"
-    assert "WEFT_RESUME" not in JobRequest(script=Path("train.py"), working_dir=project).variables("train-1")
+    assert (
+        variables["WEFT_ROOT"] == "/shared/a" == request.folder and variables["WEFT_RESUME"] == "latest"
+    )
+    assert "WEFT_RESUME" not in JobRequest(script=Path("train.py"), working_dir=project).variables(
+        "train-1"
+    )
 
 
-def test_an_address_that_is_none_of_a_job_server_is_refused_with_the_nearest(monkeypatch: pytest.MonkeyPatch):
+def test_an_address_that_is_none_of_a_job_server_is_refused_with_the_nearest(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
     for given, says in (
         (None, "no cluster is named: give --address http://ray-head:8265, or set RAY_API_SERVER_ADDRESS"),
@@ -105,7 +123,8 @@ def test_a_job_waits_for_those_of_its_queue_that_were_submitted_before_it():
 def test_a_turn_comes_when_all_before_are_over_and_whom_it_waits_for_is_said_once():
     own = job("z", "RUNNING", submitted_s=9.0)
     looks = iter(
-        [[job("a", "RUNNING"), job("b", "PENDING"), own]] * 3 + [[job("a", "STOPPED"), job("b", "RUNNING"), own], [own]]
+        [[job("a", "RUNNING"), job("b", "PENDING"), own]] * 3
+        + [[job("a", "STOPPED"), job("b", "RUNNING"), own], [own]]
     )
     said: list[str] = []
     wait_for_turn("z", lambda: next(looks), said.append, rest=lambda seconds: None, clock=lambda: 0.0)
@@ -144,7 +163,13 @@ class Server:
         status = JobStatus.SUCCEEDED if self.connections >= len(self.pieces) else JobStatus.RUNNING
         return [
             SimpleNamespace(
-                submission_id="a", status=status, metadata={}, runtime_env={}, message="", start_time=0, entrypoint=""
+                submission_id="a",
+                status=status,
+                metadata={},
+                runtime_env={},
+                message="",
+                start_time=0,
+                entrypoint="",
             )
         ]
 

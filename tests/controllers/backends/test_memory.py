@@ -37,6 +37,8 @@ def test_a_kernel_that_says_nothing_gives_nothing(tmp_path: Path):
 
 
 def test_a_course_shows_first_and_last():
-    assert course([(float(k), k * GIB) for k in range(1, 101)]).endswith("1.0 GiB, 34.0 GiB, 67.0 GiB, 100.0 GiB")
+    assert course([(float(k), k * GIB) for k in range(1, 101)]).endswith(
+        "1.0 GiB, 34.0 GiB, 67.0 GiB, 100.0 GiB"
+    )
     assert course([(0.0, GIB), (1.0, 2 * GIB)]) == "its own memory in the last 1 s: 1.0 GiB, 2.0 GiB"
     assert course([(0.0, GIB)]) == ""

@@ -33,7 +33,18 @@ class Container:
 
     def __init__(self, network: str, command: str, environment: dict[str, str], output: IO[str]) -> None:
         own = SHARED.format(name=network, command=command)
-        words = ["ip", "netns", "exec", network, "unshare", "--pid", "--mount", "--uts", "--ipc", "--fork"]
+        words = [
+            "ip",
+            "netns",
+            "exec",
+            network,
+            "unshare",
+            "--pid",
+            "--mount",
+            "--uts",
+            "--ipc",
+            "--fork",
+        ]
         self.process = subprocess.Popen(
             [*words, "--kill-child", "--mount-proc", "sh", "-c", own],
             env=environment,
@@ -59,7 +70,9 @@ def networks() -> Iterator[list[tuple[str, str]]]:
         for name in (here, there):
             _run_or_skip("ip", "netns", "add", name)
             undo.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
-        _run_or_skip("ip", *f"link add vc{tag} netns {here} type veth peer name vd{tag} netns {there}".split())
+        _run_or_skip(
+            "ip", *f"link add vc{tag} netns {here} type veth peer name vd{tag} netns {there}".split()
+        )
         for name, link, address in ((here, f"vc{tag}", "10.231.8.1"), (there, f"vd{tag}", "10.231.8.2")):
             for words in (
                 f"addr add {address}/24 dev {link}",
@@ -68,7 +81,20 @@ def networks() -> Iterator[list[tuple[str, str]]]:
                 f"route add default dev {link}",
             ):
                 _run_or_skip("ip", "-n", name, *words.split())
-        _run_or_skip("ip", "netns", "exec", here, "unshare", "-p", "-m", "-u", "-i", "--fork", "--mount-proc", "true")
+        _run_or_skip(
+            "ip",
+            "netns",
+            "exec",
+            here,
+            "unshare",
+            "-p",
+            "-m",
+            "-u",
+            "-i",
+            "--fork",
+            "--mount-proc",
+            "true",
+        )
         yield [(here, "10.231.8.1"), (there, "10.231.8.2")]
 
 
@@ -83,10 +109,20 @@ def test_grpo_trains_over_two_nodes_that_share_nothing(networks: list[tuple[str,
     ray, program = Path(sys.executable).with_name("ray"), Path(__file__).with_name("namespaces_run.py")
     hidden = ("RAY_", "HF_", "WEFT_", "XDG_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "HOME": "/tmp/home"}
-    environment |= {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0", "HF_HUB_OFFLINE": "1"}
+    environment |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "HOME": "/tmp/home",
+    }
+    environment |= {
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
     start = f"{ray} start --object-store-memory=200000000 --disable-usage-stats"
-    first = f"{start} --head --node-ip-address={head} --port={PORT} --num-cpus=2 --include-dashboard=false"
+    first = (
+        f"{start} --head --node-ip-address={head} --port={PORT} --num-cpus=2 --include-dashboard=false"
+    )
     drive = f"sh -c '{first} && {sys.executable} {program} {head}:{PORT}'"
     second = f"{start} --address={head}:{PORT} --node-ip-address={other} --num-cpus=4 --block"
     # The second node tries to join until the head is there, and the driver waits for the second node.
@@ -109,8 +145,12 @@ def test_grpo_trains_over_two_nodes_that_share_nothing(networks: list[tuple[str,
     assert {look["host"] for look in looks["actor"]} == {here}
     assert {look["host"] for look in looks["rollout"] + looks["reward"]} == {there}
     assert all(look["sees_run"] == (who == "actor") for who, each in looks.items() for look in each)
-    assert {look["model"].startswith("/tmp/home/.cache/weft/folders/model-") for look in looks["rollout"]} == {True}
+    assert {
+        look["model"].startswith("/tmp/home/.cache/weft/folders/model-") for look in looks["rollout"]
+    } == {True}
     assert result["steps"] == [0, 1, 2, 3] and result["rows"] == 3 * 4 * 4 and not result["violations"]
     assert result["checkpoints"] == ["step_000002", "step_000003"]
-    assert result["versions"] == [[0], [1], [2]], "each step sampled with the weights that the one before made"
+    assert result["versions"] == [[0], [1], [2]], (
+        "each step sampled with the weights that the one before made"
+    )
     assert {"rollout_0.log", "rollout_1.log", "reward_0.log", "actor_0.log"} <= {*result["logs"]}

@@ -58,7 +58,9 @@ def registered() -> Call:
     return call
 
 
-def test_a_start_ends_with_an_error_that_names_the_nodes_and_the_deadline(links: NodeLinks, tmp_path: Path):
+def test_a_start_ends_with_an_error_that_names_the_nodes_and_the_deadline(
+    links: NodeLinks, tmp_path: Path
+):
     said = r"the server of segments on nodes 'a', 'b' did not start within 60 s: the others could not read rows of it"
     with pytest.raises(WorkerError, match=said):
         links.begin(Files(tmp_path), tmp_path, {"1": "a", "2": "b"}, 60.0)
@@ -70,11 +72,15 @@ def test_a_node_with_which_the_run_goes_on_ends_it_when_its_server_does_not_star
     links.begin(Files(tmp_path), tmp_path, {"1": "a"}, 60.0)
     links.came_up(registered(), 0, Reply(done=True))
     links.stands_on["reward", 0] = "a"
-    assert [event.reply.failure for event in links.take()] == [None], "with one node there is nothing to connect"
+    assert [event.reply.failure for event in links.take()] == [None], (
+        "with one node there is nothing to connect"
+    )
     links._used["2"] = "b"  # pyright: ignore[reportPrivateUsage]
     links._connect()  # pyright: ignore[reportPrivateUsage]
     assert links.settling
-    with pytest.raises(WorkerDied, match=r"the server of segments on nodes 'a', 'b' did not start within 60 s"):
+    with pytest.raises(
+        WorkerDied, match=r"the server of segments on nodes 'a', 'b' did not start within 60 s"
+    ):
         until(links)
 
 

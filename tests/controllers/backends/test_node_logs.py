@@ -42,7 +42,9 @@ def test_the_middle_of_a_log_that_grows_too_fast_is_left_out_and_that_is_said(tm
     (there / "x_0.log").write_bytes(b"a" * 100 + b"b" * MAX_BYTES)
     brought(there, NodeLogs(here), known)
     said, text = (here / "x_0.log").read_bytes().split(b"\n")
-    assert said == b"... 100 bytes are left out here; they are on node n1 ..." and text == b"b" * MAX_BYTES
+    assert (
+        said == b"... 100 bytes are left out here; they are on node n1 ..." and text == b"b" * MAX_BYTES
+    )
 
 
 def test_what_two_answers_hold_is_written_once(tmp_path: Path):
@@ -83,7 +85,11 @@ def test_a_name_that_leads_elsewhere_is_passed_over(tmp_path: Path):
 def test_a_machine_that_sees_the_directory_of_the_run_writes_into_it(tmp_path: Path):
     run = tmp_path / "run"
     files = Files(tmp_path / "s", scratch=Scratch.of(run / "buffer", tmp_path / "s"))
-    assert files.logs_of_node("n1", run) == run / "logs" == Files(run / "buffer" / "segments").logs_of_node("n1", run)
+    assert (
+        files.logs_of_node("n1", run)
+        == run / "logs"
+        == Files(run / "buffer" / "segments").logs_of_node("n1", run)
+    )
     assert files.scratch is not None
     elsewhere = files.logs_of_node("n1", tmp_path / "not" / "here")
     assert elsewhere == files.scratch.path / "n1" / "logs" and not (tmp_path / "not").exists()
@@ -113,7 +119,8 @@ def test_a_node_that_does_not_answer_is_waited_for_once_and_the_others_bring_the
     remote: Any = ray.remote
     (tmp_path / "go").touch()
     hosts = {
-        node: remote(Host).options(num_cpus=0).remote(tmp_path / file) for node, file in (("n1", "go"), ("n2", "later"))
+        node: remote(Host).options(num_cpus=0).remote(tmp_path / file)
+        for node, file in (("n1", "go"), ("n2", "later"))
     }
     ray.get(hosts["n1"].new_text.remote({}), timeout=60)
 

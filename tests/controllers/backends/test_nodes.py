@@ -38,9 +38,13 @@ def test_groups_on_three_nodes_read_each_others_rows(scenes: Any, tmp_path: Path
     wrote = {node: {w.rsplit("-", 2)[0] for w in writers} for node, writers in result["wrote"].items()}
     assert "sources" in wrote[here] and {*wrote[second], *wrote[third]} >= {"rollout", "reward"}
     assert {*wrote[here], *wrote[second], *wrote[third]} == {"sources", "rollout", "reward"}
-    assert result["fetched"][second] > 0 and result["fetched"][third] > 0, "each node that works reads rows of another"
+    assert result["fetched"][second] > 0 and result["fetched"][third] > 0, (
+        "each node that works reads rows of another"
+    )
     waits = {"0": "it waits for a call, as if it had none", "1": "it waits for a call, as if it had none"}
-    assert result["stand"] == {"rollout": waits, "reward": waits}, "ranks of all nodes say where they stand"
+    assert result["stand"] == {"rollout": waits, "reward": waits}, (
+        "ranks of all nodes say where they stand"
+    )
     measured = sorted(who for found in result["measured"].values() for who in found)
     assert measured == ["actor[0]", "driver", "reward[0]", "reward[1]", "rollout[0]", "rollout[1]"]
     assert "driver" in result["measured"][here]
@@ -53,9 +57,16 @@ def test_groups_on_three_nodes_read_each_others_rows(scenes: Any, tmp_path: Path
         result["hidden"].startswith("worker actor[0]: node '")
         and "does not see the run's directory, " in result["hidden"]
     )
-    assert "'actor' has checkpoints or samples to write there: choose a root that all nodes see" in result["hidden"]
+    assert (
+        "'actor' has checkpoints or samples to write there: choose a root that all nodes see"
+        in result["hidden"]
+    )
 
-    assert result["nodes_left"] == 2 and result["starts"] == 0, "a node was lost, and the run went on without it"
+    assert result["nodes_left"] == 2 and result["starts"] == 0, (
+        "a node was lost, and the run went on without it"
+    )
     assert result["replaced"] >= 1, "the reward came up on another node"
     assert result["steps"] == list(range(7)) and not result["violations"]
-    assert result["rows"] == 2 * result["trained"] == 2 * 6 * 4, "nothing is lost, and nothing trained on twice"
+    assert result["rows"] == 2 * result["trained"] == 2 * 6 * 4, (
+        "nothing is lost, and nothing trained on twice"
+    )

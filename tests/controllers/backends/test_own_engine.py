@@ -21,7 +21,9 @@ def steps(root: Path, model: Path, backend: Any, ranks: int, **engine: Any) -> l
         "response_ids": [[4 + k for k in range(1 + n)] for n in range(8)],
     }
     rows = TableSource("rows", pa.table({name: pa.array(each, ragged) for name, each in columns.items()}))
-    actor = weft.group(weft.ActorWorker, model=str(model), learning_rate=1e-2, microbatch_tokens=16, **engine)
+    actor = weft.group(
+        weft.ActorWorker, model=str(model), learning_rate=1e-2, microbatch_tokens=16, **engine
+    )
     with weft.Driver(
         supervised(rows, actor=actor),
         schedule=weft.Synchronous(steps=3, prompts_per_step=8),
@@ -37,7 +39,9 @@ def steps(root: Path, model: Path, backend: Any, ranks: int, **engine: Any) -> l
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.usefixtures("cluster")
-def test_a_pipeline_of_two_ranks_takes_the_steps_of_fsdp_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_pipeline_of_two_ranks_takes_the_steps_of_fsdp_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     from arithmetic import make_model  # pyright: ignore[reportMissingImports]
     from pipeline_engine import PipelineEngine  # pyright: ignore[reportMissingImports]
@@ -45,7 +49,12 @@ def test_a_pipeline_of_two_ranks_takes_the_steps_of_fsdp_engine(tmp_path: Path, 
     make_model(tmp_path / "model", seed=0)
     alone = steps(tmp_path / "alone", tmp_path / "model", weft.Local(), 1)
     both = steps(
-        tmp_path / "both", tmp_path / "model", weft.RayBackend(), 2, engine=PipelineEngine, pipeline_parallel=2
+        tmp_path / "both",
+        tmp_path / "model",
+        weft.RayBackend(),
+        2,
+        engine=PipelineEngine,
+        pipeline_parallel=2,
     )
     for mine, its in zip(both, alone, strict=True):
         assert mine == pytest.approx(its, rel=1e-5, abs=1e-5)

@@ -16,7 +16,9 @@ def test_a_wait_that_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(UserError, match=r"RayBackend\(wait_s=0\): it is a number of seconds above 0"):
         RayBackend("head:6379", wait_s=0)
-    with pytest.raises(UserError, match=r"waits for a cluster to grow; a local one does not: give its address"):
+    with pytest.raises(
+        UserError, match=r"waits for a cluster to grow; a local one does not: give its address"
+    ):
         RayBackend(wait_s=60)
 
 
@@ -34,7 +36,9 @@ def column(looks: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
 def test_a_pool_over_two_nodes_has_a_block_of_ranks_on_each(result: Mapping[str, Any]):
     actor, reward = result["grown"]["looks"]["actor"], result["grown"]["looks"]["reward"]
     assert column(actor, "rank") == [[r, 4, r % 2, r // 2, 2] for r in range(4)]
-    assert column(actor, "devices") == [[str(r % 2)] for r in range(4)], "each its own, from the first on each node"
+    assert column(actor, "devices") == [[str(r % 2)] for r in range(4)], (
+        "each its own, from the first on each node"
+    )
     assert column(actor, "visible") == [str(r % 2) for r in range(4)]
     nodes = column(actor, "node")
     assert len({*nodes[:2]}) == len({*nodes[2:]}) == 1 and nodes[0] != nodes[2]
@@ -46,7 +50,9 @@ def test_a_pool_over_two_nodes_has_a_block_of_ranks_on_each(result: Mapping[str,
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_two_training_ranks_on_two_nodes_make_the_updates_of_one_process(result: Mapping[str, Any], tmp_path: Path):
+def test_two_training_ranks_on_two_nodes_make_the_updates_of_one_process(
+    result: Mapping[str, Any], tmp_path: Path
+):
     there = result["trained"]
     assert column(there["actor"], "rank") == [[0, 2, 0, 0, 2], [1, 2, 0, 1, 2]]
     assert there["actor"][0]["squares"] == there["actor"][1]["squares"]
@@ -60,7 +66,9 @@ def test_two_training_ranks_on_two_nodes_make_the_updates_of_one_process(result:
 @pytest.mark.ray
 def test_a_rank_without_gpus_sees_none_on_a_node_that_has_some(result: Mapping[str, Any]):
     reward = result["grown"]["looks"]["reward"]
-    assert {*column(reward, "node")} & {*column(result["grown"]["looks"]["actor"], "node")}, "on a node with GPUs"
+    assert {*column(reward, "node")} & {*column(result["grown"]["looks"]["actor"], "node")}, (
+        "on a node with GPUs"
+    )
     assert column(reward, "visible") == [""] * 2 and column(reward, "devices") == [[]] * 2
     assert {*column(reward, "host")} == {"127.0.0.1"}
 
@@ -100,7 +108,9 @@ def test_weights_travel_between_nodes(result: Mapping[str, Any]):
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_a_cluster_that_grows_is_waited_for_and_the_user_is_told_what_is_missing(result: Mapping[str, Any]):
+def test_a_cluster_that_grows_is_waited_for_and_the_user_is_told_what_is_missing(
+    result: Mapping[str, Any],
+):
     assert "asks for 4 GPUs (train: 4), but the cluster at" in result["too_large"]
     assert (
         "resource pool 'train' (2 CPUs, 2 GPUs on each of 2 nodes) did not get what it asks for within 1 s"

@@ -128,7 +128,13 @@ class Looking(ToyReward):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def environment(self) -> dict[str, str | None]:
-        names = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP", "HF_TOKEN")
+        names = (
+            "CUDA_VISIBLE_DEVICES",
+            "GLOO_SOCKET_IFNAME",
+            "NCCL_SOCKET_IFNAME",
+            "VLLM_HOST_IP",
+            "HF_TOKEN",
+        )
         return {name: os.environ.get(name) for name in names}
 
 
@@ -219,7 +225,9 @@ def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
         yield done
 
 
-def test_the_same_script_gives_the_same_results_with_and_without_ray(under_ray: Done, in_one_process: Done):
+def test_the_same_script_gives_the_same_results_with_and_without_ray(
+    under_ray: Done, in_one_process: Done
+):
     assert in_one_process.results == under_ray.results
     assert not any((in_one_process.driver.directory.path / "logs").iterdir())
     logs = sorted(p.name for p in (under_ray.driver.directory.path / "logs").iterdir())
@@ -297,7 +305,9 @@ def test_a_killed_worker_is_reported_by_name_in_bounded_time(under_ray: Done):
     assert os.getpid() not in under_ray.processes
     os.kill(under_ray.processes[-1], signal.SIGKILL)
     started = time.monotonic()
-    with pytest.raises(WorkerError, match=r"worker actor\[0\], call 'seen_groups': its process ended \(.*SIGKILL"):
+    with pytest.raises(
+        WorkerError, match=r"worker actor\[0\], call 'seen_groups': its process ended \(.*SIGKILL"
+    ):
         under_ray.driver.call(under_ray.actor, "seen_groups")
     assert time.monotonic() - started < 60, "long before anybody's deadline"
 
@@ -330,14 +340,20 @@ def test_replicas_share_the_rows_and_ranks_of_a_replica_get_equal_copies(tmp_pat
         assert driver.call(actor, "echo", value="a") == [(0, "a"), (1, "a"), (2, "a"), (3, "a")]
     assert seen[0] == seen[1] and seen[2] == seen[3], "the two ranks of a replica"
     for step in range(2):
-        assert sorted(seen[0][step] + seen[2][step]) == [g for g in range(4 * step, 4 * step + 4) for _ in range(2)]
-    assert all(row["actor/rows"] == 8 and row["rollout/tokens"] == 12 for row in metrics[1:]), "each row counts once"
+        assert sorted(seen[0][step] + seen[2][step]) == [
+            g for g in range(4 * step, 4 * step + 4) for _ in range(2)
+        ]
+    assert all(row["actor/rows"] == 8 and row["rollout/tokens"] == 12 for row in metrics[1:]), (
+        "each row counts once"
+    )
 
 
 def test_a_rank_without_rows_takes_part_all_the_same(tmp_path: Path):
     made = handles()
     pool = ResourcePool("cores", cpus=2)
-    placement = {name: Place(pool, ranks=ranks) for name, ranks in (("rollout", 2), ("reward", 3), ("actor", 3))}
+    placement = {
+        name: Place(pool, ranks=ranks) for name, ranks in (("rollout", 2), ("reward", 3), ("actor", 3))
+    }
     with Driver(
         toy_reinforce(prompts(1), **made),
         schedule=Synchronous(steps=2, prompts_per_step=1),
@@ -350,7 +366,9 @@ def test_a_rank_without_rows_takes_part_all_the_same(tmp_path: Path):
         metrics = driver.run()
         seen = driver.call(made["actor"], "seen_groups")
     assert [row["actor/rows"] for row in metrics[1:]] == [2, 2]
-    assert sorted(map(len, (ranks[0] for ranks in seen))) == [0, 1, 1] and [len(ranks) for ranks in seen] == [2, 2, 2]
+    assert sorted(map(len, (ranks[0] for ranks in seen))) == [0, 1, 1] and [
+        len(ranks) for ranks in seen
+    ] == [2, 2, 2]
 
 
 @pytest.mark.thorough
@@ -361,7 +379,11 @@ def test_a_placement_as_large_as_the_cluster_runs(tmp_path: Path):
         "rollout": Place(ResourcePool("generation", cpus=14)),
         "actor": Place(ResourcePool("training", cpus=2)),
     }
-    made = {"rollout": group(ToyRollout), "reward": group(ToyReward), "actor": group(Computing, name="actor")}
+    made = {
+        "rollout": group(ToyRollout),
+        "reward": group(ToyReward),
+        "actor": group(Computing, name="actor"),
+    }
     made["rollout"].follows(made["actor"])
     with Driver(
         toy_grpo(prompts(4), **made),
@@ -401,7 +423,10 @@ class Unwilling(ToyActor):
 def test_a_worker_that_cannot_start_says_why(tmp_path: Path):
     actor, rollout = group(Unwilling, name="actor"), group(ToyRollout)
     rollout.follows(actor)
-    with pytest.raises(WorkerError) as caught, drive(tmp_path, {"rollout": rollout, "actor": actor}, prompts(4)):
+    with (
+        pytest.raises(WorkerError) as caught,
+        drive(tmp_path, {"rollout": rollout, "actor": actor}, prompts(4)),
+    ):
         pass
     text = str(caught.value)
     assert text.startswith("worker actor[0] could not start: FileNotFoundError: /no/such/model\n")
@@ -480,9 +505,13 @@ class Asking(RayBackend):
 
 
 @pytest.mark.thorough
-def test_a_worker_that_fetches_a_model_may_take_longer_than_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_that_fetches_a_model_may_take_longer_than_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(ray_backend, "ADVANCED_TIMEOUT_S", 60.0)
     made = {"rollout": group(ToyRollout), "reward": group(Fetching), "actor": group(ToyActor)}
-    with drive(tmp_path, made, prompts(8), backend=Asking(), start_timeout_s=2.0, name="long") as driver:  # waited out
+    with drive(
+        tmp_path, made, prompts(8), backend=Asking(), start_timeout_s=2.0, name="long"
+    ) as driver:  # waited out
         assert (driver.directory.path / "asked").exists()
         assert [row["actor/rows"] for row in driver.run()[1:]] == [8, 8]

@@ -32,7 +32,9 @@ def endpoint(port: int) -> dict[tuple[str, str], float]:
 
 def unanswered(shown: dict[tuple[str, str], float]) -> list[str]:
     """The queries of the Grafana dashboard to which the endpoint has nothing."""
-    panels = json.loads((Path(__file__).resolve().parents[3] / "docs" / "grafana.json").read_text())["panels"]
+    panels = json.loads((Path(__file__).resolve().parents[3] / "docs" / "grafana.json").read_text())[
+        "panels"
+    ]
     queries = [target["expr"] for panel in panels for target in panel["targets"]]
     asked = {query: found.groups() for query in queries if (found := QUERY.fullmatch(query))}
     assert asked.keys() == {*queries}
@@ -55,7 +57,9 @@ def test_the_endpoint_shows_the_latest_step_and_evaluation(tmp_path: Path):
         port = ray.nodes()[0]["MetricsExportPort"]
         if port <= 0:
             pytest.skip("this Ray has no agent that Prometheus can read: pip install 'ray[default]'")
-        of_others = {metric: 0.5 for _, _, names in PANELS for metric in names if metric not in metrics[-1]}
+        of_others = {
+            metric: 0.5 for _, _, names in PANELS for metric in names if metric not in metrics[-1]
+        }
         RayGauges().report(RUN, of_others)  # what workers with a model measure
         deadline = time.monotonic() + 120
         while ((shown := endpoint(port)).get(("ray_weft_step", "")) != 2.0 or unanswered(shown)) and (

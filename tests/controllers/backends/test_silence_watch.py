@@ -91,7 +91,9 @@ class HangingAtStart(ToyReward):
 
 def hang(root: Path, reward: type[Hanging] | type[HangingAtStart]) -> None:
     backend = LocalAhead(lambda: bool(backend.hanging))
-    graph = toy_evaluation(prompts(2), rollout=group(ToyRollout, name="rollout"), reward=group(reward, name="reward"))
+    graph = toy_evaluation(
+        prompts(2), rollout=group(ToyRollout, name="rollout"), reward=group(reward, name="reward")
+    )
     with drive(graph, root, steps=1, prompts_per_step=2, backend=backend) as driver:
         driver.run()
 
@@ -101,14 +103,18 @@ def test_a_worker_that_hangs_ends_the_run_with_its_stack(tmp_path: Path, clock: 
     with pytest.raises(DeadlineError) as ended:
         hang(tmp_path, Hanging)
     said = str(ended.value)
-    assert said.startswith("nobody answered for 600 s. Waited for: worker reward[0], node 'reward.score', on ")
+    assert said.startswith(
+        "nobody answered for 600 s. Waited for: worker reward[0], node 'reward.score', on "
+    )
     assert "samples " in said and "reward[0]: it stands at (the innermost call first)" in said
     assert "in waits_for_an_answer" in said and "executor.py" not in said
     assert signal.getsignal(SIGNAL) == before
 
 
 def test_a_worker_that_hangs_while_it_is_made_is_named(tmp_path: Path, clock: Clock):
-    with pytest.raises(DeadlineError, match=r"worker reward is not up after 300 s \(start_timeout_s\)") as ended:
+    with pytest.raises(
+        DeadlineError, match=r"worker reward is not up after 300 s \(start_timeout_s\)"
+    ) as ended:
         hang(tmp_path, HangingAtStart)
     assert "in __init__" in str(ended.value)
 
@@ -136,7 +142,9 @@ def test_a_call_that_goes_on_is_left_alone(watch: SilenceWatch, clock: Clock):
 
 
 def test_a_call_in_a_debugger_is_left_alone(watch: SilenceWatch, clock: Clock):
-    stands = compile("def stands(is_over):\n    while not is_over(): pass\n", "/usr/lib/python3/pdb.py", "exec")
+    stands = compile(
+        "def stands(is_over):\n    while not is_over(): pass\n", "/usr/lib/python3/pdb.py", "exec"
+    )
     names: dict = {}
     exec(stands, names)
     with watch.over(LIMIT_S):

@@ -80,7 +80,10 @@ def readable(address: str) -> str:
 
 def shared_memory(owners: list[Path]) -> set[Path]:
     return {
-        Path(t) for p in owners for t in descriptors(p) if t.startswith("/dev/shm/") and not t.endswith(" (deleted)")
+        Path(t)
+        for p in owners
+        for t in descriptors(p)
+        if t.startswith("/dev/shm/") and not t.endswith(" (deleted)")
     }
 
 
@@ -109,7 +112,9 @@ def test_a_run_in_one_process_listens_nowhere(tmp_path: Path):
 
     lower = os.open(os.devnull, os.O_RDONLY)
     with socket.create_server(("127.0.0.1", 0)) as seen:
-        os.close(lower)  # the list of descriptors gets this number, and is closed itself before it is read
+        os.close(
+            lower
+        )  # the list of descriptors gets this number, and is closed itself before it is read
         before = own()
         assert seen.getsockname() in before, "the test sees sockets of this process"
         with drive(training(), tmp_path) as driver:
@@ -127,7 +132,9 @@ def test_a_run_in_one_process_listens_nowhere(tmp_path: Path):
         ("terminate and save", 0),
     ],
 )
-def test_a_run_listens_on_loopback_alone_and_leaves_nothing_behind(tmp_path: Path, ending: str, code: int):
+def test_a_run_listens_on_loopback_alone_and_leaves_nothing_behind(
+    tmp_path: Path, ending: str, code: int
+):
     """SIGTERM goes to the process group of the run, as a batch system sends it."""
     mark = f"WEFT_TEST_RUN={uuid.uuid4()}"
     name, _, value = mark.partition("=")
@@ -154,7 +161,10 @@ def test_a_run_listens_on_loopback_alone_and_leaves_nothing_behind(tmp_path: Pat
     assert run.returncode == code, errors
     assert "Traceback" not in errors
     if saves:
-        assert "the run writes a checkpoint and ends" in errors and find_checkpoint(tmp_path / "run") is not None
+        assert (
+            "the run writes a checkpoint and ends" in errors
+            and find_checkpoint(tmp_path / "run") is not None
+        )
     deadline = time.monotonic() + 30
     while processes(mark) and time.monotonic() < deadline:  # Ray's own processes end in their own time
         os.sched_yield()

@@ -139,9 +139,15 @@ def test_a_process_that_cannot_say_where_it_stands_says_why(tmp_path: Path):
         assert witness.stacks(["actor[0]"], 0.2)["actor[0]"].endswith("it answers no signal")
         started.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 20
-        while "stopped" not in (said := witness.stacks(["actor[0]"], 0.2)["actor[0]"]) and time.monotonic() < deadline:
+        while (
+            "stopped" not in (said := witness.stacks(["actor[0]"], 0.2)["actor[0]"])
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
-        assert said == "its process does not say where it stands: it is stopped, by SIGSTOP or from a terminal"
+        assert (
+            said
+            == "its process does not say where it stands: it is stopped, by SIGSTOP or from a terminal"
+        )
         started.kill()
         started.wait()
         assert witness.stacks(["actor[0]"], 0.2) == {"actor[0]": "its process is gone"}
@@ -154,4 +160,6 @@ def test_a_worker_that_waits_for_a_call_is_said_to_do_so():
 """
     assert shown(threads_in(text)[0]) == "it waits for a call, as if it had none"
     deep = [("a.py", str(k), "f") for k in range(20)]
-    assert shown([*deep, ("/weft/ranks/executor.py", "1", "run")]).endswith("line 11, in f\n  ... and 8 more")
+    assert shown([*deep, ("/weft/ranks/executor.py", "1", "run")]).endswith(
+        "line 11, in f\n  ... and 8 more"
+    )

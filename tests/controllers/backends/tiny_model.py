@@ -12,7 +12,12 @@ def save_model(folder: Path) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    sizes: Any = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: Any = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     Qwen2ForCausalLM(Qwen2Config(vocab_size=97, num_key_value_heads=2, **sizes)).save_pretrained(folder)
     words = tokenizers.Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()

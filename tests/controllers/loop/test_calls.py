@@ -24,14 +24,21 @@ def test_busy_time_is_that_of_the_moments_at_which_any_call_went_on(seed: int):
         times.add("actor", *spans[-1])
     begun = [draw.randrange(0, 100) for _ in range(draw.randrange(3))]
     since, now = 20, 130
-    busy = {moment for start, end in [*spans, *((b, now) for b in begun)] for moment in range(max(start, since), end)}
+    busy = {
+        moment
+        for start, end in [*spans, *((b, now) for b in begun)]
+        for moment in range(max(start, since), end)
+    }
     assert times.take("actor", since, now, begun) == len(busy)
     assert times.take("actor", since, now) == 0, "it was taken"
 
 
 @pytest.mark.parametrize(
     "schedule",
-    [Synchronous(steps=3, prompts_per_step=4), Asynchronous(steps=4, prompts_per_step=4, max_staleness=1)],
+    [
+        Synchronous(steps=3, prompts_per_step=4),
+        Asynchronous(steps=4, prompts_per_step=4, max_staleness=1),
+    ],
     ids=["synchronous", "asynchronous"],
 )
 def test_the_idle_share_of_a_step_is_that_of_its_timeline(tmp_path: Path, schedule: Training):
@@ -43,7 +50,9 @@ def test_the_idle_share_of_a_step_is_that_of_its_timeline(tmp_path: Path, schedu
         for group in ("rollout", "reward", "actor"):
             start, end = before["time_s"], row["time_s"]
             moments = [start + (end - start) * (k + 0.5) / 2000 for k in range(2000)]
-            idle = sum(not any(c.start_s <= m < c.end_s for c in lanes[group].calls) for m in moments) / 2000
+            idle = (
+                sum(not any(c.start_s <= m < c.end_s for c in lanes[group].calls) for m in moments) / 2000
+            )
             assert row[f"{group}/idle_share"] == pytest.approx(idle, abs=0.01), f"{group} in step {step}"
     assert "functions/idle_share" not in rows[1] and "rollout/idle_share" not in rows[0]
 
@@ -57,9 +66,15 @@ def test_the_timeline_says_when_each_rank_of_a_call_had_answered(tmp_path: Path)
     for call in calls:
         assert {one["rank"] for one in call["by_rank"]} == {0, 1}
         ends = [one["end_s"] for one in call["by_rank"]]
-        assert ends == sorted(ends) and ends[-1] == pytest.approx(call["end_s"]) and call["start_s"] < ends[0]
+        assert (
+            ends == sorted(ends)
+            and ends[-1] == pytest.approx(call["end_s"])
+            and call["start_s"] < ends[0]
+        )
         assert max(one["worker_s"] for one in call["by_rank"]) == pytest.approx(call["worker_s"])
-    assert all(row["by_rank"] is None for row in table.to_pylist() if row["group"] == "actor"), "it has one rank"
+    assert all(row["by_rank"] is None for row in table.to_pylist() if row["group"] == "actor"), (
+        "it has one rank"
+    )
 
 
 def test_a_timeline_from_before_ranks_were_noted_is_read_and_goes_on(tmp_path: Path):

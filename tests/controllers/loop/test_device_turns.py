@@ -16,7 +16,11 @@ def named(requests: list[CallRequest]) -> list[str]:
 
 def ended(turns: DeviceTurns, request: CallRequest) -> list[CallRequest]:
     """What may be called when a request's call is over."""
-    return [ready for after in request.then(Call(request.group, request.method, (0,))) for ready in turns.ask(after)]
+    return [
+        ready
+        for after in request.then(Call(request.group, request.method, (0,)))
+        for ready in turns.ask(after)
+    ]
 
 
 def test_the_holder_is_offloaded_before_the_next_is_onloaded():

@@ -37,7 +37,9 @@ class Generation:
         lease = self.ledger.claim(made["rollout.generate"])
         assert lease is not None
         self.lease = lease
-        self.under_way = UnderWay([Call(cast(Any, None), "generate", (0,), ledger=self.ledger, lease=lease)])
+        self.under_way = UnderWay(
+            [Call(cast(Any, None), "generate", (0,), ledger=self.ledger, lease=lease)]
+        )
         self.gathering = Gathering(lambda: self.now)
         self._answered = [0] * number
 
@@ -99,7 +101,9 @@ def test_a_complete_group_waits_for_nothing():
 def test_where_many_ranks_bring_rows_complete_groups_wait_for_more_unless_a_quorum_waits(made: Any):
     run = generation(made)
     ranks = tuple(range(MANY_RANKS))
-    run.under_way = UnderWay([Call(cast(Any, None), "generate", ranks, ledger=run.ledger, lease=run.lease)])
+    run.under_way = UnderWay(
+        [Call(cast(Any, None), "generate", ranks, ledger=run.ledger, lease=run.lease)]
+    )
     run.answer(0, SAMPLES, finished=True)
     assert run.holds() == (made is toy_grpo)
     run.now += MAX_WAIT_S

@@ -11,7 +11,11 @@ from weft.workers.device import NodeMemory
 
 NODES = {
     "a": Memory(
-        {"driver": ProcessMemory(5, 1), "actor[0]": ProcessMemory(10, 7), "actor[1]": ProcessMemory(30, 6)},
+        {
+            "driver": ProcessMemory(5, 1),
+            "actor[0]": ProcessMemory(10, 7),
+            "actor[1]": ProcessMemory(30, 6),
+        },
         NodeMemory(60, 100, "the machine"),
         8,
     ),

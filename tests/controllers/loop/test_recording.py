@@ -60,7 +60,9 @@ def trained(run: Path) -> list[tuple[int, int]]:
 # Where a row is filed
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=["synchronous", "pipelined", "asynchronous", "requeue"])
+@pytest.mark.parametrize(
+    "schedule", SCHEDULES, ids=["synchronous", "pipelined", "asynchronous", "requeue"]
+)
 def test_each_row_is_filed_under_the_step_that_trained_it(tmp_path: Path, schedule: Training):
     saved_run(tmp_path, schedule, checkpoint=CheckpointConfig())
     assert filed(tmp_path / "run") == trained(tmp_path / "run")
@@ -68,7 +70,9 @@ def test_each_row_is_filed_under_the_step_that_trained_it(tmp_path: Path, schedu
     assert {step for _, step in filed(tmp_path / "run", "eval")} == {0, 2, 4, 6, 8, 9}
 
 
-@pytest.mark.parametrize("kill_at", [3, *(pytest.param(step, marks=pytest.mark.thorough) for step in (6, 8))])
+@pytest.mark.parametrize(
+    "kill_at", [3, *(pytest.param(step, marks=pytest.mark.thorough) for step in (6, 8))]
+)
 @pytest.mark.parametrize("schedule", SCHEDULES[::2], ids=["synchronous", "asynchronous"])
 def test_after_a_kill_and_a_resume_the_samples_hold_each_trained_row_once(
     tmp_path: Path, schedule: Training, kill_at: int
@@ -78,7 +82,9 @@ def test_after_a_kill_and_a_resume_the_samples_hold_each_trained_row_once(
     saved_run(tmp_path, schedule, resume="latest")
     run = tmp_path / "run"
     assert filed(run) == trained(run) and len(filed(run)) == 9 * 3 * 2
-    assert pq.read_table(archive(run)).num_rows == sum(len(filed(run, graph)) for graph in ("train", "eval"))
+    assert pq.read_table(archive(run)).num_rows == sum(
+        len(filed(run, graph)) for graph in ("train", "eval")
+    )
     report = check_log(run / "buffer")
     assert not report.violations and not [note for note in report.damage if "samples" in note]
 
@@ -88,7 +94,11 @@ def test_metrics_timeline_and_samples_count_steps_alike(tmp_path: Path):
     timeline = read_timeline(tmp_path / "run")
     assert timeline is not None
     updates = [call["step"] for call in timeline.to_pylist() if call["node"] == "actor.update"]
-    assert updates == [row["step"] for row in metrics][1:] == sorted({step for _, step in filed(tmp_path / "run")})
+    assert (
+        updates
+        == [row["step"] for row in metrics][1:]
+        == sorted({step for _, step in filed(tmp_path / "run")})
+    )
     ends = {row["step"]: row["time_s"] for row in metrics}
     for call in timeline.to_pylist():
         assert ends.get(call["step"] - 1, 0.0) <= call["end_s"], "no call is of a step that had not begun"
@@ -134,13 +144,21 @@ def with_lists_beyond_its_end(run: Path) -> None:
             lambda run: recorded(run)[-1].path.unlink(),
             r"samples: lease \d+ .* recorded 6 rows; 6 are missing",
         ),
-        (doubled, r"samples: lease \d+ of graph 'eval': 2 rows were not recorded by it, or are there more than once"),
-        (moved, r"samples: lease \d+ of graph 'train': sample \d+ is filed under step 8; it belongs to step 9"),
+        (
+            doubled,
+            r"samples: lease \d+ of graph 'eval': 2 rows were not recorded by it, or are there more than once",
+        ),
+        (
+            moved,
+            r"samples: lease \d+ of graph 'train': sample \d+ is filed under step 8; it belongs to step 9",
+        ),
         (lambda run: recorded(run)[-1].path.write_bytes(b"half"), "samples: .* cannot be read"),
         (with_lists_beyond_its_end, "samples: .* cannot be read"),
     ],
 )
-def test_samples_that_are_not_what_the_log_says_refute_it(tmp_path: Path, harm: Callable[[Path], object], says: str):
+def test_samples_that_are_not_what_the_log_says_refute_it(
+    tmp_path: Path, harm: Callable[[Path], object], says: str
+):
     saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig())
     harm(tmp_path / "run")
     (violation,) = map(str, check_log(tmp_path / "run" / "buffer").violations)
@@ -158,7 +176,9 @@ def test_a_flipped_byte_of_a_file_of_samples_is_found(tmp_path: Path, place: flo
     path.write_bytes(data)
     violations = check_log(run / "buffer").violations
     assert [violation.rule for violation in violations] == [Rule.SAMPLES]
-    assert re.match(rf"samples: {path} (was changed: its checksum is \w+, not \w+|cannot be read)", str(violations[0]))
+    assert re.match(
+        rf"samples: {path} (was changed: its checksum is \w+, not \w+|cannot be read)", str(violations[0])
+    )
 
 
 def test_a_torn_line_of_checksums_costs_no_other(tmp_path: Path):
@@ -222,7 +242,9 @@ def test_functions_have_a_place_and_as_many_ranks_as_it_says(tmp_path: Path):
     def end(ranks: int) -> float:
         simulated = Simulated(with_cost("centred", LinearCost(per_row_s=1.0)))
         schedule = Synchronous(steps=2, prompts_per_step=4)
-        driver = run(tmp_path, schedule, simulated, {"functions": Place(pool, ranks=ranks)}, record_every=1)
+        driver = run(
+            tmp_path, schedule, simulated, {"functions": Place(pool, ranks=ranks)}, record_every=1
+        )
         places = json.loads((driver.directory.path / "config.json").read_text())["placement"]
         assert places["functions"]["ranks"] == ranks and places["recorder"]["pool"]["name"] != "beside"
         return times(driver)[-1]
@@ -233,7 +255,9 @@ def test_functions_have_a_place_and_as_many_ranks_as_it_says(tmp_path: Path):
 def test_a_group_of_the_graph_cannot_be_called_as_one_of_the_run(tmp_path: Path):
     recorder = group(ToyReward, name="recorder")
     graph = toy_grpo(prompts(4), rollout=group(ToyRollout), reward=recorder, actor=group(ToyActor))
-    with pytest.raises(UserError, match="a worker group is called 'recorder', as is the group of each run that writes"):
+    with pytest.raises(
+        UserError, match="a worker group is called 'recorder', as is the group of each run that writes"
+    ):
         Driver(graph, schedule=Synchronous(steps=1), root=tmp_path)
 
 
@@ -247,13 +271,18 @@ def test_a_group_that_was_trained_on_is_not_issued_again_when_its_columns_are_lo
         assert lease is not None
         if node.makes_level is not None:
             ids, parents = lease.first_children, lease.ids
-            ledger.publish(lease, Published(ids, np.ones(2, np.int64), np.zeros(2, np.int64), parents), None)
+            ledger.publish(
+                lease, Published(ids, np.ones(2, np.int64), np.zeros(2, np.int64), parents), None
+            )
         else:
             ledger.publish(lease, Published(lease.ids, np.zeros(len(lease.ids), np.int64)), None)
         ledger.finish(lease, step=1 if node.operation.updates else None)
     assert (ledger.live.groups_at_work, ledger.live.groups_behind) == (0, 2)
     assert not ledger.lose(0, "its node is gone")
-    assert (ledger.live.groups_at_work, ledger.live.groups_behind) == (0, 1) and ledger.prompts_issued == 2
+    assert (ledger.live.groups_at_work, ledger.live.groups_behind) == (
+        0,
+        1,
+    ) and ledger.prompts_issued == 2
 
 
 class PartedReward(ToyReward):
@@ -269,8 +298,12 @@ class PartedReward(ToyReward):
 
 
 def test_what_a_reward_is_made_of_is_recorded_with_it():
-    graph = toy_grpo(prompts(2), rollout=group(ToyRollout), reward=group(PartedReward), actor=group(ToyActor))
+    graph = toy_grpo(
+        prompts(2), rollout=group(ToyRollout), reward=group(PartedReward), actor=group(ToyActor)
+    )
     reads = with_recording(graph)["recorder.record"].reads
     assert (
-        {"reward", "reward/form", "reward_parts"} <= {*reads} and "other" not in reads and len({*reads}) == len(reads)
+        {"reward", "reward/form", "reward_parts"} <= {*reads}
+        and "other" not in reads
+        and len({*reads}) == len(reads)
     )

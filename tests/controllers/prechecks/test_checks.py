@@ -51,7 +51,11 @@ def toy_graph(actor_class: Any = ToyActor, every: int = 1) -> tuple[Graph, Mappi
         ("schedule", Synchronous, "a value such as weft.Synchronous(steps=100)"),
         ("buffer", {"max_rows": 3}, "a weft.BufferConfig(...)"),
         ("checkpoint", 3, "a weft.CheckpointConfig(every=...)"),
-        ("placement", {"actor": ResourcePool()}, "a mapping of group names to weft.Place(pool, ranks=...)"),
+        (
+            "placement",
+            {"actor": ResourcePool()},
+            "a mapping of group names to weft.Place(pool, ranks=...)",
+        ),
         ("backend", "ray", "weft.Local() or weft.RayBackend()"),
     ],
 )
@@ -79,11 +83,16 @@ def test_an_argument_of_another_kind_is_answered_with_an_example(argument: str, 
         ({"seed": True}, "Driver.seed: input should be a valid integer, not True"),
         ({"seed": 2**64}, "Driver.seed: input should be less than "),
         ({"record_every": -1}, "Driver.record_every: "),
-        ({"call_timeout_s": float("nan")}, "Driver.call_timeout_s: input should be a finite number, not nan"),
+        (
+            {"call_timeout_s": float("nan")},
+            "Driver.call_timeout_s: input should be a finite number, not nan",
+        ),
         ({"start_timeout_s": "9"}, "Driver.start_timeout_s: input should be a valid number, not '9'"),
     ],
 )
-def test_numbers_of_the_driver_follow_the_rules_of_settings(number: dict[str, Any], wanted: str, tmp_path: Path):
+def test_numbers_of_the_driver_follow_the_rules_of_settings(
+    number: dict[str, Any], wanted: str, tmp_path: Path
+):
     with pytest.raises(UserError, match=re.escape(wanted)):
         Driver(toy_graph()[0], schedule=SCHEDULE, root=tmp_path, progress=False, **number)
     assert not [*tmp_path.iterdir()]
@@ -102,11 +111,14 @@ def test_a_rollout_follows_as_often_as_the_schedule_allows_its_rows_to_lag():
     graph, _ = toy_graph(every=3)
     loss = type("Loss", (), {"reads": ("response_logprobs",), "may_read": ()})()
     nodes = tuple(
-        replace(n, arguments={**n.arguments, "loss": loss}) if n.operation.updates else n for n in graph.nodes
+        replace(n, arguments={**n.arguments, "loss": loss}) if n.operation.updates else n
+        for n in graph.nodes
     )
     graph = replace(graph, nodes=nodes)
     check_followed(graph, Asynchronous(steps=1, prompts_per_step=4, max_staleness=2))
-    with pytest.raises(UserError, match=r"every 3 updates, but Asynchronous allows a staleness of 1; take every=2"):
+    with pytest.raises(
+        UserError, match=r"every 3 updates, but Asynchronous allows a staleness of 1; take every=2"
+    ):
         check_followed(graph, Asynchronous(steps=1, prompts_per_step=4, max_staleness=1))
 
 
@@ -134,7 +146,8 @@ def test_a_run_that_saves_itself_needs_groups_that_can_be_saved():
     graph, handles = toy_graph()
     check_resumes(spec(graph, handles, every=0), handles, None)
     with pytest.raises(
-        UserError, match=r"CheckpointConfig\(every=1\): worker group 'actor' is updated, but ToyActor has no method"
+        UserError,
+        match=r"CheckpointConfig\(every=1\): worker group 'actor' is updated, but ToyActor has no method",
     ):
         check_resumes(spec(graph, handles), handles, None)
     graph, handles = toy_graph(SavingActor)
@@ -153,7 +166,11 @@ def test_a_checkpoint_must_be_of_this_run(tmp_path: Path):
         check_resumes(spec(graph, handles, seed=1), handles, point)
 
 
-GPUS, OTHERS, CPUS = ResourcePool("gpus", gpus=2), ResourcePool("others", gpus=2), ResourcePool("cpus", cpus=2)
+GPUS, OTHERS, CPUS = (
+    ResourcePool("gpus", gpus=2),
+    ResourcePool("others", gpus=2),
+    ResourcePool("cpus", cpus=2),
+)
 
 
 @pytest.mark.parametrize(
@@ -193,13 +210,19 @@ class OwnEngine(RolloutWorker):
     ("worker", "settings", "wanted"),
     [
         (RolloutWorker, {"engine": "transformers"}, "its engine is 'transformers', not vLLM"),
-        (RolloutWorker, {"double_buffer": True}, "it takes weights as they come, without double_buffer=True"),
+        (
+            RolloutWorker,
+            {"double_buffer": True},
+            "it takes weights as they come, without double_buffer=True",
+        ),
         (OwnEngine, {}, "OwnEngine brings an engine of its own"),
         (ReferenceWorker, {}, "ReferenceWorker has no engine of vLLM"),
         (RolloutWorker, {"double_buffer": False}, ""),
     ],
 )
-def test_by_backends_of_vllms_weights_reach_engines_of_vllm(worker: Any, settings: dict[str, Any], wanted: str):
+def test_by_backends_of_vllms_weights_reach_engines_of_vllm(
+    worker: Any, settings: dict[str, Any], wanted: str
+):
     actor: Any = group(ActorWorker, model="m", transport="vllm:ipc", name="actor")
     follower: Any = group(worker, name="follower", model="m", **settings)
     follower.follows(actor)

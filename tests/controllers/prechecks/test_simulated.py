@@ -20,7 +20,13 @@ from weft.controllers.group import MANY_RANKS, Call
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.prechecks.simulated import Simulated
 from weft.controllers.prechecks.simulated_bound import bound
-from weft.controllers.prechecks.simulated_costs import CostModel, FixedLengths, Generation, LinearCost, LogNormal
+from weft.controllers.prechecks.simulated_costs import (
+    CostModel,
+    FixedLengths,
+    Generation,
+    LinearCost,
+    LogNormal,
+)
 from weft.controllers.ranks.tasks import Failure, FailureKind, Reply, Task
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.dataflow.buffer.check import check_log
@@ -64,7 +70,9 @@ def test_asynchronous_by_hand(tmp_path: Path):
 
 def test_weights_go_in_between_two_steps_and_the_oldest_token_counts(tmp_path: Path):
     cost = costs(FixedLengths(lengths=((1,), (10,))))
-    cost = CostModel(nodes={**cost.nodes, "actor.update": LinearCost(fixed_s=2.0), "reward.score": LinearCost()})
+    cost = CostModel(
+        nodes={**cost.nodes, "actor.update": LinearCost(fixed_s=2.0), "reward.score": LinearCost()}
+    )
     schedule = Asynchronous(steps=3, prompts_per_step=1, shuffle=False)
     driver = run(tmp_path, schedule, Simulated(cost), number=2, n=1)
     # Weights come at 4.25, go in at 4.75, and what was half done ends a quarter of a second later: at 11.
@@ -80,7 +88,9 @@ def test_what_exceeds_the_batch_queues_and_prompts_are_read_first(tmp_path: Path
     cost = costs(KNOWN, ((0, 0.5), (2, 1.5)), max_num_seqs=2, prefill_s=0.25)
     driver = run(tmp_path, schedule, Simulated(cost), number=2)
     # 2 tokens are read; 3 steps of two responses; 3 tokens are read; 2 steps of two; 7 steps of one.
-    assert calls(driver, "rollout.generate") == pytest.approx(np.array([(0.75, 0.75 + 0.5 + 4.5 + 0.75 + 3.0 + 7.0)]))
+    assert calls(driver, "rollout.generate") == pytest.approx(
+        np.array([(0.75, 0.75 + 0.5 + 4.5 + 0.75 + 3.0 + 7.0)])
+    )
 
 
 def test_the_driver_makes_one_call_after_the_other(tmp_path: Path):
@@ -101,10 +111,14 @@ def test_the_rows_of_synchronous_are_those_of_workers(tmp_path: Path, ranks: int
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_asynchronous_is_no_slower_than_synchronous_and_nothing_beats_the_bound(tmp_path: Path, seed: int):
+def test_asynchronous_is_no_slower_than_synchronous_and_nothing_beats_the_bound(
+    tmp_path: Path, seed: int
+):
     lengths = LogNormal(mean=60, max_tokens=400)
     cost = costs(lengths, ((0, 0.2), (8, 0.3)), max_num_seqs=8)
-    cost = CostModel(nodes={**cost.nodes, "actor.update": LinearCost(fixed_s=1, per_token_s=0.05)}, seed=seed)
+    cost = CostModel(
+        nodes={**cost.nodes, "actor.update": LinearCost(fixed_s=1, per_token_s=0.05)}, seed=seed
+    )
     common: dict[str, Any] = {"steps": 8, "prompts_per_step": 6}
     place = apart(2, 3)
     taken = {
@@ -112,7 +126,10 @@ def test_asynchronous_is_no_slower_than_synchronous_and_nothing_beats_the_bound(
         for name, schedule in {
             "synchronous": Synchronous(**common),
             "pipelined": Pipelined(**common, groups_per_part=3),
-            **{f"asynchronous {k}": Asynchronous(**common, groups_per_part=6, max_staleness=k) for k in (1, 2, 4)},
+            **{
+                f"asynchronous {k}": Asynchronous(**common, groups_per_part=6, max_staleness=k)
+                for k in (1, 2, 4)
+            },
         }.items()
     }
     least = bound(cost, toy_grpo(prompts(40), **groups()), place, prompts_per_step=6, steps=8)
@@ -125,7 +142,9 @@ def test_asynchronous_is_no_slower_than_synchronous_and_nothing_beats_the_bound(
 @pytest.mark.parametrize("partial_rollouts", ["continue", "finish", "requeue"])
 def test_the_staleness_bound_holds_and_the_log_is_sound(tmp_path: Path, partial_rollouts: Any):
     for k in (1, 2, 3):
-        schedule = Asynchronous(steps=12, prompts_per_step=4, max_staleness=k, partial_rollouts=partial_rollouts)
+        schedule = Asynchronous(
+            steps=12, prompts_per_step=4, max_staleness=k, partial_rollouts=partial_rollouts
+        )
         cost = costs(LogNormal(mean=60, max_tokens=300), 0.1, max_num_seqs=8)
         driver = run(tmp_path, schedule, Simulated(cost), apart(2, 2))
         report = check_log(driver.directory.path / "buffer")
@@ -172,7 +191,9 @@ def test_every_schedule_and_placement_gets_the_same_lengths(tmp_path: Path):
         run(tmp_path, Synchronous(steps=4, prompts_per_step=4), Simulated(cost), apart(1, 1), number=10),
         run(tmp_path, Asynchronous(steps=4, prompts_per_step=4), Simulated(cost), apart(3, 2), number=10),
     ]
-    tokens = [sum(c["tokens"] for c in d.directory.timeline if c["node"] == "actor.update") for d in drivers]
+    tokens = [
+        sum(c["tokens"] for c in d.directory.timeline if c["node"] == "actor.update") for d in drivers
+    ]
     assert tokens[0] == tokens[1]
 
 
@@ -186,13 +207,19 @@ def test_a_filter_keeps_its_share_of_groups(tmp_path: Path):
 
 
 def test_replicas_of_several_ranks_and_evaluations(tmp_path: Path):
-    cost = CostModel(nodes=costs(LogNormal(mean=20, max_tokens=99)).nodes, ranks_per_replica={"rollout": 4, "actor": 2})
+    cost = CostModel(
+        nodes=costs(LogNormal(mean=20, max_tokens=99)).nodes, ranks_per_replica={"rollout": 4, "actor": 2}
+    )
     made = groups()
     schedule = Asynchronous(steps=4, prompts_per_step=4)
     driver = Driver(
         toy_grpo(prompts(20), **made),
         schedule=schedule,
-        evaluations=[Evaluation(toy_evaluation(prompts(5), rollout=made["rollout"], reward=made["reward"]), every=2)],
+        evaluations=[
+            Evaluation(
+                toy_evaluation(prompts(5), rollout=made["rollout"], reward=made["reward"]), every=2
+            )
+        ],
         placement=apart(8, 4),
         backend=Simulated(cost),
         root=tmp_path,
@@ -208,7 +235,9 @@ def test_replicas_of_several_ranks_and_evaluations(tmp_path: Path):
 def test_an_evaluation_every_step_costs_asynchronous_training_what_its_rows_cost(
     tmp_path: Path, partial_rollouts: Any, mixed: bool
 ):
-    schedule = Asynchronous(steps=12, prompts_per_step=4, max_staleness=2, partial_rollouts=partial_rollouts)
+    schedule = Asynchronous(
+        steps=12, prompts_per_step=4, max_staleness=2, partial_rollouts=partial_rollouts
+    )
     cost = costs(FixedLengths(lengths=((40,),)), 0.5, max_num_seqs=64)
     cost = CostModel(nodes={**cost.nodes, "actor.update": LinearCost(fixed_s=8.0)})
 
@@ -219,7 +248,9 @@ def test_an_evaluation_every_step_costs_asynchronous_training_what_its_rows_cost
     (alone, _), (with_one, driver) = a_step(0), a_step(1)
     assert with_one < 1.2 * alone, "it waits for nobody, and nobody waits for it"
     rows = driver.directory.metrics
-    assert [row["eval/rollout/response_length"] for row in rows] == [40.0] * 13, "each step has its evaluation"
+    assert [row["eval/rollout/response_length"] for row in rows] == [40.0] * 13, (
+        "each step has its evaluation"
+    )
     for row in rows:
         assert row["step"] <= row["eval/oldest_version"] <= row["eval/newest_version"] <= row["step"] + 3
     spans = [row["eval/newest_version"] - row["eval/oldest_version"] for row in rows]
@@ -228,10 +259,14 @@ def test_an_evaluation_every_step_costs_asynchronous_training_what_its_rows_cost
 
 
 def slow_updates() -> CostModel:
-    return CostModel(nodes={**costs(FixedLengths(lengths=((10,),)), 1.0).nodes, "actor.update": LinearCost(fixed_s=20)})
+    return CostModel(
+        nodes={**costs(FixedLengths(lengths=((10,),)), 1.0).nodes, "actor.update": LinearCost(fixed_s=20)}
+    )
 
 
-def evaluated(root: Path, schedule: Training, rows: int, cost: CostModel | None = None, **settings: Any) -> Driver:
+def evaluated(
+    root: Path, schedule: Training, rows: int, cost: CostModel | None = None, **settings: Any
+) -> Driver:
     """A run with an evaluation of so many rows after each step; 0: none."""
     made = groups()
     graph = toy_evaluation(prompts(rows or 1), rollout=made["rollout"], reward=made["reward"])
@@ -252,15 +287,21 @@ def evaluated(root: Path, schedule: Training, rows: int, cost: CostModel | None 
 
 
 @pytest.mark.parametrize("kind", [Synchronous, Pipelined])
-def test_an_evaluation_takes_the_rollout_while_it_would_be_idle_and_changes_no_update(tmp_path: Path, kind: Any):
+def test_an_evaluation_takes_the_rollout_while_it_would_be_idle_and_changes_no_update(
+    tmp_path: Path, kind: Any
+):
     schedule = kind(steps=6, prompts_per_step=4)
     alone, driver = evaluated(tmp_path, schedule, 0), evaluated(tmp_path, schedule, 3)
     # A step is 10 s of generation, 1 of rewards, 20 of the update; 11 of an evaluation go beside the update.
-    assert times(driver)[-1] == pytest.approx(times(alone)[-1]), "training waits for none but the last, after its end"
+    assert times(driver)[-1] == pytest.approx(times(alone)[-1]), (
+        "training waits for none but the last, after its end"
+    )
     assert [len(ids) for ids in trained(driver)] == [len(ids) for ids in trained(alone)]
     assert sum("eval/rollout/response_length" in row for row in driver.directory.metrics) == 7
     log = LogReader(driver.directory.path / "buffer" / LOG)
-    versions = [r["versions"] for r in log if r["do"] == "publish" and r["graph"] == "eval" and "versions" in r]
+    versions = [
+        r["versions"] for r in log if r["do"] == "publish" and r["graph"] == "eval" and "versions" in r
+    ]
     assert versions == [[step] * 3 for step in range(7)], "each is of the weights of its step alone"
     assert not check_log(driver.directory.path / "buffer").violations
 
@@ -278,7 +319,11 @@ def test_colocated_groups_with_devices_load_and_unload(tmp_path: Path):
     pool = ResourcePool("everything", gpus=8)
     cost = costs(KNOWN)
     cost = CostModel(
-        nodes={**cost.nodes, "rollout.onload": LinearCost(fixed_s=3.0), "actor.offload": LinearCost(fixed_s=1.0)}
+        nodes={
+            **cost.nodes,
+            "rollout.onload": LinearCost(fixed_s=3.0),
+            "actor.offload": LinearCost(fixed_s=1.0),
+        }
     )
     place = {"rollout": Place(pool, 8), "actor": Place(pool, 8)}
     driver = run(tmp_path, Synchronous(steps=1, prompts_per_step=8), Simulated(cost), place)
@@ -304,12 +349,18 @@ def test_costs_that_fit_nothing_are_refused(tmp_path: Path):
     with pytest.raises(UserError, match="replicas of 2 ranks do not divide the 1 of 'actor'"):
         run(tmp_path, schedule, Simulated(CostModel(ranks_per_replica={"actor": 2})))
     pair: Any = group(ActorWorker, model="m", tensor_parallel=2)
-    with pytest.raises(UserError, match="configuration of 'actor': replicas of 2 ranks do not divide the 1"):
+    with pytest.raises(
+        UserError, match="configuration of 'actor': replicas of 2 ranks do not divide the 1"
+    ):
         Simulated().check({"actor": Place(ResourcePool("a", cpus=1), ranks=1)}, {"actor": pair})
     for ranks in (0, -1):
-        with pytest.raises(UserError, match=rf"a replica of 'actor' must have at least 1 rank, not {ranks}"):
+        with pytest.raises(
+            UserError, match=rf"a replica of 'actor' must have at least 1 rank, not {ranks}"
+        ):
             CostModel(ranks_per_replica={"actor": ranks})
-    with pytest.raises(UserError, match=r"node 'rollout.generate' generates: its cost must be a Generation"):
+    with pytest.raises(
+        UserError, match=r"node 'rollout.generate' generates: its cost must be a Generation"
+    ):
         run(tmp_path, schedule, Simulated())
     with pytest.raises(UserError, match="decode_step_s must be seconds above 0"):
         Generation(lengths=KNOWN, decode_step_s=((4, 1.0), (1, 1.0)))
@@ -339,7 +390,9 @@ class Counting(Simulated):
 
     def wait(self, timeout_s: float) -> list[Event]:
         events = [*super().wait(timeout_s)]
-        rows = [e for e in events if e.reply.published is not None and e.reply.published.parents is not None]
+        rows = [
+            e for e in events if e.reply.published is not None and e.reply.published.parents is not None
+        ]
         self.turns += bool(rows)
         self.replies += len(rows)
         return events
@@ -348,7 +401,9 @@ class Counting(Simulated):
 @pytest.mark.parametrize("replicas", [4 * MANY_RANKS, MANY_RANKS // 4])
 def test_where_many_ranks_are_at_work_rows_are_taken_together(tmp_path: Path, replicas: int):
     lengths = LogNormal(mean=2000, sigma=0.5, max_tokens=4000)
-    backend = Counting(CostModel(nodes={"rollout.generate": Generation(lengths=lengths, decode_step_s=0.0011)}))
+    backend = Counting(
+        CostModel(nodes={"rollout.generate": Generation(lengths=lengths, decode_step_s=0.0011)})
+    )
     schedule = Asynchronous(steps=2, prompts_per_step=replicas // 2, max_staleness=1)
     driver = run(tmp_path, schedule, backend, apart(replicas, 1), number=400, n=4)
     assert len(times(driver)) == 2 and not check_log(driver.directory.path / "buffer").violations
@@ -398,19 +453,29 @@ class Mortal(Simulated):
             self._replicas[group.name, rank].cost, self._reply, self._invent, at=self.clock()
         )
 
-    def _result(self, call: Call, rank: int, task: Task, versions: Any, cost: Any, seconds: float) -> Reply:
+    def _result(
+        self, call: Call, rank: int, task: Task, versions: Any, cost: Any, seconds: float
+    ) -> Reply:
         reply = super()._result(call, rank, task, versions, cost, seconds)
         return replace(reply, value=call.group.mesh[rank]) if task.method == "register" else reply
 
 
 @pytest.mark.parametrize("partial_rollouts", [None, "continue", "finish", "requeue"])
-def test_the_siblings_of_a_rank_that_died_go_on_while_another_comes_up(tmp_path: Path, partial_rollouts: Any):
+def test_the_siblings_of_a_rank_that_died_go_on_while_another_comes_up(
+    tmp_path: Path, partial_rollouts: Any
+):
     cost = costs(FixedLengths(lengths=((10,),)))
     common: dict[str, Any] = {"steps": 12, "prompts_per_step": 4}
-    schedule = Asynchronous(**common, partial_rollouts=partial_rollouts) if partial_rollouts else Synchronous(**common)
+    schedule = (
+        Asynchronous(**common, partial_rollouts=partial_rollouts)
+        if partial_rollouts
+        else Synchronous(**common)
+    )
 
     def run_for(startup_s: float) -> tuple[Driver, Mortal]:
-        backend = Mortal(CostModel(nodes={**cost.nodes, "rollout.register": LinearCost(fixed_s=startup_s)}), at=5.0)
+        backend = Mortal(
+            CostModel(nodes={**cost.nodes, "rollout.register": LinearCost(fixed_s=startup_s)}), at=5.0
+        )
         made = groups() | {"rollout": group(Replaceable, name="rollout")}
         made["rollout"].follows(made["actor"])
         driver = Driver(
@@ -438,7 +503,9 @@ def test_the_siblings_of_a_rank_that_died_go_on_while_another_comes_up(tmp_path:
     held = None
     for method, version, given in backend.told:
         held = given if method == "receive_weights" else held
-        assert method != "generate" or held == version, "it gets no rows before it has the weights of the others"
+        assert method != "generate" or held == version, (
+            "it gets no rows before it has the weights of the others"
+        )
 
 
 # Stragglers
@@ -456,13 +523,19 @@ def test_a_step_does_not_wait_for_a_straggler_that_its_quorum_does_without(tmp_p
     straggling = FixedLengths(lengths=((9, 400, 6), (8, 7, 11)))
     swift = FixedLengths(lengths=((9, 6), (8, 7)))
     taken = {
-        n: run(tmp_path, schedule(**settings), Simulated(costs(lengths)), graph=over_issued, number=2, n=n)
+        n: run(
+            tmp_path, schedule(**settings), Simulated(costs(lengths)), graph=over_issued, number=2, n=n
+        )
         for n, lengths in ((3, straggling), (2, swift))
     }
     assert times(taken[3])[-1] <= times(taken[2])[-1] + 3.0, "three steps"
     proof = check_log(taken[3].directory.path / "buffer")
     assert not proof.violations
-    log = [r for r in LogReader(taken[3].directory.path / "buffer" / LOG) if r["do"] == "publish" and "parents" in r]
+    log = [
+        r
+        for r in LogReader(taken[3].directory.path / "buffer" / LOG)
+        if r["do"] == "publish" and "parents" in r
+    ]
     made = sum(len(r["ids"]) for r in log)
     assert 12 <= made <= 15, "the straggler is never made"
 
@@ -470,7 +543,11 @@ def test_a_step_does_not_wait_for_a_straggler_that_its_quorum_does_without(tmp_p
 def test_responses_that_end_in_one_step_are_one_message(tmp_path: Path):
     same = FixedLengths(lengths=((5, 5, 3),))
     driver = run(tmp_path, Pipelined(steps=1, prompts_per_step=4), Simulated(costs(same)), n=3, number=4)
-    log = [r for r in LogReader(driver.directory.path / "buffer" / LOG) if r["do"] == "publish" and "parents" in r]
+    log = [
+        r
+        for r in LogReader(driver.directory.path / "buffer" / LOG)
+        if r["do"] == "publish" and "parents" in r
+    ]
     assert [(len(r["ids"]), len(r["finished"])) for r in log] == [(4, 0), (8, 4)]
 
 

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from weft.controllers.prechecks.plan import sequence_plan
-from weft.controllers.prechecks.plan_sizes import StepSizes, UpdateSizes, chunks_of, pipeline_plan, stage_memory
+from weft.controllers.prechecks.plan_sizes import (
+    StepSizes,
+    UpdateSizes,
+    chunks_of,
+    pipeline_plan,
+    stage_memory,
+)
 from weft.controllers.prechecks.simulated_costs import (
     CostModel,
     FixedLengths,
@@ -59,14 +65,24 @@ def test_memory_of_stages_by_hand():
     assert [stage.made.weights for stage in found] == [4 * number // 2 for number in held]
     assert [stage.made.moments for stage in found] == [8 * number // 2 for number in held]
     made = found[0].made
-    assert found[0].peak == made.weights + made.gradients + made.moments + made.gathered + made.exchanged + 1200
+    assert (
+        found[0].peak
+        == made.weights + made.gradients + made.moments + made.gathered + made.exchanged + 1200
+    )
     # Interleaved, the first keeps 2 (p - 1) + (v - 1) p + 1 = 5 chunks of a quarter of the model.
     interleaved = stage_memory(a_model(4), a_pipeline(2), UPDATE, chunks=2, **ABOUT)
     assert [stage.in_flight for stage in interleaved] == [2.5, 1.5]
     # A fifth microbatch fills up a third round of two: there are six, though more are never in flight.
-    odd = stage_memory(a_model(4), a_pipeline(2), replace(UPDATE, microbatches_per_replica=5), chunks=2, **ABOUT)
-    few = stage_memory(a_model(4), a_pipeline(2), replace(UPDATE, microbatches_per_replica=1), chunks=2, **ABOUT)
-    assert [stage.in_flight for stage in odd] == [2.5, 1.5] and [stage.in_flight for stage in few] == [2, 1.5]
+    odd = stage_memory(
+        a_model(4), a_pipeline(2), replace(UPDATE, microbatches_per_replica=5), chunks=2, **ABOUT
+    )
+    few = stage_memory(
+        a_model(4), a_pipeline(2), replace(UPDATE, microbatches_per_replica=1), chunks=2, **ABOUT
+    )
+    assert [stage.in_flight for stage in odd] == [2.5, 1.5] and [stage.in_flight for stage in few] == [
+        2,
+        1.5,
+    ]
     frozen = stage_memory(a_model(4), a_pipeline(2), UPDATE, chunks=1, **{**ABOUT, "trains": False})
     assert [stage.activations for stage in frozen] == [600, 600] and frozen[0].made.moments == 0
 
@@ -76,9 +92,13 @@ def test_the_bubble_is_megatrons_unless_costs_are_known():
     assert plain is not None and (plain.microbatches, plain.bubble, plain.played) == (8, 3 / 8, False)
     assert plain.chunks == 1 == chunks_of(a_pipeline(4), "actor.update", None)
     halves = pipeline_plan(a_pipeline(4), replace(UPDATE, optimizer_steps=2), None)
-    assert halves is not None and (halves.microbatches, halves.bubble) == (4, 3 / 4), "each step drains the pipeline"
+    assert halves is not None and (halves.microbatches, halves.bubble) == (4, 3 / 4), (
+        "each step drains the pipeline"
+    )
     assert pipeline_plan(ActorConfig(model="m"), UPDATE, None) is None
-    linear = pipeline_plan(a_pipeline(4), UPDATE, CostModel(nodes={"actor.update": LinearCost(per_token_s=1)}))
+    linear = pipeline_plan(
+        a_pipeline(4), UPDATE, CostModel(nodes={"actor.update": LinearCost(per_token_s=1)})
+    )
     assert linear == plain
     cost = PipelineCost(stages=4, chunks=2, microbatch_tokens=400, per_token_s=0.01, transfer_s=0.01)
     played = pipeline_plan(a_pipeline(4), UPDATE, CostModel(nodes={"actor.update": cost}))
@@ -88,7 +108,9 @@ def test_the_bubble_is_megatrons_unless_costs_are_known():
 
 
 def test_groups_for_drawn_rows_are_beside_groups_of_one_size():
-    shared = SequenceParallelCost(ranks=8, memory_tokens=100, per_token_s=0.01, exchange_s={2: 0.01, 4: 0.02, 8: 0.05})
+    shared = SequenceParallelCost(
+        ranks=8, memory_tokens=100, per_token_s=0.01, exchange_s={2: 0.01, 4: 0.02, 8: 0.05}
+    )
     lengths = FixedLengths(lengths=((380, 20, 20, 20),))
     nodes = {"actor.update": shared, "rollout.generate": Generation(lengths=lengths, decode_step_s=0.1)}
     sizes = StepSizes(2, {0: 2, 1: 8}, 20.0, 400.0, sampled=True)
@@ -97,8 +119,13 @@ def test_groups_for_drawn_rows_are_beside_groups_of_one_size():
     assert found is not None and (found.equal_degree, found.degrees) == (4, (7, 1))
     assert found.seconds < found.equal_s  # seven ranks for two rows of 400 tokens, one for six short ones
     assert sequence_plan(update, sizes, None, ranks=8) is None
-    assert sequence_plan(replace(update, node="reward.score"), sizes, CostModel(nodes=nodes), ranks=8) is None
-    several = sequence_plan(replace(update, optimizer_steps=4, epochs=2), sizes, CostModel(nodes=nodes), ranks=8)
+    assert (
+        sequence_plan(replace(update, node="reward.score"), sizes, CostModel(nodes=nodes), ranks=8)
+        is None
+    )
+    several = sequence_plan(
+        replace(update, optimizer_steps=4, epochs=2), sizes, CostModel(nodes=nodes), ranks=8
+    )
     cuts = OptimizerSteps(2, 2).cut(np.arange(8), (0, 0))
     rows = [np.tile([400, 40, 40, 40], 2)[cut] for cut in cuts]
     assert several is not None and several.optimizer_steps == 4
@@ -106,16 +133,24 @@ def test_groups_for_drawn_rows_are_beside_groups_of_one_size():
     assert several.degrees in [shared.groups(of_step).degrees for of_step in rows]
     # On two replicas each has one of the long rows.
     halves = sequence_plan(update, sizes, CostModel(nodes=nodes), ranks=16)
-    assert halves is not None and halves.seconds == shared.groups(np.array([400, 40, 40, 40])).seconds < found.seconds
+    assert (
+        halves is not None
+        and halves.seconds == shared.groups(np.array([400, 40, 40, 40])).seconds < found.seconds
+    )
     alike = sequence_plan(update, sizes, CostModel(nodes={"actor.update": shared}), ranks=8)
-    assert alike is not None and alike.seconds == pytest.approx(shared.seconds(8, 8 * 420)) and alike.equal_degree == 8
+    assert (
+        alike is not None
+        and alike.seconds == pytest.approx(shared.seconds(8, 8 * 420))
+        and alike.equal_degree == 8
+    )
     six = shared.model_copy(update={"ranks": 6})
     thirds = FixedLengths(lengths=((280, 20, 20, 20),))
     of_three = sequence_plan(
         update,
         sizes,
         CostModel(
-            nodes=nodes | {"actor.update": six, "rollout.generate": Generation(lengths=thirds, decode_step_s=0.1)}
+            nodes=nodes
+            | {"actor.update": six, "rollout.generate": Generation(lengths=thirds, decode_step_s=0.1)}
         ),
         ranks=6,
     )
@@ -125,8 +160,13 @@ def test_groups_for_drawn_rows_are_beside_groups_of_one_size():
 def test_a_cost_of_another_pipeline_is_refused():
     cost = PipelineCost(stages=2, microbatch_tokens=400, per_token_s=0.01)
     for stages in (1, 4):
-        for refuse in (pipeline_plan, lambda config, update, costs: chunks_of(config, update.node, costs)):
-            with pytest.raises(UserError, match=f"of 2 stages, and its group has pipeline_parallel={stages}"):
+        for refuse in (
+            pipeline_plan,
+            lambda config, update, costs: chunks_of(config, update.node, costs),
+        ):
+            with pytest.raises(
+                UserError, match=f"of 2 stages, and its group has pipeline_parallel={stages}"
+            ):
                 refuse(a_pipeline(stages), UPDATE, CostModel(nodes={"actor.update": cost}))
 
 
@@ -139,6 +179,10 @@ def test_ranks_that_do_not_make_whole_pipelines_are_refused(tmp_path: Path):
     handle: Any = group(ActorWorker, model="m", pipeline_parallel=2, tensor_parallel=2)
     assert _replica(handle, "actor", Place(ResourcePool("a", cpus=4), ranks=4)) == 4
     with pytest.raises(UserError, match="pipeline_parallel=2 does not divide the 3 ranks of 'actor'"):
-        _replica(group(ActorWorker, model="m", pipeline_parallel=2), "actor", Place(ResourcePool("a", cpus=3), ranks=3))  # pyright: ignore
+        _replica(
+            group(ActorWorker, model="m", pipeline_parallel=2),
+            "actor",
+            Place(ResourcePool("a", cpus=3), ranks=3),
+        )  # pyright: ignore
     with pytest.raises(UserError, match="a replica of 'actor' has 4 ranks, which do not divide its 6"):
         _replica(handle, "actor", Place(ResourcePool("a", cpus=6), ranks=6))

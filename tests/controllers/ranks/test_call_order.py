@@ -71,7 +71,11 @@ def test_random_histories_go_as_a_model_says(seed: int):
         assert order.next is (ready[0] if ready else None) and len(order) == len(ready)
         verb = chance.choice(["add", "cancel", "step", "step"])
         if verb == "add":
-            call = Call(time, chance.random() < 0.6) if chance.random() < 0.8 else Call(time + 5, interruptible=True)
+            call = (
+                Call(time, chance.random() < 0.6)
+                if chance.random() < 0.8
+                else Call(time + 5, interruptible=True)
+            )
             if any(call.number == c.number for c in waiting):
                 continue
             assert order.add(call) == (call.number not in cancelled)

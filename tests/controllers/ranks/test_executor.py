@@ -30,7 +30,13 @@ class Generator(Worker):
         super().__init__(ToyConfig())
         self.steps: list[str] = []
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, shape=Shape.EXPAND, interruptible=True, reads=(), writes=("response_ids",))
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        shape=Shape.EXPAND,
+        interruptible=True,
+        reads=(),
+        writes=("response_ids",),
+    )
     def generate(self, prompts: Batch, *, who: str) -> Iterator[None]:
         for _ in range(3):
             self.steps.append(who)
@@ -130,7 +136,13 @@ class Answering(Worker):
 
     Config = ToyConfig
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, shape=Shape.EXPAND, interruptible=True, reads=(), writes=("length",))
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        shape=Shape.EXPAND,
+        interruptible=True,
+        reads=(),
+        writes=("length",),
+    )
     def generate(self, prompts: Batch, *, who: str) -> Iterator[Children | None]:
         for number in range(3):
             rows = Batch.of(parent_id=prompts.numpy("sample_id"), length=np.array([number]))
@@ -141,12 +153,19 @@ class Answering(Worker):
 
 @pytest.mark.parametrize("gather_s", [0.0, 60.0])
 @pytest.mark.parametrize("ends", ["cancelled", "failed"])
-def test_rows_that_are_finished_are_published_whatever_ends_the_call(tmp_path: Path, gather_s: float, ends: str):
+def test_rows_that_are_finished_are_published_whatever_ends_the_call(
+    tmp_path: Path, gather_s: float, ends: str
+):
     declaration = declaration_of(Answering.generate)
     assert declaration is not None
     one = np.array([5])
-    rows = RowTask(declaration.called_with({}), ("length",), one, one, one, first_children=np.array([100]))
-    executor, replies = Executor(Answering(ToyConfig()), Files(tmp_path).access("here", "executor")), list[Reply]()
+    rows = RowTask(
+        declaration.called_with({}), ("length",), one, one, one, first_children=np.array([100])
+    )
+    executor, replies = (
+        Executor(Answering(ToyConfig()), Files(tmp_path).access("here", "executor")),
+        list[Reply](),
+    )
     executor.add(Task("generate", {"who": "me"}, rows, number=1, gather_s=gather_s), replies.append)
     steps = 2 if ends == "cancelled" else 4
     for _ in range(steps if gather_s else 2 * steps):  # a reply ends a turn, and so does a step

@@ -34,7 +34,9 @@ def test_a_worker_is_made_called_and_closed_on_one_thread(tmp_path: Path):
     thread.cancel(2)
     (reply,) = thread.call(Task("threads", number=1))
     seen = reply.value
-    assert list(thread.call(Task("threads", number=2))) == [Reply(done=True)], "it was cancelled before it came"
+    assert list(thread.call(Task("threads", number=2))) == [Reply(done=True)], (
+        "it was cancelled before it came"
+    )
     thread.close()
     assert len(seen) == 3 and len(set(seen)) == 1 and seen[0] is not threading.current_thread()
 

@@ -64,7 +64,8 @@ def test_a_checkpoint_that_does_not_grow_has_a_deadline_that_says_who_was_waited
     with (
         driver,
         pytest.raises(
-            DeadlineError, match=r"checkpoint .*step_000001: nothing more was written for 600 s .*actor, which"
+            DeadlineError,
+            match=r"checkpoint .*step_000001: nothing more was written for 600 s .*actor, which",
         ),
     ):
         driver.run()
@@ -90,8 +91,12 @@ def test_an_evaluation_that_was_under_way_at_a_checkpoint_is_given_up_and_that_o
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES[:2], ids=lambda s: type(s).__name__)
-@pytest.mark.parametrize("kill_at", [1, 3, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 6, 8))])
-def test_a_synchronous_run_goes_on_as_if_it_had_never_been_ended(tmp_path: Path, schedule: Training, kill_at: int):
+@pytest.mark.parametrize(
+    "kill_at", [1, 3, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 6, 8))]
+)
+def test_a_synchronous_run_goes_on_as_if_it_had_never_been_ended(
+    tmp_path: Path, schedule: Training, kill_at: int
+):
     expected, metrics = run(tmp_path / "whole", schedule)
     with pytest.raises(Killed):
         run(tmp_path / "ended", schedule, kill_at=kill_at)
@@ -154,7 +159,13 @@ DAMAGE = {
 @pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.parametrize(
     "file",
-    ["run.json", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("actor/rank_0.json", "manifest.json"))],
+    [
+        "run.json",
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("actor/rank_0.json", "manifest.json")
+        ),
+    ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     tmp_path: Path, how: str, file: str, capsys: pytest.CaptureFixture[str]
@@ -177,7 +188,8 @@ def test_a_checkpoint_that_is_a_copy_of_another_is_passed_over_and_no_intact_one
     folder = tmp_path / "run" / "checkpoints"
     shutil.copytree(folder / "step_000004", folder / "step_000008")
     with pytest.raises(
-        UserError, match=r"step_000008 is damaged: it is a copy of another checkpoint: run.json has step 4"
+        UserError,
+        match=r"step_000008 is damaged: it is a copy of another checkpoint: run.json has step 4",
     ):
         run(tmp_path, SCHEDULES[0], resume=folder / "step_000008")
     with pytest.raises(Killed):
@@ -200,7 +212,9 @@ def test_checkpoints_that_a_run_went_back_behind_are_kept_until_it_has_others(tm
     assert not later.exists()
 
 
-def test_a_run_that_finds_no_sound_checkpoint_says_both_that_and_why_it_had_to_go_on_from_one(tmp_path: Path):
+def test_a_run_that_finds_no_sound_checkpoint_says_both_that_and_why_it_had_to_go_on_from_one(
+    tmp_path: Path,
+):
     def kill() -> NoReturn:
         for path in (tmp_path / "run" / "checkpoints").glob("step_*/run.json"):
             path.unlink(missing_ok=True)  # an older checkpoint may just be removed
@@ -276,20 +290,29 @@ def test_a_run_that_is_asked_to_end_saves_itself_wherever_it_is(
     assert left.value.code == 0 and not ask_to_end(signal.SIGTERM)
     weights, metrics = run(tmp_path, schedule, resume="latest")
     assert [row["step"] for row in metrics] == list(range(10))
-    assert sorted(group for group, _ in weights) == sorted(2 * trained(weights)) and len(trained(weights)) == 27
+    assert (
+        sorted(group for group, _ in weights) == sorted(2 * trained(weights))
+        and len(trained(weights)) == 27
+    )
     assert not check_log(tmp_path / "run" / "buffer").violations
 
 
-def test_a_run_that_was_ended_while_a_checkpoint_took_the_place_of_another_has_that_other_one(tmp_path: Path):
+def test_a_run_that_was_ended_while_a_checkpoint_took_the_place_of_another_has_that_other_one(
+    tmp_path: Path,
+):
     run(tmp_path, SCHEDULES[0])
     folder = tmp_path / "run" / "checkpoints"
     latest, earlier = complete_checkpoints(folder)
     latest.rename(folder / f".before_{latest.name}")
     found = find_checkpoint(tmp_path / "run")
-    assert found is not None and found.path == latest and complete_checkpoints(folder) == [latest, earlier]
+    assert (
+        found is not None and found.path == latest and complete_checkpoints(folder) == [latest, earlier]
+    )
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGHUP, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 0), (signal.SIGHUP, 0), (signal.SIGINT, 130)]
+)
 def test_a_run_outside_of_launch_heeds_signals_as_well(
     tmp_path: Path,
     number: signal.Signals,
@@ -342,7 +365,9 @@ def test_sigterm_has_a_run_save_itself_and_leave_with_0(tmp_path: Path):
 def test_a_driver_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path):
     process = begun(tmp_path, "--backend", "ray")
     wait_for_steps(process, tmp_path)
-    (reaper,) = (p for p in psutil.Process(process.pid).children() if "reaper.py" in " ".join(p.cmdline()))
+    (reaper,) = (
+        p for p in psutil.Process(process.pid).children() if "reaper.py" in " ".join(p.cmdline())
+    )
     folder = Path(reaper.cmdline()[-2])
     family = psutil.Process(process.pid).children(recursive=True)
     assert folder.exists() and len(family) > 5
@@ -354,18 +379,31 @@ def test_a_driver_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_a_run_without_checkpoints_at_once_with_a_word(tmp_path: Path, number: signal.Signals):
+def test_a_signal_ends_a_run_without_checkpoints_at_once_with_a_word(
+    tmp_path: Path, number: signal.Signals
+):
     process = begun(tmp_path, "--every", "0")
     wait_for_steps(process, tmp_path)
     process.send_signal(number)
     said, _ = process.communicate(timeout=120)
-    assert process.returncode == 128 + number and f"{number.name}: the run ends without a checkpoint" in said
+    assert (
+        process.returncode == 128 + number and f"{number.name}: the run ends without a checkpoint" in said
+    )
 
 
 def test_a_run_whose_terminal_is_closed_saves_itself(tmp_path: Path):
     terminal, inside = pty.openpty()
     script = str(PROGRAM)
-    command = [sys.executable, "-c", OF_A_TERMINAL, str(inside), sys.executable, script, "--root", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-c",
+        OF_A_TERMINAL,
+        str(inside),
+        sys.executable,
+        script,
+        "--root",
+        str(tmp_path),
+    ]
     process: Any = subprocess.Popen(command, pass_fds=[inside])
     os.close(inside)
     log = tmp_path / "run" / "buffer" / "ledger.log"
@@ -395,7 +433,9 @@ os.execv(sys.argv[2], sys.argv[2:])
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize("after_s", [0.0, 0.5, 2.0])
-def test_a_signal_while_ray_starts_ends_the_run_cleanly_with_one_code_and_a_word(tmp_path: Path, after_s: float):
+def test_a_signal_while_ray_starts_ends_the_run_cleanly_with_one_code_and_a_word(
+    tmp_path: Path, after_s: float
+):
     process = begun(tmp_path, "--backend", "ray")
     deadline = time.monotonic() + 60
     while not any("reaper.py" in " ".join(p.cmdline()) for p in psutil.Process(process.pid).children()):
@@ -437,7 +477,9 @@ def test_a_run_whose_log_is_lost_goes_on_from_weights_and_its_place_in_the_data(
         log.write_bytes(b"")
     else:
         log.unlink() if loss == "gone" else shutil.rmtree(log.parent)
-    with pytest.raises(UserError, match=r"no checkpoint of the run is sound: .*\. resume='weights' goes on"):
+    with pytest.raises(
+        UserError, match=r"no checkpoint of the run is sound: .*\. resume='weights' goes on"
+    ):
         run(tmp_path, schedule, resume="latest")
     weights, metrics = run(tmp_path, schedule, resume="weights", progress=True)
     first = capsys.readouterr().out.splitlines()[0]
@@ -467,13 +509,21 @@ def test_weights_alone_issue_what_was_in_flight_once_more_also_when_that_is_inte
         return list(itertools.islice(cursor.rest(iter(order * 3), issued), number))
 
     cursor = Cursor().after(4, untrained=[4, 0])
-    assert cursor == Cursor(4, (4, 0)) and rest(cursor, 0, 5) == [4, 0, 2, 3, 1] and rest(cursor, 1, 2) == [0, 2]
-    assert cursor.after(1, untrained=[4]) == Cursor(4, (4, 0)), "one of them is issued, and nobody was trained on it"
+    assert (
+        cursor == Cursor(4, (4, 0))
+        and rest(cursor, 0, 5) == [4, 0, 2, 3, 1]
+        and rest(cursor, 1, 2) == [0, 2]
+    )
+    assert cursor.after(1, untrained=[4]) == Cursor(4, (4, 0)), (
+        "one of them is issued, and nobody was trained on it"
+    )
     assert cursor.after(1, untrained=[]) == Cursor(4, (0,))
     assert cursor.after(5, untrained=[0, 3]) == Cursor(7, (0, 3))
 
 
-def test_weights_alone_are_followed_by_a_checkpoint_of_their_own_and_go_with_another_schedule(tmp_path: Path):
+def test_weights_alone_are_followed_by_a_checkpoint_of_their_own_and_go_with_another_schedule(
+    tmp_path: Path,
+):
     with pytest.raises(Killed):
         run(tmp_path, SCHEDULES[2], kill_at=5)
     (tmp_path / "run" / "buffer" / "ledger.log").unlink()

@@ -127,10 +127,14 @@ def test_a_run_goes_on_from_a_copy_where_nothing_is_left_of_it(
     with pytest.raises(Killed):
         run(tmp_path, schedule, kill_at=7, at_step=see, checkpoint=every, record_every=1)
     shutil.rmtree(tmp_path / "run")
-    weights, metrics = run(tmp_path, schedule, checkpoint=every, record_every=1, resume="latest", progress=True)
+    weights, metrics = run(
+        tmp_path, schedule, checkpoint=every, record_every=1, resume="latest", progress=True
+    )
     said = capsys.readouterr().out
     assert f"the run was fetched from {tmp_path / 'copies'}/run, with its checkpoint of step 6" in said
-    assert [row["step"] for row in metrics] == list(range(10)) and 2 * len(trained(weights)) == len(weights)
+    assert [row["step"] for row in metrics] == list(range(10)) and 2 * len(trained(weights)) == len(
+        weights
+    )
     assert not check_log(tmp_path / "run" / "buffer").violations
     assert "checkpoint of step 9 was copied to" in said
     assert RemoteRun.at(str(tmp_path / "copies"), "run").steps()[0] == 9
@@ -189,7 +193,9 @@ def test_a_service_that_is_gone_holds_nobody_up(tmp_path: Path, bucket: Bucket):
     assert "was not copied to fake://runs/run within 0 s" in said and str(here) in said
 
 
-def test_a_later_checkpoint_does_not_wait_out_the_pause_of_one_that_failed(tmp_path: Path, bucket: Bucket):
+def test_a_later_checkpoint_does_not_wait_out_the_pause_of_one_that_failed(
+    tmp_path: Path, bucket: Bucket
+):
     bucket.fails = lambda path: True
     copies = Copies(saved(tmp_path), remote_of(bucket), first_pause_s=600.0)
     copies.add(6)
@@ -215,7 +221,10 @@ def test_a_copy_is_not_made_again_because_an_old_one_cannot_be_removed(tmp_path:
 
 def test_the_end_says_what_it_waits_for(tmp_path: Path, bucket: Bucket):
     bucket.fails = lambda path: True
-    copies, said = Copies(saved(tmp_path), remote_of(bucket), first_pause_s=0.01), list[str]()  # waited out
+    copies, said = (
+        Copies(saved(tmp_path), remote_of(bucket), first_pause_s=0.01),
+        list[str](),
+    )  # waited out
 
     def say(line: str) -> None:
         said.append(line)
@@ -225,7 +234,8 @@ def test_the_end_says_what_it_waits_for(tmp_path: Path, bucket: Bucket):
     copies.add(9)
     copies.close(60.0, say=say, say_s=0.05)  # polled: it ends after both messages
     assert any(
-        re.match(r"waiting for the copy of the last checkpoint to fake://runs/run, \d+ s at most", s) for s in said
+        re.match(r"waiting for the copy of the last checkpoint to fake://runs/run, \d+ s at most", s)
+        for s in said
     )
     assert any("step 9 could not be copied" in line for line in said) and copies.copied == [9]
 
@@ -259,9 +269,13 @@ def test_a_new_run_does_not_take_the_place_of_the_copy_of_another(tmp_path: Path
     every = CheckpointConfig(every=3, copy_to=str(tmp_path / "copies"))
     run(tmp_path, SCHEDULES[0], checkpoint=every)
     (tmp_path / "run").rename(tmp_path / "first")
-    with pytest.raises(UserError, match=r"copies/run holds a copy of a run of that name already, .* step 9"):
+    with pytest.raises(
+        UserError, match=r"copies/run holds a copy of a run of that name already, .* step 9"
+    ):
         run(tmp_path, SCHEDULES[0], checkpoint=every)
-    assert RemoteRun.at(str(tmp_path / "copies"), "run").steps()[0] == 9 and not (tmp_path / "run").exists()
+    assert (
+        RemoteRun.at(str(tmp_path / "copies"), "run").steps()[0] == 9 and not (tmp_path / "run").exists()
+    )
 
 
 def test_bytes_that_a_service_loses_are_noticed(tmp_path: Path, bucket: Bucket):
@@ -322,7 +336,10 @@ def test_copies_of_checkpoints_that_are_not_kept_go(tmp_path: Path, bucket: Buck
         remote.copy(here, step)
     shutil.rmtree(here / CHECKPOINTS / "step_000003")
     remote.prune(here)
-    assert remote.steps() == [9, 6] and not (bucket.folder / "runs" / "run" / CHECKPOINTS / "step_000003").exists()
+    assert (
+        remote.steps() == [9, 6]
+        and not (bucket.folder / "runs" / "run" / CHECKPOINTS / "step_000003").exists()
+    )
     assert len(list((bucket.folder / "runs" / "run" / "buffer").glob("*.checkpoint"))) == 2
 
 
@@ -337,7 +354,9 @@ def test_a_start_copies_what_an_earlier_one_did_not_come_to(tmp_path: Path, buck
     assert copies.copied == [], "it is there"
 
 
-def test_a_mistyped_address_is_refused_rather_than_taken_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_mistyped_address_is_refused_rather_than_taken_for_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     for address, says in (
         ("s3:/bucket/runs", r"begins with s3://, not with s3:/"),
         ("s3://", r"copy_to='s3://' names no bucket"),
@@ -371,7 +390,12 @@ def test_a_run_that_has_its_checkpoint_here_does_not_ask_elsewhere(tmp_path: Pat
     other = RunDirectory.create(tmp_path / "copies", "run")
     assert other.lock is not None
     other.lock.release()
-    run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=2, copy_to=str(tmp_path / "copies")), resume="latest")
+    run(
+        tmp_path,
+        SCHEDULES[0],
+        checkpoint=CheckpointConfig(every=2, copy_to=str(tmp_path / "copies")),
+        resume="latest",
+    )
     assert RemoteRun.at(str(tmp_path / "copies"), "run").steps()[0] == 9
 
 
@@ -419,7 +443,10 @@ def test_a_fetch_that_fails_moves_nothing_that_is_here(tmp_path: Path, monkeypat
     def fails() -> None:
         raise OSError("the service is not available")
 
-    with monkeypatch.context() as patched, pytest.raises(UserError, match="cannot be read: the service is not"):
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(UserError, match="cannot be read: the service is not"),
+    ):
         while_fetching(patched, fails)
         run(tmp_path, SCHEDULES[0], checkpoint=every, resume="latest")
     assert sorted(p for p in (tmp_path / "run").rglob("*") if "lock" not in p.parts) == here
@@ -435,7 +462,9 @@ def test_the_epochs_of_a_fetched_run_go_on_from_its_own(tmp_path: Path):
     held.release()
     assert held.epoch == 2
     run(tmp_path, SCHEDULES[0], checkpoint=every, resume="latest")
-    [epoch] = [r["epoch"] for r in LogReader(tmp_path / "run" / "buffer" / "ledger.log") if r["do"] == "epoch"][-1:]
+    [epoch] = [
+        r["epoch"] for r in LogReader(tmp_path / "run" / "buffer" / "ledger.log") if r["do"] == "epoch"
+    ][-1:]
     assert epoch > held.epoch, "each holder has an epoch of its own"
 
 
@@ -454,7 +483,9 @@ def test_samples_of_another_run_of_the_same_sizes_do_not_stay_in_a_copy(tmp_path
     assert not (there / gone.name).exists()
 
 
-def test_a_copy_that_broke_off_while_it_replaced_a_file_is_not_taken_for_the_file(tmp_path: Path, bucket: Bucket):
+def test_a_copy_that_broke_off_while_it_replaced_a_file_is_not_taken_for_the_file(
+    tmp_path: Path, bucket: Bucket
+):
     here = saved(tmp_path)
     remote_of(bucket).copy(here, 3)
     changed = min((here / "samples").glob("*.arrow"))
@@ -463,7 +494,8 @@ def test_a_copy_that_broke_off_while_it_replaced_a_file_is_not_taken_for_the_fil
 
     def fails_when_it_is_written(path: str) -> bool:
         return (
-            path.endswith("copied.json") and (bucket.folder / "runs/run/samples" / changed.name).read_bytes() != before
+            path.endswith("copied.json")
+            and (bucket.folder / "runs/run/samples" / changed.name).read_bytes() != before
         )
 
     bucket.fails = fails_when_it_is_written
@@ -475,7 +507,9 @@ def test_a_copy_that_broke_off_while_it_replaced_a_file_is_not_taken_for_the_fil
     assert (bucket.folder / "runs/run/samples" / changed.name).read_bytes() == before
 
 
-def test_a_file_of_an_earlier_copy_of_the_same_step_does_not_make_the_new_one_unsound(tmp_path: Path, bucket: Bucket):
+def test_a_file_of_an_earlier_copy_of_the_same_step_does_not_make_the_new_one_unsound(
+    tmp_path: Path, bucket: Bucket
+):
     here, remote = saved(tmp_path), remote_of(bucket)
     remote.copy(here, 9)
     at = bucket.folder / "runs" / "run" / CHECKPOINTS / "step_000009"
@@ -502,7 +536,9 @@ def test_copies_of_what_a_run_gave_up_are_not_gone_on_from(tmp_path: Path, bucke
     copies.close()
 
 
-def test_the_copy_of_another_checkpoint_of_the_same_step_is_replaced_at_the_start(tmp_path: Path, bucket: Bucket):
+def test_the_copy_of_another_checkpoint_of_the_same_step_is_replaced_at_the_start(
+    tmp_path: Path, bucket: Bucket
+):
     here, remote = saved(tmp_path), remote_of(bucket)
     remote.copy(here, 9)
     state = bucket.folder / "runs" / "run" / CHECKPOINTS / "step_000009" / "manifest.json"
@@ -513,7 +549,9 @@ def test_the_copy_of_another_checkpoint_of_the_same_step_is_replaced_at_the_star
     assert copies.copied == [9] and remote.has(here, 9)
 
 
-def test_a_damaged_copy_is_named_where_an_earlier_one_is_fetched(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_damaged_copy_is_named_where_an_earlier_one_is_fetched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     every = CheckpointConfig(every=3, keep=2, copy_to=str(tmp_path / "copies"))
     run(tmp_path, SCHEDULES[0], checkpoint=every)
     RemoteRun.at(every.copy_to or "", "run").copy(tmp_path / "run", 6)

@@ -35,7 +35,14 @@ class Spot(Simulated):
 
     has_processes = True
 
-    def __init__(self, room: Room, *, startup_s: float = 3.0, wait_s: float = 50.0, lengths: tuple[int, ...] = (10,)):
+    def __init__(
+        self,
+        room: Room,
+        *,
+        startup_s: float = 3.0,
+        wait_s: float = 50.0,
+        lengths: tuple[int, ...] = (10,),
+    ):
         cost = costs(FixedLengths(lengths=(lengths,)), step_s=((1, 0.2), (12, 2.4)))
         own = {"rollout.register": LinearCost(fixed_s=startup_s), "actor.update": LinearCost(fixed_s=2.0)}
         super().__init__(CostModel(nodes={**cost.nodes, **own}))
@@ -62,7 +69,9 @@ class Spot(Simulated):
         events = [*super().wait(timeout_s)]
         for call in self._groups["rollout"].calls:
             dead = [rank for rank in call.waiting if not self._room(rank, self.clock())]
-            events += [Event(call, rank, Reply(failure=Failure("gone", kind=FailureKind.DIED))) for rank in dead]
+            events += [
+                Event(call, rank, Reply(failure=Failure("gone", kind=FailureKind.DIED))) for rank in dead
+            ]
         return events
 
     def replace(self, group: WorkerGroup, rank: int) -> None:
@@ -72,12 +81,16 @@ class Spot(Simulated):
     def release(self, group: WorkerGroup, rank: int) -> None:
         self.told.pop(rank, None)
         before = self._replicas[group.name, rank]
-        self._replicas[group.name, rank] = type(before)(before.cost, self._reply, self._invent, at=self.clock())
+        self._replicas[group.name, rank] = type(before)(
+            before.cost, self._reply, self._invent, at=self.clock()
+        )
 
     def vacant(self, group: WorkerGroup) -> Collection[int]:
         return {rank for rank in group.absent if self._room(rank, self.clock())}
 
-    def _result(self, call: Call, rank: int, task: Task, versions: Any, cost: Any, seconds: float) -> Reply:
+    def _result(
+        self, call: Call, rank: int, task: Task, versions: Any, cost: Any, seconds: float
+    ) -> Reply:
         reply = super()._result(call, rank, task, versions, cost, seconds)
         return replace(reply, value=call.group.mesh[rank]) if task.method == "register" else reply
 
@@ -92,7 +105,9 @@ class Dying(Spot):
     def wait(self, timeout_s: float) -> list[Event]:
         calls = [call for call in self._groups["rollout"].calls if call.method == self._method]
         failure = Failure("gone", kind=FailureKind.DIED)
-        died = [Event(call, rank, Reply(failure=failure)) for call in calls for rank in call.waiting - {0}]
+        died = [
+            Event(call, rank, Reply(failure=failure)) for call in calls for rank in call.waiting - {0}
+        ]
         return [*died, *super().wait(timeout_s)]
 
 
@@ -101,7 +116,9 @@ class Silent(Spot):
 
     def wait(self, timeout_s: float) -> list[Event]:
         return [
-            e for e in super().wait(timeout_s) if (e.call.group.name, e.rank) != ("rollout", 1) or self.clock() < 20
+            e
+            for e in super().wait(timeout_s)
+            if (e.call.group.name, e.rank) != ("rollout", 1) or self.clock() < 20
         ]
 
 
@@ -113,7 +130,12 @@ def placement(ranks: int, min_ranks: int | None) -> dict[str, Place]:
 
 
 def run(
-    root: Path, backend: Spot, ranks: int = 3, min_ranks: int = 1, schedule: Training | None = None, **settings: Any
+    root: Path,
+    backend: Spot,
+    ranks: int = 3,
+    min_ranks: int = 1,
+    schedule: Training | None = None,
+    **settings: Any,
 ) -> Driver:
     made = groups() | {"rollout": group(Independent, name="rollout")}
     made["rollout"].follows(made["actor"])
@@ -131,12 +153,16 @@ def run(
         driver.run()
     assert not check_log(driver.directory.path / "buffer").violations
     steps = driver.directory.metrics[1:]
-    assert [row["samples"] for row in steps] == [12.0] * len(steps), "no row is lost, and none is trained on twice"
+    assert [row["samples"] for row in steps] == [12.0] * len(steps), (
+        "no row is lost, and none is trained on twice"
+    )
     for told in backend.told.values():
         held = None
         for method, version, given in told:
             held = given if method == "receive_weights" else held
-            assert method != "generate" or held == version, "it gets no rows before it has the weights of the others"
+            assert method != "generate" or held == version, (
+                "it gets no rows before it has the weights of the others"
+            )
     return driver
 
 
@@ -157,7 +183,9 @@ def test_a_run_starts_with_the_ranks_for_which_there_is_room_and_others_join(
     joined = run(tmp_path, backend)
     assert [*numbers(alone)] == [1.0] * 13
     assert numbers(joined)[0] == 1 and numbers(joined)[-1] == 3 and time_s(joined) < time_s(alone)
-    assert [rank for _, rank in backend.starts] == [1, 2] and all(60 <= at < 63 for at, _ in backend.starts)
+    assert [rank for _, rank in backend.starts] == [1, 2] and all(
+        60 <= at < 63 for at, _ in backend.starts
+    )
     assert all("generate" in [method for method, *_ in backend.told[rank]] for rank in (0, 1, 2))
     said = capsys.readouterr().out
     assert re.search(r"worker rollout\[2\] joined after 3\.\d s; 3 of 3 ranks are up", said)
@@ -172,15 +200,20 @@ def test_a_rank_that_leaves_costs_its_leased_rows_and_may_join_again(
     assert min(numbers(driver)) == 2 and numbers(driver)[0] == numbers(driver)[-1] == 3
     assert [rank for _, rank in backend.starts] == [1] and backend.starts[0][0] >= 90
     (left,) = re.findall(
-        r"worker rollout\[1\] left, (\d+) rows are requeued; 2 of 3 ranks are up; gone", capsys.readouterr().out
+        r"worker rollout\[1\] left, (\d+) rows are requeued; 2 of 3 ranks are up; gone",
+        capsys.readouterr().out,
     )
-    assert 0 < int(left) == driver.directory.metrics[-1]["requeued_rows"] <= 6, "those that it held, and no others"
+    assert 0 < int(left) == driver.directory.metrics[-1]["requeued_rows"] <= 6, (
+        "those that it held, and no others"
+    )
     assert "replaced_workers" not in driver.directory.metrics[-1]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("schedule", [Synchronous, Asynchronous])
-def test_ranks_may_come_and_go_at_any_moment_of_a_step_and_of_a_weight_sync(tmp_path: Path, schedule: Any):
+def test_ranks_may_come_and_go_at_any_moment_of_a_step_and_of_a_weight_sync(
+    tmp_path: Path, schedule: Any
+):
     """A step takes some ten seconds, a sync 0.75 of them: rank 1 goes and comes, and rank 2 does so as soon as it is up."""
     for number in range(24):
         leaves, back = 12.0 + 0.45 * number, 25.0 + 0.7 * number
@@ -193,14 +226,24 @@ def test_ranks_may_come_and_go_at_any_moment_of_a_step_and_of_a_weight_sync(tmp_
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("partial_rollouts", ["finish", "requeue"])
-def test_ranks_may_come_and_go_whatever_becomes_of_partial_rollouts(tmp_path: Path, partial_rollouts: Any):
+def test_ranks_may_come_and_go_whatever_becomes_of_partial_rollouts(
+    tmp_path: Path, partial_rollouts: Any
+):
     for number in range(8):
-        backend = Spot(lambda rank, now, n=number: rank == 0 or not 15.0 + n <= now < 32.0 + 1.3 * n, lengths=(4, 17))
-        run(tmp_path, backend, schedule=Asynchronous(steps=6, prompts_per_step=6, partial_rollouts=partial_rollouts))
+        backend = Spot(
+            lambda rank, now, n=number: rank == 0 or not 15.0 + n <= now < 32.0 + 1.3 * n, lengths=(4, 17)
+        )
+        run(
+            tmp_path,
+            backend,
+            schedule=Asynchronous(steps=6, prompts_per_step=6, partial_rollouts=partial_rollouts),
+        )
 
 
 @pytest.mark.parametrize("schedule", [Synchronous, Asynchronous])
-def test_a_group_without_any_rank_is_waited_for(tmp_path: Path, schedule: Any, capsys: pytest.CaptureFixture[str]):
+def test_a_group_without_any_rank_is_waited_for(
+    tmp_path: Path, schedule: Any, capsys: pytest.CaptureFixture[str]
+):
     backend = Spot(lambda rank, now: not 20.0 <= now < 60.0)
     driver = run(tmp_path, backend, ranks=2, schedule=schedule(steps=6, prompts_per_step=6))
     assert len(backend.starts) == 2 and time_s(driver) > 60
@@ -218,7 +261,9 @@ def test_the_others_go_on_while_a_rank_is_waited_for(tmp_path: Path):
     assert any(row["rollout/ranks"] == 1 for row in driver.directory.metrics)
 
 
-def test_a_group_with_too_few_ranks_for_too_long_ends_the_run_and_names_those_that_are_missing(tmp_path: Path):
+def test_a_group_with_too_few_ranks_for_too_long_ends_the_run_and_names_those_that_are_missing(
+    tmp_path: Path,
+):
     said = (
         r"group 'rollout' had 1 of at least 2 ranks for 15 s \(Place\(min_ranks=2\)\)\. Waited for: rollout\[1\] \(no room for it\), "
         r"rollout\[2\] \(no room for it\)\. RayBackend\(wait_s=\.\.\.\) waits longer"
@@ -243,15 +288,21 @@ def test_ranks_that_die_while_they_take_weights_over_never_end_the_run(tmp_path:
     backend = Dying(lambda rank, now: rank == 0 or now > 2.0, "receive_weights")
     driver = run(tmp_path, backend, ranks=2, schedule=Synchronous(steps=8, prompts_per_step=6))
     tries = [at for at, _ in backend.starts]
-    assert len(tries) > 3 and tries[-1] - tries[-2] > tries[1] - tries[0], "and it is not tried again all the time"
+    assert len(tries) > 3 and tries[-1] - tries[-2] > tries[1] - tries[0], (
+        "and it is not tried again all the time"
+    )
     assert "generate" not in [method for method, *_ in backend.told.get(1, [])]
     assert driver.directory.metrics[-1]["step"] == 8
 
 
 def test_a_rank_that_falls_silent_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     backend = Silent(lambda rank, now: rank == 0 or now < 20.0)
-    run(tmp_path, backend, ranks=2, schedule=Synchronous(steps=8, prompts_per_step=6), call_timeout_s=30.0)
-    left = r"worker rollout\[1\] left, 3 rows are requeued; 1 of 2 ranks are up; it did not answer for 30 s"
+    run(
+        tmp_path, backend, ranks=2, schedule=Synchronous(steps=8, prompts_per_step=6), call_timeout_s=30.0
+    )
+    left = (
+        r"worker rollout\[1\] left, 3 rows are requeued; 1 of 2 ranks are up; it did not answer for 30 s"
+    )
     assert re.search(left, capsys.readouterr().out)
 
 

@@ -33,7 +33,9 @@ def advantages(samples: Batch) -> Batch:
     _, index = samples.groups()
     mean = np.bincount(index, reward) / np.bincount(index)
     return samples.with_columns(
-        advantages=[[r] * n for r, n in zip(reward - mean[index], samples.lengths("response_ids"), strict=True)]
+        advantages=[
+            [r] * n for r, n in zip(reward - mean[index], samples.lengths("response_ids"), strict=True)
+        ]
     )
 
 
@@ -56,14 +58,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(
-    root: Path, model: Path, function: Callable[..., float], schedule: Training = SYNCHRONOUS, **settings: Any
+    root: Path,
+    model: Path,
+    function: Callable[..., float],
+    schedule: Training = SYNCHRONOUS,
+    **settings: Any,
 ) -> tuple[list[dict[str, float]], list[Any], dict[str, GraphCounts]]:
-    rollout, actor = group(settings.pop("rollout", ToyRollout), name="rollout"), group(SavingActor, name="actor")
+    rollout, actor = (
+        group(settings.pop("rollout", ToyRollout), name="rollout"),
+        group(SavingActor, name="actor"),
+    )
     reward = group(RewardWorker, name="reward", function=function, tokenizer=model, **settings)
     rollout.follows(actor)
     train = grpo(prompts(10), rollout=rollout, reward=reward, actor=actor)
     held_out = Evaluation(toy_evaluation(prompts(5), rollout=rollout, reward=reward), every=2)
-    driver = Driver(train, schedule=schedule, evaluations=[held_out], root=root, name="run", progress=False)
+    driver = Driver(
+        train, schedule=schedule, evaluations=[held_out], root=root, name="run", progress=False
+    )
     with driver:
         metrics = driver.run()
         weights = driver.call(actor, "weights")[0]
@@ -91,15 +102,22 @@ def test_a_sample_that_always_fails_is_dropped_with_its_reason_and_the_run_goes_
 
     metrics, weights, graphs = run(tmp_path, model, length, schedule)
     dropped = {name: graph.dropped["failed at reward.score"] for name, graph in graphs.items()}
-    assert (metrics[-1]["failed_rows"], metrics[-1]["eval/failed_rows"]) == (dropped["train"], dropped["eval"])
-    assert len(asked) == 3 * sum(dropped.values()), "each was tried three times, and no other rows were scored again"
+    assert (metrics[-1]["failed_rows"], metrics[-1]["eval/failed_rows"]) == (
+        dropped["train"],
+        dropped["eval"],
+    )
+    assert len(asked) == 3 * sum(dropped.values()), (
+        "each was tried three times, and no other rows were scored again"
+    )
     assert len(trained(weights)) == 4 * 4, "every group is trained on, one of them over its other sample"
     assert len(weights) == 2 * 16 - dropped["train"]
     assert metrics[-1]["requeued_rows"] == len(asked)
     assert all("eval/reward/mean" in row for row in metrics[::2])
 
 
-def test_what_fails_at_all_samples_ends_the_run_and_shows_prompt_and_response(tmp_path: Path, model: Path):
+def test_what_fails_at_all_samples_ends_the_run_and_shows_prompt_and_response(
+    tmp_path: Path, model: Path
+):
     def broken(response: str, answer: str) -> float:
         return 1 / 0
 
@@ -108,7 +126,8 @@ def test_what_fails_at_all_samples_ends_the_run_and_shows_prompt_and_response(tm
     text = str(caught.value)
     assert "worker reward[0], node 'reward.score' failed 3 times at sample " in text
     assert re.search(
-        r"\(row (\d) of source 'prompts'; prompt 't\1[01] .*', response 't\1[01]', at .*test_failures\.py:\d+\)", text
+        r"\(row (\d) of source 'prompts'; prompt 't\1[01] .*', response 't\1[01]', at .*test_failures\.py:\d+\)",
+        text,
     ), text
     assert "So did 8 of 8 rows so far, which is more than max_failed=0.05 allows" in text
     assert "ZeroDivisionError: division by zero" in text and "in broken" in text
@@ -116,7 +135,9 @@ def test_what_fails_at_all_samples_ends_the_run_and_shows_prompt_and_response(tm
 
 
 @pytest.mark.parametrize("result", [[1.0], "1.0", {"right": [1.0]}], ids=repr)
-def test_a_result_that_is_no_reward_ends_the_run_at_the_first_sample(tmp_path: Path, model: Path, result: Any):
+def test_a_result_that_is_no_reward_ends_the_run_at_the_first_sample(
+    tmp_path: Path, model: Path, result: Any
+):
     asked: list[int] = []
 
     def odd(response: str) -> Any:
@@ -138,7 +159,9 @@ def test_rows_that_failed_are_among_those_that_the_message_says_were_seen(tmp_pa
     assert (failed, seen) == (8, 16)
 
 
-@pytest.mark.parametrize(("value", "kind"), [(math.nan, UserError), (ConnectionError("no answer"), WorkerError)])
+@pytest.mark.parametrize(
+    ("value", "kind"), [(math.nan, UserError), (ConnectionError("no answer"), WorkerError)]
+)
 def test_with_max_failed_of_nothing_the_first_that_fails_for_good_ends_the_run(
     tmp_path: Path, model: Path, value: Any, kind: type[Exception]
 ):
@@ -150,7 +173,8 @@ def test_with_max_failed_of_nothing_the_first_that_fails_for_good_ends_the_run(
         return value
 
     with pytest.raises(
-        kind, match=r"node 'reward.score' failed 3 times at sample \d+ \(row 3 of source .*more than max_failed=0.0 "
+        kind,
+        match=r"node 'reward.score' failed 3 times at sample \d+ \(row 3 of source .*more than max_failed=0.0 ",
     ):
         run(tmp_path, model, judge, max_failed=0)
 
@@ -208,10 +232,15 @@ class Stops(ToyActor):
 
 
 def test_sys_exit_in_a_worker_ends_the_run_with_a_message(tmp_path: Path, model: Path):
-    rollout, reward = group(ToyRollout), group(RewardWorker, function=lambda response: 1.0, tokenizer=model)
+    rollout, reward = (
+        group(ToyRollout),
+        group(RewardWorker, function=lambda response: 1.0, tokenizer=model),
+    )
     train = grpo(prompts(10), rollout=rollout, reward=reward, actor=group(Stops, name="actor"))
     with (
-        pytest.raises(WorkerError, match=r"worker actor\[0\], node 'actor.update', .*it called sys.exit\(7\)"),
+        pytest.raises(
+            WorkerError, match=r"worker actor\[0\], node 'actor.update', .*it called sys.exit\(7\)"
+        ),
         Driver(train, schedule=SYNCHRONOUS, root=tmp_path, progress=False) as driver,
     ):
         driver.run()

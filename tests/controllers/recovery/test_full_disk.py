@@ -90,7 +90,11 @@ class BigActor(SavingActor):
 @pytest.mark.parametrize("schedule", SCHEDULES[1:3], ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("who", ["step", "reward", "checkpoint"])
 def test_a_full_disk_pauses_a_run_and_nothing_is_lost(
-    small: Path, schedule: Training, who: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    small: Path,
+    schedule: Training,
+    who: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr("weft.controllers.loop.start.FILE_BYTES", 1 << 14)  # the file system is small
     paused = Progress.paused
@@ -136,7 +140,10 @@ def test_a_pause_ends_when_the_run_is_asked_to_end(tmp_path: Path):
     disk = FullDisk(tmp_path, Progress(1, tmp_path, Nothing()))
     with (
         can_be_ended(True),
-        pytest.raises(RunError, match=r"No space left on device: 'metrics.parquet'; the run waited \d+ s for room in "),
+        pytest.raises(
+            RunError,
+            match=r"No space left on device: 'metrics.parquet'; the run waited \d+ s for room in ",
+        ),
     ):
         assert ask_to_end(signal.SIGTERM)
         disk.write(write)

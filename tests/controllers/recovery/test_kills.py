@@ -48,11 +48,15 @@ def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.parametrize("schedule", ["synchronous", "pipelined", "asynchronous"])
-def test_kills_at_random_moments_lose_no_sample_and_none_is_trained_on_twice(tmp_path: Path, schedule: str):
+def test_kills_at_random_moments_lose_no_sample_and_none_is_trained_on_twice(
+    tmp_path: Path, schedule: str
+):
     run, chance = tmp_path / "run", random.Random(schedule)
     settings = ("--backend", "ray", "--schedule", schedule, "--every", "2", "--steps", str(STEPS))
     process = begun(tmp_path, *settings)
-    wait_for_step(process, run, 2)  # the first checkpoint: without one, the death of an actor ends the run
+    wait_for_step(
+        process, run, 2
+    )  # the first checkpoint: without one, the death of an actor ends the run
     for victim in chance.sample(VICTIMS, len(VICTIMS)):
         wait_for_step(process, run, last_step(run) + chance.randint(1, 3))
         time.sleep(chance.uniform(0, 0.3))
@@ -66,7 +70,9 @@ def test_kills_at_random_moments_lose_no_sample_and_none_is_trained_on_twice(tmp
     assert process.returncode == 0, said
     assert check_log(run / "buffer").violations == []
     samples = [
-        (row["step"], row["samples"]) for row in pq.read_table(run / "metrics.parquet").to_pylist() if row["step"]
+        (row["step"], row["samples"])
+        for row in pq.read_table(run / "metrics.parquet").to_pylist()
+        if row["step"]
     ]
     assert samples == [(step, SAMPLES) for step in range(1, STEPS + 1)], "each step once, and complete"
     issued = Counter(
@@ -75,4 +81,6 @@ def test_kills_at_random_moments_lose_no_sample_and_none_is_trained_on_twice(tmp
         if record["do"] == "issue"
         for position in record["positions"]
     )
-    assert len(issued) == 10 and max(issued.values()) - min(issued.values()) <= 1, "no prompt is passed over"
+    assert len(issued) == 10 and max(issued.values()) - min(issued.values()) <= 1, (
+        "no prompt is passed over"
+    )

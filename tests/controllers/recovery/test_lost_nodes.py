@@ -55,7 +55,9 @@ class Nodes(Simulated):
         if self.clock() < self._gone_at or self._says:
             return events
         failure = Reply(failure=Failure("its process ended", kind=FailureKind.DIED))
-        lost = [(c, rank) for c in self._groups["rollout"].calls for rank in sorted(c.waiting & self._dead)]
+        lost = [
+            (c, rank) for c in self._groups["rollout"].calls for rank in sorted(c.waiting & self._dead)
+        ]
         if self._actor_on != NODE:
             lost += [(c, 0) for c in self._groups["actor"].calls if c.waiting]
         return [Event(call, rank, failure) for call, rank in lost[:1]] + events
@@ -64,9 +66,13 @@ class Nodes(Simulated):
         self.replaced.append((self.clock(), rank))
         self._dead.discard(rank)
         before = self._replicas[group.name, rank]
-        self._replicas[group.name, rank] = type(before)(before.cost, self._reply, self._invent, at=self.clock())
+        self._replicas[group.name, rank] = type(before)(
+            before.cost, self._reply, self._invent, at=self.clock()
+        )
 
-    def _result(self, call: Call, rank: int, task: Task, versions: Any, cost: Any, seconds: float) -> Reply:
+    def _result(
+        self, call: Call, rank: int, task: Task, versions: Any, cost: Any, seconds: float
+    ) -> Reply:
         reply = super()._result(call, rank, task, versions, cost, seconds)
         return replace(reply, value=call.group.mesh[rank]) if task.method == "register" else reply
 

@@ -33,7 +33,14 @@ def test_no_reader_takes_a_log_of_an_old_format(root: Path):
 
 @pytest.mark.parametrize(
     "question",
-    [["check"], ["why", "3"], ["table"], ["sql", "select * from rows"], ["sql", "select * from samples"], ["archive"]],
+    [
+        ["check"],
+        ["why", "3"],
+        ["table"],
+        ["sql", "select * from rows"],
+        ["sql", "select * from samples"],
+        ["archive"],
+    ],
     ids=" ".join,
 )
 def test_every_command_says_which_format_a_log_has_and_what_to_do(
@@ -42,17 +49,23 @@ def test_every_command_says_which_format_a_log_has_and_what_to_do(
     command, *more = question
     assert main(["buffer", command, str(root / "run"), *more]) == 1
     said = capsys.readouterr().err
-    assert said.startswith(f"FormatError: {OLD}") and "resume='weights' goes on with the saved model" in said
+    assert (
+        said.startswith(f"FormatError: {OLD}") and "resume='weights' goes on with the saved model" in said
+    )
 
 
-def test_metrics_and_timeline_of_an_old_run_are_read_as_before(root: Path, capsys: pytest.CaptureFixture[str]):
+def test_metrics_and_timeline_of_an_old_run_are_read_as_before(
+    root: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["buffer", "sql", str(root / "run"), "select max(step) as last from metrics"]) == 0
     assert capsys.readouterr().out.split() == ["last", "5"]
     assert main(["timeline", str(root / "run")]) == 0
 
 
 def test_an_old_run_goes_on_with_its_weights_and_not_with_its_rows(root: Path):
-    with pytest.raises(UserError, match=rf"no checkpoint of the run is sound: .*{OLD}.*resume='weights' goes on"):
+    with pytest.raises(
+        UserError, match=rf"no checkpoint of the run is sound: .*{OLD}.*resume='weights' goes on"
+    ):
         run(root, SCHEDULES[2], evaluate=False, resume="latest")
     weights, metrics = run(root, SCHEDULES[2], evaluate=False, resume="weights")
     assert [row["step"] for row in metrics] == list(range(10))

@@ -41,7 +41,9 @@ def test_runs_killed_at_random_moments_end_with_one_update_in_each_step(seeds: r
         root.mkdir()
         settings = random_run(chance)
         lives(root, chance, [chance.randint(3, 150) for _ in range(5)], **settings)
-        one_update_a_step(root / "run", ("actor", "critic") if settings["graph"].__name__ == "toy_ppo" else ("actor",))
+        one_update_a_step(
+            root / "run", ("actor", "critic") if settings["graph"].__name__ == "toy_ppo" else ("actor",)
+        )
         report = check_log(root / "run" / "buffer")
         assert not report.violations, (seed, settings, report.violations[:3])
 

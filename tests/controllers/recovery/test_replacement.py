@@ -117,7 +117,9 @@ def run(
         weights = driver.call(actor, "weights")[0]
     assert not check_log(tmp_path / "run" / "buffer").violations
     groups = trained(weights)
-    assert len(weights) == 2 * len(groups) == 2 * 4 * schedule.steps, "nobody is trained on twice, nor by half"
+    assert len(weights) == 2 * len(groups) == 2 * 4 * schedule.steps, (
+        "nobody is trained on twice, nor by half"
+    )
     assert len(list(folder.iterdir())) == metrics[-1]["replaced_workers"]
     return metrics
 
@@ -128,7 +130,9 @@ both = pytest.mark.parametrize("schedule", [SYNCHRONOUS, ASYNCHRONOUS], ids=lamb
 
 
 def test_ranks_that_die_while_they_generate_score_and_take_weights_over_are_replaced(tmp_path: Path):
-    metrics = run(tmp_path, ASYNCHRONOUS, {"dies_at": 31, "dies_at_version": 2}, {"dies_at": 3}, whole=True)
+    metrics = run(
+        tmp_path, ASYNCHRONOUS, {"dies_at": 31, "dies_at_version": 2}, {"dies_at": 3}, whole=True
+    )
     assert metrics[-1]["replaced_workers"] == 3
     assert all(row.get("actor/lag", 0) <= (ASYNCHRONOUS.max_staleness or 0) for row in metrics)
 
@@ -174,7 +178,9 @@ class MortalActor(SavingActor):
         return super().publish_weights(version, receivers)
 
 
-def mortal(tmp_path: Path, schedule: Training, actor_class: type[MortalActor] = MortalActor, **settings: Any) -> Driver:
+def mortal(
+    tmp_path: Path, schedule: Training, actor_class: type[MortalActor] = MortalActor, **settings: Any
+) -> Driver:
     (tmp_path / "deaths").mkdir()
     rollout = group(SlowRollout, name="rollout")
     actor = group(actor_class, name="actor", folder=tmp_path / "deaths", deaths=settings.pop("deaths", 1))
@@ -290,7 +296,13 @@ def scored(
     graph = toy_reinforce(prompts(10), rollout=rollout, reward=reward, actor=actor)
     schedule = Synchronous(steps=4, prompts_per_step=4)
     with Driver(
-        graph, schedule=schedule, backend=backend, root=tmp_path, name="run", record_every=0, progress=False
+        graph,
+        schedule=schedule,
+        backend=backend,
+        root=tmp_path,
+        name="run",
+        record_every=0,
+        progress=False,
     ) as driver:
         metrics = driver.run()
         weights = driver.call(actor, "weights")[0]
@@ -310,7 +322,9 @@ def test_a_reward_that_hangs_is_ended_and_its_sample_is_asked_again(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_sample_at_which_the_reward_always_hangs_ends_the_run_and_no_other_is_blamed(tmp_path: Path, words: Path):
+def test_a_sample_at_which_the_reward_always_hangs_ends_the_run_and_no_other_is_blamed(
+    tmp_path: Path, words: Path
+):
     with pytest.raises(
         WorkerError,
         match=r"node 'reward.score' was lost 3 times at sample \d+ \(row 3 of source 'prompts'\)\. So did .*To replay .*"
@@ -319,12 +333,18 @@ def test_a_sample_at_which_the_reward_always_hangs_ends_the_run_and_no_other_is_
         scored(tmp_path, words, "hangs", 9, RayBackend(), deadline_s=1, max_failed=0)
 
 
-def test_a_reward_that_hangs_in_this_process_is_interrupted_and_its_sample_asked_again(tmp_path: Path, words: Path):
-    metrics = scored(tmp_path, words, "hangs", 1, Local(), deadline_s=0.2)  # waited out; the others return at once
+def test_a_reward_that_hangs_in_this_process_is_interrupted_and_its_sample_asked_again(
+    tmp_path: Path, words: Path
+):
+    metrics = scored(
+        tmp_path, words, "hangs", 1, Local(), deadline_s=0.2
+    )  # waited out; the others return at once
     assert metrics[-1]["requeued_rows"] > 0 and "replaced_workers" not in metrics[-1]
 
 
-def test_a_reward_that_always_hangs_in_this_process_ends_the_run_with_its_sample(tmp_path: Path, words: Path):
+def test_a_reward_that_always_hangs_in_this_process_ends_the_run_with_its_sample(
+    tmp_path: Path, words: Path
+):
     said = r"sample \d+ \(row 3 of source 'prompts'\)\..*TimeoutError: reward function .*length took longer than 0\.2 s"
     with pytest.raises(WorkerError, match=said):
         scored(tmp_path, words, "hangs", 9, Local(), deadline_s=0.2, max_failed=0)  # waited out
@@ -336,9 +356,13 @@ def test_a_reward_that_fails_now_and_then_is_asked_again(tmp_path: Path, words: 
 
 
 def test_a_sample_at_which_the_reward_always_fails_ends_the_run_and_is_named(tmp_path: Path, words: Path):
-    with pytest.raises(WorkerError, match=r"node 'reward.score' failed 3 times at sample \d+ \(row 3 of ") as caught:
+    with pytest.raises(
+        WorkerError, match=r"node 'reward.score' failed 3 times at sample \d+ \(row 3 of "
+    ) as caught:
         scored(tmp_path, words, "raises", 9, Local(), max_failed=0)
-    assert "ConnectionError: the judge does not answer" in str(caught.value) and "in length" in str(caught.value)
+    assert "ConnectionError: the judge does not answer" in str(caught.value) and "in length" in str(
+        caught.value
+    )
 
 
 class StumblingReward(ToyReward):
@@ -389,7 +413,9 @@ def watched_grpo(prompts: Any, *, rollout: Any, reward: Any, watcher: Any, actor
     return actor.update(centred(reward.score(samples)))
 
 
-def test_what_a_node_measured_that_writes_nothing_counts_once_when_its_rows_are_asked_again(tmp_path: Path):
+def test_what_a_node_measured_that_writes_nothing_counts_once_when_its_rows_are_asked_again(
+    tmp_path: Path,
+):
     made = {"rollout": group(SlowRollout), "actor": group(SavingActor)}
     made["rollout"].follows(made["actor"])
     graph = watched_grpo(prompts(10), **made, reward=group(ToyReward), watcher=group(Watcher))

@@ -192,7 +192,9 @@ def test_a_run_at_its_end_waits_for_the_checkpoint_of_its_last_step(run: Saved):
     assert saving.may_begin
     run.save(3)
     assert not saving.holds_up and run.steps == ["step_000003"]
-    assert [path.name for path in run.folder.path.iterdir()] == run.steps, "the one that was replaced is gone"
+    assert [path.name for path in run.folder.path.iterdir()] == run.steps, (
+        "the one that was replaced is gone"
+    )
 
 
 def test_a_rank_without_room_gives_the_checkpoint_up_and_it_is_due_after_the_next_step(run: Saved):
@@ -212,7 +214,9 @@ def test_a_rank_without_room_gives_the_checkpoint_up_and_it_is_due_after_the_nex
     run.save(4)
     run.saving.step_over(5, last=False)
     assert not run.saving.due, "step 4 is saved"
-    assert not run.saving.failed(full(CallRequest(run.groups[0], "load_checkpoint"))), "that is no part of a checkpoint"
+    assert not run.saving.failed(full(CallRequest(run.groups[0], "load_checkpoint"))), (
+        "that is no part of a checkpoint"
+    )
 
 
 def test_a_driver_without_room_at_the_end_of_a_run_saves_at_once_again(run: Saved):
@@ -228,7 +232,10 @@ def test_a_driver_without_room_at_the_end_of_a_run_saves_at_once_again(run: Save
     ("error", "said"),
     [
         (TakenOverError("another driver goes on"), r"^another driver"),
-        (OSError(errno.EIO, "no such luck"), r"checkpoint .*step_000003 could not be completed: .*no such luck"),
+        (
+            OSError(errno.EIO, "no such luck"),
+            r"checkpoint .*step_000003 could not be completed: .*no such luck",
+        ),
     ],
 )
 def test_what_else_goes_wrong_when_it_is_named_ends_the_run(run: Saved, error: Exception, said: str):
@@ -252,7 +259,9 @@ def test_a_checkpoint_that_stops_growing_has_a_deadline_that_names_who_was_waite
     run.now += 50
     run.advance()
     run.now += 50
-    with pytest.raises(DeadlineError, match=r"step_000003: nothing more was written for 60 s .*: actor, .*; critic, "):
+    with pytest.raises(
+        DeadlineError, match=r"step_000003: nothing more was written for 60 s .*: actor, .*; critic, "
+    ):
         run.advance()
 
 

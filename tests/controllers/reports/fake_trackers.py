@@ -18,7 +18,9 @@ class Kept:
 
     def open(self, run: TrackedRun) -> str:
         self.file = run.folder / self.keeps_in
-        self._write({"open": run.id, "after": run.after, "logged": run.logged, "config": dict(run.config)})
+        self._write(
+            {"open": run.id, "after": run.after, "logged": run.logged, "config": dict(run.config)}
+        )
         return run.id or "first"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -33,7 +33,10 @@ def write_samples(path: Path, **columns: object) -> Path:
 
 
 def run(
-    display: Display, folder: Path, steps: int, then: Callable[[Progress, int], object] = lambda progress, step: None
+    display: Display,
+    folder: Path,
+    steps: int,
+    then: Callable[[Progress, int], object] = lambda progress, step: None,
 ) -> None:
     """Show a run of so many steps, and an evaluation of it."""
     progress, rows = Progress(steps, folder, display), []

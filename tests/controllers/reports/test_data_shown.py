@@ -28,16 +28,23 @@ def test_what_was_understood_of_the_data_is_printed_once_and_kept_with_the_run(
     checkpoint = CheckpointConfig(every=1)
 
     def said(steps: int, resume: str) -> str:
-        train = toy_grpo(data, rollout=group(ToyRollout), reward=group(ToyReward), actor=group(SavingActor))
+        train = toy_grpo(
+            data, rollout=group(ToyRollout), reward=group(ToyReward), actor=group(SavingActor)
+        )
         schedule = Synchronous(steps=steps, prompts_per_step=2)
-        driver = Driver(train, schedule=schedule, root=tmp_path, name="a", checkpoint=checkpoint, resume=resume)
+        driver = Driver(
+            train, schedule=schedule, root=tmp_path, name="a", checkpoint=checkpoint, resume=resume
+        )
         with driver:
             driver.run()
         return capsys.readouterr().out
 
     first = said(1, "none")
     assert (
-        first.count("data 'words': words: 5 rows, read as TRL prompt-only\n  reads     prompt (text) as prompt;") == 1
+        first.count(
+            "data 'words': words: 5 rows, read as TRL prompt-only\n  reads     prompt (text) as prompt;"
+        )
+        == 1
     )
     assert (
         "  answers   from 'answer': what follows ####, in 4 of 5 rows; none in 1 of 5 rows, the first words, row 5"
@@ -46,7 +53,13 @@ def test_what_was_understood_of_the_data_is_printed_once_and_kept_with_the_run(
     assert "  left out  1 of 5: longer than max_prompt_tokens=1" in first
     kept = json.loads((tmp_path / "a" / "config.json").read_text())["data"]["train"]
     assert kept["prompts"]["longest"] == 2
-    assert kept["examples"][2] == {"prompt": "t2", "response": None, "answer": "t2", "rejected": None, "parts": {}}
+    assert kept["examples"][2] == {
+        "prompt": "t2",
+        "response": None,
+        "answer": "t2",
+        "rejected": None,
+        "parts": {},
+    }
     again = said(2, "latest")
     assert "data 'words'" not in again
     assert again.count("1 of 5 prompts of 'words' are left out: longer than max_prompt_tokens=1") == 1

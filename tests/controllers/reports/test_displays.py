@@ -44,12 +44,25 @@ def test_a_run_is_shown_with_every_figure_a_sample_and_where_it_lies(display: st
     ]
     assert [text for text in shown if text not in said] == []
     if display == "json":
-        events = [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in said.splitlines()]
+        events = [
+            json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in said.splitlines()
+        ]
         assert [event["step"] for event in events if event["event"] == "step"] == [*range(1, 13)]
         assert [event["step"] for event in events if event["event"] == "sample"] == [10]
         assert events[-1]["best"][0]["step"] == events[-1]["last"][0]["step"] == 12
     else:
-        figures = ["reward", "0.500 ±0.250", "no signal", "75%", "50%", "entropy", "1.50", "gap", "2e-03", "1,234"]
+        figures = [
+            "reward",
+            "0.500 ±0.250",
+            "no signal",
+            "75%",
+            "50%",
+            "entropy",
+            "1.50",
+            "gap",
+            "2e-03",
+            "1,234",
+        ]
         assert [text for text in figures if text not in said] == []
         assert said.count("of step 10") == 1 and "best evaluation" in said and "1.200 (95 %: " in said
 
@@ -123,8 +136,12 @@ def test_names_do_not_steer_a_terminal_and_json_has_finite_numbers():
     for display in (Terminal, PlainLines, JsonLines):
         stream = io.StringIO()
         display(stream).evaluated(score)
-        display(stream).ended(Ending("run\x1b[2J", 1, 1.0, (), (score,), {"samples\x1b[2J": Path("a\x1b[2J")}))
-        assert "\x1b[2J" not in stream.getvalue() and (display is not JsonLines or "NaN" not in stream.getvalue())
+        display(stream).ended(
+            Ending("run\x1b[2J", 1, 1.0, (), (score,), {"samples\x1b[2J": Path("a\x1b[2J")})
+        )
+        assert "\x1b[2J" not in stream.getvalue() and (
+            display is not JsonLines or "NaN" not in stream.getvalue()
+        )
 
 
 def test_a_stream_that_is_closed_meanwhile_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

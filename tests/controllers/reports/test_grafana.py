@@ -13,7 +13,9 @@ FILE = Path(__file__).resolve().parents[3] / "docs" / "grafana.json"
 
 
 def test_the_file_is_that_of_the_module():
-    assert json.loads(FILE.read_text()) == dashboard(), "run: python docs/generate/grafana.py > docs/grafana.json"
+    assert json.loads(FILE.read_text()) == dashboard(), (
+        "run: python docs/generate/grafana.py > docs/grafana.json"
+    )
 
 
 def test_each_query_names_a_metric_of_the_table():

@@ -19,7 +19,11 @@ from test_tracker_process import rows, scripted
 
 from weft.controllers.reports.tracker_process import SentMetrics, TrackerProcess, path_of
 
-CONFIG = {"seed": 7, "settings": {"hub_token": "hf_s3cr3t", "model": "m"}, "graphs": {"train": ["a", "b"]}}
+CONFIG = {
+    "seed": 7,
+    "settings": {"hub_token": "hf_s3cr3t", "model": "m"},
+    "graphs": {"train": ["a", "b"]},
+}
 FIRST = [(step, float(step)) for step in range(5)]
 OVERWRITTEN = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.5), (4, 4.5), (5, 5.5)]
 NOT_AGAIN = [*FIRST, (5, 5.5)]
@@ -28,7 +32,9 @@ LATE = (3, 0.25)
 
 def needs(package: str) -> Any:
     missing = importlib.util.find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"{package} is not installed: pip install 'weft[{package}]'")
+    return pytest.mark.skipif(
+        missing, reason=f"{package} is not installed: pip install 'weft[{package}]'"
+    )
 
 
 def tracked(tmp_path: Path, name: str) -> Path:
@@ -45,7 +51,9 @@ def tracked(tmp_path: Path, name: str) -> Path:
     second = stream(run)
     late = {"step": float(LATE[0]), "eval/pass@1": LATE[1]}
     TrackerProcess(run, name, 2).follow(
-        scripted(lambda: add(second, *rows(0, 1, 2), *rows(3, 4, 5, value=0.5)), lambda: add(second, late))
+        scripted(
+            lambda: add(second, *rows(0, 1, 2), *rows(3, 4, 5, value=0.5)), lambda: add(second, late)
+        )
     )
     second.close()
     return run
@@ -70,7 +78,9 @@ def test_tensorboard_forgets_the_steps_that_are_made_again(tmp_path: Path):
     shown: defaultdict[str, dict[int, float]] = defaultdict(dict)
     starts = []
     for event in events(run / "tensorboard"):
-        if event.HasField("session_log") and event.session_log.status == 1:  # what TensorBoard does with it
+        if (
+            event.HasField("session_log") and event.session_log.status == 1
+        ):  # what TensorBoard does with it
             starts.append(event.step)
             for curve in shown.values():
                 for step in [step for step in curve if step >= event.step]:
@@ -121,9 +131,14 @@ def test_wandb_goes_on_offline_under_its_id(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = tracked(tmp_path, "wandb")
     files = sorted(run.rglob("*.wandb"), key=lambda path: path.stat().st_mtime_ns)
-    records = [Record.FromString(record) for file in files for record in leveldb_records(file.read_bytes())]
+    records = [
+        Record.FromString(record) for file in files for record in leveldb_records(file.read_bytes())
+    ]
     history = [
-        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        {
+            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+            for item in record.history.item
+        }
         for record in records
         if record.HasField("history")
     ]
@@ -150,7 +165,9 @@ def test_mlflow_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run = tracked(tmp_path, "mlflow")
     client, id = MlflowClient(), SentMetrics.read(path_of(run, "mlflow")).id
     assert [(metric.step, metric.value) for metric in client.get_metric_history(id, "loss")] == NOT_AGAIN
-    assert [(metric.step, metric.value) for metric in client.get_metric_history(id, "eval/pass_at_1")] == [LATE]
+    assert [
+        (metric.step, metric.value) for metric in client.get_metric_history(id, "eval/pass_at_1")
+    ] == [LATE]
     kept = client.get_run(id)
     assert kept.info.status == "FINISHED" and kept.info.run_name == "sums"
     assert kept.data.params["seed"] == "7" and kept.data.params["settings.hub_token"] == "[hidden]"
@@ -169,7 +186,9 @@ def test_trackio_goes_on_under_its_name(tmp_path: Path):
         "TRACKIO_DIR": str(tmp_path / "trackio"),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], env=environment, check=True, timeout=300
+    )
     done = subprocess.run(
         [sys.executable, "-c", read], env=environment, check=True, timeout=300, stdout=subprocess.PIPE
     )

@@ -49,7 +49,9 @@ def test_a_sample_follows_its_step_and_one_that_cannot_be_read_is_left_out(tmp_p
     progress = Progress(40, tmp_path, PlainLines(to), show_every=5)
     for step in range(1, 21):
         if step != 15:
-            progress.recorded(step, [torn, file] if step == 10 else [torn])  # of several ranks the first that has some
+            progress.recorded(
+                step, [torn, file] if step == 10 else [torn]
+            )  # of several ranks the first that has some
         progress.stepped({"step": float(step)})
         if step == 15:
             progress.recorded(15, [file])
@@ -67,7 +69,9 @@ def test_a_display_whose_reader_is_gone_does_not_end_the_run(tmp_path: Path):
         "[progress.stepped({'step': float(step)}) for step in range(5001)]\n"
         "print('the script goes on')\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.readline()
     process.stdout.close()
@@ -94,9 +98,14 @@ def test_a_score_says_what_it_is_and_how_many_prompts_it_is_of():
     rows |= {"eval/pass@1": 0.5, "eval/prompts_lost": 8.0, "eval/prompts_asked": 16.0}
     score = score_of("eval", 1, rows)
     assert score is not None and score.value == 0.5
-    assert score.text == "pass@1 0.500, mean reward 0.600; 8 of 16 prompts: the others have no scored response"
+    assert (
+        score.text
+        == "pass@1 0.500, mean reward 0.600; 8 of 16 prompts: the others have no scored response"
+    )
     nothing = score_of("eval", 1, {"eval/prompts_lost": 16.0, "eval/prompts_asked": 16.0})
-    assert nothing is not None and nothing.text == "nan; 0 of 16 prompts: the others have no scored response"
+    assert (
+        nothing is not None and nothing.text == "nan; 0 of 16 prompts: the others have no scored response"
+    )
 
 
 def test_the_best_score_is_one_of_all_prompts():

@@ -64,7 +64,9 @@ class ConstantReward(ToyReward):
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "answer"), writes=("reward",))
     def score(self, samples: Batch) -> tuple[Batch, Metrics]:
-        return samples.with_columns(reward=[1.0] * len(samples)), {"mean": Mean(float(len(samples)), len(samples))}
+        return samples.with_columns(reward=[1.0] * len(samples)), {
+            "mean": Mean(float(len(samples)), len(samples))
+        }
 
 
 @graph
@@ -83,7 +85,11 @@ def training(
 
 
 def recorded(*, rate: float = 1e-3, reward: type = ToyReward, **settings: Any) -> Graph:
-    made = {"rollout": group(SampledRollout), "reward": group(reward), "actor": group(RatedActor, learning_rate=rate)}
+    made = {
+        "rollout": group(SampledRollout),
+        "reward": group(reward),
+        "actor": group(RatedActor, learning_rate=rate),
+    }
     made["rollout"].follows(made["actor"])
     return training(prompts(8), **made, **settings)
 
@@ -104,14 +110,20 @@ def own_estimator(outcomes: Outcomes) -> Any:
         functools.partial(group_normalized, epsilon=1e-3),
     ],
 )
-def test_one_response_to_a_prompt_is_refused_where_responses_are_compared(estimator: Estimator, tmp_path: Path):
-    with pytest.raises(UserError, match=r"'group_advantages' .*n=1 samples one response to each.* Set n=2 or more"):
+def test_one_response_to_a_prompt_is_refused_where_responses_are_compared(
+    estimator: Estimator, tmp_path: Path
+):
+    with pytest.raises(
+        UserError, match=r"'group_advantages' .*n=1 samples one response to each.* Set n=2 or more"
+    ):
         Driver(recorded(n=1, estimator=estimator), schedule=Synchronous(steps=1), root=tmp_path)
     Driver(recorded(n=2, estimator=estimator), schedule=Synchronous(steps=1), root=tmp_path)
 
 
 @pytest.mark.parametrize("filtering", [drop_zero_variance, best_and_worst])
-def test_one_response_to_a_prompt_is_refused_before_a_filter_that_compares(filtering: Any, tmp_path: Path):
+def test_one_response_to_a_prompt_is_refused_before_a_filter_that_compares(
+    filtering: Any, tmp_path: Path
+):
     @graph
     def filtered(prompts: Any, *, rollout: Any, reward: Any, actor: Any, n: int) -> Any:
         samples: Any = filtering(reward.score(rollout.generate(prompts, n=n)))
@@ -139,14 +151,19 @@ def test_a_quorum_of_one_response_is_refused_like_one_response(tmp_path: Path):
             {"n": 1, "estimator": own_estimator},
             "node 'group_advantages' has one response to each prompt (n=1), and its estimator reads no other column",
         ),
-        ({"sampling": Sampling(temperature=0)}, "node 'rollout.generate' trains on responses of temperature 0"),
+        (
+            {"sampling": Sampling(temperature=0)},
+            "node 'rollout.generate' trains on responses of temperature 0",
+        ),
         (
             {"rate": 1000.0},
             "worker group 'actor' has learning_rate=1000, and a step moves each weight by about that much",
         ),
     ],
 )
-def test_a_mistake_that_shows_before_the_start_is_said_with_what_to_try(settings: dict[str, Any], says: str):
+def test_a_mistake_that_shows_before_the_start_is_said_with_what_to_try(
+    settings: dict[str, Any], says: str
+):
     made = recorded(**settings)
     (said,) = mistakes(made, made.handles)
     assert said.startswith(says) and "Try " in said
@@ -162,24 +179,32 @@ def test_what_is_right_is_not_warned_of():
         return actor.update(centred(greedy))
 
     own = with_a_baseline(prompts(8), **made.handles)
-    assert len(mistakes(own, own.handles)) == 1, "of one greedy response nothing is compared by a node that is known to"
+    assert len(mistakes(own, own.handles)) == 1, (
+        "of one greedy response nothing is compared by a node that is known to"
+    )
     assert greedy_baseline.reads
 
 
 def seen(*rows: dict[str, float]) -> list[str]:
     watch = Watch()
-    return [seen.text for step, row in enumerate(rows) for seen in watch.see({"step": float(step), **row})]
+    return [
+        seen.text for step, row in enumerate(rows) for seen in watch.see({"step": float(step), **row})
+    ]
 
 
 def test_rewards_that_are_equal_from_the_first_step_on_are_said_once():
     none, some = {"groups_without_signal": 1.0}, {"groups_without_signal": 0.9}
     (said,) = seen({}, *[none] * 10)
     assert (
-        said.startswith(f"in each of the first {FIRST_WITHOUT_SIGNAL} steps the rewards within every group are equal")
+        said.startswith(
+            f"in each of the first {FIRST_WITHOUT_SIGNAL} steps the rewards within every group are equal"
+        )
         and "Try " in said
     )
     assert seen({}, none, some, *[none] * 3) == [], "one group told answers apart"
-    assert seen({}, *[{"eval/groups_without_signal": 1.0}] * 10) == [], "an evaluation learns nothing anyhow"
+    assert seen({}, *[{"eval/groups_without_signal": 1.0}] * 10) == [], (
+        "an evaluation learns nothing anyhow"
+    )
 
 
 def test_responses_that_are_all_truncated_are_said_once():
@@ -215,7 +240,9 @@ def test_rewards_that_are_equal_over_all_responses_are_said_where_no_group_compa
 def test_an_entropy_that_collapses_is_said_beside_what_it_was():
     undecided, decided = {"actor/entropy": 2.0}, {"actor/entropy": 0.09}
     (said,) = seen({}, *[undecided] * 3, *[decided] * 5)
-    assert "actor/entropy is 0.09 nats a token, and was 2 at first" in said and "entropy_coefficient" in said
+    assert (
+        "actor/entropy is 0.09 nats a token, and was 2 at first" in said and "entropy_coefficient" in said
+    )
     assert seen({}, *[undecided] * 3, decided, decided, undecided, decided) == []
     assert seen({}, *[{"actor/entropy": 0.001}] * 10) == [], "it began so"
 
@@ -225,7 +252,10 @@ def test_a_gap_that_drifts_is_said_beside_what_it_was():
         return {"actor/mean_logprob_gap": value}
 
     (said,) = seen({}, *[gap(0.01)] * 3, *[gap(0.08)] * 5)
-    assert "actor/mean_logprob_gap is 0.08 nats a token, and was 0.01 at first" in said and "max_staleness" in said
+    assert (
+        "actor/mean_logprob_gap is 0.08 nats a token, and was 0.01 at first" in said
+        and "max_staleness" in said
+    )
     assert seen({}, *[gap(1e-6)] * 3, *[gap(1e-3)] * 5) == [], "rounding"
     assert seen({}, *[gap(0.03)] * 3, *[gap(0.08)] * 5) == [], "a low precision has had it from the start"
 
@@ -240,7 +270,12 @@ def test_a_gap_that_drifts_is_said_beside_what_it_was():
     ],
 )
 def test_numbers_that_are_absurd_are_said_at_once_and_once(row: dict[str, float], says: str):
-    usual = {"actor/loss": 0.1, "actor/grad_norm": 2.0, "actor/approx_kl": 0.01, "actor/mean_logprob_gap": 1e-6}
+    usual = {
+        "actor/loss": 0.1,
+        "actor/grad_norm": 2.0,
+        "actor/approx_kl": 0.01,
+        "actor/mean_logprob_gap": 1e-6,
+    }
     (said,) = seen({}, usual, usual | row, usual, usual | row)
     assert said.startswith(says) and "learning_rate" in said
 
@@ -266,8 +301,12 @@ def test_memory_that_grows_step_by_step_is_said_with_how_long_it_lasts():
     (said,) = seen({}, *[memory((2 + 0.1 * k) * GIB, (50 - 0.1 * k) * GIB) for k in range(60)])
     assert "step 32: the host memory of reward grows by 102 MiB a step" in said
     assert said.count("lasts for about 469 steps. ") == 1 and "resume='latest'" in said
-    assert seen({}, *[memory(2 * GIB + 40 * GIB * (k > 5), 20 * GIB) for k in range(90)]) == [], "it came up and stays"
-    assert seen({}, *[memory((2 + k % 7) * GIB, 20 * GIB) for k in range(90)]) == [], "it goes up and down"
+    assert seen({}, *[memory(2 * GIB + 40 * GIB * (k > 5), 20 * GIB) for k in range(90)]) == [], (
+        "it came up and stays"
+    )
+    assert seen({}, *[memory((2 + k % 7) * GIB, 20 * GIB) for k in range(90)]) == [], (
+        "it goes up and down"
+    )
 
 
 def test_a_run_says_why_it_cannot_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -282,7 +321,9 @@ def test_a_run_says_why_it_cannot_learn(tmp_path: Path, capsys: pytest.CaptureFi
     assert [row["groups_without_signal"] for row in metrics[1:]] == [1.0] * 5
     warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert (
-        len(warned) == 2 and "learning_rate=1000" in warned[0] and "rewards within every group are equal" in warned[1]
+        len(warned) == 2
+        and "learning_rate=1000" in warned[0]
+        and "rewards within every group are equal" in warned[1]
     )
     alerts = read_alerts(tmp_path / "run")
     assert [(alert.name, alert.step, alert.ends) for alert in alerts] == [
@@ -323,7 +364,9 @@ def test_a_symptom_that_is_named_ends_the_run_and_spoiled_weights_are_not_saved(
         pytest.raises(SymptomError, match=r"step 3: actor/loss is nan\. .*stop_on=\(\)"),
     ):
         driver.run()
-    assert [(alert.name, alert.step, alert.ends) for alert in read_alerts(tmp_path / "run")] == [("diverged", 3, True)]
+    assert [(alert.name, alert.step, alert.ends) for alert in read_alerts(tmp_path / "run")] == [
+        ("diverged", 3, True)
+    ]
     assert len(driver.directory.metrics) == 4
 
 

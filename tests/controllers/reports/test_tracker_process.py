@@ -66,16 +66,27 @@ def test_a_run_that_goes_back_sends_its_steps_again_only_where_they_replace_the_
     tmp_path: Path, tracker: str, again: list[tuple[int, float]]
 ):
     name, first = f"fake_trackers:{tracker}", stream(tmp_path)
-    TrackerProcess(tmp_path, name, None).follow(scripted(lambda: add(first, *rows(0, 1, 2, 3, 4)), last=""))
+    TrackerProcess(tmp_path, name, None).follow(
+        scripted(lambda: add(first, *rows(0, 1, 2, 3, 4)), last="")
+    )
     first.close()
-    assert losses(tmp_path) == [(step, float(step)) for step in range(5)] and kept(tmp_path)[-1] == {"closed": "failed"}
+    assert losses(tmp_path) == [(step, float(step)) for step in range(5)] and kept(tmp_path)[-1] == {
+        "closed": "failed"
+    }
     first.path.unlink()
-    second = stream(tmp_path)  # the directory of a run that goes on after step 2 begins with what was until then
-    TrackerProcess(tmp_path, name, 2).follow(scripted(lambda: add(second, *rows(0, 1, 2), *rows(3, 4, 5, value=0.5))))
+    second = stream(
+        tmp_path
+    )  # the directory of a run that goes on after step 2 begins with what was until then
+    TrackerProcess(tmp_path, name, 2).follow(
+        scripted(lambda: add(second, *rows(0, 1, 2), *rows(3, 4, 5, value=0.5)))
+    )
     second.close()
     assert losses(tmp_path)[5:] == [*again, (5, 5.5)]
     opened = [line for line in kept(tmp_path) if "open" in line]
-    assert [(line["open"], line["after"], line["logged"]) for line in opened] == [("", None, 0), ("first", 2, 5)]
+    assert [(line["open"], line["after"], line["logged"]) for line in opened] == [
+        ("", None, 0),
+        ("first", 2, 5),
+    ]
 
 
 def test_what_was_not_sent_before_a_kill_is_sent_when_the_run_goes_on(tmp_path: Path):

@@ -42,7 +42,10 @@ def test_a_run_comes_to_its_end_whatever_its_trackers_do(tmp_path: Path, monkeyp
     assert list(sent.values()) == metrics and kept(run)[-1] == {"closed": "well"}
     said = [alert.text for alert in read_alerts(run) if alert.name == "tracker"]
     about = {name: [text for text in said if repr(name) in text] for name in ENDING}
-    assert {name: len(texts) for name, texts in about.items()} == {ENDING[0]: 0, **dict.fromkeys(ENDING[1:], 1)}
+    assert {name: len(texts) for name, texts in about.items()} == {
+        ENDING[0]: 0,
+        **dict.fromkeys(ENDING[1:], 1),
+    }
     assert (
         "ConnectionError: refused with the key [value of TRACKER_API_KEY]" in about[ENDING[1]][0]
         and "signal 9" in about[ENDING[2]][0]
@@ -62,7 +65,10 @@ def test_a_run_ends_trackers_that_hang(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(process.returncode is not None for process in processes), "none is left"
     said = [alert.text for alert in read_alerts(tmp_path / "run") if alert.name == "tracker"]
     assert len(said) == 2
-    assert all(f"tracker {name!r} had not sent everything 0.1 s after the end" in "".join(said) for name in HANGING)
+    assert all(
+        f"tracker {name!r} had not sent everything 0.1 s after the end" in "".join(said)
+        for name in HANGING
+    )
 
 
 def test_a_run_that_is_killed_and_goes_on_sends_each_step_once(tmp_path: Path):
@@ -75,7 +81,9 @@ def test_a_run_that_is_killed_and_goes_on_sends_each_step_once(tmp_path: Path):
     assert [line["closed"] for line in lines if "closed" in line] == ["failed", "well"]
     for name in ("actor/rows", "time_s", "eval/reward/mean"):
         sent = [line["step"] for line in lines if name in line]
-        assert sent == [row["step"] for row in metrics if name in row], f"{name}: each step once, in order"
+        assert sent == [row["step"] for row in metrics if name in row], (
+            f"{name}: each step once, in order"
+        )
 
 
 class Clock:
@@ -85,12 +93,16 @@ class Clock:
         return self.now
 
 
-def test_a_tracker_that_shows_no_sign_of_life_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_tracker_that_shows_no_sign_of_life_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(tracker_processes, "LEAVE_S", 0.1)  # waited out
     (tmp_path / "logs").mkdir()
     said: list[str] = []
     clock = Clock()
-    one = TrackerProcesses(["fake_trackers:HangingAtOnce"], tmp_path, lambda run, row: None, said.append, clock)
+    one = TrackerProcesses(
+        ["fake_trackers:HangingAtOnce"], tmp_path, lambda run, row: None, said.append, clock
+    )
     one.start(None)
     try:
         for now in (1.0, tracker_processes.STUCK_S, tracker_processes.STUCK_S + 1, 1000.0):
@@ -123,13 +135,18 @@ def test_an_endpoint_that_fails_is_said_once_and_left_alone(tmp_path: Path):
     ("trackers", "message"),
     [
         (("tensorbord",), "there is no 'tensorbord'; did you mean 'tensorboard'?"),
-        (("prometheus",), "'prometheus' is the endpoint of a Ray cluster, so it needs backend=RayBackend()"),
+        (
+            ("prometheus",),
+            "'prometheus' is the endpoint of a Ray cluster, so it needs backend=RayBackend()",
+        ),
         ("wandb", r"trackers='wandb' is a text; it is a sequence of names: trackers=\('wandb',\)"),
         (("my_module:Mine", "my_module:Mine"), "'my_module:Mine' is named twice"),
         ((3,), "there is no 3"),
     ],
 )
-def test_a_tracker_that_cannot_be_is_refused_before_anything_starts(tmp_path: Path, trackers: Any, message: str):
+def test_a_tracker_that_cannot_be_is_refused_before_anything_starts(
+    tmp_path: Path, trackers: Any, message: str
+):
     with pytest.raises(UserError, match=message):
         drive(training(), tmp_path, trackers=trackers)
     assert not list(tmp_path.iterdir())

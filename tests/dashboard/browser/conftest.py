@@ -37,7 +37,9 @@ def chromium() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=binary, args=["--no-sandbox"] if os.geteuid() == 0 else [])
+        browser = playwright.chromium.launch(
+            executable_path=binary, args=["--no-sandbox"] if os.geteuid() == 0 else []
+        )
         yield browser
         browser.close()
 
@@ -47,7 +49,9 @@ def folder(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs: one that is done, one that was killed, one without a step, and one whose texts are wicked."""
     root = tmp_path_factory.mktemp("runs")
     program(root / ".data.txt", DEMO_RUNS, str(root), "--only", "nothing", "--here").process.join(120)
-    made = [program(root / f".{name}.txt", DEMO_RUNS, str(root), "--only", name, "--here") for name in ENDED]
+    made = [
+        program(root / f".{name}.txt", DEMO_RUNS, str(root), "--only", name, "--here") for name in ENDED
+    ]
     for one, name in zip(made, ENDED, strict=True):
         one.process.join(120)
         assert (root / name).is_dir(), one.said

@@ -31,14 +31,19 @@ class Look:
         """Beginnings of paths that may be answered with an error."""
         self.page.on("console", self._said)
         self.page.on("pageerror", lambda error: self.complaints.append(f"{self.page.url}: {error}"))
-        self.page.on("dialog", lambda dialog: (self.complaints.append(f"a dialog: {dialog.message}"), dialog.dismiss()))
+        self.page.on(
+            "dialog",
+            lambda dialog: (self.complaints.append(f"a dialog: {dialog.message}"), dialog.dismiss()),
+        )
         self.home = address.partition("?")[0]
         self.page.goto(address)
         self.page.wait_for_selector("#main[data-shows]")
 
     def _said(self, message: Any) -> None:
         place = str(message.location.get("url", ""))
-        if message.type == "error" and not any(path in place for path in ("/favicon.ico", *self.forgiven)):
+        if message.type == "error" and not any(
+            path in place for path in ("/favicon.ico", *self.forgiven)
+        ):
             self.complaints.append(f"{self.page.url}: {message.text} ({place})")
 
     def show(self, page: str, **params: object) -> Any:

@@ -9,7 +9,17 @@ class Serving:
     """A `weft dashboard` of its own process."""
 
     def __init__(self, folder: Path, port: int = 0) -> None:
-        command = [sys.executable, "-m", "weft", "dashboard", str(folder), "--token", "t", "--port", str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            "weft",
+            "dashboard",
+            str(folder),
+            "--token",
+            "t",
+            "--port",
+            str(port),
+        ]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     def __enter__(self) -> str:

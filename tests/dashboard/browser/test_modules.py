@@ -37,7 +37,9 @@ def test_the_difference_of_two_responses_is_the_shortest(ask):
     found = ask("diff", "m.difference([...'abcde'], [...'abxde'])")
     assert found == [["same", ["a", "b"]], ["gone", ["c"]], ["new", ["x"]], ["same", ["d", "e"]]]
     assert ask("diff", "m.difference([], ['a'])") == [["new", ["a"]]]
-    assert ask("diff", "m.difference([...'xay'], [...'bab']).filter(([kind]) => kind === 'same')") == [["same", ["a"]]]
+    assert ask("diff", "m.difference([...'xay'], [...'bab']).filter(([kind]) => kind === 'same')") == [
+        ["same", ["a"]]
+    ]
 
 
 def test_a_stretch_between_two_steps_is_the_step_that_is_nearest(ask):
@@ -50,7 +52,11 @@ def test_labels_of_an_axis_all_differ(ask):
     labels = ask("format", "m.axisLabels([0.9995, 1, 1.0005])")
     assert labels == ["0.9995", "1.0000", "1.0005"]
     assert ask("format", "m.axisLabels([0, 0.5, 1])") == ["0", "0.5", "1"]
-    assert ask("format", "m.axisLabels([0.985, 0.99, 0.995], m.percent)") == ["98.5 %", "99.0 %", "99.5 %"]
+    assert ask("format", "m.axisLabels([0.985, 0.99, 0.995], m.percent)") == [
+        "98.5 %",
+        "99.0 %",
+        "99.5 %",
+    ]
     assert ask("format", "m.axisLabels([12000.1, 12000.2], m.number)") == ["12,000.1", "12,000.2"]
     assert ask("format", "m.axisLabels([null, 1], m.number)") == ["", "1"]
 

@@ -77,14 +77,18 @@ def test_a_graph_of_many_layers_stays_in_its_frame(look, folder: Path, width: in
     window = look(width=width)
     window.show("graph", run=name)
     assert window.page.locator(".map").first.locator(".node").count() == 12
-    frame = window.page.evaluate("(map => [map.scrollWidth, map.clientWidth])(document.querySelector('.map'))")
+    frame = window.page.evaluate(
+        "(map => [map.scrollWidth, map.clientWidth])(document.querySelector('.map'))"
+    )
     assert frame[0] <= frame[1]
     rmtree(folder / name)
 
 
 def test_two_runs_with_other_graphs_are_compared_node_by_node(look, folder: Path):
     def change(config: Any) -> Any:
-        config["graphs"]["train"] = [line for line in config["graphs"]["train"] if "old_logprobs" not in line]
+        config["graphs"]["train"] = [
+            line for line in config["graphs"]["train"] if "old_logprobs" not in line
+        ]
         config["graphs"]["train"].insert(2, "  1. reward.filter  [filter; train; takes rows]")
         return config
 

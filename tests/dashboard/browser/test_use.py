@@ -15,7 +15,9 @@ WAITS = re.compile(
     r".+: \d+ of \d+ rows to do; (\d+ leased|waits for .+|ready, not claimed|too old, .+; waits for a larger bound)"
 )
 """What a node has still to do with a group that is in flight."""
-ENDS = re.compile(r"group 288 was never issued; groups 0 to \d+ were|group 288 of graph .+\) was finished at byte .+")
+ENDS = re.compile(
+    r"group 288 was never issued; groups 0 to \d+ were|group 288 of graph .+\) was finished at byte .+"
+)
 """A group that waits for nothing."""
 
 
@@ -71,13 +73,18 @@ def test_what_has_the_focus_is_seen_and_the_tab_key_goes_through_all(look):
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_axe_finds_nothing(look, dark: bool):
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed"
+    )
     window = look(dark=dark)
     found = {}
     for page in ("runs", *PAGES, "compare"):
         window.show(page, run="first", **{"with": "killed"} if page == "compare" else {})
         results = axe.Axe().run(window.page).response["violations"]
-        found |= {f"{page}: {rule['id']}": [node["html"][:200] for node in rule["nodes"][:3]] for rule in results}
+        found |= {
+            f"{page}: {rule['id']}": [node["html"][:200] for node in rule["nodes"][:3]]
+            for rule in results
+        }
     assert not found
 
 
@@ -89,7 +96,9 @@ def test_a_new_step_of_a_live_run_is_on_the_page_at_once_and_nothing_jumps(look,
     place = window.page.evaluate("scrollY")
     before = step.inner_text()
     window.page.wait_for_function(
-        "before => document.querySelector('.fact .value').innerText !== before", arg=before, timeout=30_000
+        "before => document.querySelector('.fact .value').innerText !== before",
+        arg=before,
+        timeout=30_000,
     )
     assert place > 0 and window.page.evaluate("window.kept.isConnected && scrollY") == place
 
@@ -146,7 +155,9 @@ def test_a_zoom_goes_along_from_page_to_page(look):
     window.shown("samples")
     window.page.get_by_role("button", name="steps 10 to 14").wait_for()
     steps = {
-        text.rpartition("step ")[2] for text in window.page.locator(".entry small").all_inner_texts() if "step" in text
+        text.rpartition("step ")[2]
+        for text in window.page.locator(".entry small").all_inner_texts()
+        if "step" in text
     }
     assert steps <= {"10", "11", "12", "13", "14"} and steps
     window.page.get_by_role("button", name="steps 10 to 14").click()
@@ -158,9 +169,18 @@ def test_a_conversation_is_shown_as_its_turns_and_what_was_unfolded_stays_so(loo
     RunDirectory.create(folder, "talk").close()
     (run / "samples").mkdir(exist_ok=True)
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 3?"}]
-    said = '<think>easy</think><tool_call>{"name": "calculator"}</tool_call><|im_end|>\n<|im_start|>tool\n' + "5" * 400
+    said = (
+        '<think>easy</think><tool_call>{"name": "calculator"}</tool_call><|im_end|>\n<|im_start|>tool\n'
+        + "5" * 400
+    )
     said += "<|im_end|>\n<|im_start|>assistant\nIt is 5.<|im_end|>"
-    rows = {"sample_id": [1], "group_id": [0], "response_ids": [[1, 2]], "response": [said], "prompt_messages": [asked]}
+    rows = {
+        "sample_id": [1],
+        "group_id": [0],
+        "response_ids": [[1, 2]],
+        "response": [said],
+        "prompt_messages": [asked],
+    }
     table = pa.table(rows)
     with pa.ipc.new_file(str(run / "samples" / "train_000001.1.0.arrow"), table.schema) as writer:
         writer.write_table(table)
@@ -168,7 +188,10 @@ def test_a_conversation_is_shown_as_its_turns_and_what_was_unfolded_stays_so(loo
     window.show("samples", run="talk")
     turns = window.page.locator(".response .turn")
     assert turns.locator("h4").all_inner_texts() == ["assistant", "tool", "assistant"]
-    assert window.page.get_by_text("It is 5.").is_visible() and window.page.get_by_text("What is 2 + 3?").is_visible()
+    assert (
+        window.page.get_by_text("It is 5.").is_visible()
+        and window.page.get_by_text("What is 2 + 3?").is_visible()
+    )
     call = window.page.get_by_text("calls calculator")
     assert not window.page.get_by_text('"name": "calculator"').is_visible()
     call.click()
@@ -185,5 +208,9 @@ def test_a_group_that_was_not_recorded_says_what_it_waits_for(look):
     if ENDS.fullmatch(first):
         assert not waits
     else:  # the driver said it last, or the log does, below the group's place
-        waits = waits if first.startswith("group 288 of graph") and first.endswith("is in flight") else [first, *waits]
+        waits = (
+            waits
+            if first.startswith("group 288 of graph") and first.endswith("is in flight")
+            else [first, *waits]
+        )
         assert waits and all(WAITS.fullmatch(line) for line in waits)

@@ -8,7 +8,9 @@ import pyarrow as pa
 
 from weft.dataflow.runs.samples import sample_file_name
 
-MARKUP = "<img src=x onerror=window.harmed=1><script>window.harmed=1</script><style>body{display:none}</style>"
+MARKUP = (
+    "<img src=x onerror=window.harmed=1><script>window.harmed=1</script><style>body{display:none}</style>"
+)
 TERMINAL = "\x1b[2J\x1b[31mred\x1b[0m\x07\x08\r\x00"
 REVERSED = "\u202egnp.exe\u2066\u200b\ufeff"
 WICKED = f"{MARKUP}{TERMINAL}{REVERSED}"
@@ -35,5 +37,11 @@ def make_wicked(run: Path, root: Path) -> None:
         file.write_table(table)
     (copied / "logs").mkdir(exist_ok=True)
     (copied / "logs" / "actor_0.log").write_text(f"{WICKED}\n" * 100)
-    alert = {"time": 1763851200.2, "step": 3, "name": WICKED, "text": f"worker actor[0]: {WICKED}", "ends": False}
+    alert = {
+        "time": 1763851200.2,
+        "step": 3,
+        "name": WICKED,
+        "text": f"worker actor[0]: {WICKED}",
+        "ends": False,
+    }
     (copied / "alerts.jsonl").write_text(json.dumps(alert) + "\n")

@@ -28,11 +28,15 @@ def train_graph(samples: int = 3, *, scorer: str = "score", quorum: bool = True)
     rows = SymbolicRows(drawn, SOURCE, {"prompt": ""})
     generate = Declaration("generate", Shape.EXPAND, reads=("prompt",), writes=("response",))
     rows = drawn.add(rows, None, samples_of, generate, (), {"n": samples})
-    rows = drawn.add(rows, None, function, Declaration(scorer, reads=("response",), writes=("reward",)), (), {})
+    rows = drawn.add(
+        rows, None, function, Declaration(scorer, reads=("response",), writes=("reward",)), (), {}
+    )
     if quorum:
         first = Declaration("first", Shape.FILTER, reads=("reward",), takes=Quorum)
         rows = drawn.add(rows, None, first_of_each_group, first, (), {"n": 2, "deadline_s": 2.0})
-        rows = drawn.add(rows, None, function, Declaration("keep", Shape.FILTER, reads=("reward",)), (), {})
+        rows = drawn.add(
+            rows, None, function, Declaration("keep", Shape.FILTER, reads=("reward",)), (), {}
+        )
     advantages = Declaration("advantages", Shape.GROUP, reads=("reward",), writes=("advantage",))
     rows = drawn.add(rows, None, function, advantages, (), {})
     update = Declaration("update", reads=("advantage",), takes=TrainingBatch())

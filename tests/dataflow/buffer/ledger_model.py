@@ -76,4 +76,6 @@ class Model:
         return min((v for v in versions if v is not None and v >= 0), default=math.inf)
 
     def too_old(self, group: CheckedGroup, n: Node, staleness: Staleness) -> set[int]:
-        return {id for id in self.todo(group, n) if self.rows[id].age(staleness.version) > staleness.bound}
+        return {
+            id for id in self.todo(group, n) if self.rows[id].age(staleness.version) > staleness.bound
+        }

@@ -49,7 +49,9 @@ class Drawing:
         rule.setdefault("writes", () if shape is Shape.FILTER or updates else (f"{name}_c",))
         declaration = Declaration(name, shape, **rule)
         if updates:  # on a worker group of its own
-            return self.recording.add(rows, Handle(Trainer, Config(), f"{name}r"), method, declaration, (), {})
+            return self.recording.add(
+                rows, Handle(Trainer, Config(), f"{name}r"), method, declaration, (), {}
+            )
         return self.recording.add(rows, None, function, declaration, (), {})
 
     def graph(self) -> Graph:
@@ -90,7 +92,9 @@ def random_graph(chance: random.Random, name: str = "drawn") -> Graph:
     if chance.random() < 0.2:  # rows come late for a quorum, and some of them are under way to it
         turns = draw.add(draw.add(draw.prompts, "dialogues", Shape.EXPAND), "turns", Shape.EXPAND)
         scored = draw.add(turns, "score", reads=("turns_c",))
-        draw.add(scored, "first", Shape.FILTER, reads=("score_c",), takes=Quorum(chance.randint(1, 3), 1.0))
+        draw.add(
+            scored, "first", Shape.FILTER, reads=("score_c",), takes=Quorum(chance.randint(1, 3), 1.0)
+        )
         branches = [turns, scored]
     elif chance.random() < 0.6:
         branches.append(draw.add(draw.prompts, "samples", Shape.EXPAND))
@@ -193,7 +197,9 @@ def aged(versions: list[int]) -> Ledger:
 def forgotten(ledger: Ledger) -> bool:
     """Nothing of any row is left."""
     nothing = Readiness(ledger.live.wiring)
-    return not (ledger.live.rows or ledger.live.groups or ledger.leases) and vars(ledger.readiness) == vars(nothing)
+    return not (ledger.live.rows or ledger.live.groups or ledger.leases) and vars(
+        ledger.readiness
+    ) == vars(nothing)
 
 
 def readiness_state(ledger: Ledger, readiness: Readiness) -> dict[str, Any]:
@@ -202,11 +208,19 @@ def readiness_state(ledger: Ledger, readiness: Readiness) -> dict[str, Any]:
     del state["_wiring"]
     groups = ledger.live.groups
     state["queued rows"] = [
-        sorted(id for id in queue if id in groups and groups[id].levels[ledger.graph.nodes[i].level].ready(i))
+        sorted(
+            id for id in queue if id in groups and groups[id].levels[ledger.graph.nodes[i].level].ready(i)
+        )
         for i, queue in enumerate(readiness.in_row_queues)
     ]
     state["queued groups"] = [
-        sorted({entry for entry in queue if entry[1] in groups and groups[entry[1]].state(i) is GroupState.READY})
+        sorted(
+            {
+                entry
+                for entry in queue
+                if entry[1] in groups and groups[entry[1]].state(i) is GroupState.READY
+            }
+        )
         for i, queue in enumerate(readiness.group_queues)
     ]
     return state

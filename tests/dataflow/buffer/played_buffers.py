@@ -62,7 +62,9 @@ class Driver:
     def claim(self) -> None:
         ledger = self.ledger
         n = self.chance.choice(ledger.graph.nodes)
-        staleness = Staleness(self.buffer.notes.get("version", 0), 1, "requeue") if n.operation.updates else None
+        staleness = (
+            Staleness(self.buffer.notes.get("version", 0), 1, "requeue") if n.operation.updates else None
+        )
         ledger.claim(n, max_rows=2, max_groups=1, deadline_s=3.0, staleness=staleness)
 
     def publish(self) -> None:
@@ -83,7 +85,9 @@ class Driver:
         ids = [lease.first_children[lease.ids.tolist().index(p)] + k for p in held for k in range(each)]
         versions = np.full(len(ids), self.buffer.notes.get("version", 0))
         parents = np.repeat(np.array(held, np.int64), each)
-        made = Published(np.array(ids, np.int64), np.ones(len(ids), np.int64), versions, parents, np.unique(parents))
+        made = Published(
+            np.array(ids, np.int64), np.ones(len(ids), np.int64), versions, parents, np.unique(parents)
+        )
         self.buffer.publish(ledger, lease, made, where)
 
     def finish(self) -> None:
@@ -191,7 +195,10 @@ def comes_to_its_end(driver: Driver) -> None:
     driver.run_out()
     for ledger in driver.buffer.ledgers.values():
         counts = ledger.live.counts()
-        assert counts["waiting"] == counts["leased"] == 0 and counts["issued"] == counts["done"] + counts["dropped"]
+        assert (
+            counts["waiting"] == counts["leased"] == 0
+            and counts["issued"] == counts["done"] + counts["dropped"]
+        )
     consumed_once(driver.buffer.folder)
     again = restore(driver.buffer.folder, GRAPHS)
     assert state_of(again) == state_of(driver.buffer) and not again.damage

@@ -40,15 +40,25 @@ class Play:
 
     def issue(self) -> None:
         number = self.chance.randint(1, 3)
-        self.ledger.issue([self.chance.randrange(9) for _ in range(number)], [2] * number, step=self.version)
+        self.ledger.issue(
+            [self.chance.randrange(9) for _ in range(number)], [2] * number, step=self.version
+        )
 
     def claim(self) -> None:
         ledger = self.ledger
         node = self.chance.choice(ledger.graph.nodes)
-        stale = Staleness(self.version, self.chance.choice(self.bounds), self.fate) if node.operation.updates else None
+        stale = (
+            Staleness(self.version, self.chance.choice(self.bounds), self.fate)
+            if node.operation.updates
+            else None
+        )
         limit = self.chance.choice([None, 1, 2])
         ledger.claim(
-            node, max_rows=limit, max_groups=limit, staleness=stale, deadline_s=self.chance.choice([None, 9.0])
+            node,
+            max_rows=limit,
+            max_groups=limit,
+            staleness=stale,
+            deadline_s=self.chance.choice([None, 9.0]),
         )
 
     def publish(self, part: float = 0.6) -> None:
@@ -61,7 +71,9 @@ class Play:
         self.chance.shuffle(held)
         if lease.node.makes_level is None:
             into = self.written(lease, len(held))
-            self.buffer.publish(ledger, lease, Published(np.array(held, np.int64), np.ones(len(held), np.int64)), into)
+            self.buffer.publish(
+                ledger, lease, Published(np.array(held, np.int64), np.ones(len(held), np.int64)), into
+            )
             return
         place = {id: k for k, id in enumerate(lease.ids.tolist())}
         parents = [parent for parent in held for _ in range(self.chance.randint(1, 3))]
@@ -106,7 +118,9 @@ class Play:
         leases = [lease for lease in ledger.leases if not lease.node.operation.takes_groups]
         if leases:
             lease = self.chance.choice(leases)
-            ledger.release(lease, "its rank died", ids=[i for i in lease.open if self.chance.random() < 0.5])
+            ledger.release(
+                lease, "its rank died", ids=[i for i in lease.open if self.chance.random() < 0.5]
+            )
 
     def fail(self) -> None:
         """A node fails at what it has claimed, and does without it."""
@@ -115,7 +129,9 @@ class Play:
         lease = None if node.operation.quorum else ledger.claim(node, max_rows=2, max_groups=1)
         if lease is not None:
             ledger.release(lease, "it failed")
-            ledger.drop(node, [i for i in lease.ids.tolist() if self.chance.random() < 0.6], "it failed again")
+            ledger.drop(
+                node, [i for i in lease.ids.tolist() if self.chance.random() < 0.6], "it failed again"
+            )
 
     def lose(self) -> None:
         ledger = self.ledger
@@ -128,10 +144,19 @@ class Play:
     def restart(self) -> None:
         self.buffer.commit()
         self.buffer.log.close()
-        self.buffer = SampleBuffer.recover(self.folder, self.graphs, check=lambda segment: None, clock=lambda: self.now)
+        self.buffer = SampleBuffer.recover(
+            self.folder, self.graphs, check=lambda segment: None, clock=lambda: self.now
+        )
 
     def random_moves(self, number: int) -> None:
-        often = [self.issue, *[self.claim] * 6, *[self.publish] * 4, *[self.finish] * 3, self.release, self.wait]
+        often = [
+            self.issue,
+            *[self.claim] * 6,
+            *[self.publish] * 4,
+            *[self.finish] * 3,
+            self.release,
+            self.wait,
+        ]
         for _ in range(number):
             seldom = self.chance.random()
             if seldom < 0.02:
@@ -205,7 +230,9 @@ def report_of(records: Records, folder: Path) -> Report:
 def at(records: Records, do: str, node: str | None = None, number: int = 0) -> int:
     """Where a record stands: of this kind, and of a lease of this node."""
     of = {r["lease"]: r["node"] for r in records if r["do"] == "claim"}
-    found = [i for i, r in enumerate(records) if r["do"] == do and (node is None or of[r["lease"]] == node)]
+    found = [
+        i for i, r in enumerate(records) if r["do"] == do and (node is None or of[r["lease"]] == node)
+    ]
     return found[number]
 
 

@@ -48,7 +48,9 @@ class Run:
 
     def __init__(self, path: Path, recorded: Graph) -> None:
         self.path = path
-        self.buffer = SampleBuffer.create(path / "buffer", {"train": recorded}, node="here", clock=lambda: 0.0)
+        self.buffer = SampleBuffer.create(
+            path / "buffer", {"train": recorded}, node="here", clock=lambda: 0.0
+        )
         self.writer = SegmentWriter(self.buffer.segments, "here", "w")
         self.ledger: Ledger = self.buffer.ledgers["train"]
         self.ledger.set_source(self.writer.append(Batch.of(prompt=["one", "two"])))
@@ -82,7 +84,9 @@ class Run:
 
     def keep(self, number: int) -> None:
         lease = self.claim("keep")
-        self.buffer.publish(self.ledger, lease, Published(lease.ids[:number], np.zeros(number, np.int64)), None)
+        self.buffer.publish(
+            self.ledger, lease, Published(lease.ids[:number], np.zeros(number, np.int64)), None
+        )
         self.ledger.finish(lease)
         self.commit()
 

@@ -40,7 +40,9 @@ class Stream:
 
     def __post_init__(self) -> None:
         graph = train_graph(self.samples, quorum=False)
-        self.buffer = SampleBuffer.create(self.folder, {"train": graph}, config=self.config, clock=lambda: 0.0)
+        self.buffer = SampleBuffer.create(
+            self.folder, {"train": graph}, config=self.config, clock=lambda: 0.0
+        )
         self.ledger = self.buffer.ledgers["train"]
         self.generate, self.score, self.advantages, self.update = graph.nodes
         self.at_work: list[tuple[Lease, int]] = []
@@ -53,12 +55,16 @@ class Stream:
             self.chance.shuffle(moves)
             moved = [move() for move in moves]
             idle = 0 if any(moved) else idle + 1
-            assert idle < 3, f"nobody can go on: {self.buffer.capacity('train')}, {self.ledger.live.counts()}"
+            assert idle < 3, (
+                f"nobody can go on: {self.buffer.capacity('train')}, {self.ledger.live.counts()}"
+            )
             self.check()
         self.buffer.log.close()
 
     def produce(self) -> bool:
-        capacity = self.buffer.capacity("train", staleness=self.staleness, groups_per_update=self.groups_per_update)
+        capacity = self.buffer.capacity(
+            "train", staleness=self.staleness, groups_per_update=self.groups_per_update
+        )
         number = min(capacity.groups, self.prompts - self.issued)
         if number:
             self.ledger.issue(range(number), [1] * number, step=0)
@@ -129,7 +135,9 @@ class Stream:
             assert len(self.ledger.live.rows) <= self.config.max_rows
         if self.config.max_bytes is not None and self.trained >= self.blind >= 0:
             fits = self.ledger.parts.num_bytes <= self.config.max_bytes
-            assert fits or len(self.ledger.live.groups) <= self.groups_per_update, "but what one update takes is let in"
+            assert fits or len(self.ledger.live.groups) <= self.groups_per_update, (
+                "but what one update takes is let in"
+            )
             if self.shared == 1:
                 least = self.group_bytes * self.groups_per_update
                 assert self.ledger.parts.num_bytes <= max(self.config.max_bytes, least)

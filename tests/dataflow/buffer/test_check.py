@@ -35,7 +35,10 @@ def test_a_started_run_holds_no_lease_of_the_run_before(tmp_path: Path):
     records = list(LogReader(tmp_path / "run" / "ledger.log"))
     del records[at(records, "release")]
     [violation] = map(str, report_of(records, tmp_path).violations)
-    assert "the run was started again, but lease 1 of node 'generate' in graph 'train', claimed at byte" in violation
+    assert (
+        "the run was started again, but lease 1 of node 'generate' in graph 'train', claimed at byte"
+        in violation
+    )
     buffer.log.close()
 
 
@@ -70,7 +73,11 @@ def test_a_torn_tail_and_what_was_cut_off_are_reported_and_are_no_violation(tmp_
     assert report.leases["open"] == 1 and report.graphs["train"].leased == 3
     SampleBuffer.recover(tmp_path / "run", {"train": dapo()}, check=lambda segment: None).log.close()
     report = check_log(tmp_path / "run")
-    assert not report.violations and report.restarts == 1 and "bytes were cut off the log" in report.damage[0]
+    assert (
+        not report.violations
+        and report.restarts == 1
+        and "bytes were cut off the log" in report.damage[0]
+    )
 
 
 @dataclass
@@ -82,7 +89,13 @@ class Epoch:
     def check(self, *, sure: bool = False) -> None: ...
 
     def record(self) -> Record:
-        return {"do": "epoch", "epoch": self.number, "host": "here", "pid": 7, "since": "2026-11-22 04:20:15 UTC"}
+        return {
+            "do": "epoch",
+            "epoch": self.number,
+            "host": "here",
+            "pid": 7,
+            "since": "2026-11-22 04:20:15 UTC",
+        }
 
 
 def test_epochs_in_a_log_count_restarts_and_show_two_drivers(tmp_path: Path):
@@ -99,7 +112,8 @@ def test_epochs_in_a_log_count_restarts_and_show_two_drivers(tmp_path: Path):
     SampleBuffer.recover(tmp_path, graphs, fence=Epoch(4)).log.close()
     (violation,) = map(str, check_log(tmp_path).violations)
     assert (
-        "epoch 4 (host 'here', process 7, since 2026-11-22 04:20:15 UTC) begins after epoch 5: two drivers" in violation
+        "epoch 4 (host 'here', process 7, since 2026-11-22 04:20:15 UTC) begins after epoch 5: two drivers"
+        in violation
     )
 
 
@@ -116,7 +130,8 @@ def test_a_log_that_two_drivers_appended_to_is_refuted_with_the_place_where_they
     log.write_bytes(log.read_bytes() + (tmp_path / "other").read_bytes()[place.offset :])
     (violation,) = map(str, check_log(tmp_path / "run").violations)
     assert (
-        f"the log continues from byte {place.offset}: two processes appended to this log at the same time" in violation
+        f"the log continues from byte {place.offset}: two processes appended to this log at the same time"
+        in violation
     )
 
 
@@ -152,9 +167,7 @@ def test_no_reader_takes_a_log_of_another_format(tmp_path: Path, number: int, wh
     for record in LogReader(tmp_path / "true" / LOG):
         log.append(record | {"format": number} if record["do"] == "graph" else record)
     log.close()
-    said = (
-        f"graph 'train' is described in format {number}, by {which} version of Weft; this version reads formats 3 to 6"
-    )
+    said = f"graph 'train' is described in format {number}, by {which} version of Weft; this version reads formats 3 to 6"
     for read in (check_log, restore, history):
         with pytest.raises(FormatError, match=said):
             read(tmp_path / "run")

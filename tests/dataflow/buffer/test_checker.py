@@ -173,8 +173,14 @@ WRONG: dict[Rule, dict[str, tuple[Callable[[Records], int], str]]] = {
             without("publish", "generate"),
             "takes row 8194, which is finished, or was never made",
         ),
-        "a release is missing": (without("release"), r"takes row 0, of group 0, which it holds already \(lease 1\)"),
-        "a row is claimed twice": (changed("claim", "score", ids=lambda ids: [ids[0]] * 2), "which it holds already"),
+        "a release is missing": (
+            without("release"),
+            r"takes row 0, of group 0, which it holds already \(lease 1\)",
+        ),
+        "a row is claimed twice": (
+            changed("claim", "score", ids=lambda ids: [ids[0]] * 2),
+            "which it holds already",
+        ),
         "a row is consumed twice": (
             changed("claim", "score", 1, ids=lambda ids: [8194, *ids]),
             "takes row 8194, of group 0, which it has consumed before",
@@ -187,11 +193,20 @@ WRONG: dict[Rule, dict[str, tuple[Callable[[Records], int], str]]] = {
             changed("publish", "score", ids=lambda ids: ids[:1] * 2),
             "publishes a row twice",
         ),
-        "a group is lost while it is worked on": (lost_under_way, "lose: group 0 is lost while row .* is leased"),
+        "a group is lost while it is worked on": (
+            lost_under_way,
+            "lose: group 0 is lost while row .* is leased",
+        ),
     },
     Rule.LEASE: {
-        "a claim is missing": (without("claim", "score"), "publish: lease .* of graph 'train' was never granted"),
-        "a claim stands twice": (twice("claim", "score"), "claim: lease .* of node 'score' was granted before"),
+        "a claim is missing": (
+            without("claim", "score"),
+            "publish: lease .* of graph 'train' was never granted",
+        ),
+        "a claim stands twice": (
+            twice("claim", "score"),
+            "claim: lease .* of node 'score' was granted before",
+        ),
         "a publication stands twice": (
             twice("publish", "score"),
             "publishes row .*, which is not, or no longer, its own",
@@ -219,7 +234,10 @@ WRONG: dict[Rule, dict[str, tuple[Callable[[Records], int], str]]] = {
         ),
     },
     Rule.NOTHING_LEFT_OUT: {
-        "a publication is missing": (without("publish", "score"), "finish: lease .* leaves 2 of its rows out"),
+        "a publication is missing": (
+            without("publish", "score"),
+            "finish: lease .* leaves 2 of its rows out",
+        ),
     },
     Rule.COMPLETE_GROUP: {
         "the finish of a filter is missing": (
@@ -236,7 +254,10 @@ WRONG: dict[Rule, dict[str, tuple[Callable[[Records], int], str]]] = {
         ),
     },
     Rule.READY: {
-        "the finish of a group is missing": (without("finish", "advantages"), "with which advantages is not done"),
+        "the finish of a group is missing": (
+            without("finish", "advantages"),
+            "with which advantages is not done",
+        ),
         "one row is claimed for another": (
             changed("claim", "score", ids=lambda ids: [ids[0], 0]),
             "takes row 0, of group 0, which is of level 'prompts', not 'generate'",
@@ -247,10 +268,19 @@ WRONG: dict[Rule, dict[str, tuple[Callable[[Records], int], str]]] = {
         ),
     },
     Rule.NEW_ID: {
-        "an issue stands twice": (twice("issue"), "issue: row 0 is issued, but ids below 2 were given out before"),
+        "an issue stands twice": (
+            twice("issue"),
+            "issue: row 0 is issued, but ids below 2 were given out before",
+        ),
         "children are made twice": (children_twice, "makes row 8194, which was made before"),
-        "an id is issued again": (changed("issue", None, first=lambda id: id - 1), "row -1 is issued, but ids below 0"),
-        "an id is left out": (changed("issue", None, first=lambda id: id + 1), "row 1 is issued, but 0 is next"),
+        "an id is issued again": (
+            changed("issue", None, first=lambda id: id - 1),
+            "row -1 is issued, but ids below 0",
+        ),
+        "an id is left out": (
+            changed("issue", None, first=lambda id: id + 1),
+            "row 1 is issued, but 0 is next",
+        ),
         "a group is issued again": (changed("issue", None, group=7), "group 7 is issued, but 0 is next"),
         "a child has another's id": (
             changed("publish", "generate", ids=lambda ids: [99, *ids[1:]]),
@@ -266,10 +296,16 @@ WRONG: dict[Rule, dict[str, tuple[Callable[[Records], int], str]]] = {
         "an unknown node": (changed("claim", "score", node="scor"), "graph 'train' has no node 'scor'"),
         "an unknown graph": (changed("claim", "score", graph="trian"), "graph 'trian' was not recorded"),
         "an unknown record": (changed("claim", "score", do="clam"), "clam: no such record is known"),
-        "a field is missing": (changed("claim", "score", ids=None), "claim: the record lacks what it needs"),
+        "a field is missing": (
+            changed("claim", "score", ids=None),
+            "claim: the record lacks what it needs",
+        ),
     },
     Rule.STALENESS: {
-        "an update trains on rows too old": (too_new, r"of version 0, for version 5 with a bound of 1 \(wait\)"),
+        "an update trains on rows too old": (
+            too_new,
+            r"of version 0, for version 5 with a bound of 1 \(wait\)",
+        ),
         "a group that is too old is not set aside": (
             not_set_aside,
             r"sets groups \[\] aside as too old; those are \[1\]",
@@ -298,8 +334,12 @@ WRONG: dict[Rule, dict[str, tuple[Callable[[Records], int], str]]] = {
 """Rule -> what is wrong with a log -> how the true one is changed (returning the record that breaks the rule, or -1), and what is said."""
 
 
-@pytest.mark.parametrize(("rule", "wrong"), [(rule, wrong) for rule, mutations in WRONG.items() for wrong in mutations])
-def test_a_log_with_one_thing_wrong_breaks_a_rule_at_its_place(rule: Rule, wrong: str, true: Records, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("rule", "wrong"), [(rule, wrong) for rule, mutations in WRONG.items() for wrong in mutations]
+)
+def test_a_log_with_one_thing_wrong_breaks_a_rule_at_its_place(
+    rule: Rule, wrong: str, true: Records, tmp_path: Path
+):
     mutate, message = WRONG[rule][wrong]
     index = mutate(true)
     violations = report_of(true, tmp_path).violations
@@ -311,7 +351,12 @@ def test_a_log_with_one_thing_wrong_breaks_a_rule_at_its_place(rule: Rule, wrong
 
 def test_a_log_breaks_every_rule_in_one_test_or_another():
     elsewhere = {Rule.QUORUM, Rule.ACCOUNTED}  # below
-    of_files = {Rule.ONE_WRITER, Rule.SOUND_LOG, Rule.CHECKPOINT, Rule.SAMPLES}  # test_check.py, test_recording.py
+    of_files = {
+        Rule.ONE_WRITER,
+        Rule.SOUND_LOG,
+        Rule.CHECKPOINT,
+        Rule.SAMPLES,
+    }  # test_check.py, test_recording.py
     assert {*WRONG, *elsewhere, *of_files} == set(Rule)
 
 
@@ -339,7 +384,9 @@ def test_the_checker_shares_no_code_with_the_ledger():
                 assert node.module != "rows" or names == {"MAX_CHILDREN"}, f"{name} imports {names}"
                 other = f"weft.dataflow.buffer.{node.module}"
                 pending += [other] if node.module != "rows" and other not in seen else []
-    assert not seen & {f"weft.dataflow.buffer.{name}" for name in ("ledger", "ledger_state", "sample_buffer")}
+    assert not seen & {
+        f"weft.dataflow.buffer.{name}" for name in ("ledger", "ledger_state", "sample_buffer")
+    }
 
 
 def test_a_quorum_takes_the_first_that_were_ready_and_cancels_the_others(tmp_path: Path):
@@ -391,7 +438,9 @@ def test_a_row_that_comes_after_its_quorum_was_chosen_is_dropped_and_so_is_work_
     draw = Drawing("train")
     rows = draw.add(draw.prompts, "chunk", Shape.EXPAND, reads=("prompt",))
     samples = draw.add(rows, "generate", Shape.EXPAND, reads=("chunk_c",))
-    draw.add(samples, "length", reads=("generate_c",))  # wants all samples, so the quorum does not end generation
+    draw.add(
+        samples, "length", reads=("generate_c",)
+    )  # wants all samples, so the quorum does not end generation
     rows = draw.add(samples, "score", reads=("generate_c",))
     draw.add(rows, "first", Shape.FILTER, reads=("score_c",), takes=Quorum(1))
     buffer = SampleBuffer.create(tmp_path / "run", {"train": draw.graph()}, clock=lambda: 0.0)

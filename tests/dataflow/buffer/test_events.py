@@ -52,7 +52,9 @@ EVENTS: list[Event] = [
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: str(event)[:60])
 def test_an_event_is_read_as_it_was_written(event: Event):
     text = to_json(event, 'a "graph"')
-    assert "\n" not in text and " " not in text.replace("a \\", "").replace("file \\", "").replace("it failed", "")
+    assert "\n" not in text and " " not in text.replace("a \\", "").replace("file \\", "").replace(
+        "it failed", ""
+    )
     record = unpacked(json.loads(text))
     assert record["graph"] == 'a "graph"' and from_record(record) == event
 
@@ -70,4 +72,7 @@ def test_what_has_its_default_is_left_out():
         "node": "score",
         "ids": [4],
     }
-    assert to_json(Publish(3, [4], [7]), "train") == '{"do":"publish","graph":"train","lease":3,"ids":[4],"tokens":[7]}'
+    assert (
+        to_json(Publish(3, [4], [7]), "train")
+        == '{"do":"publish","graph":"train","lease":3,"ids":[4],"tokens":[7]}'
+    )

@@ -68,9 +68,13 @@ def segment(server: SegmentServer) -> Segment:
     return SegmentWriter(server.folder, "n0", "w").append(some())
 
 
-def reader_of(server: SegmentServer, tmp_path: Path, node: str = "n1", token: str = TOKEN) -> SegmentReader:
+def reader_of(
+    server: SegmentServer, tmp_path: Path, node: str = "n1", token: str = TOKEN
+) -> SegmentReader:
     (tmp_path / node).mkdir(exist_ok=True)
-    return SegmentReader(tmp_path / node, node, fetch=Peers({"n0": server.location}, token, timeout_s=60).fetch)
+    return SegmentReader(
+        tmp_path / node, node, fetch=Peers({"n0": server.location}, token, timeout_s=60).fetch
+    )
 
 
 def client_of(
@@ -91,7 +95,9 @@ def test_a_segment_of_another_node_is_read_and_fetched_once(server, segment, tmp
 
 
 def test_each_node_fetches_for_itself(server, segment, tmp_path):
-    assert [reader_of(server, tmp_path, node).read(segment) for node in ("n1", "n2", "n1")] == [some()] * 3
+    assert [reader_of(server, tmp_path, node).read(segment) for node in ("n1", "n2", "n1")] == [
+        some()
+    ] * 3
     assert server.num_fetches == 2
 
 
@@ -108,8 +114,18 @@ def test_a_batch_without_rows_arrives(server, tmp_path):
 
 def test_processes_of_a_node_that_want_the_same_message_fetch_it_once(server, segment, tmp_path):
     (tmp_path / "n1").mkdir()
-    command = [sys.executable, "-c", READ, str(tmp_path / "n1"), server.location, json.dumps(segment.to_json())]
-    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    command = [
+        sys.executable,
+        "-c",
+        READ,
+        str(tmp_path / "n1"),
+        server.location,
+        json.dumps(segment.to_json()),
+    ]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
     for process in processes:
         assert process.stdout and process.stdout.readline() == "ready\n"
     for process in processes:  # all have imported everything: now at once
@@ -123,7 +139,11 @@ def test_processes_of_a_node_that_want_the_same_message_fetch_it_once(server, se
 def test_a_damaged_copy_is_fetched_again_once(server, segment, tmp_path):
     reader_of(server, tmp_path).read(segment)
     copy = fetched_path(tmp_path / "n1", segment)
-    for spoil in (lambda good: good[:-100], lambda good: good[:-100] + b"x" + good[-99:], lambda good: b""):
+    for spoil in (
+        lambda good: good[:-100],
+        lambda good: good[:-100] + b"x" + good[-99:],
+        lambda good: b"",
+    ):
         copy.write_bytes(spoil(copy.read_bytes()))
         assert reader_of(server, tmp_path).read(segment) == some()
     assert server.num_fetches == 4
@@ -156,11 +176,15 @@ def test_what_changes_on_the_way_is_found(server, segment, tmp_path):
 
 def test_a_node_that_is_no_peer_is_named_with_the_nearest(tmp_path):
     reader = SegmentReader(tmp_path, "node-a", fetch=Peers({"node-b": "grpc://127.0.0.1:1"}, TOKEN).fetch)
-    with pytest.raises(UserError, match="lies on node 'nodeb', which is not a peer; did you mean 'node-b'"):
+    with pytest.raises(
+        UserError, match="lies on node 'nodeb', which is not a peer; did you mean 'node-b'"
+    ):
         reader.read(Segment("nodeb", "w.0.000000.arrows", 0, 8, 0))
     with pytest.raises(UserError, match="which is not a peer; there are node-b"):
         reader.read(Segment("xyz", "w.0.000000.arrows", 0, 8, 0))
-    with pytest.raises(UserError, match="lies on node 'node-b'; this reader is on 'node-a' and has no peers"):
+    with pytest.raises(
+        UserError, match="lies on node 'node-b'; this reader is on 'node-a' and has no peers"
+    ):
         SegmentReader(tmp_path, "node-a").read(Segment("node-b", "w.0.000000.arrows", 0, 8, 0))
 
 
@@ -186,7 +210,9 @@ def test_deleting_a_file_deletes_the_copies_of_its_messages_on_every_node(server
     copies = tmp_path / "n1" / "fetched" / "n0"
     assert [path.name for path in copies.iterdir()] == ["w.0.000001.arrows"]
     assert not (server.folder / segments[0].file).exists()
-    assert SegmentReader(tmp_path / "n1", "n1").read(same_name) == some(3), "its own file of that name stays"
+    assert SegmentReader(tmp_path / "n1", "n1").read(same_name) == some(3), (
+        "its own file of that name stays"
+    )
     assert [away.read(s) for s in segments[2:]] == [some()] * 2
 
 
@@ -208,10 +234,19 @@ def silent() -> Iterator[str]:
         yield f"grpc://127.0.0.1:{listening.getsockname()[1]}"
 
 
-def test_a_peer_that_hangs_or_is_gone_or_refuses_keeps_nobody_from_deleting(server, segment, silent, tmp_path, caplog):
+def test_a_peer_that_hangs_or_is_gone_or_refuses_keeps_nobody_from_deleting(
+    server, segment, silent, tmp_path, caplog
+):
     other = SegmentServer(tmp_path / "n0", "n0", token="another's")
-    peers = {"silent": silent, "gone": "grpc://127.0.0.1:1", "refuses": other.location, "n0": server.location}
-    deletions = Deletions(Peers(peers, TOKEN), timeout_s=0.2, pause_s=0.01)  # waited out: each is asked again and again
+    peers = {
+        "silent": silent,
+        "gone": "grpc://127.0.0.1:1",
+        "refuses": other.location,
+        "n0": server.location,
+    }
+    deletions = Deletions(
+        Peers(peers, TOKEN), timeout_s=0.2, pause_s=0.01
+    )  # waited out: each is asked again and again
     deletions("n0", segment.file)
     wanted = [
         f"deleting file {segment.file} of node 'n0' at grpc://127.0.0.1:1: cannot be reached",
@@ -345,9 +380,17 @@ def test_it_listens_on_this_machine_alone(server):
     assert server.location == f"grpc://127.0.0.1:{server.port}"
     # /proc/net/tcp and tcp6 list the sockets with addresses in hexadecimal; state 0A is listening. gRPC's own are tcp6
     # sockets bound to ::ffff:127.0.0.1.
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
-    listening = {row[1].lower() for row in rows if row[3] == "0A" and row[1].endswith(f":{server.port:04X}")}
-    assert listening <= {f"{mapped}0100007f:{server.port:04x}" for mapped in ("", "0000000000000000ffff0000")}
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()
+    ]
+    listening = {
+        row[1].lower() for row in rows if row[3] == "0A" and row[1].endswith(f":{server.port:04X}")
+    }
+    assert listening <= {
+        f"{mapped}0100007f:{server.port:04x}" for mapped in ("", "0000000000000000ffff0000")
+    }
     assert listening
 
 
@@ -357,7 +400,8 @@ def test_it_listens_on_this_machine_alone(server):
 def test_a_server_that_was_closed_is_named(server, segment, tmp_path):
     server.close()
     with pytest.raises(
-        TimeoutError, match=f"fetching file {segment.file} of node 'n0' from {server.location}: cannot be reached"
+        TimeoutError,
+        match=f"fetching file {segment.file} of node 'n0' from {server.location}: cannot be reached",
     ):
         reader_of(server, tmp_path).read(segment)
 
@@ -390,7 +434,9 @@ def test_a_node_that_cannot_be_reached_is_asked_once_about_its_segments(tmp_path
 def test_a_server_that_never_answers_is_given_up_at_the_deadline(segment, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         location = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
-        reader = SegmentReader(tmp_path, "n1", fetch=Peers({"n0": location}, TOKEN, timeout_s=0.3).fetch)  # waited out
+        reader = SegmentReader(
+            tmp_path, "n1", fetch=Peers({"n0": location}, TOKEN, timeout_s=0.3).fetch
+        )  # waited out
         with pytest.raises(TimeoutError, match=f"from {location}: "):
             reader.read(segment)
 
@@ -458,7 +504,9 @@ sys.stdin.readline()
         assert process.stdout
         location, segment = json.loads(process.stdout.readline())
         read = [sys.executable, "-c", READ, str(tmp_path / "n1"), location, json.dumps(segment)]
-        done = subprocess.run(["ip", "netns", "exec", there, *read], input="\n", capture_output=True, text=True)
+        done = subprocess.run(
+            ["ip", "netns", "exec", there, *read], input="\n", capture_output=True, text=True
+        )
         assert done.stdout == "ready\n499500\n", done.stderr
         ip("-n", here, "link", "set", f"va{tag}", "down")  # the wire is cut
         cut = Segment.from_json([*segment[:2], segment[2] + 8, *segment[3:]])
@@ -469,7 +517,9 @@ sys.stdin.readline()
             *read[3:5],
             json.dumps(cut.to_json()),
         ]
-        done = subprocess.run(["ip", "netns", "exec", there, *read], input="\n", capture_output=True, text=True)
+        done = subprocess.run(
+            ["ip", "netns", "exec", there, *read], input="\n", capture_output=True, text=True
+        )
         assert f"TimeoutError: fetching file {cut.file} of node 'n0' from {location}" in done.stderr
     finally:
         if process is not None:

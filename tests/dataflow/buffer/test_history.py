@@ -34,10 +34,19 @@ def test_history_says_of_every_row_where_it_stands_while_the_run_goes_on(run: Ru
         "columns": [],
     }
     first = sample["sample_id"]
-    assert (sample["parent_id"], sample["level"], sample["tokens"], sample["version"]) == (0, "generate", 5, 7)
+    assert (sample["parent_id"], sample["level"], sample["tokens"], sample["version"]) == (
+        0,
+        "generate",
+        5,
+        7,
+    )
     assert (sample["state"], sample["leased"], other["state"]) == ("leased", ["score"], "waiting")
     [part] = sample["columns"]
-    assert (part["writer"], part["node"], part["file"]) == ("generate", "here", run.ledger.parts.segments[0].file)
+    assert (part["writer"], part["node"], part["file"]) == (
+        "generate",
+        "here",
+        run.ledger.parts.segments[0].file,
+    )
     assert first == 2 and part["checksum"] == run.ledger.parts.segments[0].checksum
 
 
@@ -93,7 +102,10 @@ def test_why_names_a_group_that_is_too_old_and_waits(tmp_path: Path):
     run.commit()
     assert found is None
     said = why(tmp_path / "run" / "buffer", 0).splitlines()
-    assert said[1].startswith("advantages: ") and "too old, of version 7; waits for a larger bound" in said[1]
+    assert (
+        said[1].startswith("advantages: ")
+        and "too old, of version 7; waits for a larger bound" in said[1]
+    )
     run.close()
 
 

@@ -88,7 +88,10 @@ def recovered(folder: Path, disk: Disk | None = None, name: str = "second") -> D
     if not (folder / LOG).exists():
         clock = [1e6]
         return Driver(
-            SampleBuffer.create(folder, GRAPHS, disk=disk, clock=lambda: clock[0]), random.Random(0), clock, name
+            SampleBuffer.create(folder, GRAPHS, disk=disk, clock=lambda: clock[0]),
+            random.Random(0),
+            clock,
+            name,
         )
     driver = go_on(folder, disk, name)
     conserved(driver.buffer)
@@ -154,7 +157,10 @@ def test_a_run_that_ends_again_while_it_is_recovered_goes_on(
             # Leases were given back and graphs named perhaps, and nothing else: what was safe is there.
             assert not (folder / LOG).exists() or restore(folder, GRAPHS).end.offset >= safe
             third = recovered(folder, FragileDisk())
-            assert all(third.buffer.notes.get(k, 0) >= v for k, v in json.loads(notes_at(reference, safe)).items())
+            assert all(
+                third.buffer.notes.get(k, 0) >= v
+                for k, v in json.loads(notes_at(reference, safe)).items()
+            )
             comes_to_its_end(third)
     assert crashes > 2600 / every
 

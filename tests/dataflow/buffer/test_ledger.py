@@ -3,7 +3,20 @@
 import numpy as np
 import pytest
 from counting import calls_of
-from ledgers import Clock, Drawing, claim, dapo, do, expand, forgotten, generated, grpo, node, publish, segment
+from ledgers import (
+    Clock,
+    Drawing,
+    claim,
+    dapo,
+    do,
+    expand,
+    forgotten,
+    generated,
+    grpo,
+    node,
+    publish,
+    segment,
+)
 
 from weft.dataflow.buffer.history import waits_for
 from weft.dataflow.buffer.leases import Pieces, Published, Spread
@@ -18,7 +31,8 @@ from weft.dataflow.operation import Shape
 def test_rows_are_offered_when_what_they_wait_for_is_done():
     ledger = generated(grpo())
     assert (
-        ledger.readiness.ready(node(ledger, "score")) == 6 and ledger.readiness.ready(node(ledger, "advantages")) == 0
+        ledger.readiness.ready(node(ledger, "score")) == 6
+        and ledger.readiness.ready(node(ledger, "advantages")) == 0
     )
     assert ledger.claim(node(ledger, "advantages")) is None
     do(ledger, "score")
@@ -66,7 +80,9 @@ def test_rows_that_several_ranks_wrote_are_published_together_and_each_lies_wher
     parts = [part for row in ledger.live.rows.values() if (part := row.part(score))]
     rows = [part.segment.file for part in parts if part is not None]
     assert rows == ["first rank"] * 2 + ["second rank"] * 4
-    assert [s.file for s in ledger.parts.take_freed()] == ["of a rank without rows"], "nobody will ever need it"
+    assert [s.file for s in ledger.parts.take_freed()] == ["of a rank without rows"], (
+        "nobody will ever need it"
+    )
     for name in ("advantages", "update"):
         do(ledger, name)
     assert {"first rank", "second rank"} <= {s.file for s in ledger.parts.take_freed()}
@@ -86,7 +102,12 @@ def test_a_lease_knows_its_rows():
     expand(ledger, lease, 2, versions=np.array([4, 4, 5, 6]))
     ledger.finish(lease)
     lease = claim(ledger, "score")
-    assert lease.num_tokens.tolist() == [7, 7, 9, 9] and [row.version for row in lease.rows] == [4, 4, 5, 6]
+    assert lease.num_tokens.tolist() == [7, 7, 9, 9] and [row.version for row in lease.rows] == [
+        4,
+        4,
+        5,
+        6,
+    ]
     assert lease.parent_ids.tolist() == [0, 0, 1, 1] and lease.group_ids.tolist() == [0, 0, 1, 1]
 
 
@@ -144,7 +165,8 @@ def test_a_map_must_return_every_row():
     lease = claim(ledger, "score")
     publish(ledger, lease, [1000])
     with pytest.raises(
-        LeaseError, match=r"node 'score' returned no row for 5 of its rows \(sample ids \[1001, 1002, 1003\]\)"
+        LeaseError,
+        match=r"node 'score' returned no row for 5 of its rows \(sample ids \[1001, 1002, 1003\]\)",
     ):
         ledger.finish(lease)
 
@@ -158,7 +180,9 @@ def test_a_lease_past_its_deadline_gives_its_rows_back():
     assert ledger.next_deadline == 3.0 and ledger.expire() == []
     clock.now = 3.0
     assert ledger.expire() == [late] and ledger.next_deadline == 5.0
-    with pytest.raises(LeaseError, match=r"released or finished before \(rollout 0 did not finish by its deadline\)"):
+    with pytest.raises(
+        LeaseError, match=r"released or finished before \(rollout 0 did not finish by its deadline\)"
+    ):
         expand(ledger, late, 2)
     assert ledger.readiness.ready(node(ledger, "generate")) == 1
 
@@ -182,7 +206,8 @@ def test_a_lost_group_is_issued_again_unless_somebody_works_on_it():
     ledger = generated(grpo())
     lease = claim(ledger, "score", max_rows=1)
     with pytest.raises(
-        LeaseError, match=r"group 0 of graph 'drawn' is lost \(its file is gone\) while rows of it are leased"
+        LeaseError,
+        match=r"group 0 of graph 'drawn' is lost \(its file is gone\) while rows of it are leased",
     ):
         ledger.lose(0, "its file is gone")
     ledger.release(lease)
@@ -238,7 +263,9 @@ def test_rows_that_come_after_what_they_wait_for_was_dropped_are_dropped_too():
     assert ledger.drop(node(ledger, "difficulty"), [0], "it fails") == 1
     expand(ledger, lease, 2)
     ledger.finish(lease)
-    assert list(ledger.live.groups) == [1] and ledger.live.counts()["dropped"] == 3, "the prompt and both samples"
+    assert list(ledger.live.groups) == [1] and ledger.live.counts()["dropped"] == 3, (
+        "the prompt and both samples"
+    )
     assert not ledger.readiness.settled(node(ledger, "join")), "the other prompt's difficulty is to come"
     for name in ("difficulty", "join", "after"):
         do(ledger, name)
@@ -257,7 +284,9 @@ def test_a_parent_of_which_nothing_was_made_is_done():
 def test_settled_and_exhausted_say_whether_more_can_come():
     ledger = Ledger(dapo())
     update, keep = node(ledger, "update"), node(ledger, "keep")
-    assert not ledger.readiness.settled(update) and ledger.readiness.exhausted(update), "nothing was issued"
+    assert not ledger.readiness.settled(update) and ledger.readiness.exhausted(update), (
+        "nothing was issued"
+    )
     ledger.issue([0], [2], step=0)
     assert not ledger.readiness.settled(update) and not ledger.readiness.exhausted(update)
     lease = claim(ledger, "generate")
@@ -275,7 +304,9 @@ def test_settled_and_exhausted_say_whether_more_can_come():
     assert ledger.readiness.settled(keep) and not ledger.readiness.exhausted(update)
     ledger.finish(claim(ledger, "keep"))
     assert (
-        ledger.readiness.exhausted(keep) and ledger.readiness.exhausted(update) and not ledger.readiness.settled(update)
+        ledger.readiness.exhausted(keep)
+        and ledger.readiness.exhausted(update)
+        and not ledger.readiness.settled(update)
     )
 
 
@@ -292,7 +323,11 @@ def test_pieces_lead_to_the_ancestor_that_has_the_column():
     lease = claim(ledger, "generate")
     for parent, first in ((1, 200), (0, 100)):
         parents = np.full(2, parent)
-        ledger.publish(lease, Published(first + np.arange(2), np.zeros(2, int), None, parents), segment(f"of {parent}"))
+        ledger.publish(
+            lease,
+            Published(first + np.arange(2), np.zeros(2, int), None, parents),
+            segment(f"of {parent}"),
+        )
     ledger.finish(lease)
     assert ledger.claim(node(ledger, "join")) is None, "the prompts' difficulty is not known yet"
     do(ledger, "difficulty")

@@ -2,7 +2,20 @@
 
 import numpy as np
 import pytest
-from ledgers import Clock, Drawing, aged, claim, do, expand, first_two, forgotten, generated, grpo, node, publish
+from ledgers import (
+    Clock,
+    Drawing,
+    aged,
+    claim,
+    do,
+    expand,
+    first_two,
+    forgotten,
+    generated,
+    grpo,
+    node,
+    publish,
+)
 
 from weft.dataflow.buffer.leases import Published, Staleness
 from weft.dataflow.buffer.ledger import Ledger
@@ -113,7 +126,10 @@ def test_a_parent_that_was_requeued_is_finished_by_a_quorum_too():
     do(ledger, "score")
     assert ledger.readiness.ready(node(ledger, "generate")) == 1
     do(ledger, "first")
-    assert ledger.readiness.ready(node(ledger, "generate")) == 0 and ledger.claim(node(ledger, "generate")) is None
+    assert (
+        ledger.readiness.ready(node(ledger, "generate")) == 0
+        and ledger.claim(node(ledger, "generate")) is None
+    )
     assert ledger.leases.take_given_up() == [] and len(ledger.live.groups) == 0
 
 
@@ -126,7 +142,9 @@ def test_children_are_there_before_their_parent_is_finished():
     lease = claim(ledger, "generate")
     expand(ledger, lease, 2, finished=[])
     do(ledger, "score")
-    assert ledger.readiness.ready_groups(node(ledger, "advantages")) == 0, "more rows of the group can come"
+    assert ledger.readiness.ready_groups(node(ledger, "advantages")) == 0, (
+        "more rows of the group can come"
+    )
     expand(ledger, lease, 1, first=3000, finished=[])
     do(ledger, "score")
     assert ledger.readiness.ready_groups(node(ledger, "advantages")) == 0
@@ -158,7 +176,9 @@ def test_a_parent_that_is_requeued_keeps_the_children_that_were_published_and_it
     again = claim(ledger, "generate", version=4)
     assert again.ids.tolist() == [0, 1] and again.first_children.tolist() == [first, second + 4096]
     assert [[child.number for child in row.made(1)] for row in again.rows] == [[1], []]
-    assert [row.group.version for row in again.rows] == [3, 4], "its generation began under the older weights"
+    assert [row.group.version for row in again.rows] == [3, 4], (
+        "its generation began under the older weights"
+    )
     with pytest.raises(LeaseError, match="published a row twice"):
         expand(ledger, again, 1, first=first + 1, only=[0])
     expand(ledger, again, 1, first=first, only=[0])
@@ -204,7 +224,11 @@ def test_a_group_that_is_too_old_waits_for_a_larger_bound():
 def test_a_group_that_is_too_old_is_masked():
     ledger = aged([5, 3, 5])
     lease = claim(ledger, "update", staleness=Staleness(6, 2, "mask"))
-    assert lease.ids.tolist() == [1000, 1001, 1002] and lease.masked == {1001} and ledger.claims.stale == {"mask": 1}
+    assert (
+        lease.ids.tolist() == [1000, 1001, 1002]
+        and lease.masked == {1001}
+        and ledger.claims.stale == {"mask": 1}
+    )
 
 
 def test_the_prompt_of_a_group_that_is_too_old_is_issued_again():
@@ -219,7 +243,9 @@ def test_a_group_that_is_too_old_is_dropped():
     ledger = aged([3])
     assert ledger.claim(node(ledger, "update"), staleness=Staleness(6, 2, "drop")) is None
     assert (
-        list(ledger.live.groups) == [] and ledger.claims.stale == {"drop": 1} and ledger.live.counts()["dropped"] == 1
+        list(ledger.live.groups) == []
+        and ledger.claims.stale == {"drop": 1}
+        and ledger.live.counts()["dropped"] == 1
     )
 
 
@@ -235,7 +261,11 @@ def test_every_ready_group_that_is_too_old_is_set_aside_before_a_claim_takes_any
     ledger = aged([5, 3, 5, 3])
     update = node(ledger, "update")
     assert ledger.set_too_old_aside(update, Staleness(6, 2)) == 2
-    assert (ledger.readiness.ready_groups(update), ledger.readiness.too_old(update), len(ledger.leases)) == (2, 2, 0)
+    assert (
+        ledger.readiness.ready_groups(update),
+        ledger.readiness.too_old(update),
+        len(ledger.leases),
+    ) == (2, 2, 0)
     assert claim(ledger, "update", max_groups=1, staleness=Staleness(6, 2)).num_groups == 1
 
 

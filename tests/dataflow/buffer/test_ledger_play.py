@@ -75,7 +75,9 @@ class Play:
         first = self.ledger.ids.next_group
         self.ledger.issue(positions, [1] * number, step=self.step)
         self.saw()
-        groups = [self.model.groups.get(first + k) for k in range(number)]  # None: the graph had nothing to do with it
+        groups = [
+            self.model.groups.get(first + k) for k in range(number)
+        ]  # None: the graph had nothing to do with it
         assert [(g.position, g.issued_in) for g in groups if g] == [
             (p, self.step) for p, g in zip(positions, groups, strict=True) if g
         ]
@@ -92,11 +94,15 @@ class Play:
         fate: Fate = self.chance.choice(["wait", "mask", "requeue", "drop"])
         staleness = None
         if n.operation.updates and (bound is not None or self.chance.random() < 0.8):
-            staleness = Staleness(self.policy, self.chance.randint(0, 3) if bound is None else bound, fate)
+            staleness = Staleness(
+                self.policy, self.chance.randint(0, 3) if bound is None else bound, fate
+            )
         patience = self.chance.choice([None, None, 1.0, 4.0])
         open_before = {x.token: set(x.open) for x in self.leases}
         expected, masked = self.expect_claim(n, limit, staleness)
-        lease = self.ledger.claim(n, **limits, deadline_s=patience, staleness=staleness, holder="somebody")
+        lease = self.ledger.claim(
+            n, **limits, deadline_s=patience, staleness=staleness, holder="somebody"
+        )
         ids = lease.ids.tolist() if lease else []
         for number, candidates in expected:
             own, ids = ids[:number], ids[number:]
@@ -108,7 +114,9 @@ class Play:
         given_up = {(x.token, i) for x in self.leases for i in open_before[x.token] - x.open.keys()}
         assert given_up == set(self.ledger.leases.take_given_up())
         rows = self.model.rows
-        assert all(i not in rows or i in self.model.states(x.node).done for x in self.leases for i in x.given_up)
+        assert all(
+            i not in rows or i in self.model.states(x.node).done for x in self.leases for i in x.given_up
+        )
         if lease is None:
             return
         assert lease.masked == masked
@@ -129,7 +137,10 @@ class Play:
         ready = [(group, *found) for group in groups if (found := model.ready(group, n))[0]]
         if not n.operation.takes_groups:
             return [(1, [i]) for _, _, rows in ready for i in rows][:limit], masked
-        old_of = {g.id: model.too_old(g, n, staleness) if staleness is not None else set[int]() for g, _, _ in ready}
+        old_of = {
+            g.id: model.too_old(g, n, staleness) if staleness is not None else set[int]()
+            for g, _, _ in ready
+        }
         if staleness is not None and staleness.fate != "mask":
             aside = [own for group, _, own in ready if old_of[group.id]]
             self.dropped[f"stale at {n.name}"] += 0 if staleness.fate == "wait" else sum(map(len, aside))
@@ -181,13 +192,19 @@ class Play:
             )
             ids: list[int] = []
             for parent in children:
-                free = [first[parent] + k for k in range(40) if first[parent] + k not in (*self.model.rows, *ids)]
+                free = [
+                    first[parent] + k
+                    for k in range(40)
+                    if first[parent] + k not in (*self.model.rows, *ids)
+                ]
                 taken = {i for made, _, _ in self.staged[lease.token] for i in made}
                 ids.append(self.chance.choice([i for i in free if i not in taken][:3]))
             assert level is not None
             self.give(lease, ids, children, [p for p in chosen if self.chance.random() < 0.5])
 
-    def give(self, lease: Lease, ids: list[int], held: list[int], finished: list[int] | None = None) -> None:
+    def give(
+        self, lease: Lease, ids: list[int], held: list[int], finished: list[int] | None = None
+    ) -> None:
         n = lease.node
         makes = n.makes_level is not None
         into = segment(f"{len(self.stored)}", self.chance.randint(1, 99))
@@ -198,9 +215,13 @@ class Play:
         parents = np.array(held, np.int64) if makes else None
         through = np.array(finished, np.int64) if makes else None
         self.ledger.publish(
-            lease, Published(np.array(ids, np.int64), np.ones(len(ids), np.int64), versions, parents, through), into
+            lease,
+            Published(np.array(ids, np.int64), np.ones(len(ids), np.int64), versions, parents, through),
+            into,
         )
-        wanted = [k for k, parent in enumerate(held) if parent not in lease.given_up]  # the others are let go
+        wanted = [
+            k for k, parent in enumerate(held) if parent not in lease.given_up
+        ]  # the others are let go
         ids, held = [ids[k] for k in wanted], [held[k] for k in wanted]
         if n.operation.takes_groups:
             self.staged[lease.token].append((ids, held, into.file))
@@ -217,7 +238,9 @@ class Play:
         for parent in held if n.makes_level is not None else ():
             chosen = [q for q in self.model.rows[parent].group.chosen if q.level == n.makes_level]
             for quorum in chosen:
-                self.dropped[f"late at {quorum.name}"] += not any(quorum in other.downstream for other in chosen)
+                self.dropped[f"late at {quorum.name}"] += not any(
+                    quorum in other.downstream for other in chosen
+                )
 
     def finish(self) -> None:
         if not self.leases:
@@ -324,7 +347,11 @@ class Play:
         lease = self.chance.choice(self.void)
         parents = lease.ids[:1] if lease.node.makes_level is not None else None
         publication = Published(lease.ids[:1], np.ones(1, np.int64), None, parents)
-        for late in (self.ledger.finish, self.ledger.release, lambda x: self.ledger.publish(x, publication, None)):
+        for late in (
+            self.ledger.finish,
+            self.ledger.release,
+            lambda x: self.ledger.publish(x, publication, None),
+        ):
             with pytest.raises(LeaseError, match="released or finished before"):
                 late(lease)
             self.operations += 1
@@ -367,8 +394,12 @@ class Play:
             assert copy.live.oldest_too_old(n) == one.live.oldest_too_old(n)
             assert copy.leases.num_groups(n) == one.leases.num_groups(n)
         assert copy.live.counts() == one.live.counts() and copy.live.dropped == one.live.dropped
-        assert copy.parts.num_bytes == one.parts.num_bytes and list(copy.live.groups) == list(one.live.groups)
-        assert [waits_for(copy, g) for g in list(one.live.groups)] == [waits_for(one, g) for g in list(one.live.groups)]
+        assert copy.parts.num_bytes == one.parts.num_bytes and list(copy.live.groups) == list(
+            one.live.groups
+        )
+        assert [waits_for(copy, g) for g in list(one.live.groups)] == [
+            waits_for(one, g) for g in list(one.live.groups)
+        ]
         assert set(copy.parts.segments) == set(one.parts.segments)
         assert len(copy.parts.segments) == len(one.parts.segments)
 
@@ -399,7 +430,11 @@ class Play:
         assert ledger.claims.stale == counts.stale
         for group in model.groups.values():
             explained = waits_for(ledger, group.id)
-            waiting = [n.name for n in self.graph.nodes if model.todo(group, n) or not model.is_complete(group, n)]
+            waiting = [
+                n.name
+                for n in self.graph.nodes
+                if model.todo(group, n) or not model.is_complete(group, n)
+            ]
             assert [line.split(":")[0] for line in explained.splitlines()] == waiting
         self.take_freed()
         unused = {f for f, ids in self.lies_in.items() if not model.rows.keys() & set(ids)}
@@ -442,7 +477,16 @@ def play(seed: int, number: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         play = Play(graph, chance, Path(folder))
         moves = [
-            *(play.issue, play.claim, play.claim, play.claim, play.claim, play.publish, play.publish, play.finish),
+            *(
+                play.issue,
+                play.claim,
+                play.claim,
+                play.claim,
+                play.claim,
+                play.publish,
+                play.publish,
+                play.finish,
+            ),
             *(play.finish, play.release, play.use_a_void_lease, play.wait, play.lose, play.train),
             *(play.give_some_back, play.drop),
         ]
@@ -462,7 +506,9 @@ def play(seed: int, number: int) -> int:
         play.check()
         play.restart()
         play.log.close()
-    assert [play.ledger.claim(n) for n in graph.nodes] == [None] * len(graph.nodes)  # offers of rows taken away go
+    assert [play.ledger.claim(n) for n in graph.nodes] == [None] * len(
+        graph.nodes
+    )  # offers of rows taken away go
     assert forgotten(play.ledger)
     assert not play.model.checker.end()
     return play.operations

@@ -46,7 +46,11 @@ def test_a_group_rests_when_only_what_follows_behind_is_left_to_do():
     lease = claim(ledger, "keep")
     publish(ledger, lease, [1000, 1003, 1004, 1005])
     ledger.finish(lease)
-    assert (ledger.live.groups_at_work, ledger.live.groups_behind, ledger.live.ids_at_work) == (2, 0, [0, 1])
+    assert (ledger.live.groups_at_work, ledger.live.groups_behind, ledger.live.ids_at_work) == (
+        2,
+        0,
+        [0, 1],
+    )
     assert ledger.live.largest_group == 0, "none is finished"
     lease = claim(ledger, "update", max_groups=1)
     assert lease.ids.tolist() == [1000] and ledger.readiness.ready_groups(record) == 0
@@ -54,10 +58,15 @@ def test_a_group_rests_when_only_what_follows_behind_is_left_to_do():
     ledger.finish(lease, step=4)
     assert (ledger.live.groups_at_work, ledger.live.groups_behind, ledger.live.ids_at_work) == (1, 1, [1])
     assert ledger.live.groups_of_step == {0: 1} and ledger.readiness.ready_groups(record) == 1
-    assert ledger.live.groups[0].trained_in == 4 and not ledger.lose(0, "its file is gone"), "it was trained on"
+    assert ledger.live.groups[0].trained_in == 4 and not ledger.lose(0, "its file is gone"), (
+        "it was trained on"
+    )
     assert ledger.live.dropped == {"keep": 2, "given up": 4} and list(ledger.live.groups) == [1]
     do(ledger, "update")
-    assert (ledger.live.groups_at_work, ledger.live.groups_behind) == (0, 1) and not ledger.live.groups_of_step
+    assert (ledger.live.groups_at_work, ledger.live.groups_behind) == (
+        0,
+        1,
+    ) and not ledger.live.groups_of_step
     lease = claim(ledger, "record")
     assert lease.ids.tolist() == [1003, 1004, 1005]
     publish(ledger, lease)
@@ -164,7 +173,10 @@ def test_positions_of_groups_that_no_node_has_claimed():
     takers = [node(ledger, "advantages"), node(ledger, "update")]
     assert ledger.live.positions_before(takers) == [7, 3]
     lease = claim(ledger, "advantages", max_groups=1)
-    assert ledger.live.positions_before(takers) == [3] and ledger.live.positions_before(takers[1:]) == [7, 3]
+    assert ledger.live.positions_before(takers) == [3] and ledger.live.positions_before(takers[1:]) == [
+        7,
+        3,
+    ]
     assert (ledger.leases.num_groups(takers[0]), ledger.leases.num_groups(takers[1])) == (1, 0)
     ledger.release(lease)
     assert ledger.live.positions_before(takers) == [7, 3] and ledger.leases.num_groups(takers[0]) == 0
@@ -195,7 +207,9 @@ def test_a_token_is_void_when_its_lease_was_released_or_never_granted():
         ledger.release(claim(ledger, "score") if not ledger.leases.holds(first) else first)
     assert ledger.leases.is_void(first.token)
     ledger.release(claim(ledger, "score"))
-    assert not ledger.leases.is_void(first.token) and ledger.leases.is_void(first.token + 1), "1000 are remembered"
+    assert not ledger.leases.is_void(first.token) and ledger.leases.is_void(first.token + 1), (
+        "1000 are remembered"
+    )
     done = claim(ledger, "score")
     publish(ledger, done)
     ledger.finish(done)
@@ -244,7 +258,9 @@ def test_rows_that_a_quorum_does_without_are_not_ready_for_it_any_more():
     first = ledger.live.wiring.index["first"]
     assert ledger.live.groups[0].num_ready(first) == 3
     lease = claim(ledger, "first")
-    assert ledger.live.groups[0].num_ready(first) == 2 and ledger.live.dropped == {"over-issued at first": 1}
+    assert ledger.live.groups[0].num_ready(first) == 2 and ledger.live.dropped == {
+        "over-issued at first": 1
+    }
     ledger.release(lease)
     assert ledger.readiness.ready(node(ledger, "first")) == 2
 

@@ -43,7 +43,9 @@ class CountingDisk(Disk):
         super().truncate(descriptor, size)
 
 
-def write(path: Path, records: list[dict[str, Any]] = RECORDS, at: Position = Position()) -> list[Position]:
+def write(
+    path: Path, records: list[dict[str, Any]] = RECORDS, at: Position = Position()
+) -> list[Position]:
     """Write records; returns where each of them begins, and the end."""
     log = Log(path, at=at)
     places = [log.position]
@@ -160,7 +162,9 @@ def test_a_long_tail_that_is_cut_off_is_not_held_in_memory(tmp_path: Path):
         tracemalloc.stop()
         assert peak < len(tail) / 2, f"{peak / 1e6:.0f} MB"
         path.write_bytes(before)
-    assert [p.stat().st_size for p in tmp_path.glob("log.cut-*")] == [len(before) - place.offset + len(tail)]
+    assert [p.stat().st_size for p in tmp_path.glob("log.cut-*")] == [
+        len(before) - place.offset + len(tail)
+    ]
 
 
 def test_a_cut_that_was_interrupted_is_made_again(tmp_path: Path):
@@ -237,7 +241,9 @@ def test_a_full_disk_loses_nothing_and_the_next_commit_completes(tmp_path: Path)
         disk.room = None
         log.close()
         records, reader = read(path)
-        assert records == [*RECORDS, {"do": "more"}] and reader.damage is None and reader.end == log.position
+        assert (
+            records == [*RECORDS, {"do": "more"}] and reader.damage is None and reader.end == log.position
+        )
 
 
 class Interrupted(BaseException):
@@ -462,4 +468,6 @@ def test_a_changed_digit_of_a_checksum_is_found_before_any_position(tmp_path: Pa
     for place in places[:-1]:
         for byte in (place.offset, place.offset + 7, place.offset + 8):
             path.write_bytes(whole[:byte] + bytes([whole[byte] ^ 1]) + whole[byte + 1 :])
-            assert f"byte {place.offset}: a record's checksum is" in (damage_before(path, places[-1]) or "")
+            assert f"byte {place.offset}: a record's checksum is" in (
+                damage_before(path, places[-1]) or ""
+            )

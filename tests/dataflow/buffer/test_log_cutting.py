@@ -17,7 +17,16 @@ from weft.dataflow.buffer.history import history
 from weft.dataflow.buffer.recovery import ledger_checkpoints, restore
 from weft.dataflow.errors import TakenOverError, UserError
 from weft.dataflow.runs.files import LOG, Disk
-from weft.dataflow.runs.log import Log, LogCutting, LogReader, Position, PreparedCut, Work, damage_before, has_position
+from weft.dataflow.runs.log import (
+    Log,
+    LogCutting,
+    LogReader,
+    Position,
+    PreparedCut,
+    Work,
+    damage_before,
+    has_position,
+)
 from weft.dataflow.runs.log_archive import HISTORY, start_of
 
 RECORDS = [{"do": "note", "key": f"k{i}", "value": [i] * (i % 4)} for i in range(12)]
@@ -88,7 +97,9 @@ def test_a_run_whose_log_is_cut_comes_to_its_end_and_its_whole_log_is_sound(tmp_
     driver = cut_eagerly(go_on(tmp_path / "run"))
     comes_to_its_end(driver)
     report = check_log(tmp_path / "run")
-    assert not report.violations and sum(g.issued for g in report.graphs.values()) == len(history(tmp_path / "run"))
+    assert not report.violations and sum(g.issued for g in report.graphs.values()) == len(
+        history(tmp_path / "run")
+    )
 
 
 def test_the_file_holds_no_more_than_the_checkpoints_that_are_kept_need(tmp_path: Path):
@@ -139,7 +150,9 @@ def test_without_its_archive_a_run_goes_on_and_nobody_reads_what_was_before(tmp_
     driver.buffer.log.close()
     shutil.rmtree(tmp_path / "run" / HISTORY)
     assert state_of(restore(tmp_path / "run", GRAPHS)) == before
-    with pytest.raises(UserError, match=r"the part of its history that ends at byte .* is not in .*history"):
+    with pytest.raises(
+        UserError, match=r"the part of its history that ends at byte .* is not in .*history"
+    ):
         check_log(tmp_path / "run")
     driver = go_on(tmp_path / "run")
     driver.run_out()

@@ -50,11 +50,17 @@ DAMAGES = {
     "first bit": (flip(STATE, 0), [f"{STATE} has checksum "]),
     "last bit": (flip(STATE, 239), [f"{STATE} has checksum "]),
     "missing": (remove(STATE), [f"{STATE} is missing"]),
-    "half-written beside": (replace("actor/state/rank_1.partial", b"x"), ["actor/state/rank_1.partial is not in the "]),
+    "half-written beside": (
+        replace("actor/state/rank_1.partial", b"x"),
+        ["actor/state/rank_1.partial is not in the "],
+    ),
     "hidden beside": (replace("actor/.x", b""), ["actor/.x is not in the manifest"]),
     "without manifest": (remove(MANIFEST), ["manifest.json is missing"]),
     "empty manifest": (replace(MANIFEST, b""), ["manifest.json is damaged: its 0 bytes"]),
-    "manifest of something else": (replace(MANIFEST, b'{"files": {}}'), ["manifest.json is damaged: its 13 bytes"]),
+    "manifest of something else": (
+        replace(MANIFEST, b'{"files": {}}'),
+        ["manifest.json is damaged: its 13 bytes"],
+    ),
 }
 
 
@@ -127,7 +133,11 @@ def test_the_manifest_comes_after_everything_that_it_names_is_synced(folder: Pat
     write_manifest(folder, disk=disk)
     assert sorted(disk.done[:3]) == ["empty", "rank_0.json", "rank_0.safetensors"]
     assert disk.done[3:6] == ["state/", "actor/", "step_000012/"]
-    assert disk.done[6:] == ["manifest.json.partial", "manifest.json.partial -> manifest.json", "step_000012/"]
+    assert disk.done[6:] == [
+        "manifest.json.partial",
+        "manifest.json.partial -> manifest.json",
+        "step_000012/",
+    ]
 
 
 def test_a_full_disk_leaves_no_manifest(folder: Path):

@@ -14,7 +14,12 @@ import pytest
 from weft.dataflow.buffer import sql
 from weft.dataflow.buffer.sql import QueryProcess, ask, end_prepared, prepare
 
-QUESTION = {"sql": "select max(x) as most from numbers", "max_rows": 10, "timeout_s": 30, "memory_bytes": None}
+QUESTION = {
+    "sql": "select max(x) as most from numbers",
+    "max_rows": 10,
+    "timeout_s": 30,
+    "memory_bytes": None,
+}
 TABLES = {"numbers": pa.table({"x": [1, 3, 2]})}
 
 

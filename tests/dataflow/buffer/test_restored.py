@@ -25,7 +25,9 @@ def broken_run(folder: Path, seed: int = 5) -> tuple[list[Position], str, str]:
     first = ""
     for steps in (60, 40, 50):
         for _ in range(steps):
-            driver.chance.choice([driver.issue, driver.claim, driver.claim, driver.publish, driver.finish])()
+            driver.chance.choice(
+                [driver.issue, driver.claim, driver.claim, driver.publish, driver.finish]
+            )()
         if len(positions) < 2:
             positions.append(driver.buffer.checkpoint())
         first = first or state_of(driver.buffer)
@@ -50,7 +52,11 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, every: in
         latest.write_bytes(data)
         history = restore(folder, GRAPHS)
         assert state_of(history) == end and history.checkpoints == [earlier]
-        assert len(history.damage) == 1 and str(latest) in history.damage[0] and "the one" not in history.damage[0]
+        assert (
+            len(history.damage) == 1
+            and str(latest) in history.damage[0]
+            and "the one" not in history.damage[0]
+        )
     earlier.write_bytes(b"")
     history = restore(folder, GRAPHS)
     assert state_of(history) == end and history.checkpoints == [], "the log alone tells everything"
@@ -111,7 +117,11 @@ def test_a_damaged_log_is_used_up_to_the_damage_and_the_rest_is_kept(tmp_path: P
     driver = go_on(folder)
     (damage,) = driver.buffer.damage
     end = int(damage.split("byte ")[1].split(":")[0])
-    assert positions[1].offset <= end <= byte and "checksum" in damage and "the state before it is used" in damage
+    assert (
+        positions[1].offset <= end <= byte
+        and "checksum" in damage
+        and "the state before it is used" in damage
+    )
     assert (folder / f"{LOG}.cut-{end}").read_bytes() == data[end:]
     comes_to_its_end(driver)
 
@@ -169,7 +179,9 @@ def test_a_run_can_be_looked_into_without_its_graphs(tmp_path: Path):
     positions, first, end = broken_run(folder)
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     assert state_of(restore(folder)) == end and state_of(restore(folder, at=positions[0])) == first
-    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before, "it was only looked at"
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before, (
+        "it was only looked at"
+    )
     driver = Driver(SampleBuffer.recover(folder, check=fine), random.Random(1), [0.0], "looking")
     assert state_of(driver.buffer).count('"lease"') == 0
 
@@ -179,7 +191,10 @@ def test_the_graphs_must_be_those_of_the_run(tmp_path: Path):
     broken_run(folder)
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     for graphs, says in (
-        (GRAPHS | {"train": train_graph(scorer="judge")}, "graph 'train' is not what it was .* see judge"),
+        (
+            GRAPHS | {"train": train_graph(scorer="judge")},
+            "graph 'train' is not what it was .* see judge",
+        ),
         (GRAPHS | {"train": train_graph(quorum=False)}, "graph 'train' is not what it was"),
         ({"train": GRAPHS["train"]}, "the run has a graph 'eval', which is not given"),
         (

@@ -84,11 +84,15 @@ def test_every_torn_end_is_passed_over(tmp_path: Path):
     whole = timeline(tmp_path, 3).path.read_bytes()
     sizes = [len(timeline_file(tmp_path / str(k), k)) for k in range(1, 4)]
     assert sizes[-1] == len(whole)
-    for size in sorted({*range(0, len(whole), 41), *(s + k for s in sizes for k in (-1, 0, 1) if s + k <= len(whole))}):
+    for size in sorted(
+        {*range(0, len(whole), 41), *(s + k for s in sizes for k in (-1, 0, 1) if s + k <= len(whole))}
+    ):
         (tmp_path / "timeline.arrows").write_bytes(whole[:size])
         table = read_timeline(tmp_path)
         assert table is not None and len(table) == sum(size >= s for s in sizes), size
-    (tmp_path / "timeline.arrows").write_bytes(whole[: sizes[1]] + bytes(4096))  # as a loss of power leaves it
+    (tmp_path / "timeline.arrows").write_bytes(
+        whole[: sizes[1]] + bytes(4096)
+    )  # as a loss of power leaves it
     table = read_timeline(tmp_path)
     assert table is not None and len(table) == 2
 
@@ -99,7 +103,13 @@ def timeline_file(run: Path, calls: int) -> bytes:
 
 
 def test_a_metric_that_comes_later_joins_the_row_of_its_step(tmp_path: Path):
-    metrics(tmp_path, {"step": 0}, {"step": 1, "loss": math.nan}, {"step": 0, "eval": 0.5}, {"step": 1, "eval": 0.75})
+    metrics(
+        tmp_path,
+        {"step": 0},
+        {"step": 1, "loss": math.nan},
+        {"step": 0, "eval": 0.5},
+        {"step": 1, "eval": 0.75},
+    )
     table = read_metrics(tmp_path)
     assert table is not None and table.column_names == ["step", "eval", "loss"]
     first, second = table.to_pylist()

@@ -36,7 +36,9 @@ class Columns:
     def recover(self, name: str, **options: Any) -> "Columns":
         graphs = {"train": train_graph(quorum=False)}
         buffer = SampleBuffer.recover(self.folder, graphs, clock=lambda: 0.0, **options)
-        return Columns(self.folder, buffer, SegmentWriter(buffer.segments, "driver", name, file_bytes=1 << 10))
+        return Columns(
+            self.folder, buffer, SegmentWriter(buffer.segments, "driver", name, file_bytes=1 << 10)
+        )
 
     def segment(self, ids: list[int]) -> Segment:
         text = [f"{id} " + "x" * 900 for id in ids]
@@ -98,7 +100,9 @@ def test_a_group_whose_columns_are_damaged_or_gone_is_issued_again_and_named(tmp
     run.close()
 
 
-def test_groups_that_lie_on_a_node_that_is_gone_are_issued_again_unless_an_update_has_begun_with_them(tmp_path: Path):
+def test_groups_that_lie_on_a_node_that_is_gone_are_issued_again_unless_an_update_has_begun_with_them(
+    tmp_path: Path,
+):
     run = Columns.start(tmp_path / "run")
     run.ledger.issue([7, 8, 9], [1, 1, 1], step=0)
     run.do("generate")
@@ -176,7 +180,9 @@ def test_the_segments_of_a_run_that_is_through_go(tmp_path: Path):
     run.buffer.close()
     assert not run.buffer.segments.exists()
     assert (
-        SampleBuffer.recover(run.folder, {"train": train_graph(quorum=False)}).ledgers["train"].live.counts()["done"]
+        SampleBuffer.recover(run.folder, {"train": train_graph(quorum=False)})
+        .ledgers["train"]
+        .live.counts()["done"]
         == 6
     )
 

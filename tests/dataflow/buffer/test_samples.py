@@ -37,7 +37,11 @@ def test_the_archive_holds_all_samples_in_one_file_and_answers_when_they_are_gon
     for file in (run.path / "samples").iterdir():
         file.unlink()
     after = recorded_or_archived(run.path)
-    assert before is not None and after is not None and after.sort_by("sample_id").equals(before.sort_by("sample_id"))
+    assert (
+        before is not None
+        and after is not None
+        and after.sort_by("sample_id").equals(before.sort_by("sample_id"))
+    )
 
 
 def test_an_archive_that_would_lack_samples_is_not_made(run: Run):

@@ -65,10 +65,16 @@ def test_the_file_system_of_a_path_is_that_of_the_deepest_mount(tmp_path: Path):
     assert file_system(tmp_path, tmp_path / "none") == ""
 
 
-def test_a_folder_with_little_room_or_over_the_network_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_with_little_room_or_over_the_network_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     assert LEAST_BYTES == 1 << 30
     [line] = notes(tmp_path / "not" / "yet", needed_bytes=1 << 60)
-    assert str(tmp_path / "not" / "yet") in line and "GB are free" in line and "BufferConfig(scratch=...)" in line
+    assert (
+        str(tmp_path / "not" / "yet") in line
+        and "GB are free" in line
+        and "BufferConfig(scratch=...)" in line
+    )
     monkeypatch.setattr("weft.dataflow.buffer.scratch.file_system", lambda path: "lustre")
     assert "network file system (lustre)" in notes(tmp_path, needed_bytes=1)[0]
 
@@ -98,7 +104,9 @@ def test_a_run_that_goes_on_after_its_end_is_not_over(tmp_path: Path):
     until(lambda: not scratch.path.exists())
 
 
-def test_a_folder_that_its_watcher_removes_first_stops_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_that_its_watcher_removes_first_stops_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     earlier = Scratch.of(tmp_path / "run" / "buffer", tmp_path / "s")
     earlier.path.mkdir(parents=True)
     (tmp_path / "run" / "buffer" / "scratch.json").unlink()
@@ -155,14 +163,18 @@ time.sleep(60)
 
 
 def test_a_killed_process_leaves_no_folder(tmp_path: Path):
-    held = subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE, start_new_session=True)
+    held = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE, start_new_session=True
+    )
     assert held.stdout is not None and held.stdout.readline() == b"held\n"
     os.killpg(held.pid, signal.SIGKILL)
     held.communicate()
     until(lambda: not list(tmp_path.iterdir()))
 
 
-def test_a_start_while_the_folder_is_removed_keeps_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_start_while_the_folder_is_removed_keeps_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     scratch = Scratch("weft-run-00000000-00000000", tmp_path)
     scratch.path.mkdir()
     (scratch.path / IN_USE).touch()
@@ -176,14 +188,19 @@ def test_a_start_while_the_folder_is_removed_keeps_a_folder_of_its_own(tmp_path:
     monkeypatch.setattr(scratch_watch.shutil, "rmtree", with_a_start_in_the_middle)
     scratch_watch.main(scratch.path, 0.0)
     monkeypatch.undo()
-    assert (scratch.path / "node").is_dir() and [path.name for path in tmp_path.iterdir()] == [scratch.path.name]
+    assert (scratch.path / "node").is_dir() and [path.name for path in tmp_path.iterdir()] == [
+        scratch.path.name
+    ]
     scratch.release(over=True)
     until(lambda: not list(tmp_path.iterdir()))
 
 
 def test_the_next_beginning_of_a_run_removes_the_folders_of_earlier_ones(tmp_path: Path):
     run = tmp_path / "run"
-    ours, other = Scratch.of(run / "buffer", tmp_path / "s"), Scratch.of(tmp_path / "else" / "buffer", tmp_path / "s")
+    ours, other = (
+        Scratch.of(run / "buffer", tmp_path / "s"),
+        Scratch.of(tmp_path / "else" / "buffer", tmp_path / "s"),
+    )
     for scratch in (ours, other):
         scratch.path.mkdir(parents=True)
         (scratch.path / IN_USE).touch()
@@ -220,7 +237,9 @@ def test_rows_whose_scratch_folder_is_gone_are_issued_again(tmp_path: Path):
 
     until(lambda: not (scratch.path / "in_use").exists() or remove(scratch.path))
     lost = SampleBuffer.recover(tmp_path / "run" / "buffer", GRAPHS, scratch=scratch)
-    assert issued(lost) == [1, 2] and "group 0 of graph 'train' is issued again" in lost.damage[0] and made
+    assert (
+        issued(lost) == [1, 2] and "group 0 of graph 'train' is issued again" in lost.damage[0] and made
+    )
     lost.close()
     until(lambda: not scratch.path.exists())
 

@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.segment_store import SegmentStore
-from weft.dataflow.buffer.segments import Segment, SegmentReader, SegmentWriter, is_resident, spill, verify_segment
+from weft.dataflow.buffer.segments import (
+    Segment,
+    SegmentReader,
+    SegmentWriter,
+    is_resident,
+    spill,
+    verify_segment,
+)
 from weft.dataflow.errors import DamagedSegment, UserError
 
 
@@ -140,7 +147,9 @@ def test_a_full_file_is_left_for_the_next_and_a_large_message_has_its_own(tmp_pa
     segments = [writer.append(numbered(n, rows=rows)) for n, rows in enumerate(sizes)]
     assert [int(s.file.split(".")[2]) for s in segments] == [0, 0, 0, 1, 2]
     left = segments[2]
-    assert (tmp_path / left.file).stat().st_size == left.offset + left.num_bytes + 8, "cut to what was written"
+    assert (tmp_path / left.file).stat().st_size == left.offset + left.num_bytes + 8, (
+        "cut to what was written"
+    )
     reader = SegmentReader(tmp_path, "n0")
     assert [reader.read(s) for s in segments] == [numbered(n, rows=rows) for n, rows in enumerate(sizes)]
 
@@ -180,7 +189,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def damaged(folder: Path, segment: Segment, problem: str) -> None:
-    for read in (lambda: SegmentReader(folder, "n0").read(segment), lambda: verify_segment(folder, segment)):
+    for read in (
+        lambda: SegmentReader(folder, "n0").read(segment),
+        lambda: verify_segment(folder, segment),
+    ):
         with pytest.raises(DamagedSegment, match=problem) as caught:
             read()
         assert caught.value.segment == segment
@@ -251,7 +263,9 @@ def test_the_error_and_the_reference_cross_processes(tmp_path: Path):
 def test_a_half_written_message_is_found_and_arrow_tools_do_not_see_it(tmp_path: Path):
     writer = SegmentWriter(tmp_path, "n0", "w")
     first, second = (writer.append(numbered(n)) for n in range(2))
-    with (tmp_path / first.file).open("r+b") as file:  # as if the machine had stopped before the message's start came
+    with (tmp_path / first.file).open(
+        "r+b"
+    ) as file:  # as if the machine had stopped before the message's start came
         file.seek(second.offset)
         file.write(b"\xff\xff\xff\xff\x00\x00\x00\x00")
     damaged(tmp_path, second, "the checksum differs")
@@ -282,7 +296,9 @@ assert [p.name for p in folder.rglob("*") if p.is_file()] == ["w.0.000000.arrows
 second = writer.append(Batch.of(sample_id=[2]))
 assert [reader.read(s).to_rows()[0]["sample_id"] for s in (first, second)] == [1, 2]
 """
-    done = subprocess.run([sys.executable, "-c", program, str(folder), str(limit)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder), str(limit)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -292,15 +308,22 @@ def test_a_file_that_may_not_grow_is_an_error_and_the_writer_goes_on(tmp_path: P
 
 
 def test_a_full_disk_is_an_error_and_the_next_append_overwrites_what_was_begun(tmp_path: Path):
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]).returncode
+    ):
         pytest.skip("a small file system takes root")
     try:
         writer, reader = SegmentWriter(tmp_path, "n0", "w"), SegmentReader(tmp_path, "n0")
         first = writer.append(numbered(1))
-        with pytest.raises(OSError, match=r"writer 'w' needs \d+ bytes in folder .*, where \d+ bytes are free"):
+        with pytest.raises(
+            OSError, match=r"writer 'w' needs \d+ bytes in folder .*, where \d+ bytes are free"
+        ):
             writer.append(numbered(2, rows=4000))
         with pa.OSFile(str(tmp_path / first.file)) as file:
-            assert pa.ipc.open_stream(file).read_all().num_rows == 4, "still a stream of the first message"
+            assert pa.ipc.open_stream(file).read_all().num_rows == 4, (
+                "still a stream of the first message"
+            )
         second = writer.append(numbered(3))
         assert second.offset == first.offset + first.num_bytes
         assert [reader.read(s) for s in (first, second)] == [numbered(1), numbered(3)]
@@ -382,10 +405,14 @@ def test_few_free_files_are_kept_however_small_they_are(tmp_path: Path):
         store.published(segment)
         store.freed([segment])
         store.writer_ended(f"w{k}", "n0")
-    assert len(list((tmp_path / "free").iterdir())) <= 64, "so that to look through them costs the same at any time"
+    assert len(list((tmp_path / "free").iterdir())) <= 64, (
+        "so that to look through them costs the same at any time"
+    )
 
 
-def churn(folder: Path, rounds: int, *, hold: int, reader: SegmentReader) -> tuple[list[tuple[int, Batch]], set[int]]:
+def churn(
+    folder: Path, rounds: int, *, hold: int, reader: SegmentReader
+) -> tuple[list[tuple[int, Batch]], set[int]]:
     """Write, read and free; keep the last `hold` batches. Returns those, and the inodes that were ever written to."""
     store = SegmentStore(folder, "n0")
     writer = SegmentWriter(folder, "n0", "churn", file_bytes=20_000)

@@ -31,7 +31,8 @@ def test_sql_answers_over_rows_and_what_was_written_of_them(run: Run):
         "reward": [0.0, 1.0, 2.0, 3.0],
     }
     prompts = query(
-        run.path, "select prompt from columns join rows using (sample_id) where level = 'prompts' order by 1"
+        run.path,
+        "select prompt from columns join rows using (sample_id) where level = 'prompts' order by 1",
     )
     assert prompts["prompt"].to_pylist() == ["one", "two"]
 
@@ -43,7 +44,9 @@ def test_columns_that_cannot_be_read_are_left_out_with_a_note(run: Run):
         file.write_bytes(file.read_bytes()[:100])
     table = columns(run.path / "buffer", notes)
     assert table.column_names == ["graph", "sample_id"] and len(table) == 6
-    assert len(notes) == 2 and all(note.startswith("left out: segment of node 'here' in") for note in notes)
+    assert len(notes) == 2 and all(
+        note.startswith("left out: segment of node 'here' in") for note in notes
+    )
 
 
 def test_segments_need_no_folder_once_the_run_is_over(run: Run):
@@ -177,7 +180,9 @@ def test_a_table_that_cannot_be_read_is_left_out_with_a_note(run: Run):
 
 
 @pytest.mark.parametrize("part", ["buffer", "buffer/ledger.log"])
-def test_a_part_that_may_not_be_read_is_left_out_with_a_note(run: Run, part: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_part_that_may_not_be_read_is_left_out_with_a_note(
+    run: Run, part: str, monkeypatch: pytest.MonkeyPatch
+):
     def refuse(path: Path, *arguments: object, **more: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 

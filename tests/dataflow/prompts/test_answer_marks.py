@@ -12,7 +12,11 @@ def test_nested_boxes_cost_no_more_than_their_length():
 
 @pytest.mark.parametrize(
     ("text", "inside"),
-    [(r"\boxed 4.5, so", ["4.5"]), (r"\boxed$7$ or \boxed-8", ["7", "-8"]), (r"\boxed{} \boxedone", [""])],
+    [
+        (r"\boxed 4.5, so", ["4.5"]),
+        (r"\boxed$7$ or \boxed-8", ["7", "-8"]),
+        (r"\boxed{} \boxedone", [""]),
+    ],
 )
 def test_a_box_may_lack_its_braces(text: str, inside: list[str]):
     assert [each for _, _, each in boxes(text)] == inside

@@ -18,7 +18,10 @@ from weft.dataflow.prompts.prompts import Prompts
         ("It costs $70,000.\n####  70,000\n", "70000"),
         ("####-1,234.5", "-1234.5"),
         ("#### 1,2 and 3", "1,2 and 3"),  # a list, no thousands
-        ("#### Step 1\nAdd.\n#### Step 2\nIt is 4.", None),  # headings: nothing follows them on the last line
+        (
+            "#### Step 1\nAdd.\n#### Step 2\nIt is 4.",
+            None,
+        ),  # headings: nothing follows them on the last line
         (r"So $\boxed{12}$, thus \boxed{\frac{1}{\sqrt{2}}}.", r"\frac{1}{\sqrt{2}}"),
         (r"The set is \boxed{\{1, 2\}}.", r"\{1, 2\}"),
         (r"Put it into \boxed{}: \boxed{7} it is, not \boxed{", "7"),
@@ -34,7 +37,9 @@ def test_the_final_answer_of_a_worked_solution(text: str, answer: str | None) ->
 
 
 def read(base: Path, *answers: Any, **settings: Any) -> Prompts:
-    return Prompts.from_rows([{"question": "2 + 2?", "answer": answer} for answer in answers], base, **settings)
+    return Prompts.from_rows(
+        [{"question": "2 + 2?", "answer": answer} for answer in answers], base, **settings
+    )
 
 
 def test_a_worked_solution_is_kept_beside_its_final_answer(base: Path) -> None:
@@ -51,7 +56,11 @@ def test_a_worked_solution_is_kept_beside_its_final_answer(base: Path) -> None:
 
 def test_answers_that_mark_nothing_and_extraction_that_is_turned_off_leave_the_text(base: Path) -> None:
     plain = read(base, "4", "5")
-    assert "full_answer" not in plain.columns and plain.understood and plain.understood.extraction == "as written"
+    assert (
+        "full_answer" not in plain.columns
+        and plain.understood
+        and plain.understood.extraction == "as written"
+    )
     off = read(base, "It is\n#### 4", extract_answer=False)
     assert off.table["answer"].to_pylist() == ["It is\n#### 4"] and "full_answer" not in off.columns
     assert off.understood and off.understood.extraction == "as written (extract_answer=False)"

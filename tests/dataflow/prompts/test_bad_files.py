@@ -18,7 +18,9 @@ from weft.dataflow.prompts.prompts import Prompts
 
 def test_a_missing_file_is_answered_with_the_nearest(tmp_path: Path, qwen: Path) -> None:
     jsonl(tmp_path / "gsm8k_test.jsonl", [{"prompt": "1"}])
-    assert complaint(tmp_path / "gsm8k_tset.jsonl", qwen).endswith("does not exist; did you mean 'gsm8k_test.jsonl'?")
+    assert complaint(tmp_path / "gsm8k_tset.jsonl", qwen).endswith(
+        "does not exist; did you mean 'gsm8k_test.jsonl'?"
+    )
     assert "has gsm8k_test.jsonl" in complaint(tmp_path / "zz.parquet", qwen)
     assert complaint(Path("gsm8k"), qwen).endswith("; the id of a data set is OWNER/NAME")
     assert "there is no folder" in complaint(tmp_path / "datta" / "a.jsonl", qwen)
@@ -31,8 +33,9 @@ def test_unknown_empty_and_broken_files_are_named(tmp_path: Path, qwen: Path) ->
         (tmp_path / name).write_bytes(content)
         return tmp_path / name
 
-    assert "unknown kind of file '.txt'; these can be read: .parquet, .jsonl, .json, .csv, .tsv, .arrow" in complaint(
-        file("a.txt", b"x"), qwen
+    assert (
+        "unknown kind of file '.txt'; these can be read: .parquet, .jsonl, .json, .csv, .tsv, .arrow"
+        in complaint(file("a.txt", b"x"), qwen)
     )
     assert "did you mean '.parquet'" in complaint(file("a.parq", b"x"), qwen)
     assert complaint(file("a.jsonl", b""), qwen) == "a.jsonl: the file is empty"
@@ -44,7 +47,9 @@ def test_unknown_empty_and_broken_files_are_named(tmp_path: Path, qwen: Path) ->
     assert "d.jsonl, line 2: a row is an object {...} on one line, not [1]" in complaint(
         file("d.jsonl", b'{"prompt": "a"}\n[1]\n'), qwen
     )
-    assert "e.jsonl, line 2: not UTF-8" in complaint(file("e.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n'), qwen)
+    assert "e.jsonl, line 2: not UTF-8" in complaint(
+        file("e.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n'), qwen
+    )
     assert "row 2: a row is an object" in complaint(file("e.json", b'[{"prompt": "a"}, 3]'), qwen)
     assert "f.parquet: not a Parquet file" in complaint(file("f.parquet", b"PAR1 is not enough"), qwen)
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "g.parquet")
@@ -53,8 +58,13 @@ def test_unknown_empty_and_broken_files_are_named(tmp_path: Path, qwen: Path) ->
 
 def test_mixed_types_of_prompts_are_named_with_both_lines(tmp_path: Path, qwen: Path) -> None:
     file = jsonl(tmp_path / "m.jsonl", [{"prompt": None}, {"prompt": [USER]}, {"prompt": "1"}])
-    assert "line 3: 'prompt' is text (\"1\"), but a list in line 2; one column, one type" in complaint(file, qwen)
-    jsonl(file, [{"prompt": [USER]}, {"prompt": [{"role": "user", "content": [{"type": "text", "text": "?"}]}]}])
+    assert "line 3: 'prompt' is text (\"1\"), but a list in line 2; one column, one type" in complaint(
+        file, qwen
+    )
+    jsonl(
+        file,
+        [{"prompt": [USER]}, {"prompt": [{"role": "user", "content": [{"type": "text", "text": "?"}]}]}],
+    )
     assert "line 2: 'prompt[].content' is a list" in complaint(file, qwen)
     with pytest.raises(UserError, match=r"rows, row 2: 'prompt' is a number \(3\), but text in row 1"):
         Prompts.from_rows([{"prompt": "x"}, {"prompt": 3}], qwen)
@@ -63,8 +73,13 @@ def test_mixed_types_of_prompts_are_named_with_both_lines(tmp_path: Path, qwen: 
     assert "n.jsonl, line 1: 'prompt' is a list" in complaint([file, other], qwen)
 
 
-def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(tmp_path: Path, qwen: Path) -> None:
-    file = jsonl(tmp_path / "w.jsonl", [{"promt": "2 + 2", "n": 1, "conversation": [{"from": "human", "value": "hi"}]}])
+def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(
+    tmp_path: Path, qwen: Path
+) -> None:
+    file = jsonl(
+        tmp_path / "w.jsonl",
+        [{"promt": "2 + 2", "n": 1, "conversation": [{"from": "human", "value": "hi"}]}],
+    )
     assert complaint(file, qwen) == (
         "w.jsonl: no known format has these columns: "
         "found 'promt' (text), 'n' (int64), 'conversation' (list of {from, value}); "
@@ -78,10 +93,13 @@ def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(tmp_path
     assert "there is no column 'promts' (prompt='promts'); did you mean 'prompts'?" in complaint(
         file, qwen, prompt="promts"
     )
-    assert "did you mean 'chosen_response'" in complaint(file, qwen, prompt="prompts", answer="chosen_respons")
+    assert "did you mean 'chosen_response'" in complaint(
+        file, qwen, prompt="prompts", answer="chosen_respons"
+    )
     jsonl(file, [{"prompt": "a", "reward_model": {"ground_truth": "1"}}])
-    assert "has no field 'groundtruth' (answer='reward_model.groundtruth'); did you mean 'ground_truth'?" in complaint(
-        file, qwen, answer="reward_model.groundtruth"
+    assert (
+        "has no field 'groundtruth' (answer='reward_model.groundtruth'); did you mean 'ground_truth'?"
+        in complaint(file, qwen, answer="reward_model.groundtruth")
     )
 
 
@@ -90,11 +108,17 @@ def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(tmp_path
     [
         ({"prompt": 3}, "column 'prompt' is int64; it must be text, or messages"),
         ({"prompt": ["a", "b"]}, "column 'prompt' is list of text; it must be text, or messages"),
-        ({"prompt": [{"speaker": "human", "text": "hi"}]}, "messages have 'role' and 'content' (or ShareGPT's 'from'"),
+        (
+            {"prompt": [{"speaker": "human", "text": "hi"}]},
+            "messages have 'role' and 'content' (or ShareGPT's 'from'",
+        ),
         ({"prompt": None}, "column 'prompt' is empty (null) in every row"),
         ({"prompt": []}, "column 'prompt' is list of null; it must be text, or messages"),
         ({"messages": "hi"}, "say prompt='messages' to use the text as a prompt"),
-        ({"prompt": "a", "prompt_ids": [1]}, "column 'prompt_ids' is one that Weft writes; rename it in the file"),
+        (
+            {"prompt": "a", "prompt_ids": [1]},
+            "column 'prompt_ids' is one that Weft writes; rename it in the file",
+        ),
         ({"prompt": [{"role": "robot", "content": "a"}]}, "refused the messages: unknown role robot"),
         ({"prompt": [{"role": None, "content": "a"}, USER]}, "line 1: a message in 'prompt' has no role"),
         ({"prompt": [USER], "tools": "{"}, "column 'tools' is text that is not JSON"),
@@ -102,17 +126,30 @@ def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(tmp_path
             {"instruction": "add", "input": [USER], "output": "4"},
             "column 'input' is list of {role, content}, in the format",
         ),
-        ({"text": "Hi", "role": "prompter", "message_id": "a"}, "make each row one message (OpenAssistant's trees)"),
+        (
+            {"text": "Hi", "role": "prompter", "message_id": "a"},
+            "make each row one message (OpenAssistant's trees)",
+        ),
         ({"messages": [BLUE]}, "line 1: 'messages' holds only a response"),
         (
-            {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]},
+            {
+                "prompt": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}],
+                    }
+                ]
+            },
             "line 1: a message of role 'user' has a content block of type 'image', and no image belongs to it",
         ),
         (
             {"prompt": [USER], "completion": [{"role": "assistant", "content": ["Blue"]}]},
             "line 1: the content of a message of role 'assistant' is a list of content blocks (str); Weft takes blocks",
         ),
-        ({"prompt": [{"role": "user", "content": 4}]}, "the content of a message of role 'user' is 4; it must be text"),
+        (
+            {"prompt": [{"role": "user", "content": 4}]},
+            "the content of a message of role 'user' is 4; it must be text",
+        ),
         (
             {"prompt": "What is it?", "images": ["cat.png"]},
             "line 1: column 'images', image 1: the column is list of text without the bytes of an image: an "
@@ -122,12 +159,23 @@ def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(tmp_path
             {"prompt": "a", "image": {"bytes": None, "path": "cat.png"}},
             "line 1: column 'image', image 1: the column is object with bytes, path without the bytes of an image",
         ),
-        ({"prompt": "a", "video": ["a.mp4"]}, "line 1: column 'video' holds what a model would have to see or hear"),
-        ({"chosen": [BLUE], "rejected": [GREEN]}, "line 1: 'chosen' and 'rejected' begin with different messages"),
-        ({"chosen": "Blue it is", "rejected": "Green it is"}, "line 1: 'chosen' and 'rejected' do not begin with"),
+        (
+            {"prompt": "a", "video": ["a.mp4"]},
+            "line 1: column 'video' holds what a model would have to see or hear",
+        ),
+        (
+            {"chosen": [BLUE], "rejected": [GREEN]},
+            "line 1: 'chosen' and 'rejected' begin with different messages",
+        ),
+        (
+            {"chosen": "Blue it is", "rejected": "Green it is"},
+            "line 1: 'chosen' and 'rejected' do not begin with",
+        ),
     ],
 )
-def test_columns_of_the_wrong_kind_are_named(row: dict[str, Any], said: str, tmp_path: Path, qwen: Path) -> None:
+def test_columns_of_the_wrong_kind_are_named(
+    row: dict[str, Any], said: str, tmp_path: Path, qwen: Path
+) -> None:
     assert said in complaint(jsonl(tmp_path / "k.jsonl", [row]), qwen)
 
 
@@ -143,8 +191,16 @@ def test_a_column_for_images_may_be_empty(tmp_path: Path, qwen: Path) -> None:
         ({"prompt": "a"}, {"prompt": ""}, "'prompt' is \"\"; every row needs text there"),
         ({"prompt": "a"}, {"prompt": " \n"}, "'prompt' is \" \\n\"; every row needs text there"),
         ({"prompt": "a"}, {"prompt": None}, "'prompt' is null; every row needs text there"),
-        ({"prompt": [USER]}, {"prompt": []}, "'prompt' is []; every row needs at least one message there"),
-        ({"prompt": [USER]}, {"prompt": None}, "'prompt' is null; every row needs at least one message there"),
+        (
+            {"prompt": [USER]},
+            {"prompt": []},
+            "'prompt' is []; every row needs at least one message there",
+        ),
+        (
+            {"prompt": [USER]},
+            {"prompt": None},
+            "'prompt' is null; every row needs at least one message there",
+        ),
         (
             {"messages": [USER, BLUE]},
             {"messages": [USER]},
@@ -153,14 +209,18 @@ def test_a_column_for_images_may_be_empty(tmp_path: Path, qwen: Path) -> None:
         ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}, "'completion' is null"),
     ],
 )
-def test_a_bad_row_is_named(write: Any, good: Any, bad: Any, said: str, tmp_path: Path, qwen: Path) -> None:
+def test_a_bad_row_is_named(
+    write: Any, good: Any, bad: Any, said: str, tmp_path: Path, qwen: Path
+) -> None:
     other = write(tmp_path / f"a.{write.__name__}", [good])
     file = write(tmp_path / f"b.{write.__name__}", [good, good, bad, good])
     place = "b.jsonl, line 3: " if write is jsonl else "b.parquet, row 3: "
     assert (place + said) in complaint([other, file], qwen)
 
 
-@pytest.mark.parametrize(("good", "bad"), [("a", " "), ([USER], []), ([USER], [{"role": "robot", "content": "a"}])])
+@pytest.mark.parametrize(
+    ("good", "bad"), [("a", " "), ([USER], []), ([USER], [{"role": "robot", "content": "a"}])]
+)
 def test_a_bad_row_far_down_is_named(good: Any, bad: Any, tmp_path: Path, qwen: Path) -> None:
     file = jsonl(tmp_path / "far.jsonl", [{"prompt": good}] * 8500 + [{"prompt": bad}])
     assert complaint(file, qwen).startswith("far.jsonl, line 8501: ")
@@ -176,7 +236,8 @@ def test_files_with_different_columns_are_refused(tmp_path: Path, qwen: Path) ->
     first = jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "answer": "1"}])
     second = jsonl(tmp_path / "b.jsonl", [{"prompt": "1", "anser": "1"}])
     assert (
-        complaint([first, second], qwen) == "b.jsonl: has no column 'answer', which a.jsonl has; did you mean 'anser'?"
+        complaint([first, second], qwen)
+        == "b.jsonl: has no column 'answer', which a.jsonl has; did you mean 'anser'?"
     )
 
 
@@ -193,10 +254,18 @@ def test_damaged_csv_is_named_with_its_row_and_line(tmp_path: Path, qwen: Path) 
     )
     assert said(b"prompt,answer\n2,4\n\xff,5\n").startswith("c.csv, line 3: not UTF-8")
     assert said(b"prompt,prompt\n2,4\n") == "c.csv: the header has 'prompt' twice (prompt, prompt)"
-    assert said(b"prompt;answer\n2;4\n") == "c.csv: the header is 'prompt;answer'; fields are parted by ',', not by ';'"
-    assert said(b"promt,answer\n2,4\n").startswith("c.csv: no known format has these columns: found 'promt' (text)")
+    assert (
+        said(b"prompt;answer\n2;4\n")
+        == "c.csv: the header is 'prompt;answer'; fields are parted by ',', not by ';'"
+    )
+    assert said(b"promt,answer\n2,4\n").startswith(
+        "c.csv: no known format has these columns: found 'promt' (text)"
+    )
     assert said(b"prompt,answer\n") == "c.csv: the file has no rows"
-    assert said(b"prompt,answer\n2,4\n ,5\n") == "c.csv, row 2: 'prompt' is \" \"; every row needs text there"
+    assert (
+        said(b"prompt,answer\n2,4\n ,5\n")
+        == "c.csv, row 2: 'prompt' is \" \"; every row needs text there"
+    )
 
 
 @pytest.mark.parametrize("name", ["c.csv", "c.tsv", "c.csv.gz"])
@@ -211,7 +280,9 @@ def test_damaged_csv_is_named_with_its_row_and_line(tmp_path: Path, qwen: Path) 
         ('prompt,answer\r\n1,2\r\n"', 3),
     ],
 )
-def test_csv_that_ends_inside_quotes_is_refused(text: str, line: int, name: str, tmp_path: Path, qwen: Path) -> None:
+def test_csv_that_ends_inside_quotes_is_refused(
+    text: str, line: int, name: str, tmp_path: Path, qwen: Path
+) -> None:
     data = text.replace(",", "\t" if "tsv" in name else ",").encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     assert complaint(tmp_path / name, qwen).startswith(
@@ -220,7 +291,11 @@ def test_csv_that_ends_inside_quotes_is_refused(text: str, line: int, name: str,
 
 
 @pytest.mark.parametrize(
-    "text", ['prompt,answer\n"a ""b"" c","d, ""e"""\n5" tall,6"\n""\n"x\ny",""\n', 'prompt,answer\n"",a"b\n"1",2']
+    "text",
+    [
+        'prompt,answer\n"a ""b"" c","d, ""e"""\n5" tall,6"\n""\n"x\ny",""\n',
+        'prompt,answer\n"",a"b\n"1",2',
+    ],
 )
 def test_csv_with_quotes_of_every_kind_is_no_cut_file(text: str, tmp_path: Path, base: Path) -> None:
     (tmp_path / "c.csv").write_text(text)
@@ -231,8 +306,16 @@ def test_csv_with_quotes_of_every_kind_is_no_cut_file(text: str, tmp_path: Path,
 @pytest.mark.parametrize(
     ("name", "content", "place"),
     [
-        ("a.jsonl", '{"prompt": "1"}\n{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}\n", "a.jsonl, line 2"),
-        ("b.jsonl", '{"prompt": "1", "x": ' + '{"x":' * 100_000 + "1" + "}" * 100_001 + "\n", "b.jsonl, line 1"),
+        (
+            "a.jsonl",
+            '{"prompt": "1"}\n{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}\n",
+            "a.jsonl, line 2",
+        ),
+        (
+            "b.jsonl",
+            '{"prompt": "1", "x": ' + '{"x":' * 100_000 + "1" + "}" * 100_001 + "\n",
+            "b.jsonl, line 1",
+        ),
         ("c.json", '[{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}]", "c.json"),
     ],
     ids=["lists in a line", "objects in a line", "an array"],
@@ -254,11 +337,19 @@ def test_brackets_in_text_are_no_nesting(tmp_path: Path, qwen: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b'{"prompt": "a", "answer": 1%s}' % (b"0" * 5000), b'{"prompt": "a", "answer": [1%s]}' % (b"0" * 9000)]
+    "content",
+    [
+        b'{"prompt": "a", "answer": 1%s}' % (b"0" * 5000),
+        b'{"prompt": "a", "answer": [1%s]}' % (b"0" * 9000),
+    ],
 )
-def test_an_integer_that_python_does_not_read_is_named(tmp_path: Path, qwen: Path, content: bytes) -> None:
+def test_an_integer_that_python_does_not_read_is_named(
+    tmp_path: Path, qwen: Path, content: bytes
+) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "a", "answer": 1}\n' + content)
-    assert complaint(tmp_path / "a.jsonl", qwen).startswith("a.jsonl, line 2: not JSON (Exceeds the limit")
+    assert complaint(tmp_path / "a.jsonl", qwen).startswith(
+        "a.jsonl, line 2: not JSON (Exceeds the limit"
+    )
 
 
 LINES = {
@@ -286,18 +377,27 @@ LINES = {
 def test_a_line_that_is_no_row_is_named(tmp_path: Path, qwen: Path, line: bytes, good: int) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "a"}\n' * good + line + b"\n")
     assert re.match(
-        rf"a\.jsonl, line {'(16385|20001)' if good == 20_000 else good + 1}: ", complaint(tmp_path / "a.jsonl", qwen)
+        rf"a\.jsonl, line {'(16385|20001)' if good == 20_000 else good + 1}: ",
+        complaint(tmp_path / "a.jsonl", qwen),
     )
 
 
 @pytest.mark.parametrize("line", [b"null", b"3", b'"a"', b"[]", b"{}"])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-def test_a_file_of_nothing_but_such_lines_is_refused(tmp_path: Path, qwen: Path, line: bytes, name: str) -> None:
+def test_a_file_of_nothing_but_such_lines_is_refused(
+    tmp_path: Path, qwen: Path, line: bytes, name: str
+) -> None:
     content = line + b"\n"
-    (tmp_path / name).write_bytes(b"[" + b",".join([line] * 100) + b"]" if name == "a.json" else content * 100_000)
+    (tmp_path / name).write_bytes(
+        b"[" + b",".join([line] * 100) + b"]" if name == "a.json" else content * 100_000
+    )
     said = complaint(tmp_path / name, qwen)
     assert said.startswith(
-        (f"{name}, line 1: a row is an object", f"{name}, row 1: a row is an object", f"{name}: the rows have")
+        (
+            f"{name}, line 1: a row is an object",
+            f"{name}, row 1: a row is an object",
+            f"{name}: the rows have",
+        )
     )
 
 
@@ -325,7 +425,9 @@ def test_half_a_character_in_the_system_prompt_is_named(qwen: Path) -> None:
         Prompts.from_rows([{"prompt": "a"}], qwen, system="Be brief \ud83d")
 
 
-@pytest.mark.parametrize("source", [3, None, {"prompt": ["a"]}, [{"prompt": "a"}], [3], {"train": []}, object()])
+@pytest.mark.parametrize(
+    "source", [3, None, {"prompt": ["a"]}, [{"prompt": "a"}], [3], {"train": []}, object()]
+)
 def test_what_is_no_path_is_refused_with_what_is_read(qwen: Path, source: Any) -> None:
     with pytest.raises(
         UserError, match=r"prompts are read from a path.*Prompts.from_rows takes a list of dictionaries"
@@ -336,14 +438,18 @@ def test_what_is_no_path_is_refused_with_what_is_read(qwen: Path, source: Any) -
 @pytest.mark.parametrize("rows", [3, None, "a.jsonl", {"prompt": ["a"]}, object()])
 def test_what_are_no_rows_is_refused_with_what_is_read(qwen: Path, rows: Any) -> None:
     with pytest.raises(
-        UserError, match=r"rows are a list of dictionaries, a datasets.Dataset, a pandas DataFrame, or an Arrow"
+        UserError,
+        match=r"rows are a list of dictionaries, a datasets.Dataset, a pandas DataFrame, or an Arrow",
     ):
         Prompts.from_rows(rows, qwen)
 
 
 def test_text_after_an_array_is_refused(tmp_path: Path, qwen: Path) -> None:
     (tmp_path / "a.json").write_text('[{"prompt": "a"}]\n[{"prompt": "b"}]\n')
-    assert complaint(tmp_path / "a.json", qwen) == "a.json: not JSON (Text after the array: line 2 column 1 (char 18))"
+    assert (
+        complaint(tmp_path / "a.json", qwen)
+        == "a.json: not JSON (Text after the array: line 2 column 1 (char 18))"
+    )
     (tmp_path / "a.json").write_text('[{"prompt": "a"}]\n \n')
     assert len(Prompts.read(tmp_path / "a.json", qwen)) == 1
 
@@ -351,5 +457,7 @@ def test_text_after_an_array_is_refused(tmp_path: Path, qwen: Path) -> None:
 @pytest.mark.parametrize("rows", [2.5, "2", None])
 def test_a_number_of_rows_to_hold_out_is_an_integer(qwen: Path, rows: Any) -> None:
     prompts = Prompts.from_rows([{"prompt": str(k)} for k in range(20)], qwen, name="sums")
-    with pytest.raises(UserError, match=r"sums: hold_out\(rows=.*\): a number of rows is an integer, such as 2"):
+    with pytest.raises(
+        UserError, match=r"sums: hold_out\(rows=.*\): a number of rows is an integer, such as 2"
+    ):
         prompts.hold_out(rows)

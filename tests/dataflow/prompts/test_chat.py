@@ -36,12 +36,20 @@ def test_plain_text_is_sent_as_a_users_message_where_there_is_a_template(qwen: P
     [
         ({"prompt": CHAT}, "the texts hold special tokens of the tokenizer already"),
         ({"prompt": "2 + 2 =", "completion": " 4"}, "the responses begin with a space, so they continue"),
-        ({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}, "the responses begin with a space, so they continue"),
-        ({"chosen": "2 + 2 = 4", "rejected": "2 + 2 = 5"}, "the prompt is what both responses begin with"),
+        (
+            {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"},
+            "the responses begin with a space, so they continue",
+        ),
+        (
+            {"chosen": "2 + 2 = 4", "rejected": "2 + 2 = 5"},
+            "the prompt is what both responses begin with",
+        ),
         ({"text": "2 + 2 = 4"}, "each text is one sequence"),
     ],
 )
-def test_text_that_is_no_message_by_itself_gets_no_template(row: dict[str, Any], why: str, qwen: Path) -> None:
+def test_text_that_is_no_message_by_itself_gets_no_template(
+    row: dict[str, Any], why: str, qwen: Path
+) -> None:
     understood = Prompts.from_rows([row], qwen).understood
     assert understood is not None and not understood.chat
     assert understood.chat_reason.startswith(why)
@@ -76,15 +84,24 @@ def test_no_text_gets_a_second_first_token(llama: Path) -> None:
 def test_text_prompts_work_with_responses_that_are_messages(qwen: Path) -> None:
     four, five = ([{"role": "assistant", "content": text}] for text in "45")
     assert texts({"prompt": "2 + 2?", "completion": four}, qwen) == [CHAT, "4<|im_end|>"]
-    assert texts({"prompt": "2 + 2?", "chosen": four, "rejected": five}, qwen) == [CHAT, "4<|im_end|>", "5<|im_end|>"]
-    with pytest.raises(UserError, match=r"'prompt' is text, but 'completion' is messages; .* leave out chat=False"):
+    assert texts({"prompt": "2 + 2?", "chosen": four, "rejected": five}, qwen) == [
+        CHAT,
+        "4<|im_end|>",
+        "5<|im_end|>",
+    ]
+    with pytest.raises(
+        UserError, match=r"'prompt' is text, but 'completion' is messages; .* leave out chat=False"
+    ):
         texts({"prompt": "2 + 2?", "completion": four}, qwen, chat=False)
 
 
 def test_blocks_of_text_alone_are_one_text(qwen: Path) -> None:
     blocks = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]
     assert texts({"prompt": [{"role": "user", "content": blocks}]}, qwen) == [CHAT]
-    begun = [{"role": "user", "content": blocks}, {"role": "assistant", "content": [{"type": "text", "text": "It"}]}]
+    begun = [
+        {"role": "user", "content": blocks},
+        {"role": "assistant", "content": [{"type": "text", "text": "It"}]},
+    ]
     assert texts({"prompt": begun}, qwen) == [CHAT + "It"]
 
 
@@ -96,23 +113,41 @@ def test_a_system_prompt_is_added_where_a_row_has_none(qwen: Path) -> None:
     assert prompts.table["prompt"].to_pylist() == begins
     assert "; system prompt 'Be brief.' (rows that keep their own: 1)" in str(prompts.understood)
     assert texts({"question": "2 + 2?", "answer": "4"}, qwen, system="Be brief.") == [begins[0]]
-    assert texts({"messages": [ask, BLUE]}, qwen, system="Be brief.") == [begins[0], "It is blue.<|im_end|>"]
+    assert texts({"messages": [ask, BLUE]}, qwen, system="Be brief.") == [
+        begins[0],
+        "It is blue.<|im_end|>",
+    ]
     pair = {"chosen": [ask, BLUE], "rejected": [ask, GREEN]}
-    assert texts(pair, qwen, system="Be brief.") == [begins[0], "It is blue.<|im_end|>", "It is green.<|im_end|>"]
+    assert texts(pair, qwen, system="Be brief.") == [
+        begins[0],
+        "It is blue.<|im_end|>",
+        "It is green.<|im_end|>",
+    ]
 
 
-def test_thinking_is_switched_by_the_name_that_the_template_has(qwen: Path, llama: Path, tmp_path: Path) -> None:
+def test_thinking_is_switched_by_the_name_that_the_template_has(
+    qwen: Path, llama: Path, tmp_path: Path
+) -> None:
     row = {"question": "2 + 2?", "answer": "4"}
     assert texts(row, qwen, thinking=False) == [CHAT + "<think>\n\n</think>\n\n"]
     assert texts(row, qwen, thinking=True) == [CHAT]
-    assert texts(row, qwen, chat_template_kwargs={"enable_thinking": False}) == texts(row, qwen, thinking=False)
-    own = {"prompt": [{"role": "user", "content": "2 + 2?"}], "chat_template_kwargs": {"enable_thinking": True}}
+    assert texts(row, qwen, chat_template_kwargs={"enable_thinking": False}) == texts(
+        row, qwen, thinking=False
+    )
+    own = {
+        "prompt": [{"role": "user", "content": "2 + 2?"}],
+        "chat_template_kwargs": {"enable_thinking": True},
+    }
     assert texts(own, qwen, thinking=False) == [CHAT]  # what a row says of itself counts more
     assert texts(row, llama, thinking=False) == texts(row, llama)  # there is nothing to switch off
-    with pytest.raises(UserError, match=r"thinking=True: the chat template of .*llama-tiny has no switch for it"):
+    with pytest.raises(
+        UserError, match=r"thinking=True: the chat template of .*llama-tiny has no switch for it"
+    ):
         texts(row, llama, thinking=True)
     granite = qwen_like(tmp_path / "granite")
-    (granite / "chat_template.jinja").write_text("{{ messages[0].content }}{% if thinking %}<think>{% endif %}")
+    (granite / "chat_template.jinja").write_text(
+        "{{ messages[0].content }}{% if thinking %}<think>{% endif %}"
+    )
     assert texts(row, granite, thinking=True) == ["2 + 2?<think>"]
 
 

@@ -170,7 +170,11 @@ def test_the_response_of_a_pair_is_the_assistants_turn(
     ("row", "said"),
     [
         (
-            {"prompt": "Hello?", "chosen": [user("Hi"), assistant("A")], "rejected": [user("Hi"), assistant("B")]},
+            {
+                "prompt": "Hello?",
+                "chosen": [user("Hi"), assistant("A")],
+                "rejected": [user("Hi"), assistant("B")],
+            },
             "row 1: 'chosen' begins with a message of role 'user', and the row's prompt is not in it",
         ),
         (
@@ -185,7 +189,10 @@ def test_the_response_of_a_pair_is_the_assistants_turn(
             {"chosen": [user("Hi"), assistant("A")], "rejected": [user("Hi")]},
             "row 1: 'rejected' ends with a message of role 'user'",
         ),
-        ({"prompt": [user("Hi")], "completion": [user("Hi")]}, "'completion' ends with a message of role 'user'"),
+        (
+            {"prompt": [user("Hi")], "completion": [user("Hi")]},
+            "'completion' ends with a message of role 'user'",
+        ),
         (
             {"prompt": [user("Hi")], "completion": [user("Hi"), user("So?"), assistant("A")]},
             "row 1: in 'completion' no assistant turn follows the prompt",
@@ -215,12 +222,14 @@ def test_a_role_that_the_template_does_not_name_is_refused(tmp_path: Path) -> No
     tokenizer = with_template(tmp_path / "any", any_role)
     for role in ("Assistant", "gpt"):
         with pytest.raises(
-            UserError, match=f"row 1: a message has the role '{role}', which the chat template does not know"
+            UserError,
+            match=f"row 1: a message has the role '{role}', which the chat template does not know",
         ):
             Prompts.from_rows([{"messages": [user("Hi"), {"role": role, "content": "A"}]}], tokenizer)
     (tokenizer / "chat_template.jinja").write_text(any_role + "{# knows the role critic #}")
     assert (
-        "<critic>Bad" in read({"messages": [{"role": "critic", "content": "Bad"}, user("Hi")]}, tokenizer)["prompt_ids"]
+        "<critic>Bad"
+        in read({"messages": [{"role": "critic", "content": "Bad"}, user("Hi")]}, tokenizer)["prompt_ids"]
     )
 
 
@@ -240,9 +249,16 @@ def test_responses_of_text_that_repeat_the_prompt_in_every_row_are_the_whole_tex
 
 def test_a_turn_that_is_begun_in_the_prompt_is_continued_by_the_response(qwen: Path) -> None:
     begun = [user("Color?"), assistant("It is ")]
-    for completion in ([assistant("blue")], [assistant("It is blue")], [user("Color?"), assistant("It is blue")]):
+    for completion in (
+        [assistant("blue")],
+        [assistant("It is blue")],
+        [user("Color?"), assistant("It is blue")],
+    ):
         found = read({"prompt": begun, "completion": completion}, qwen)
-        assert found == {"prompt_ids": turn("user", "Color?") + HEADER + "It is ", "response_ids": "blue<|im_end|>"}
+        assert found == {
+            "prompt_ids": turn("user", "Color?") + HEADER + "It is ",
+            "response_ids": "blue<|im_end|>",
+        }
 
 
 @pytest.mark.parametrize("answer", ["<tool_call>{}</tool_call>", "<th", "<think", "<answer>4", "4", ""])
@@ -256,7 +272,9 @@ def test_the_prompt_ends_with_the_header_though_the_response_begins_as_its_openi
     assert read(pair, tokenizer)["rejected_ids"] == "<think>\nSo<|im_end|>"
 
 
-def test_a_response_that_thinks_goes_on_from_the_tag_that_is_opened_for_generation(tmp_path: Path) -> None:
+def test_a_response_that_thinks_goes_on_from_the_tag_that_is_opened_for_generation(
+    tmp_path: Path,
+) -> None:
     tokenizer = with_template(tmp_path / "opens", OPENS_THINKING)
     found = read({"messages": [user("2 + 2?"), assistant("<think>\nFour.</think>4")]}, tokenizer)
     assert found == {
@@ -268,7 +286,9 @@ def test_a_response_that_thinks_goes_on_from_the_tag_that_is_opened_for_generati
 
 
 def test_a_template_that_leaves_no_place_for_the_boundary_is_refused(tmp_path: Path) -> None:
-    template = OPENS_THINKING.replace("(m.content or '')", "('<answer>' if m.role == 'assistant' else '') + m.content")
+    template = OPENS_THINKING.replace(
+        "(m.content or '')", "('<answer>' if m.role == 'assistant' else '') + m.content"
+    )
     with pytest.raises(
         UserError,
         match=r"row 1: the chat template writes '.*<answer>4.*' for the assistant's turn, but '.*<think>.* no place divides",
@@ -289,7 +309,9 @@ DIALOGUE = [
 def test_every_assistant_turn_is_trained_and_no_other_token(qwen: Path, llama: Path) -> None:
     prompts = Prompts.from_rows([{"messages": DIALOGUE}], qwen, train_on="all")
     (row,) = prompts.table.to_pylist()
-    assert text_of(qwen, row["prompt_ids"]) == turn("system", "Be brief.") + turn("user", "Color?") + HEADER
+    assert (
+        text_of(qwen, row["prompt_ids"]) == turn("system", "Be brief.") + turn("user", "Color?") + HEADER
+    )
     assert trained(qwen, row) == ["It is blue.<|im_end|>", "\nLight.<|im_end|>"]
     whole = text_of(qwen, row["prompt_ids"] + row["response_ids"])
     assert whole + "\n" == "".join(turn(m["role"], m["content"]) for m in DIALOGUE[:-1])
@@ -317,9 +339,16 @@ def test_a_row_of_one_turn_has_no_mask(qwen: Path) -> None:
     assert set(masks[0]) == {1} and set(masks[1]) == {0, 1}
 
 
-def test_a_conversation_whose_earlier_turns_the_template_changes_becomes_a_row_for_each(tmp_path: Path) -> None:
+def test_a_conversation_whose_earlier_turns_the_template_changes_becomes_a_row_for_each(
+    tmp_path: Path,
+) -> None:
     tokenizer = with_template(tmp_path / "strips", STRIPS_THINKING)
-    thinks = [user("A?"), assistant("<think>\nHm.</think>\n\na"), user("B?"), assistant("<think>\nSo.</think>\n\nb")]
+    thinks = [
+        user("A?"),
+        assistant("<think>\nHm.</think>\n\na"),
+        user("B?"),
+        assistant("<think>\nSo.</think>\n\nb"),
+    ]
     rows = [{"messages": thinks, "id": 1}, {"messages": thinks[:2], "id": 2}]
     prompts = Prompts.from_rows(rows, tokenizer, train_on="all")
     made = prompts.table.to_pylist()
@@ -338,9 +367,15 @@ def test_a_conversation_whose_earlier_turns_the_template_changes_becomes_a_row_f
 
 def test_a_setting_for_turns_needs_conversations(qwen: Path) -> None:
     for row, said in (
-        ({"prompt": [user("Hi")], "completion": [assistant("A")]}, "has no conversations to choose turns of"),
+        (
+            {"prompt": [user("Hi")], "completion": [assistant("A")]},
+            "has no conversations to choose turns of",
+        ),
         ({"messages": [user("Hi")]}, "row 1: 'messages' has no assistant turn"),
-        ({"messages": [assistant("Hi"), user("A")]}, "row 1: 'messages' begins with the assistant's turn"),
+        (
+            {"messages": [assistant("Hi"), user("A")]},
+            "row 1: 'messages' begins with the assistant's turn",
+        ),
     ):
         with pytest.raises(UserError, match=said):
             Prompts.from_rows([row], qwen, train_on="all")
@@ -348,7 +383,10 @@ def test_a_setting_for_turns_needs_conversations(qwen: Path) -> None:
 
 def test_turns_of_others_in_a_response_are_not_trained(qwen: Path, tmp_path: Path) -> None:
     tool = {"role": "tool", "content": "4"}
-    agentic = {"prompt": [user("2 + 2?")], "completion": [assistant("add(2, 2)"), tool, assistant("It is 4.")]}
+    agentic = {
+        "prompt": [user("2 + 2?")],
+        "completion": [assistant("add(2, 2)"), tool, assistant("It is 4.")],
+    }
     (row,) = Prompts.from_rows([agentic], qwen).table.to_pylist()
     assert trained(qwen, row) == ["add(2, 2)<|im_end|>", "It is 4.<|im_end|>"]
     pair = {
@@ -359,9 +397,12 @@ def test_turns_of_others_in_a_response_are_not_trained(qwen: Path, tmp_path: Pat
     (row,) = prompts.table.to_pylist()
     assert trained(qwen, row, "chosen") == ["Hello<|im_end|>", "Fine<|im_end|>"]
     assert trained(qwen, row, "rejected") == ["No<|im_end|>", "Bad<|im_end|>"]
-    assert "(not trained) '\\n<|im_start|>user\\nHow?<|im_end|>\\n<|im_start|>assistant\\n'" in str(prompts.understood)
+    assert "(not trained) '\\n<|im_start|>user\\nHow?<|im_end|>\\n<|im_start|>assistant\\n'" in str(
+        prompts.understood
+    )
     with pytest.raises(
-        UserError, match="row 1: the response in 'chosen' has several assistant turns, and the chat template"
+        UserError,
+        match="row 1: the response in 'chosen' has several assistant turns, and the chat template",
     ):
         Prompts.from_rows([pair], with_template(tmp_path / "strips", STRIPS_THINKING))
 
@@ -394,22 +435,30 @@ def test_turns_of_hh_rlhf_are_told_apart(qwen: Path) -> None:
         {"system": "Be brief.", "messages": [system("Be brief."), user("Hi"), assistant("A")]},
         {"system": "Be brief.", "instruction": "Hi", "output": "A"},
         {"system": "Be brief.", "question": "Hi", "chosen": "A", "rejected": "B"},
-        {"system": "Be brief.", "chosen": [user("Hi"), assistant("A")], "rejected": [user("Hi"), assistant("B")]},
-        {"system": "Be brief.", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "A"}]},
+        {
+            "system": "Be brief.",
+            "chosen": [user("Hi"), assistant("A")],
+            "rejected": [user("Hi"), assistant("B")],
+        },
+        {
+            "system": "Be brief.",
+            "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "A"}],
+        },
     ],
 )
 def test_the_system_prompt_of_a_row_is_used_in_every_format(row: dict[str, Any], qwen: Path) -> None:
     prompts = Prompts.from_rows([row], qwen, system="Be long.")
     (made,) = prompts.table.to_pylist()
     assert made["prompt"] == turn("system", "Be brief.") + turn("user", "Hi") + HEADER
-    assert "(text) as system prompt" in str(prompts.understood) and "(rows that keep their own: 1)" in str(
+    assert "(text) as system prompt" in str(
         prompts.understood
-    )
+    ) and "(rows that keep their own: 1)" in str(prompts.understood)
 
 
 def test_system_prompts_that_cannot_be_used_are_refused(qwen: Path, base: Path) -> None:
     with pytest.raises(
-        UserError, match=r"row 2: column 'system' is for the chat template, which is not applied .*\(the tokenizer"
+        UserError,
+        match=r"row 2: column 'system' is for the chat template, which is not applied .*\(the tokenizer",
     ):
         Prompts.from_rows([{"system": "", "prompt": "Hi"}, {"system": "Be brief.", "prompt": "Hi"}], base)
     with pytest.raises(
@@ -420,10 +469,15 @@ def test_system_prompts_that_cannot_be_used_are_refused(qwen: Path, base: Path) 
         [{"system": None, "prompt": "Hi"}, {"system": " ", "prompt": "Hi"}], qwen, system="Be kind."
     )
     assert all(text.startswith(turn("system", "Be kind.")) for text in blank.table["prompt"].to_pylist())
-    assert read({"system": 3, "prompt": "Hi"}, qwen)["prompt_ids"] == turn("user", "Hi") + HEADER  # no text
+    assert (
+        read({"system": 3, "prompt": "Hi"}, qwen)["prompt_ids"] == turn("user", "Hi") + HEADER
+    )  # no text
 
 
-TOOL = {"name": "add", "parameters": {"a": {"type": "integer", "default": None}, "b": {"enum": [None, 1]}}}
+TOOL = {
+    "name": "add",
+    "parameters": {"a": {"type": "integer", "default": None}, "b": {"enum": [None, 1]}},
+}
 
 
 @pytest.mark.parametrize("tools", [json.dumps([TOOL]), [json.dumps(TOOL)]])
@@ -450,7 +504,9 @@ def test_nulls_in_tools_that_are_json_text_are_kept(tools: Any, qwen: Path) -> N
         ),
     ],
 )
-def test_tools_and_variables_of_another_shape_are_refused(row: dict[str, Any], said: str, qwen: Path) -> None:
+def test_tools_and_variables_of_another_shape_are_refused(
+    row: dict[str, Any], said: str, qwen: Path
+) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
         Prompts.from_rows([{"prompt": [user("Hi")], **row}], qwen)
     assert read({"prompt": [user("Hi")], "tools": ""}, qwen)["prompt_ids"] == turn("user", "Hi") + HEADER

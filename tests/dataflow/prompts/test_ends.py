@@ -19,7 +19,9 @@ SPECIAL = ["<s>", "</s>", "[SEP]"]
 
 
 def template(single: str) -> Any:
-    return TemplateProcessing(single=single, special_tokens=[(text, id) for id, text in enumerate(SPECIAL)])
+    return TemplateProcessing(
+        single=single, special_tokens=[(text, id) for id, text in enumerate(SPECIAL)]
+    )
 
 
 PROCESSORS: dict[str, tuple[Any, list[int], int | None]] = {
@@ -37,7 +39,9 @@ PROCESSORS: dict[str, tuple[Any, list[int], int | None]] = {
 
 
 def tokenizer_of(processor: Any, **named: str) -> Tokenizer:
-    backend = Backend(WordLevel({"<s>": BOS, "</s>": EOS, "[SEP]": SEP, "2": TWO, "4": 4, "?": 5}, unk_token="?"))
+    backend = Backend(
+        WordLevel({"<s>": BOS, "</s>": EOS, "[SEP]": SEP, "2": TWO, "4": 4, "?": 5}, unk_token="?")
+    )
     backend.pre_tokenizer = Whitespace()
     backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
     if processor is not None:
@@ -46,7 +50,9 @@ def tokenizer_of(processor: Any, **named: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize(("processor", "before", "after"), PROCESSORS.values(), ids=PROCESSORS)
-@pytest.mark.parametrize("named", [{"bos_token": "<s>", "eos_token": "</s>"}, {}], ids=["eos named", "unnamed"])
+@pytest.mark.parametrize(
+    "named", [{"bos_token": "<s>", "eos_token": "</s>"}, {}], ids=["eos named", "unnamed"]
+)
 def test_no_token_ends_a_prompt_and_one_ends_a_response(
     processor: Any, before: list[int], after: int | None, named: dict[str, str]
 ) -> None:
@@ -55,7 +61,9 @@ def test_no_token_ends_a_prompt_and_one_ends_a_response(
     assert prompts["prompt_ids"].to_pylist() == [[*before, TWO, TWO], [*before, 4]]
     end = [EOS] if named else [] if after is None else [after]
     pairs = Prompts.from_rows([{"prompt": "2", "completion": " 4"}], tokenizer).table
-    assert pairs["prompt_ids"].to_pylist() == [[*before, TWO]] and pairs["response_ids"].to_pylist() == [[4, *end]]
+    assert pairs["prompt_ids"].to_pylist() == [[*before, TWO]] and pairs["response_ids"].to_pylist() == [
+        [4, *end]
+    ]
     texts = Prompts.from_rows([{"text": "2 4"}], tokenizer).table
     assert texts["prompt_ids"][0].as_py() + texts["response_ids"][0].as_py() == [*before, TWO, 4, *end]
 
@@ -63,7 +71,11 @@ def test_no_token_ends_a_prompt_and_one_ends_a_response(
 @pytest.mark.parametrize("spelled", [["<s> 2", "<s> 4"], ["<s>2", "<s>4"], ["<s> 2"]])
 def test_a_text_that_spells_its_beginning_has_one_beginning(spelled: list[str]) -> None:
     tokenizer = tokenizer_of(template("<s> $A </s>"), bos_token="<s>", eos_token="</s>")
-    ids = Prompts.from_rows([{"prompt": text} for text in spelled], tokenizer).table["prompt_ids"].to_pylist()
+    ids = (
+        Prompts.from_rows([{"prompt": text} for text in spelled], tokenizer)
+        .table["prompt_ids"]
+        .to_pylist()
+    )
     assert all(row.count(BOS) == 1 and row[0] == BOS and EOS not in row for row in ids)
 
 

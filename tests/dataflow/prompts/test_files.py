@@ -18,20 +18,30 @@ from weft.dataflow.prompts.tokenizer import Tokenizer
 
 
 def test_files_are_read_one_after_the_other(tmp_path: Path, qwen: Path) -> None:
-    first = parquet(tmp_path / "a.parquet", [{"prompt": [{"content": "0", "role": "user"}], "level": None}])
+    first = parquet(
+        tmp_path / "a.parquet", [{"prompt": [{"content": "0", "role": "user"}], "level": None}]
+    )
     second = jsonl(
-        tmp_path / "b.jsonl", [{"level": 1, "prompt": [{"role": "user", "content": str(i)}]} for i in (1, 2)]
+        tmp_path / "b.jsonl",
+        [{"level": 1, "prompt": [{"role": "user", "content": str(i)}]} for i in (1, 2)],
     )
     prompts = Prompts.read([first, second], qwen)
     assert prompts.name == "a+b"
-    assert [re.findall(r"\d", text) for text in prompts.table["prompt"].to_pylist()] == [["0"], ["1"], ["2"]]
+    assert [re.findall(r"\d", text) for text in prompts.table["prompt"].to_pylist()] == [
+        ["0"],
+        ["1"],
+        ["2"],
+    ]
     assert prompts.table["level"].to_pylist() == [None, 1, 1]
     assert all(column.num_chunks == 1 for column in prompts.table.columns)
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
 def test_limit_reads_the_first_rows_only(write: Any, tmp_path: Path, base: Path) -> None:
-    files = [write(tmp_path / f"{n}.{write.__name__}", [{"prompt": f"{n} {i}"} for i in range(5)]) for n in "ab"]
+    files = [
+        write(tmp_path / f"{n}.{write.__name__}", [{"prompt": f"{n} {i}"} for i in range(5)])
+        for n in "ab"
+    ]
     assert Prompts.read(files, base, limit=7).table["prompt"].to_pylist() == [
         *(f"a {i}" for i in range(5)),
         "b 0",
@@ -66,13 +76,17 @@ def test_text_that_looks_like_a_date_stays_text(tmp_path: Path, qwen: Path) -> N
 def test_rows_longer_than_pyarrows_block_and_blank_lines_are_read(tmp_path: Path, base: Path) -> None:
     file = tmp_path / "long.jsonl"
     file.write_text(
-        "\ufeff" + json.dumps({"prompt": "1", "book": "x" * 3_000_000}) + '\n\n{"prompt": "2", "book": ""}\n\n'
+        "\ufeff"
+        + json.dumps({"prompt": "1", "book": "x" * 3_000_000})
+        + '\n\n{"prompt": "2", "book": ""}\n\n'
     )
     assert Prompts.read(file, base).table["prompt"].to_pylist() == ["1", "2"]
 
 
 def test_long_prompts_are_an_error_or_dropped_and_counted(tmp_path: Path, base: Path) -> None:
-    file = jsonl(tmp_path / "p.jsonl", [{"prompt": "1"}, {"prompt": "1 2 3", "answer": "x"}, {"prompt": "1 2 3 4"}])
+    file = jsonl(
+        tmp_path / "p.jsonl", [{"prompt": "1"}, {"prompt": "1 2 3", "answer": "x"}, {"prompt": "1 2 3 4"}]
+    )
     said = complaint(file, base, max_prompt_tokens=2)
     assert said == (
         "p.jsonl, line 2: the prompt has 5 tokens, max_prompt_tokens is 2 (2 of 3 rows are longer); "
@@ -83,8 +97,12 @@ def test_long_prompts_are_an_error_or_dropped_and_counted(tmp_path: Path, base: 
     assert len(Prompts.read(file, base, max_prompt_tokens=7)) == 3  # the bound is inclusive
     many = jsonl(tmp_path / "many.jsonl", [{"prompt": "1 2 3"}])
     assert "1 of 1" in complaint(many, base, max_prompt_tokens=2, too_long="drop")
-    assert "too_long: input should be 'error' or 'drop', not 'dropp'" in complaint(many, base, too_long="dropp")
-    assert "max_prompt_tokens: input should be greater than or equal to 1" in complaint(many, base, max_prompt_tokens=0)
+    assert "too_long: input should be 'error' or 'drop', not 'dropp'" in complaint(
+        many, base, too_long="dropp"
+    )
+    assert "max_prompt_tokens: input should be greater than or equal to 1" in complaint(
+        many, base, max_prompt_tokens=0
+    )
     assert "no setting 'promt' (value 'x'); did you mean 'prompt'?" in complaint(many, base, promt="x")
 
 
@@ -106,7 +124,9 @@ def test_a_hundred_thousand_prompts_take_little_more_than_the_library(tmp_path: 
 
 def test_csv_is_text_in_every_column(tmp_path: Path, base: Path) -> None:
     file = tmp_path / "sums.csv"
-    file.write_text('\ufeffquestion,answer,level\n"2 + 2,\nor more?",007,1\n"He said ""3""?",,2\n', encoding="utf-8")
+    file.write_text(
+        '\ufeffquestion,answer,level\n"2 + 2,\nor more?",007,1\n"He said ""3""?",,2\n', encoding="utf-8"
+    )
     rows = Prompts.read(file, base).table.select(["prompt", "answer", "level"]).to_pylist()
     assert rows == [
         {"prompt": "2 + 2,\nor more?", "answer": "007", "level": "1"},
@@ -137,7 +157,10 @@ def test_text_files_may_be_compressed(name: str, tmp_path: Path, base: Path) -> 
 
 
 def test_a_json_array_is_read_like_json_lines(tmp_path: Path, base: Path) -> None:
-    rows = [{"prompt": 'a "[{\\', "n": 1, "when": "2024-01-01"}, {"prompt": "b\n,]", "n": 2.5, "when": None}]
+    rows = [
+        {"prompt": 'a "[{\\', "n": 1, "when": "2024-01-01"},
+        {"prompt": "b\n,]", "n": 2.5, "when": None},
+    ]
     file = tmp_path / "rows.json"
     file.write_text("\ufeff \n" + json.dumps(rows, indent=1), encoding="utf-8")
     table = Prompts.read(file, base).table

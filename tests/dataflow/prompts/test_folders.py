@@ -29,12 +29,17 @@ def test_all_files_of_one_kind_are_read_by_name(tmp_path: Path, base: Path) -> N
     assert read(folder, base) == ["a.jsonl", "b.jsonl"]
     assert Prompts.read(folder, base).name == "sums"
     (folder / "c.csv").write_text("prompt\nc\n")
-    assert "holds files of several kinds (a.jsonl, b.jsonl, c.csv); give the list" in complaint(folder, base)
+    assert "holds files of several kinds (a.jsonl, b.jsonl, c.csv); give the list" in complaint(
+        folder, base
+    )
 
 
 def test_the_split_is_train_unless_another_is_asked_for(tmp_path: Path, base: Path) -> None:
     folder = data(
-        tmp_path / "sums", "data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test-0.jsonl"
+        tmp_path / "sums",
+        "data/train-00000-of-00002.jsonl",
+        "data/train-00001-of-00002.jsonl",
+        "data/test-0.jsonl",
     )
     train = ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"]
     prompts = Prompts.read(folder, base)
@@ -64,9 +69,13 @@ def test_folders_that_are_no_splits_are_subsets(tmp_path: Path, base: Path) -> N
 
 def test_splits_and_subsets_that_are_not_there_are_refused(tmp_path: Path, base: Path) -> None:
     folder = data(tmp_path / "sums", "a.jsonl")
-    assert "no file is named after a split (split='train'); it has a.jsonl" in complaint(folder, base, split="train")
+    assert "no file is named after a split (split='train'); it has a.jsonl" in complaint(
+        folder, base, split="train"
+    )
     assert "has no subsets (subset='main')" in complaint(folder, base, subset="main")
-    assert "split='train' is for folders and Hugging Face ids" in complaint(folder / "a.jsonl", base, split="train")
+    assert "split='train' is for folders and Hugging Face ids" in complaint(
+        folder / "a.jsonl", base, split="train"
+    )
     (tmp_path / "empty").mkdir()
     assert "holds no file which can be read as prompts" in complaint(tmp_path / "empty", base)
 

@@ -40,7 +40,10 @@ def test_verl_prompts_load_unmodified(write: Any, tmp_path: Path, qwen: Path) ->
 
 def test_a_ground_truth_within_an_object_keeps_its_value(qwen: Path) -> None:
     def answers(*values: Any) -> list[Any]:
-        rows = [{"prompt": "2 + 2", "reward_model": {"style": "rule", "ground_truth": value}} for value in values]
+        rows = [
+            {"prompt": "2 + 2", "reward_model": {"style": "rule", "ground_truth": value}}
+            for value in values
+        ]
         return Prompts.from_rows(rows, qwen).table["answer"].to_pylist()
 
     for values in ([4, None], [["4", "four"]], [{"target": [4]}, "4"]):
@@ -67,7 +70,9 @@ def test_a_ground_truth_within_an_object_keeps_its_value(qwen: Path) -> None:
         ({"messages": [USER], "label": "blue"}, "blue"),
     ],
 )
-def test_prompts_of_other_trainers_load_unmodified(row: dict[str, Any], answer: str | None, qwen: Path) -> None:
+def test_prompts_of_other_trainers_load_unmodified(
+    row: dict[str, Any], answer: str | None, qwen: Path
+) -> None:
     prompts = Prompts.from_rows([row], qwen)
     first = prompts.table.to_pylist()[0]
     text = "The sky is" if "The sky is" in row.values() else "What color is the sky?"

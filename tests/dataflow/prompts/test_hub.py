@@ -57,11 +57,20 @@ def test_an_id_is_read_from_the_cache(cache: Path, base: Path) -> None:
     assert prompts.table["prompt"].to_pylist() == ["main train"] * 3
     assert prompts.table["answer"].to_pylist() == ["0", "1", "2"]
     assert prompts.understood is not None and prompts.understood.source == "tiny/sums (main, train)"
-    assert prompts.understood.choices == ("subset 'main' of main, socratic", "split 'train' of train, test")
+    assert prompts.understood.choices == (
+        "subset 'main' of main, socratic",
+        "split 'train' of train, test",
+    )
     assert len(Prompts.read("tiny/sums", base, split="test", limit=1)) == 1
-    assert Prompts.read("tiny/sums", base, subset="socratic").table["prompt"].to_pylist() == ["socratic train"]
-    assert "tiny/sums: there is no split 'tset'; did you mean 'test'?" in complaint("tiny/sums", base, split="tset")
-    assert "tiny/sums: there is no subset 'mian'; did you mean 'main'" in complaint("tiny/sums", base, subset="mian")
+    assert Prompts.read("tiny/sums", base, subset="socratic").table["prompt"].to_pylist() == [
+        "socratic train"
+    ]
+    assert "tiny/sums: there is no split 'tset'; did you mean 'test'?" in complaint(
+        "tiny/sums", base, split="tset"
+    )
+    assert "tiny/sums: there is no subset 'mian'; did you mean 'main'" in complaint(
+        "tiny/sums", base, subset="mian"
+    )
 
 
 def test_an_id_that_neither_cache_nor_network_has_is_named(cache: Path, base: Path) -> None:
@@ -74,7 +83,9 @@ def test_an_id_that_neither_cache_nor_network_has_is_named(cache: Path, base: Pa
     assert "prompt file 'tiny/smus' does not exist" in complaint("tiny/smus", base)
 
 
-def test_without_the_library_the_extra_is_named(base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_the_library_the_extra_is_named(
+    base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "need the library datasets: pip install 'weft[datasets]'" in complaint("tiny/sums", base)

@@ -45,7 +45,10 @@ BLUE, RED = picture("blue"), picture("red", "JPEG")
     ("column", "values"),
     [
         ("images", pa.array([[BLUE, RED], [], [RED]], pa.list_(pa.binary()))),
-        ("images", pa.array([[{"bytes": BLUE, "path": "b.png"}, {"bytes": RED}], None, [{"bytes": RED}]])),
+        (
+            "images",
+            pa.array([[{"bytes": BLUE, "path": "b.png"}, {"bytes": RED}], None, [{"bytes": RED}]]),
+        ),
     ],
 )
 def test_a_column_of_lists_is_taken_as_datasets_writes_it(
@@ -78,7 +81,10 @@ def test_a_column_of_one_image_a_row_is_taken(kind: pa.DataType, tokenizer: Toke
     prompts = Prompts.from_rows(Rows(), tokenizer)
     assert prompts.columns == ("prompt_ids", "prompt", "images")
     assert prompts.table["images"].to_pylist() == [[BLUE], []]
-    assert prompts.table["prompt"].to_pylist() == ["user [img] what is it assistant", "user what is it assistant"]
+    assert prompts.table["prompt"].to_pylist() == [
+        "user [img] what is it assistant",
+        "user what is it assistant",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +96,10 @@ def test_a_column_of_one_image_a_row_is_taken(kind: pa.DataType, tokenizer: Toke
         ),
         ("what <image>is it", "user what [img] is it"),
         ("what is it", "user [img] what is it"),
-        ([{"type": "text", "text": "what is "}, {"type": "text", "text": "<image>it"}], "user what is [img] it"),
+        (
+            [{"type": "text", "text": "what is "}, {"type": "text", "text": "<image>it"}],
+            "user what is [img] it",
+        ),
     ],
 )
 def test_an_image_stands_where_a_block_or_a_mark_is_or_else_at_the_beginning(
@@ -123,7 +132,10 @@ def test_blocks_of_other_kinds_stay_beside_marks():
             "image 1: it is PostScript, which is a",
         ),
         ({"images": [BLUE[:40]]}, "image 1: it is no image that Pillow can read (its header is cut off)"),
-        ({"images": [BLUE, None]}, "column 'images', image 2: the column is list of binary without the bytes"),
+        (
+            {"images": [BLUE, None]},
+            "column 'images', image 2: the column is list of binary without the bytes",
+        ),
         ({"images": [BLUE], "image": BLUE}, "columns 'images' and 'image' both hold images"),
         (
             {"prompt": "what <image> is <image>", "images": [BLUE]},
@@ -133,7 +145,10 @@ def test_blocks_of_other_kinds_stay_beside_marks():
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "images": [BLUE, RED]},
             "row 1: the row has 2 images, and its messages have places for 1 (a content block of type 'image' each)",
         ),
-        ({"prompt": [{"role": "system", "content": "a"}], "images": [BLUE]}, "no message of the user to put them into"),
+        (
+            {"prompt": [{"role": "system", "content": "a"}], "images": [BLUE]},
+            "no message of the user to put them into",
+        ),
         (
             {"completion": [{"role": "assistant", "content": [{"type": "image"}]}], "images": [BLUE]},
             "a message of role 'assistant' has a content block of type 'image', and no image belongs to it",
@@ -146,15 +161,22 @@ def test_what_does_not_fit_is_named(row: dict[str, Any], said: str, tokenizer: T
     assert said in str(caught.value)
 
 
-def test_an_image_of_too_many_pixels_is_refused_by_its_header(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+def test_an_image_of_too_many_pixels_is_refused_by_its_header(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 11)
     with pytest.raises(UserError, match="image 1: it has more than the 11 pixels"):
         Prompts.from_rows([{"prompt": ASKED, "images": [BLUE]}], tokenizer)
 
 
 def test_a_row_without_images_among_others_may_not_have_a_mark(tokenizer: Tokenizer):
-    rows = [{"prompt": ASKED, "images": [BLUE]}, {"prompt": [{"role": "user", "content": "<image>"}], "images": []}]
-    with pytest.raises(UserError, match="row 2: the row has 0 images, and its messages have places for 1"):
+    rows = [
+        {"prompt": ASKED, "images": [BLUE]},
+        {"prompt": [{"role": "user", "content": "<image>"}], "images": []},
+    ]
+    with pytest.raises(
+        UserError, match="row 2: the row has 0 images, and its messages have places for 1"
+    ):
         Prompts.from_rows(rows, tokenizer)
     assert Prompts.from_rows(rows[1:], tokenizer).table["prompt"][0].as_py() == "user <image> assistant"
 

@@ -17,7 +17,8 @@ def test_a_text_of_thirty_megabytes_is_refused_with_its_row(base: Path, column: 
     ]
     began = time.monotonic()
     with pytest.raises(
-        UserError, match=rf"row 2.*the {column} has 30,000,000 characters; at most 4,000,000 are read.*too_long=.drop"
+        UserError,
+        match=rf"row 2.*the {column} has 30,000,000 characters; at most 4,000,000 are read.*too_long=.drop",
     ):
         weft.Prompts.from_rows(rows, base)
     assert time.monotonic() - began < 60

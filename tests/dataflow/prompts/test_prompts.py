@@ -17,7 +17,9 @@ from weft.dataflow.source import fingerprint
 
 
 def questions(base: Path, levels: list[Any]) -> Prompts:
-    rows = [{"question": f"{k} + {k}", "answer": str(2 * k), "level": level} for k, level in enumerate(levels)]
+    rows = [
+        {"question": f"{k} + {k}", "answer": str(2 * k), "level": level} for k, level in enumerate(levels)
+    ]
     return Prompts.from_rows(rows, base, name="sums")
 
 
@@ -37,7 +39,12 @@ def test_filter_keeps_rows_in_their_order_and_counts_the_others(base: Path) -> N
 def test_sort_is_stable_and_goes_both_ways(base: Path) -> None:
     prompts = questions(base, [2, 1, 2, 1])
     assert prompts.sort(lambda row: row["level"]).table["answer"].to_pylist() == ["2", "6", "0", "4"]
-    assert prompts.sort(lambda row: row["level"], reverse=True).table["answer"].to_pylist() == ["0", "4", "2", "6"]
+    assert prompts.sort(lambda row: row["level"], reverse=True).table["answer"].to_pylist() == [
+        "0",
+        "4",
+        "2",
+        "6",
+    ]
     assert prompts.sort(lambda row: (row["level"], -int(row["answer"]))).table["answer"].to_pylist() == [
         "6",
         "2",
@@ -95,5 +102,7 @@ def test_columns_with_names_that_weft_uses_are_kept_by_another(base: Path, qwen:
 def test_two_columns_of_one_name_are_refused(base: Path, tmp_path: Path) -> None:
     file = tmp_path / "twice.parquet"
     pq.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], ["prompt", "prompt"]), file)
-    with pytest.raises(UserError, match=r"twice.parquet: there are two columns 'prompt'; rename one of them"):
+    with pytest.raises(
+        UserError, match=r"twice.parquet: there are two columns 'prompt'; rename one of them"
+    ):
         Prompts.read(file, base)

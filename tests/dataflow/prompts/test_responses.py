@@ -50,8 +50,13 @@ def test_plain_responses_get_the_end_token(row: dict[str, Any], qwen: Path, llam
     assert text_of(llama, first["prompt_ids"] + first["response_ids"]) == "<s> The sky is blue.</s>"
 
 
-def test_a_token_that_reaches_from_prompt_to_response_does_not_change_the_text(base: Path, llama: Path) -> None:
-    rows = [{"prompt": "The sky is ", "completion": "blue."}, {"prompt": "The sk", "completion": "y is blue."}]
+def test_a_token_that_reaches_from_prompt_to_response_does_not_change_the_text(
+    base: Path, llama: Path
+) -> None:
+    rows = [
+        {"prompt": "The sky is ", "completion": "blue."},
+        {"prompt": "The sk", "completion": "y is blue."},
+    ]
     for row in Prompts.from_rows(rows, llama, chat=False).table.to_pylist():
         assert text_of(llama, row["prompt_ids"] + row["response_ids"]) == "<s> The sky is blue.</s>"
     # Byte-level tokens keep the prompt's own tokens, those that generation goes on from.
@@ -72,11 +77,15 @@ def test_a_token_that_reaches_from_prompt_to_response_does_not_change_the_text(b
         {"prompt": [USER], "chosen": [BLUE], "rejected": [GREEN], "margin": 0.5},
     ],
 )
-def test_conversational_preferences_give_a_prompt_and_two_responses(row: dict[str, Any], qwen: Path) -> None:
+def test_conversational_preferences_give_a_prompt_and_two_responses(
+    row: dict[str, Any], qwen: Path
+) -> None:
     prompts = Prompts.from_rows([row], qwen)
     first = prompts.table.to_pylist()[0]
     assert prompts.columns[:4] == ("prompt_ids", "chosen_ids", "rejected_ids", "prompt")
-    assert first["prompt"] == "<|im_start|>user\nWhat color is the sky?<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        first["prompt"] == "<|im_start|>user\nWhat color is the sky?<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert text_of(qwen, first["chosen_ids"]) == "It is blue.<|im_end|>"
     assert text_of(qwen, first["rejected_ids"]) == "It is green.<|im_end|>"
     assert first["chosen"] == row["chosen"]  # the columns of the file stay
@@ -91,7 +100,9 @@ def test_conversational_preferences_give_a_prompt_and_two_responses(row: dict[st
     ],
 )
 def test_plain_preferences_give_a_prompt_and_two_responses(row: dict[str, Any], qwen: Path) -> None:
-    first = Prompts.from_rows([row], qwen, prompt="question" if "question" in row else None).table.to_pylist()[0]
+    first = Prompts.from_rows(
+        [row], qwen, prompt="question" if "question" in row else None
+    ).table.to_pylist()[0]
     assert first["prompt"] == "The sky is"
     assert text_of(qwen, first["chosen_ids"]) == " blue.<|im_end|>"
     assert text_of(qwen, first["rejected_ids"]) == " green.<|im_end|>"
@@ -104,7 +115,11 @@ def test_an_implicit_prompt_ends_before_the_first_word_that_differs(qwen: Path) 
 
     end = "<|im_end|>"
     assert parts("It is blue", "It is black") == ("It is", " blue" + end, " black" + end)
-    assert parts("Human: hi\n\nA: yes", "Human: hi\n\nA: no") == ("Human: hi\n\nA:", " yes" + end, " no" + end)
+    assert parts("Human: hi\n\nA: yes", "Human: hi\n\nA: no") == (
+        "Human: hi\n\nA:",
+        " yes" + end,
+        " no" + end,
+    )
     assert parts("It is", "It is so") == ("It", " is" + end, " is so" + end)
     assert parts("It is", "It is") == ("It", " is" + end, " is" + end)
 

@@ -29,7 +29,12 @@ TEXTS = [
 
 DIALOGUES = [
     [USER],
-    [{"role": "system", "content": "Be brief. "}, USER, BLUE, {"role": "user", "content": " And at night?\n"}],
+    [
+        {"role": "system", "content": "Be brief. "},
+        USER,
+        BLUE,
+        {"role": "user", "content": " And at night?\n"},
+    ],
     [{"role": "user", "content": text} for text in TEXTS],
     [{"role": "user", "content": "<b>&'\" 空</b>"}, GREEN, {"role": "user", "content": ""}],
 ]
@@ -62,10 +67,13 @@ def test_ids_are_those_of_transformers(kind: str, request: pytest.FixtureRequest
         assert ours.chat.render(begun, continue_last=True) == expected
     prompts = Prompts.from_rows([{"prompt": dialogue} for dialogue in DIALOGUES], folder)
     assert prompts.table["prompt_ids"].to_pylist() == [
-        theirs.apply_chat_template(dialogue, add_generation_prompt=True, return_dict=False) for dialogue in DIALOGUES
+        theirs.apply_chat_template(dialogue, add_generation_prompt=True, return_dict=False)
+        for dialogue in DIALOGUES
     ]
     assert (
-        Prompts.from_rows([{"prompt": t} for t in TEXTS[:-1]], folder, chat=False).table["prompt_ids"].to_pylist()
+        Prompts.from_rows([{"prompt": t} for t in TEXTS[:-1]], folder, chat=False)
+        .table["prompt_ids"]
+        .to_pylist()
         == (theirs(TEXTS[:-1])["input_ids"])
     )
 
@@ -77,7 +85,9 @@ def test_added_tokens_of_a_file_keep_their_flags() -> None:
     assert (values.tolist(), offsets.tolist()) == ([0, 1, 4, 2], [0, 4, 4])
 
 
-def test_a_tokenizer_that_cannot_be_had_is_named(tmp_path: Path, qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_cannot_be_had_is_named(
+    tmp_path: Path, qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = jsonl(tmp_path / "p.jsonl", [{"prompt": "1"}, {"prompt": "2"}])
     there = qwen_like(tmp_path / "models" / "qwen2-tiny")
     assert "did you mean 'qwen2-tiny'?" in complaint(file, tmp_path / "models" / "qwen2-tny")
@@ -119,7 +129,15 @@ def test_a_hub_id_is_taken_from_the_local_cache(tmp_path: Path, qwen: Path) -> N
         "PYTHONPATH": ":".join(p for p in sys.path if p),
     }
     out = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, cwd=tmp_path
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
     ).stdout.splitlines()
-    assert json.loads(out[0]) == Prompts.from_rows([{"prompt": "2 + 2"}], qwen).table["prompt_ids"].to_pylist()
+    assert (
+        json.loads(out[0])
+        == Prompts.from_rows([{"prompt": "2 + 2"}], qwen).table["prompt_ids"].to_pylist()
+    )
     assert out[1] == "set()"  # nothing heavy was imported on the way

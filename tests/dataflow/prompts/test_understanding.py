@@ -13,9 +13,13 @@ from weft.dataflow.prompts.understanding import Example, Lengths
 
 
 def test_columns_roles_lengths_and_what_is_left_out_are_said(tmp_path: Path, qwen: Path) -> None:
-    rows = [{"question": "2 + 2?" * (1 + k // 4), "answer": f"so\n#### {k}", "level": k} for k in range(5)]
+    rows = [
+        {"question": "2 + 2?" * (1 + k // 4), "answer": f"so\n#### {k}", "level": k} for k in range(5)
+    ]
     file = jsonl(tmp_path / "sums.jsonl", rows)
-    prompts = Prompts.read(file, qwen, max_prompt_tokens=53, too_long="drop", thinking=False, system="Be brief.")
+    prompts = Prompts.read(
+        file, qwen, max_prompt_tokens=53, too_long="drop", thinking=False, system="Be brief."
+    )
     understood = prompts.understood
     assert understood is not None
     short = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
@@ -74,7 +78,9 @@ def test_editors_are_told_of_every_setting() -> None:
     assert list(ReadArguments.__annotations__) == list(settings)
 
 
-def test_control_characters_of_a_columns_name_do_not_reach_the_terminal(tmp_path: Path, base: Path) -> None:
+def test_control_characters_of_a_columns_name_do_not_reach_the_terminal(
+    tmp_path: Path, base: Path
+) -> None:
     prompts = Prompts.from_rows([{"prompt": "1", "a\x1b[2Jb": {"c\nd": 1}}], base, name="ro\rws")
     assert all(c.isprintable() or c == "\n" for c in str(prompts.understood))
     assert "a\\x1b[2Jb" in str(prompts.understood)
@@ -87,29 +93,47 @@ def test_boundaries_roles_and_odd_rows_are_printed(qwen: Path) -> None:
         {"prompt": "Color?", "chosen": "Red.", "rejected": "Red.", "score": 1.0},
     ]
     said = str(Prompts.from_rows(rows, qwen).understood).splitlines()
-    assert "  reads     prompt (text) as prompt; chosen (text) as chosen; rejected (text) as rejected" in said
+    assert (
+        "  reads     prompt (text) as prompt; chosen (text) as chosen; rejected (text) as rejected"
+        in said
+    )
     assert "  keeps     score (double); not trained on, for rewards and nodes of your own" in said
     assert "  trains    the chosen and the rejected response, compared with each other" in said
     assert "  note      empty responses: 1 of 6; they train the model to answer nothing" in said
     assert "  note      pairs of equal responses: 1 of 3 rows; they have no preference" in said
-    first = said.index("  row 1     prompt   '<|im_start|>user\\nColor?<|im_end|>\\n<|im_start|>assistant\\n'")
+    first = said.index(
+        "  row 1     prompt   '<|im_start|>user\\nColor?<|im_end|>\\n<|im_start|>assistant\\n'"
+    )
     assert said[first + 1 : first + 3] == [
         "            chosen   'Blue.<|im_end|>'",
         "            rejected 'Red.<|im_end|>'",
     ]
     call = {"name": "add", "arguments": {"a": 1, "b": None}}
-    said = str(Prompts.from_rows([{"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}], qwen).understood)
-    assert "note      arguments of tool calls in 'messages' are objects: those that are null are left out" in said
-    weighted = [{"from": "human", "value": "Hi", "weight": 0.0}, {"from": "gpt", "value": "A", "weight": 0.0}]
+    said = str(
+        Prompts.from_rows(
+            [{"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}], qwen
+        ).understood
+    )
+    assert (
+        "note      arguments of tool calls in 'messages' are objects: those that are null are left out"
+        in said
+    )
+    weighted = [
+        {"from": "human", "value": "Hi", "weight": 0.0},
+        {"from": "gpt", "value": "A", "weight": 0.0},
+    ]
     said = str(Prompts.from_rows([{"conversations": weighted}], qwen).understood)
     assert (
-        "note      the messages in 'conversations' have a field 'weight', which does not change what is trained" in said
+        "note      the messages in 'conversations' have a field 'weight', which does not change what is trained"
+        in said
     )
 
 
 @pytest.mark.thorough
 def test_what_is_printed_is_short_and_plain_whatever_the_rows_hold(qwen: Path) -> None:
-    turns = [{"role": ("user", "assistant")[k % 2], "content": "x\x1b[2J\u202e" * 5_000} for k in range(100)]
+    turns = [
+        {"role": ("user", "assistant")[k % 2], "content": "x\x1b[2J\u202e" * 5_000} for k in range(100)
+    ]
     row = {
         "messages": turns,
         **{f"column {k}" * 20: k for k in range(500)},

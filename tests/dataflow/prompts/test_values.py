@@ -47,7 +47,9 @@ def alike(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("column", ["answer", "extra_info", "level"])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "rows", "two files"])
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
-def test_values_are_those_of_the_file(values: list[Any], name: str, column: str, tmp_path: Path, base: Path) -> None:
+def test_values_are_those_of_the_file(
+    values: list[Any], name: str, column: str, tmp_path: Path, base: Path
+) -> None:
     rows = [{"prompt": "1", column: value} for value in values]
     if name == "rows":
         prompts = Prompts.from_rows(rows, base)
@@ -55,7 +57,9 @@ def test_values_are_those_of_the_file(values: list[Any], name: str, column: str,
         (tmp_path / name).write_text(json.dumps(rows))
         prompts = Prompts.read(tmp_path / name, base)
     elif name == "two files":
-        prompts = Prompts.read([jsonl(tmp_path / f"{k}.jsonl", [row]) for k, row in enumerate(rows)], base)
+        prompts = Prompts.read(
+            [jsonl(tmp_path / f"{k}.jsonl", [row]) for k, row in enumerate(rows)], base
+        )
     else:
         prompts = Prompts.read(jsonl(tmp_path / "a.jsonl", rows), base)
     assert alike(prompts.table[column].to_pylist(), [row[column] for row in rows])
@@ -76,20 +80,28 @@ def test_a_value_of_another_type_far_down_changes_none_before_it(tmp_path: Path,
 
 
 @pytest.mark.parametrize("key", ["ground_truth", "style"])
-def test_a_ground_truth_within_an_object_is_that_of_the_file(key: str, tmp_path: Path, base: Path) -> None:
+def test_a_ground_truth_within_an_object_is_that_of_the_file(
+    key: str, tmp_path: Path, base: Path
+) -> None:
     for values in VALUES.values():
         rows = [{"prompt": "1", "reward_model": {"style": "rule", key: value}} for value in values]
         prompts = Prompts.read(jsonl(tmp_path / "a.jsonl", rows), base, answer=f"reward_model.{key}")
         assert alike(prompts.table["answer"].to_pylist(), values)
         assert alike(prompts.table["reward_model"].to_pylist(), [row["reward_model"] for row in rows])
-    rows = [{"prompt": "1", "reward_model": {"ground_truth": {"target": 5}}}, {"prompt": "2", "reward_model": {}}]
+    rows = [
+        {"prompt": "1", "reward_model": {"ground_truth": {"target": 5}}},
+        {"prompt": "2", "reward_model": {}},
+    ]
     found = Prompts.read(jsonl(tmp_path / "a.jsonl", rows), base)
     assert found.table["answer"].to_pylist() == [{"target": 5}, None]
 
 
 def test_parquet_has_its_own_types(tmp_path: Path, base: Path) -> None:
     day = datetime.date(2024, 1, 2)
-    rows = [{"prompt": "1", "answer": day, "n": 1, "x": 1.5}, {"prompt": "2", "answer": None, "n": 2, "x": 2.0}]
+    rows = [
+        {"prompt": "1", "answer": day, "n": 1, "x": 1.5},
+        {"prompt": "2", "answer": None, "n": 2, "x": 2.0},
+    ]
     table = Prompts.read(parquet(tmp_path / "a.parquet", rows), base).table
     assert table.select(["answer", "n", "x"]).to_pylist() == [
         {"answer": day, "n": 1, "x": 1.5},
@@ -101,10 +113,15 @@ def test_parquet_has_its_own_types(tmp_path: Path, base: Path) -> None:
     assert alike(Prompts.read([numbers, floats], base).table["answer"].to_pylist(), [7, 7.0])
 
 
-def test_a_solution_beside_a_number_is_shortened_and_the_number_is_kept(tmp_path: Path, base: Path) -> None:
+def test_a_solution_beside_a_number_is_shortened_and_the_number_is_kept(
+    tmp_path: Path, base: Path
+) -> None:
     rows = [{"question": "1", "answer": "It is\n#### 4"}, {"question": "2", "answer": 5}]
     table = Prompts.read(jsonl(tmp_path / "a.jsonl", rows), base).table
-    assert table["answer"].to_pylist() == ["4", 5] and table["full_answer"].to_pylist() == ["It is\n#### 4", 5]
+    assert table["answer"].to_pylist() == ["4", 5] and table["full_answer"].to_pylist() == [
+        "It is\n#### 4",
+        5,
+    ]
 
 
 def test_messages_keep_their_own_keys(tmp_path: Path, qwen: Path) -> None:
@@ -161,7 +178,10 @@ def test_a_frame_that_cannot_be_read_is_refused_by_column(base: Path) -> None:
 @pytest.mark.parametrize("other", [1, datetime.datetime(2020, 1, 1, 3), "x"])
 def test_dates_beside_values_of_other_types_are_refused_and_not_changed(other: Any, base: Path) -> None:
     dates = [datetime.date(2020, 1, 1), None]
-    assert Prompts.from_rows([{"prompt": "1", "day": day} for day in dates], base).table["day"].to_pylist() == dates
+    assert (
+        Prompts.from_rows([{"prompt": "1", "day": day} for day in dates], base).table["day"].to_pylist()
+        == dates
+    )
     for mixed in ([dates[0], other], [other, dates[0]]):
         with pytest.raises(UserError, match="'day' is a date"):
             Prompts.from_rows([{"prompt": "1", "day": day} for day in mixed], base)

@@ -94,7 +94,11 @@ def qwen_like(folder: Path) -> Path:
                 (0, "<|endoftext|>", {"normalized": False, "special": True}),
                 (1, "<|im_start|>", {"normalized": False, "special": True}),
                 (2, "<|im_end|>", {"normalized": False, "special": True}),
-                (backend.get_vocab_size(), "<think>", {"normalized": False, "special": False}),  # not in tokenizer.json
+                (
+                    backend.get_vocab_size(),
+                    "<think>",
+                    {"normalized": False, "special": False},
+                ),  # not in tokenizer.json
             ]
         },
     }
@@ -105,11 +109,17 @@ def llama_like(folder: Path) -> Path:
     """BPE over `▁`-marked words with a beginning-of-sequence token; configuration as old models have it."""
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+    )
     backend.train_from_iterator(CORPUS, trainer)
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    backend.enable_truncation(max_length=8)  # files often come with it on, and it must not shorten prompts
+    backend.enable_truncation(
+        max_length=8
+    )  # files often come with it on, and it must not shorten prompts
     backend.enable_padding(length=8)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -131,7 +141,9 @@ def llama_like(folder: Path) -> Path:
     return write_tokenizer(folder, backend, config, {"special_tokens_map.json": json.dumps(special)})
 
 
-def write_tokenizer(folder: Path, backend: tokenizers.Tokenizer, config: dict[str, Any], files: dict[str, str]) -> Path:
+def write_tokenizer(
+    folder: Path, backend: tokenizers.Tokenizer, config: dict[str, Any], files: dict[str, str]
+) -> Path:
     folder.mkdir(parents=True)
     backend.save(str(folder / "tokenizer.json"))
     for name, text in {"tokenizer_config.json": json.dumps(config), **files}.items():

@@ -33,7 +33,9 @@ class Gloo:
     def __init__(self, host: str, port: int, rank: int, world_size: int) -> None:
         from vllm.distributed.utils import stateless_init_torch_distributed_process_group
 
-        self._group: Any = stateless_init_torch_distributed_process_group(host, port, rank, world_size, "gloo")
+        self._group: Any = stateless_init_torch_distributed_process_group(
+            host, port, rank, world_size, "gloo"
+        )
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: object) -> None:
         options = torch.distributed.BroadcastOptions()
@@ -59,7 +61,9 @@ def without_gpus(patch: Any) -> None:
         return Gloo(info.master_address, info.master_port, 0, info.world_size)
 
     def end_of_engine(info: Any, parallel: Any) -> Gloo:
-        return Gloo(info.master_address, info.master_port, info.rank_offset + parallel.rank, info.world_size)
+        return Gloo(
+            info.master_address, info.master_port, info.rank_offset + parallel.rank, info.world_size
+        )
 
     def nccl(terms: Terms) -> Any:
         info: Any = vllm_publisher._nccl(terms)
@@ -90,8 +94,14 @@ def _memfd() -> tuple[Any, ...]:
         WeightTransferInitInfo,
         WeightTransferUpdateInfo,
     )
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.distributed.weight_transfer.factory import (
+        WeightTransferEngineFactory,
+        WeightTransferTrainerFactory,
+    )
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
     @dataclass
     class TrainerInfo(TrainerInitInfo):
@@ -114,7 +124,9 @@ def _memfd() -> tuple[Any, ...]:
             found = cls(client=client, source=source, is_sender=init_info.is_sender)
             if found.is_sender:
                 found.file = os.memfd_create("weights")
-                client.init_weight_transfer_engine(asdict(InitInfo(f"/proc/{os.getpid()}/fd/{found.file}")))
+                client.init_weight_transfer_engine(
+                    asdict(InitInfo(f"/proc/{os.getpid()}/fd/{found.file}"))
+                )
             return found
 
         def send_weights(self) -> None:
@@ -122,7 +134,9 @@ def _memfd() -> tuple[Any, ...]:
                 self.client.start_weight_update()
             for chunk in self._chunks():
                 if self.is_sender:
-                    content = b"".join(bytes(t.contiguous().view(-1).view(torch.uint8).numpy()) for _, t in chunk)
+                    content = b"".join(
+                        bytes(t.contiguous().view(-1).view(torch.uint8).numpy()) for _, t in chunk
+                    )
                     os.pwrite(self.file, content, 0)
                     tensors = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in chunk]
                     self.client.update_weights(asdict(UpdateInfo(tensors)))
@@ -153,7 +167,9 @@ def _memfd() -> tuple[Any, ...]:
             end, weights = 0, []
             memory: Any = mmap.mmap(self.file, os.fstat(self.file).st_size, flags=mmap.MAP_PRIVATE)
             for name, dtype, shape in update_info.tensors:
-                found = torch.frombuffer(memory, dtype=dtype, count=torch.Size(shape).numel(), offset=end).view(shape)
+                found = torch.frombuffer(
+                    memory, dtype=dtype, count=torch.Size(shape).numel(), offset=end
+                ).view(shape)
                 weights.append((name, found.clone()))
                 end += found.nbytes
             self.model.load_weights(weights)  # pyright: ignore[reportCallIssue]
@@ -221,7 +237,9 @@ def train(pipe: Pipe, folder: Path, meeting: Any, rank: int, ranks: int, gpu: in
             elif method == "wrong":
                 _wrong.add(arguments[0])
             elif method == "full":
-                found = {name: tensor.clone().cpu().numpy() for name, tensor in worker.engine.named_tensors()}
+                found = {
+                    name: tensor.clone().cpu().numpy() for name, tensor in worker.engine.named_tensors()
+                }
             else:
                 found = getattr(worker, method)(*arguments)
             pipe.send(found)

@@ -91,7 +91,9 @@ def shared(vllm_worker: RolloutWorker, folder: Path) -> Iterator[VllmEngine]:
     assert isinstance(engine, VllmEngine)
     yield engine
     publisher, model = WeightPublisher(), TransformersEngine(str(folder)).model
-    weights = publisher.publish(whole({name: each.detach() for name, each in model.named_parameters()}), 0)
+    weights = publisher.publish(
+        whole({name: each.detach() for name, each in model.named_parameters()}), 0
+    )
     assert engine.update_weights(weights) == publisher.finish()
     publisher.close()
 
@@ -114,12 +116,16 @@ def largest_gap(engine: VllmEngine, folder: Path, tensors: dict[str, np.ndarray]
     requests = [GenerationRequest(n, np.arange(3, 6 + n, dtype=np.int32), seed=n) for n in range(3)]
     responses = [r for step in engine.generate(requests, Sampling(max_tokens=12)) for r in step]
     model: Any = TransformersEngine(str(folder)).model
-    model.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in tensors.items()}, strict=False)
+    model.load_state_dict(
+        {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}, strict=False
+    )
     gap = 0.0
     for response in responses:
         ids = np.concatenate([requests[response.request_id].prompt_ids, response.token_ids])
         logits = model(torch.from_numpy(ids)[None].long()).logits[0, -len(response.token_ids) - 1 : -1]
-        said = logits.log_softmax(-1).gather(-1, torch.from_numpy(response.token_ids).long()[:, None])[:, 0]
+        said = logits.log_softmax(-1).gather(-1, torch.from_numpy(response.token_ids).long()[:, None])[
+            :, 0
+        ]
         gap = max(gap, float((said.detach() - torch.from_numpy(response.logprobs)).abs().max()))
     return gap
 
@@ -151,12 +157,17 @@ def test_a_tensor_that_came_otherwise_is_named_and_nothing_is_sampled_before_a_w
     trainer.all("wrong", name)
     trainer.begin("send_weights", 4)
     with pytest.raises(
-        WeightSyncError, match=f"version 4: tensor '{name}' did not arrive as it was published at rank 0 of rollout"
+        WeightSyncError,
+        match=f"version 4: tensor '{name}' did not arrive as it was published at rank 0 of rollout",
     ):
         engine.update_weights(weights.to("rollout[0]"))
     assert trainer.end() == [None] * RANKS
     with pytest.raises(GenerationError, match="no complete version"):
-        next(engine.generate([GenerationRequest(0, np.arange(3, 6, dtype=np.int32))], Sampling(max_tokens=2)))
+        next(
+            engine.generate(
+                [GenerationRequest(0, np.arange(3, 6, dtype=np.int32))], Sampling(max_tokens=2)
+            )
+        )
     trainer.all("change", 0.5)
     checksum, given = trainer.give(engine, 5)
     assert given.checksum == checksum
@@ -190,14 +201,24 @@ def test_an_update_that_ends_in_the_middle_leaves_an_engine_that_takes_the_next(
     thread = threading.Thread(target=drive)
     thread.start()
     weights = Weights(6, (receivers.place(),), "rollout[0]", backend="memfd")
-    why = "the trainer has ended" if way == "dies" else "could not load weights version 6: Invalid update_info"
+    why = (
+        "the trainer has ended"
+        if way == "dies"
+        else "could not load weights version 6: Invalid update_info"
+    )
     with pytest.raises(WeightSyncError, match=why):
         engine.update_weights(weights)
     thread.join()
     receivers.close()
-    assert way == "dies" or "rollout[0] failed in update_weights: ValueError: Invalid update_info" in said[0]
+    assert (
+        way == "dies" or "rollout[0] failed in update_weights: ValueError: Invalid update_info" in said[0]
+    )
     with pytest.raises(GenerationError, match="no complete version"):
-        next(engine.generate([GenerationRequest(0, np.arange(3, 6, dtype=np.int32))], Sampling(max_tokens=2)))
+        next(
+            engine.generate(
+                [GenerationRequest(0, np.arange(3, 6, dtype=np.int32))], Sampling(max_tokens=2)
+            )
+        )
     trainer.all("use", "memfd")
     checksum, given = trainer.give(engine, 7)
     assert given.checksum == checksum
@@ -207,7 +228,9 @@ def test_an_update_that_ends_in_the_middle_leaves_an_engine_that_takes_the_next(
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.vllm
-def test_a_run_trains_on_what_an_engine_samples_with_weights_by_a_backend(folder: Path, tmp_path: Path) -> None:
+def test_a_run_trains_on_what_an_engine_samples_with_weights_by_a_backend(
+    folder: Path, tmp_path: Path
+) -> None:
     (folder / "tokenizer.json").write_text("{}")
     program = "import sys, backend_run; backend_run.main(*sys.argv[1:])"
     paths = [str(Path(__file__).parent), *sys.path, os.environ.get("PYTHONPATH", "")]
@@ -223,9 +246,12 @@ def test_a_run_trains_on_what_an_engine_samples_with_weights_by_a_backend(folder
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     for row in rows:
         assert (
-            row["actor/weights_bytes"] > 0 and row["rollout/weights_transfer_s"] >= row["rollout/weights_pause_s"] > 0
+            row["actor/weights_bytes"] > 0
+            and row["rollout/weights_transfer_s"] >= row["rollout/weights_pause_s"] > 0
         )
-        assert row.get("actor/max_logprob_gap", 0.0) < 5e-4, "it samples with the weights of the step before"
+        assert row.get("actor/max_logprob_gap", 0.0) < 5e-4, (
+            "it samples with the weights of the step before"
+        )
     assert "actor/max_logprob_gap" in rows[3]
 
 

@@ -12,7 +12,13 @@ from tokenizers import Tokenizer, decoders, models
 import weft
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.errors import UserError
-from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response, StopStrings, stop_strings
+from weft.workers.generation.engine import (
+    GenerationEngine,
+    GenerationRequest,
+    Response,
+    StopStrings,
+    stop_strings,
+)
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.rollout import RolloutConfig, RolloutWorker
 
@@ -25,7 +31,9 @@ def with_tokenizer(folder: Path) -> Path:
     """The model's folder with a tokenizer: two letters for each token of the upper half, one for the others."""
     if not (folder / "tokenizer.json").exists():
         texts = ["<pad>", "<stop>", "<bos>", *"defgh", *(a + b for a in "abcdef" for b in "abde")]
-        tokenizer = Tokenizer(models.WordLevel({text: i for i, text in enumerate(texts[:VOCABULARY])}, "<pad>"))
+        tokenizer = Tokenizer(
+            models.WordLevel({text: i for i, text in enumerate(texts[:VOCABULARY])}, "<pad>")
+        )
         tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
         tokenizer.save(str(folder / "tokenizer.json"))
     return folder
@@ -42,7 +50,9 @@ def responses_of(engine: GenerationEngine, sampling: Sampling) -> list[Response]
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, VOCABULARY, 3 + row % 7).astype(np.int32) for row in range(12)]
     requests = [GenerationRequest(row, ids, seed=row) for row, ids in enumerate(prompts)]
-    return sorted((r for batch in engine.generate(requests, sampling) for r in batch), key=lambda r: r.request_id)
+    return sorted(
+        (r for batch in engine.generate(requests, sampling) for r in batch), key=lambda r: r.request_id
+    )
 
 
 def text_of(folder: Path, ids: Any) -> str:
@@ -61,7 +71,9 @@ def test_a_response_is_the_unstopped_one_up_to_the_token_that_completes_a_stop_s
         found = [n for n, text in enumerate(texts) if any(stop in text for stop in STOPS)]
         assert length == (found[0] if found else len(other.token_ids))
         assert one.token_ids.tolist() == other.token_ids[:length].tolist()
-        np.testing.assert_allclose(one.logprobs, other.logprobs[:length], rtol=1e-4)  # other rows are in the batch
+        np.testing.assert_allclose(
+            one.logprobs, other.logprobs[:length], rtol=1e-4
+        )  # other rows are in the batch
         assert one.versions.tolist() == other.versions[:length].tolist()
         assert one.finish_reason == ("stop" if found else other.finish_reason)
         ends += bool(found)
@@ -80,7 +92,12 @@ def test_min_tokens_and_ignore_stop_hold_for_stop_strings(engine: GenerationEngi
 def test_responses_that_stop_leave_the_engine_idle(vllm_worker: RolloutWorker, with_tokenizer: Path):
     engine: Any = vllm_worker.engine
     responses_of(engine, Sampling(max_tokens=24, stop=STOPS))
-    assert engine.num_unfinished == 0 and not engine._watched and not engine._finished and not engine._request_ids
+    assert (
+        engine.num_unfinished == 0
+        and not engine._watched
+        and not engine._finished
+        and not engine._request_ids
+    )
 
 
 def test_an_occurrence_before_min_tokens_ends_nothing_and_a_later_one_does():
@@ -116,7 +133,9 @@ def test_one_text_is_a_value_and_an_empty_one_is_refused():
 def test_a_model_without_a_tokenizer_is_refused_before_the_run(tmp_path: Path):
     from engine_model import save_model
 
-    prompts: Any = weft.TableSource("rows", pa.table({"prompt_ids": pa.array([[3, 4]], pa.list_(pa.int32()))}))
+    prompts: Any = weft.TableSource(
+        "rows", pa.table({"prompt_ids": pa.array([[3, 4]], pa.list_(pa.int32()))})
+    )
     rollout = weft.group(weft.RolloutWorker, model=save_model(tmp_path / "bare"), engine="transformers")
 
     @weft.graph

@@ -39,7 +39,9 @@ def prompts_of(count: int) -> list[np.ndarray]:
     return [rng.integers(3, VOCABULARY, 3 + row % 7).astype(np.int32) for row in range(count)]
 
 
-def straight_logprobs(model: Any, prompt: np.ndarray, response: np.ndarray, sampling: Sampling) -> torch.Tensor:
+def straight_logprobs(
+    model: Any, prompt: np.ndarray, response: np.ndarray, sampling: Sampling
+) -> torch.Tensor:
     """`[L, V]` log-probabilities of every token at every position of the response, without cache or batch.
 
     Truncation is written as its definition says it, token by token, to be another way than the engine's.
@@ -51,7 +53,9 @@ def straight_logprobs(model: Any, prompt: np.ndarray, response: np.ndarray, samp
         logits[position, STOP] = -torch.inf
     if sampling.temperature:
         logits /= sampling.temperature
-    for row in logits if sampling.temperature else ():  # a greedy token is the likeliest, whatever is cut off
+    for row in (
+        logits if sampling.temperature else ()
+    ):  # a greedy token is the likeliest, whatever is cut off
         order = row.argsort(descending=True)
         if sampling.top_k:
             row[order[sampling.top_k :]] = -torch.inf
@@ -79,7 +83,9 @@ def largest_and_mean_gap(
 
 def published(model: Any, publisher: WeightPublisher, *, version: int, scale: float) -> Weights:
     """Other weights for the same model: all of them multiplied."""
-    return publisher.publish(whole({name: p.detach() * scale for name, p in model.named_parameters()}), version)
+    return publisher.publish(
+        whole({name: p.detach() * scale for name, p in model.named_parameters()}), version
+    )
 
 
 @pytest.fixture
@@ -121,7 +127,9 @@ def requests_of(prompts: list[np.ndarray], *, samples: int = 4) -> list[Generati
     ]
 
 
-def all_of(engine: GenerationEngine, requests: list[GenerationRequest], sampling: Sampling) -> dict[int, Response]:
+def all_of(
+    engine: GenerationEngine, requests: list[GenerationRequest], sampling: Sampling
+) -> dict[int, Response]:
     found = [response for step in engine.generate(requests, sampling) for response in step]
     assert sorted(r.request_id for r in found) == sorted(r.request_id for r in requests)
     return {r.request_id: r for r in found}
@@ -195,9 +203,15 @@ def test_greedy_is_what_transformers_generates(engine: GenerationEngine, model: 
 @pytest.mark.parametrize(
     "sampling", [Sampling(max_tokens=1), Sampling(max_tokens=1, top_k=6, temperature=1.5)], ids=str
 )
-def test_tokens_come_with_the_frequency_of_their_probability(folder: Path, model: Any, sampling: Sampling) -> None:
+def test_tokens_come_with_the_frequency_of_their_probability(
+    folder: Path, model: Any, sampling: Sampling
+) -> None:
     ids, count = prompts_of(1)[0], 4000
-    found = all_of(TransformersEngine(str(folder)), [GenerationRequest(i, ids, seed=i) for i in range(count)], sampling)
+    found = all_of(
+        TransformersEngine(str(folder)),
+        [GenerationRequest(i, ids, seed=i) for i in range(count)],
+        sampling,
+    )
     drawn = np.bincount([r.token_ids[0] for r in found.values()], minlength=VOCABULARY)
     expected = straight_logprobs(model, ids, np.zeros(1, np.int32), sampling)[0].exp().numpy() * count
     likely = expected >= 5
@@ -297,7 +311,11 @@ def test_keys_and_values_of_unfinished_responses_are_computed_again_on_request(
 def test_vllm_goes_on_while_weights_are_staged_and_every_token_knows_its_version(
     vllm: VllmEngine, model: Any, publisher: WeightPublisher
 ) -> None:
-    requests, sampling, cores = requests_of(prompts_of(6)), Sampling(max_tokens=24), len(os.sched_getaffinity(0))
+    requests, sampling, cores = (
+        requests_of(prompts_of(6)),
+        Sampling(max_tokens=24),
+        len(os.sched_getaffinity(0)),
+    )
     torch.set_num_threads(cores)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for version, scale in ((3, 1.2), (4, 0.9)):
@@ -358,7 +376,9 @@ def test_a_version_that_is_staged_in_part_changes_nothing_and_another_one_arrive
     if ends == "the publisher":
         threading.Timer(0.1, go_on.set).start()
         dying.close()
-        with pytest.raises(WeightSyncError, match=f"version {earlier + 1}, rank 0 of the trainer.*publisher"):
+        with pytest.raises(
+            WeightSyncError, match=f"version {earlier + 1}, rank 0 of the trainer.*publisher"
+        ):
             for _ in staging:
                 time.sleep(0.01)
         assert vllm.version == earlier
@@ -366,7 +386,9 @@ def test_a_version_that_is_staged_in_part_changes_nothing_and_another_one_arrive
         assert all(before[i].token_ids.tolist() == after[i].token_ids.tolist() for i in before)
     weights = published(model, publisher, version=earlier + 2, scale=1.0)
     assert vllm.update_weights(weights) == publisher.finish()
-    largest, _ = largest_and_mean_gap(model, requests, all_of(vllm, requests, sampling).values(), sampling)
+    largest, _ = largest_and_mean_gap(
+        model, requests, all_of(vllm, requests, sampling).values(), sampling
+    )
     assert largest <= 5e-4
     go_on.set()
     dying.close()
@@ -393,7 +415,9 @@ def test_changed_bytes_are_refused_and_nothing_is_generated_before_all_weights_h
     with monkeypatch.context() as patch:
         real = incoming._Source.elements
         patch.setattr(incoming._Source, "elements", lambda *arguments: real(*arguments) + 1)
-        with pytest.raises(WeightSyncError, match=r"version 4: tensor 'model.embed_tokens.weight' did not arrive"):
+        with pytest.raises(
+            WeightSyncError, match=r"version 4: tensor 'model.embed_tokens.weight' did not arrive"
+        ):
             engine.update_weights(weights)
     assert engine.version == 0
     with pytest.raises(
@@ -401,7 +425,9 @@ def test_changed_bytes_are_refused_and_nothing_is_generated_before_all_weights_h
     ):
         all_of(engine, requests, sampling)
     engine.update_weights(published(model, publisher, version=5, scale=1.0))
-    largest, _ = largest_and_mean_gap(model, requests, all_of(engine, requests, sampling).values(), sampling)
+    largest, _ = largest_and_mean_gap(
+        model, requests, all_of(engine, requests, sampling).values(), sampling
+    )
     assert largest <= 5e-4
 
 
@@ -411,7 +437,10 @@ def test_weights_that_do_not_fit_are_refused_by_name(folder: Path, publisher: We
     others = dict(engine.model.named_parameters())
     for tensors, message in (
         ({**others, name: tensor[:-1]}, f"'{name}' has the shape .* in the trainer"),
-        ({**others, "model.lm_heed": tensor}, r"'model.lm_heed' was published, the model has none of that name"),
+        (
+            {**others, "model.lm_heed": tensor},
+            r"'model.lm_heed' was published, the model has none of that name",
+        ),
         ({name: tensor}, r"'model.layers.0.* is needed by the receiver"),
     ):
         with pytest.raises(WeightSyncError, match=message):
@@ -447,14 +476,23 @@ def test_two_iterators_may_be_open_at_once(engine: GenerationEngine) -> None:
     requests, sampling = requests_of(prompts_of(6)), Sampling(max_tokens=24)
     alone = all_of(engine, requests, sampling)
     first, second = engine.generate(requests[:12], sampling), engine.generate(requests[12:], sampling)
-    found = [*next(first), *next(second), *(r for step in second for r in step), *(r for step in first for r in step)]
+    found = [
+        *next(first),
+        *next(second),
+        *(r for step in second for r in step),
+        *(r for step in first for r in step),
+    ]
     assert len(found) == len(requests)
     assert all(r.token_ids.tolist() == alone[r.request_id].token_ids.tolist() for r in found)
 
 
 def test_a_prompt_beyond_the_context_is_refused_in_plain_text(engine: GenerationEngine) -> None:
     with pytest.raises(GenerationError, match="request 7"):
-        list(engine.generate([GenerationRequest(7, np.ones(CONTEXT + 1, np.int32))], Sampling(max_tokens=64)))
+        list(
+            engine.generate(
+                [GenerationRequest(7, np.ones(CONTEXT + 1, np.int32))], Sampling(max_tokens=64)
+            )
+        )
     assert len(all_of(engine, requests_of(prompts_of(1)), Sampling(max_tokens=4))) == 4
 
 
@@ -468,7 +506,11 @@ def test_vllm_through_the_worker_gives_whole_groups_and_takes_over_weights(
         parent_id=np.arange(12) + 50,
         prompt_ids=prompts_of(12),
     )
-    parts = [part[0].rows for part in vllm_worker.generate(prompts, n=3, sampling=Sampling(max_tokens=24)) if part]
+    parts = [
+        part[0].rows
+        for part in vllm_worker.generate(prompts, n=3, sampling=Sampling(max_tokens=24))
+        if part
+    ]
     assert len(parts) > 1
     assert sorted(Batch.concat(parts).numpy("parent_id").tolist()) == sorted(3 * list(range(50, 62)))
     weights = published(model, publisher, version=1, scale=1.1)
@@ -523,8 +565,12 @@ def test_two_tensor_parallel_ranks_give_the_logprobs_of_one(folder: Path) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.vllm
-def test_vllm_on_a_gpu_sleeps_and_takes_over_weights(folder: Path, model: Any, publisher: WeightPublisher) -> None:
-    engine = VllmEngine(str(folder), VllmSettings(gpu_memory_utilization=0.3, max_num_seqs=64), dtype="float32")
+def test_vllm_on_a_gpu_sleeps_and_takes_over_weights(
+    folder: Path, model: Any, publisher: WeightPublisher
+) -> None:
+    engine = VllmEngine(
+        str(folder), VllmSettings(gpu_memory_utilization=0.3, max_num_seqs=64), dtype="float32"
+    )
     requests, sampling = requests_of(prompts_of(6)), Sampling(max_tokens=24)
     before = all_of(engine, requests, sampling)
     engine.sleep()

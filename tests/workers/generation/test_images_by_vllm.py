@@ -17,7 +17,11 @@ from weft.workers.rollout import RolloutConfig, RolloutWorker
 pytestmark = pytest.mark.vllm
 pytest.importorskip("torchvision")
 
-PROMPTS = seeing_model.make_rows().select(["sample_id", "prompt_ids", "images"]).with_columns(group_id=np.arange(5))
+PROMPTS = (
+    seeing_model.make_rows()
+    .select(["sample_id", "prompt_ids", "images"])
+    .with_columns(group_id=np.arange(5))
+)
 SAMPLING = Sampling(max_tokens=12, temperature=2, ignore_stop=True)
 
 
@@ -29,7 +33,9 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def rollout(seeing: Path, inspects_models_here: None) -> Iterator[RolloutWorker]:
     worker = RolloutWorker(
-        RolloutConfig(model=seeing, engine="vllm", max_num_seqs=16, kv_cache_gib=0.05, double_buffer=False)
+        RolloutConfig(
+            model=seeing, engine="vllm", max_num_seqs=16, kv_cache_gib=0.05, double_buffer=False
+        )
     )
     yield worker
     worker.close()

@@ -32,7 +32,9 @@ SETTINGS = {
     "vocab_size": 100,
 }
 PROMPTS = [[5, 6, 7, 8], [9], [5, 6, 7, 8], [3, 4, 5, 6, 7, 8, 9]]
-REQUESTS = [GenerationRequest(number, np.array(ids, np.int32), seed=number) for number, ids in enumerate(PROMPTS)]
+REQUESTS = [
+    GenerationRequest(number, np.array(ids, np.int32), seed=number) for number, ids in enumerate(PROMPTS)
+]
 SAMPLING = Sampling(max_tokens=9, ignore_stop=True)
 
 
@@ -56,7 +58,9 @@ def experts(kind: str) -> Iterator[None]:
 
 def worker_of(folder: Path, engine: str, **settings: Any) -> RolloutWorker:
     return RolloutWorker(
-        RolloutConfig(model=folder, engine=engine, routes=True, max_num_seqs=8, kv_cache_gib=0.05, **settings)  # pyright: ignore
+        RolloutConfig(
+            model=folder, engine=engine, routes=True, max_num_seqs=8, kv_cache_gib=0.05, **settings
+        )  # pyright: ignore
     )
 
 
@@ -69,7 +73,8 @@ def chosen_alone(model: Any, prompt: list[int], response: Response) -> torch.Ten
     """[P + L - 1, layers, k], in ascending order, by the routers of the model."""
     seen: list[torch.Tensor] = []
     hooks = [
-        block.mlp.gate.register_forward_hook(lambda _m, _i, out: seen.append(out[2])) for block in model.model.layers
+        block.mlp.gate.register_forward_hook(lambda _m, _i, out: seen.append(out[2]))
+        for block in model.model.layers
     ]
     with torch.no_grad():
         model(torch.tensor([[*prompt, *response.token_ids[:-1].tolist()]]), use_cache=False)
@@ -139,7 +144,12 @@ def published_names(worker: RolloutWorker, tensors: dict[str, torch.Tensor]) -> 
 def test_a_worker_writes_them_as_a_column(folder: Path):
     worker = worker_of(folder, "transformers")
     rows = Batch.of(sample_id=[0, 1], group_id=[0, 1], prompt_ids=[[5, 6, 7], [8]])
-    found = [children.rows for item in worker.generate(rows, n=2, sampling=SAMPLING) if item for children in [item[0]]]
+    found = [
+        children.rows
+        for item in worker.generate(rows, n=2, sampling=SAMPLING)
+        if item
+        for children in [item[0]]
+    ]
     for row in Batch.concat(found).to_rows():
         prompt = 3 if row["parent_id"] == 0 else 1
         assert len(row["routes"]) == (prompt + len(row["response_ids"]) - 1) * LAYERS * CHOSEN

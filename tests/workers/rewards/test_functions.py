@@ -27,9 +27,9 @@ from weft.workers.rewards.judge import Judge
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizers = pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("model")
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "one": 1, "two": 2}, unk_token="<unk>")).save(
-        str(folder / "tokenizer.json")
-    )
+    tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<unk>": 0, "one": 1, "two": 2}, unk_token="<unk>")
+    ).save(str(folder / "tokenizer.json"))
     return folder
 
 
@@ -40,7 +40,9 @@ def worker(function: Any, model: Path, **settings: Any) -> RewardWorker:
     return RewardWorker(RewardConfig(function=function, tokenizer=model, **settings))
 
 
-def scored(function: Any, model: Path, batch: Batch = BATCH, **arguments: Any) -> tuple[Batch, dict[str, float]]:
+def scored(
+    function: Any, model: Path, batch: Batch = BATCH, **arguments: Any
+) -> tuple[Batch, dict[str, float]]:
     made = worker(function, model)
     try:
         given = list(made.score(batch, **arguments))
@@ -73,7 +75,10 @@ def test_several_functions_are_weighed_and_each_has_a_metric_and_a_column(model:
     assert rows["reward"].to_pylist() == [1.5, 0.5] and rows["reward/right"].to_pylist() == [1, 0]
     assert metrics["mean"] == 1.0 and metrics["right"] == 0.5 and metrics["brevity"] == 1.0
     rows, metrics = scored(both, model, into="baseline_reward")
-    assert rows["baseline_reward/brevity"].to_pylist() == [1, 1] and metrics["baseline_reward_brevity"] == 1.0
+    assert (
+        rows["baseline_reward/brevity"].to_pylist() == [1, 1]
+        and metrics["baseline_reward_brevity"] == 1.0
+    )
 
 
 def test_a_dictionary_of_parts_is_summed_unless_one_of_them_is_the_reward(model: Path):
@@ -100,9 +105,14 @@ def test_none_of_one_function_leaves_the_others_and_none_of_all_is_a_failure(mod
         return 1.0 if response == "one" else None
 
     rows, metrics = scored((sometimes, short), model)
-    assert rows["reward"].to_pylist() == [2.0, 1.0] and rows["reward/sometimes"].to_pylist() == [1.0, None]
+    assert rows["reward"].to_pylist() == [2.0, 1.0] and rows["reward/sometimes"].to_pylist() == [
+        1.0,
+        None,
+    ]
     assert metrics["sometimes"] == 1.0
-    with pytest.raises(SampleError, match="each of the reward functions sometimes, never returned None") as caught:
+    with pytest.raises(
+        SampleError, match="each of the reward functions sometimes, never returned None"
+    ) as caught:
         scored((sometimes, Reward(function=lambda response: None, name="never")), model)
     assert caught.value.sample_ids == (8,)
 
@@ -156,7 +166,9 @@ def test_an_asynchronous_call_is_repeated_and_only_what_fails_to_the_end_is_blam
     done: list[Any] = []
     with pytest.raises(ConnectionError, match="try 3"):
         done += made.score(many(3))
-    assert tries == {0: 1, 1: 3, 2: 3} and [id for rows, _ in done for id in rows["sample_id"].to_pylist()] == [0, 2]
+    assert tries == {0: 1, 1: 3, 2: 3} and [
+        id for rows, _ in done for id in rows["sample_id"].to_pylist()
+    ] == [0, 2]
     made.close()
 
 
@@ -227,17 +239,29 @@ def address() -> Iterator[str]:
         thread.join(60)
 
 
-def test_a_judge_is_asked_and_its_last_score_is_the_reward(address: str, model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_judge_is_asked_and_its_last_score_is_the_reward(
+    address: str, model: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("JUDGE_KEY", "secret-7")
     judge = Judge(address=address, model="m", key_variable="JUDGE_KEY", scale=(1, 5))
     OpenAI.replies = [(200, "At first score: 1. Then again... **Score: 4**")]
     batch = Batch.of(sample_id=[7], prompt=["What is {answer}?"], response_ids=[[1]], answer=["one"])
     rows, metrics = scored((judge, right), model, batch)
-    assert rows["reward/judge"].to_pylist() == [0.75] and metrics["judge"] == 0.75 and metrics["right"] == 1.0
+    assert (
+        rows["reward/judge"].to_pylist() == [0.75]
+        and metrics["judge"] == 0.75
+        and metrics["right"] == 1.0
+    )
     path, headers, body = OpenAI.requests[0]
-    assert path == "/v1/chat/completions" and headers["Authorization"] == "Bearer secret-7" and body["model"] == "m"
+    assert (
+        path == "/v1/chat/completions"
+        and headers["Authorization"] == "Bearer secret-7"
+        and body["model"] == "m"
+    )
     asked = body["messages"][0]["content"]
-    assert "What is {answer}?" in asked and "<response>\none\n" in asked and "from 1 (useless) to 5" in asked
+    assert (
+        "What is {answer}?" in asked and "<response>\none\n" in asked and "from 1 (useless) to 5" in asked
+    )
     assert "secret-7" not in repr(judge) and pickle.loads(pickle.dumps(judge)) == judge
 
 
@@ -266,7 +290,9 @@ def test_a_judge_that_is_not_there_or_badly_set_is_told(model: Path, monkeypatch
     with pytest.raises(RuntimeError, match=r"did not answer: ConnectError .* \(4 times\)"):
         scored(Judge(address="http://127.0.0.1:9/v1", model="m"), model, many(1))
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    config = RewardConfig(function=Judge(address="http://h/v1", model="m", key_variable="NO_SUCH_KEY"), tokenizer=model)
+    config = RewardConfig(
+        function=Judge(address="http://h/v1", model="m", key_variable="NO_SUCH_KEY"), tokenizer=model
+    )
     from weft.dataflow.source import TableSource
 
     with pytest.raises(UserError, match="the environment has no NO_SUCH_KEY"):

@@ -25,9 +25,9 @@ from weft.workers.rewards.function import Reward
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizers = pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("model")
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "one": 1, "two": 2}, unk_token="<unk>")).save(
-        str(folder / "tokenizer.json")
-    )
+    tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<unk>": 0, "one": 1, "two": 2}, unk_token="<unk>")
+    ).save(str(folder / "tokenizer.json"))
     return folder
 
 
@@ -191,7 +191,10 @@ def test_deadlines_hold_after_a_function_has_used_the_alarm(model: Path) -> None
     with pytest.raises(TimeoutError, match=r"hangs took longer than 3 s") as caught:
         rewards(hangs, model, deadline_s=3)  # waited out: the other samples return at once
     assert time.monotonic() - started < 300 and caught.value.sample_ids == (8,)  # pyright: ignore[reportAttributeAccessIssue]
-    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (
+        0.0,
+        0.0,
+    )
 
 
 def test_an_alarm_that_is_left_behind_rings_nowhere_else(model: Path) -> None:
@@ -229,7 +232,9 @@ class Failed(BaseException):
 @pytest.mark.parametrize(
     "error", [asyncio.CancelledError("x"), Failed("x"), SystemExit(3), GeneratorExit("x")], ids=shown
 )
-def test_any_exception_fails_its_own_sample(error: BaseException, form: str, run: Any, model: Path) -> None:
+def test_any_exception_fails_its_own_sample(
+    error: BaseException, form: str, run: Any, model: Path
+) -> None:
     def plain(response: str) -> float:
         if form == "apart":
             with_alarm(response)
@@ -319,7 +324,8 @@ def test_a_batch_function_returns_a_result_for_each_sample(result: Any, form: st
 
     function = {"ours": Reward(function=ours, batch=True), "TRL": trl, "async": later}[form]
     with pytest.raises(
-        ResultError, match=r"reward function .*(ours|trl|later) returned .* for 3 samples; it returns a list with"
+        ResultError,
+        match=r"reward function .*(ours|trl|later) returned .* for 3 samples; it returns a list with",
     ):
         rewards(function, model)
 
@@ -340,7 +346,9 @@ def test_lists_arrays_and_dictionaries_of_lists_are_rewards_of_a_batch(result: A
     assert rewards(lambda completions, **columns: result, model) == [1, 2, 1]
 
 
-@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, np.float32("nan"), 1e39, 10**400], ids=shown)
+@pytest.mark.parametrize(
+    "odd", [math.nan, math.inf, -math.inf, np.float32("nan"), 1e39, 10**400], ids=shown
+)
 @pytest.mark.parametrize("key", ["right", "reward"])
 def test_a_part_that_is_not_finite_fails_the_sample(odd: Any, key: str, model: Path) -> None:
     def parts(response: str) -> dict[str, Any]:
@@ -352,14 +360,27 @@ def test_a_part_that_is_not_finite_fails_the_sample(odd: Any, key: str, model: P
 
 
 def test_a_sum_that_is_not_finite_fails_the_sample(model: Path) -> None:
-    for function in (lambda response: {"a": 3e38, "b": 3e38}, (Reward(function=lambda response: 3e38, weight=10.0),)):
+    for function in (
+        lambda response: {"a": 3e38, "b": 3e38},
+        (Reward(function=lambda response: 3e38, weight=10.0),),
+    ):
         with pytest.raises(SampleError, match="float32"):
             rewards(function, model)
 
 
 @pytest.mark.parametrize(
     "result",
-    [[0.5], (0.5,), "0.5", {"right": [1.0]}, {"right": "1.0", "form": 0.1}, {"reward": "x"}, {1}, object, {}],
+    [
+        [0.5],
+        (0.5,),
+        "0.5",
+        {"right": [1.0]},
+        {"right": "1.0", "form": 0.1},
+        {"reward": "x"},
+        {1},
+        object,
+        {},
+    ],
     ids=shown,
 )
 def test_what_is_no_reward_ends_the_run_at_the_first_sample(result: Any, model: Path) -> None:

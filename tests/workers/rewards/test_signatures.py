@@ -59,7 +59,9 @@ def samples(**columns: Any) -> Batch:
     return Batch.of(**{name: values for name, values in given.items() if values is not None})
 
 
-def scored(function: Any, model: Path, batch: Batch | None = None, **arguments: Any) -> tuple[Batch, dict[str, Any]]:
+def scored(
+    function: Any, model: Path, batch: Batch | None = None, **arguments: Any
+) -> tuple[Batch, dict[str, Any]]:
     worker = RewardWorker(RewardConfig(function=function, tokenizer=model))
     try:
         given = list(worker.score(samples() if batch is None else batch, **arguments))
@@ -82,7 +84,9 @@ def test_trl_gets_lists_of_completions_and_of_columns(model: Path):
     assert rewards(user("of_trl").accuracy_reward, model) == [1, 0, 1]
     own_column = samples(answer=None, solution=["x", "three", "y"])
     assert rewards(user("of_trl").accuracy_reward, model, own_column) == [0, 1, 0]
-    assert rewards(user("of_trl").RepetitionPenalty(), model, samples(response_ids=[[1, 1], [1, 2], []])) == [
+    assert rewards(
+        user("of_trl").RepetitionPenalty(), model, samples(response_ids=[[1, 1], [1, 2], []])
+    ) == [
         -0.5,
         0,
         0,
@@ -112,7 +116,11 @@ def test_trl_may_be_asynchronous_log_metrics_and_say_that_it_does_not_apply(mode
     assert rows["reward"].to_pylist() == [2.0, 2.0, 3.0]
     assert rows["reward/only_sums"].to_pylist() == [1.0, None, 1.0]
     assert rows["reward/short"].to_pylist() == [0.5, 1.0, 1.0]
-    assert metrics["only_sums"] == 1.0 and metrics["short"] == pytest.approx(2.5 / 3) and metrics["longest"] == 3
+    assert (
+        metrics["only_sums"] == 1.0
+        and metrics["short"] == pytest.approx(2.5 / 3)
+        and metrics["longest"] == 3
+    )
 
 
 def test_verl_gets_one_sample_or_a_batch(model: Path):
@@ -137,7 +145,9 @@ def test_slime_gets_its_arguments_and_samples(model: Path):
     settings = Reward(function=user("of_slime").reward_func, settings={"wrong": -1.0})
     assert rewards(settings, model, batch) == [1.0, -1.0, -0.5]
     rows, _ = scored(user("of_slime").reward_group, model, batch)
-    assert rows["reward"].to_pylist() == pytest.approx([1, 1 / 3, 1 / 3]) and parts(rows)[0] == {"length": 3.0}
+    assert rows["reward"].to_pylist() == pytest.approx([1, 1 / 3, 1 / 3]) and parts(rows)[0] == {
+        "length": 3.0
+    }
 
 
 def test_verifiers_gets_a_completion_and_its_answer(model: Path):
@@ -147,21 +157,35 @@ def test_verifiers_gets_a_completion_and_its_answer(model: Path):
 def test_it_is_said_which_signature_was_found(model: Path):
     functions = (user("of_trl").accuracy_reward, user("of_verl").compute_score, user("of_weft").exact)
     notes = RewardConfig(function=functions, tokenizer=model).notes
-    assert len(notes) == 2 and "reward function accuracy_reward" in notes[0] and "of_trl.py:4) has TRL's" in notes[0]
+    assert (
+        len(notes) == 2
+        and "reward function accuracy_reward" in notes[0]
+        and "of_trl.py:4) has TRL's" in notes[0]
+    )
     assert "has verl's signature (data_source, solution_str, ground_truth, extra_info)" in notes[1]
-    assert {signature.library for signature in SIGNATURES} == {"TRL", "verl", "OpenRLHF", "slime", "verifiers"}
+    assert {signature.library for signature in SIGNATURES} == {
+        "TRL",
+        "verl",
+        "OpenRLHF",
+        "slime",
+        "verifiers",
+    }
 
 
 def test_what_no_run_can_give_is_told_before_anything_starts(model: Path):
     def of_trainer(completions: Any, trainer_state: Any) -> Any: ...
 
-    with pytest.raises(UserError, match=r"of_trainer\(.*takes 'trainer_state', which only TRL's own trainer has"):
+    with pytest.raises(
+        UserError, match=r"of_trainer\(.*takes 'trainer_state', which only TRL's own trainer has"
+    ):
         RewardConfig(function=of_trainer, tokenizer=model)
     with pytest.raises(UserError, match="two reward functions are called 'exact'; give one a name"):
         RewardConfig(function=(user("of_weft").exact, user("of_verifiers").exact), tokenizer=model)
     source = TableSource("s", pa.table({"prompt": ["ask"], "solutions": ["x"]}))
     for function in (user("of_trl").accuracy_reward, user("of_verl").compute_score):
-        with pytest.raises(UserError, match=r"takes '(solution|ground_truth)', and 's' has no ground truth"):
+        with pytest.raises(
+            UserError, match=r"takes '(solution|ground_truth)', and 's' has no ground truth"
+        ):
             RewardWorker.check(RewardConfig(function=function, tokenizer=model), [], source)
 
 
@@ -170,7 +194,9 @@ def test_a_result_that_is_no_list_of_rewards_is_refused_for_all(result: Any, mod
     def wrong(completions: Any, **columns: Any) -> Any:
         return result
 
-    with pytest.raises(SampleError, match="for 3 samples; it returns a list with a reward for each") as caught:
+    with pytest.raises(
+        SampleError, match="for 3 samples; it returns a list with a reward for each"
+    ) as caught:
         scored(wrong, model)
     assert caught.value.sample_ids == (7, 8, 9)
 
@@ -191,4 +217,6 @@ def test_of_a_batch_only_the_samples_at_which_the_function_fails_are_blamed(mode
         done += worker.score(samples())
     assert [id for rows, _ in done for id in rows["sample_id"].to_pylist()] == [7, 9]
     assert caught.value.sample_ids == (8,)  # pyright: ignore[reportAttributeAccessIssue]
-    assert caught.value.sample.endswith(f"response 'three', at {__file__}:{picky.__code__.co_firstlineno + 1}")  # pyright: ignore[reportAttributeAccessIssue]
+    assert caught.value.sample.endswith(
+        f"response 'three', at {__file__}:{picky.__code__.co_firstlineno + 1}"
+    )  # pyright: ignore[reportAttributeAccessIssue]

@@ -56,7 +56,9 @@ def verl(data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any
     return 0.0
 
 
-def verl_batch(data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any) -> list[float]:
+def verl_batch(
+    data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any
+) -> list[float]:
     SEEN.extend(zip(ground_truths, extra_infos, strict=True))
     return [0.0] * len(solution_strs)
 
@@ -81,7 +83,9 @@ def rubric(completion: Any, answer: Any, info: Any) -> float:
     return 0.0
 
 
-@pytest.mark.parametrize("column", ["answer", "label", "solution", "ground_truth", "reward_model.ground_truth"])
+@pytest.mark.parametrize(
+    "column", ["answer", "label", "solution", "ground_truth", "reward_model.ground_truth"]
+)
 @pytest.mark.parametrize(
     ("function", "extra"),
     [

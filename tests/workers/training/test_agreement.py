@@ -23,7 +23,15 @@ from weft.workers.training.packed_sequences import PackedSequences
 
 LENGTHS = (9, 1, 4, 30, 7)
 """Tokens of the rows: longer than windows, chunks and the original length of ropes, and shorter."""
-MOST_TELLING = ("Gemma 2", "Phi-3 longrope", "dynamic NTK", "HyperCLOVAX", "ModernBERT-decoder", "Llama 4", "Gemma 4")
+MOST_TELLING = (
+    "Gemma 2",
+    "Phi-3 longrope",
+    "dynamic NTK",
+    "HyperCLOVAX",
+    "ModernBERT-decoder",
+    "Llama 4",
+    "Gemma 4",
+)
 
 
 def exact_logits(model: Any, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -38,7 +46,9 @@ def exact_logits(model: Any, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]
 
 def logprobs(logits: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor]) -> torch.Tensor:
     """Of one token at each position, the rows one behind the other."""
-    return torch.cat([x.log_softmax(-1).gather(1, ids[:, None])[:, 0] for x, ids in zip(logits, tokens, strict=True)])
+    return torch.cat(
+        [x.log_softmax(-1).gather(1, ids[:, None])[:, 0] for x, ids in zip(logits, tokens, strict=True)]
+    )
 
 
 def make_rows(lengths: Sequence[int] = LENGTHS) -> list[torch.Tensor]:
@@ -47,7 +57,8 @@ def make_rows(lengths: Sequence[int] = LENGTHS) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in MOST_TELLING else pytest.mark.slow) for name in FAMILIES]
+    "name",
+    [pytest.param(name, marks=() if name in MOST_TELLING else pytest.mark.slow) for name in FAMILIES],
 )
 def test_rows_together_answer_as_transformers_does_with_each_alone(name: str):
     model, rows = make_family(name), make_rows()
@@ -65,7 +76,9 @@ def test_rows_together_answer_as_transformers_does_with_each_alone(name: str):
         for entropy in (False, True):
             with torch.no_grad():
                 found, _ = together(ids, lengths, torch.arange(len(ids)), ids, temperatures, entropy)
-            assert float((found.double() - expected).abs().max()) < (1e-3 if name == "RecurrentGemma" else 5e-5)
+            assert float((found.double() - expected).abs().max()) < (
+                1e-3 if name == "RecurrentGemma" else 5e-5
+            )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +100,9 @@ def test_gradients_through_a_models_own_head_are_its_own():
     ids = torch.cat(rows)
     found, _ = agreeing_model(model)(ids, PackedSequences.of(LENGTHS), torch.arange(len(ids)), ids, None)
     theirs = torch.autograd.grad((expected * weights).sum(), [*eager.parameters()])
-    for mine, their in zip(torch.autograd.grad((found * weights).sum(), [*model.parameters()]), theirs, strict=True):
+    for mine, their in zip(
+        torch.autograd.grad((found * weights).sum(), [*model.parameters()]), theirs, strict=True
+    ):
         torch.testing.assert_close(mine, their, rtol=1e-4, atol=1e-4 * float(their.abs().max()))
 
 
@@ -99,7 +114,9 @@ def save(model: Any, folder: Path) -> Path:
 def trained_logprobs(folder: Path, rows: Sequence[torch.Tensor], **settings: Any) -> list[torch.Tensor]:
     """Of all tokens but the first, by an actor that trains, asked twice."""
     actor = ActorWorker(ActorConfig(model=str(folder), learning_rate=1e-3, **settings))
-    batch = Batch.of(prompt_ids=[row[:1].tolist() for row in rows], response_ids=[row[1:].tolist() for row in rows])
+    batch = Batch.of(
+        prompt_ids=[row[:1].tolist() for row in rows], response_ids=[row[1:].tolist() for row in rows]
+    )
     return [actor.logprobs(batch).ragged("old_logprobs")[0] for _ in range(2)]
 
 
@@ -149,8 +166,12 @@ def test_a_model_that_is_not_causal_is_refused_by_name_with_the_reason(
     assert "it is not causal, its predictions depend on the tokens that follow" in str(refused.value)
 
 
-@pytest.mark.parametrize(("kind", "settings"), [("big_bird", {"is_decoder": True}), ("xlm", {**_XLM, "causal": True})])
-def test_the_same_models_are_trained_if_they_are_set_to_be_causal(kind: str, settings: dict[str, Any], tmp_path: Path):
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("big_bird", {"is_decoder": True}), ("xlm", {**_XLM, "causal": True})]
+)
+def test_the_same_models_are_trained_if_they_are_set_to_be_causal(
+    kind: str, settings: dict[str, Any], tmp_path: Path
+):
     folder = save(make(kind, settings), tmp_path / "model")
     worker = ActorWorker(ActorConfig(model=str(folder)))
     worker.logprobs(Batch.of(prompt_ids=[[4, 5]], response_ids=[[6, 7, 8]]))

@@ -72,7 +72,10 @@ def test_a_step_that_is_not_finite_changes_no_bit_and_leaves_its_rows(
     assert equal(state(worker), before) and worker.engine.steps == steps  # pyright: ignore[reportAttributeAccessIssue]
     ((name, table),) = kept(tmp_path).items()
     assert name == "update_000002_rank_0.arrow"
-    assert Batch(table.combine_chunks().to_batches()[0]).select(bad.columns).to_rows()[8:] == bad.to_rows()[8:]
+    assert (
+        Batch(table.combine_chunks().to_batches()[0]).select(bad.columns).to_rows()[8:]
+        == bad.to_rows()[8:]
+    )
     assert table.column_names == [*bad.columns, "loss"]
     assert np.flatnonzero(~np.isfinite(losses_of(table))).tolist() == [7]
     healthy = values(worker.update(rows, loss=LOSS))
@@ -102,7 +105,10 @@ def test_a_step_whose_gradient_is_above_the_limit_is_not_taken_and_its_norm_is_s
     [
         LOSS,
         PolicyLoss(
-            old="old_logprobs", aggregation=sequence_mean, kl=KlPenalty(coefficient=0.1), entropy_coefficient=0.01
+            old="old_logprobs",
+            aggregation=sequence_mean,
+            kl=KlPenalty(coefficient=0.1),
+            entropy_coefficient=0.01,
         ),
     ],
 )
@@ -110,12 +116,15 @@ def test_the_losses_of_the_rows_add_up_to_that_of_the_step(
     tiny_model: Path, rows: Batch, tmp_path: Path, loss: PolicyLoss
 ):
     worker = actor(tiny_model, tmp_path, skip_above_grad_norm=1e-9, microbatch_tokens=60)
-    metrics, mask = values(worker.update(rows, loss=loss)), torch.tensor(rows.ragged_numpy("response_mask")[0])
+    metrics, mask = (
+        values(worker.update(rows, loss=loss)),
+        torch.tensor(rows.ragged_numpy("response_mask")[0]),
+    )
     own = losses_of(kept(tmp_path)["update_000001_rank_0.arrow"])
     assert own.dtype == np.float32 and np.ptp(own) > 0.1
-    assert own.sum() / loss.count(PackedRows.of(rows.lengths("response_ids"), response_mask=mask)) == pytest.approx(
-        metrics["loss"], rel=1e-4
-    )
+    assert own.sum() / loss.count(
+        PackedRows.of(rows.lengths("response_ids"), response_mask=mask)
+    ) == pytest.approx(metrics["loss"], rel=1e-4)
 
 
 def test_the_rows_of_all_parts_belong_to_the_step(tiny_model: Path, rows: Batch, tmp_path: Path):
@@ -131,7 +140,9 @@ def test_the_rows_of_all_parts_belong_to_the_step(tiny_model: Path, rows: Batch,
 
 
 @pytest.mark.parametrize("good", [True, False])
-def test_rows_are_held_no_longer_than_their_step(tiny_model: Path, rows: Batch, tmp_path: Path, good: bool):
+def test_rows_are_held_no_longer_than_their_step(
+    tiny_model: Path, rows: Batch, tmp_path: Path, good: bool
+):
     worker = actor(tiny_model, tmp_path)
     first, last = (rows if good else poisoned(rows, 0)).take(range(9)), rows.take(range(9, 23))
     records = [weakref.ref(part.record) for part in (first, last)]
@@ -163,7 +174,9 @@ def test_so_many_in_a_row_end_training_and_say_why(tiny_model: Path, rows: Batch
     worker.update(rows, loss=LOSS)
     before = state(worker)
     worker.update(poisoned(rows, 4), loss=LOSS)
-    large = rows.with_columns(advantages=(1e4 * rows.ragged_numpy("advantages")[0], rows.ragged_numpy("advantages")[1]))
+    large = rows.with_columns(
+        advantages=(1e4 * rows.ragged_numpy("advantages")[0], rows.ragged_numpy("advantages")[1])
+    )
     norm = values(worker.update(large, loss=LOSS))["grad_norm"]
     with pytest.raises(DivergedError) as caught:
         worker.update(poisoned(poisoned(rows, 2, math.inf), 6, -math.inf), loss=LOSS)
@@ -179,7 +192,9 @@ def test_so_many_in_a_row_end_training_and_say_why(tiny_model: Path, rows: Batch
     assert equal(state(worker), before) and len(kept(tmp_path)) == 3
 
 
-def test_a_good_step_begins_the_count_again_and_one_without_tokens_does_not(tiny_model: Path, rows: Batch):
+def test_a_good_step_begins_the_count_again_and_one_without_tokens_does_not(
+    tiny_model: Path, rows: Batch
+):
     worker, bad = actor(tiny_model, stop_after_bad_steps=2), poisoned(rows, 0)
     for _ in range(3):
         assert values(worker.update(bad, loss=LOSS))["bad_steps"] == 1
@@ -187,7 +202,9 @@ def test_a_good_step_begins_the_count_again_and_one_without_tokens_does_not(tiny
     worker.update(bad, loss=LOSS)
     empty = values(worker.update(without_tokens(rows), loss=LOSS))
     assert empty["skipped_steps"] == 1 and empty["bad_steps"] == 0
-    with pytest.raises(DivergedError, match=r"2 bad .*\n  update 7.*\n  update 9.*\n.* not kept, without a run"):
+    with pytest.raises(
+        DivergedError, match=r"2 bad .*\n  update 7.*\n  update 9.*\n.* not kept, without a run"
+    ):
         worker.update(bad, loss=LOSS)
 
 
@@ -226,13 +243,17 @@ def test_limits_that_nothing_could_keep_to_are_refused():
 # Several ranks
 
 
-def run_ranks(folder: Path, model: Path, steps: Sequence[Batch], ranks: int, **settings: Any) -> list[list[dict]]:
+def run_ranks(
+    folder: Path, model: Path, steps: Sequence[Batch], ranks: int, **settings: Any
+) -> list[list[dict]]:
     """What each of `ranks` processes said of each update."""
     with pa.ipc.new_file(folder / "rows.arrow", steps[0].record.schema) as file:
         for rows in steps:
             file.write_batch(rows.record)
     config = {"model": str(model), "learning_rate": 1e-3, **settings}
-    (folder / "case.json").write_text(json.dumps({"folder": str(folder), "ranks": ranks, "config": config}))
+    (folder / "case.json").write_text(
+        json.dumps({"folder": str(folder), "ranks": ranks, "config": config})
+    )
     run_processes(main, folder / "case.json", ranks)
     return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(ranks)]
 
@@ -244,7 +265,8 @@ LAYOUTS = {
     "two replicas of two": (4, {"tensor_parallel": 2}),
 }
 every_layout = pytest.mark.parametrize(
-    "layout", ["two replicas", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[1:])]
+    "layout",
+    ["two replicas", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[1:])],
 )
 
 
@@ -256,7 +278,9 @@ def test_all_ranks_skip_together_and_each_replica_keeps_its_rows(
     num_ranks, settings = LAYOUTS[layout]
     degree = settings.get("tensor_parallel", 1)
     replicas = num_ranks // degree
-    large = rows.with_columns(advantages=(1e4 * rows.ragged_numpy("advantages")[0], rows.ragged_numpy("advantages")[1]))
+    large = rows.with_columns(
+        advantages=(1e4 * rows.ragged_numpy("advantages")[0], rows.ragged_numpy("advantages")[1])
+    )
     steps = [rows, poisoned(rows, 1), large, rows, poisoned(rows, 2, math.inf), poisoned(rows, 17)]
     settings = {**settings, "skip_above_grad_norm": 100, "stop_after_bad_steps": 2}
     ranks = run_ranks(tmp_path, tiny_model, [steps[k] for k in (0, 1, 3, 2, 5)], num_ranks, **settings)
@@ -265,14 +289,18 @@ def test_all_ranks_skip_together_and_each_replica_keeps_its_rows(
         assert [bool(update["ended"]) for update in said] == [False, False, False, False, True]
         assert "update 4: the norm of the gradient is " in said[4]["ended"]
         assert "update 5: the loss is nan" in said[4]["ended"]
-        assert ("samples 17" in said[4]["ended"]) == (said is ranks[-1] or replicas == 1 or ranks.index(said) >= degree)
+        assert ("samples 17" in said[4]["ended"]) == (
+            said is ranks[-1] or replicas == 1 or ranks.index(said) >= degree
+        )
     first_of_replica = [said for number, said in enumerate(ranks) if number % degree == 0]
     for update, bad in enumerate([0, 1, 0, 1]):
         assert sum(said[update]["metrics"]["bad_steps"] for said in first_of_replica) == bad
     norms = {said[3]["metrics"]["grad_norm"] for said in ranks}
     assert len(norms) == 1 and norms.pop() > 100
     files = kept(tmp_path)
-    assert sorted(files) == [f"update_{u:06d}_rank_{d * degree}.arrow" for u in (2, 4, 5) for d in range(replicas)]
+    assert sorted(files) == [
+        f"update_{u:06d}_rank_{d * degree}.arrow" for u in (2, 4, 5) for d in range(replicas)
+    ]
     for update, at_fault in ((2, [1]), (4, []), (5, [17])):
         tables = [files[f"update_{update:06d}_rank_{d * degree}.arrow"] for d in range(replicas)]
         for replica, table in enumerate(tables):
@@ -300,9 +328,26 @@ def mistaken(prompts, *, rollout, actor):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("schedule", [weft.Synchronous, weft.Pipelined])
-def test_a_run_whose_steps_are_bad_ends_and_says_where_the_rows_are(tiny_model: Path, tmp_path: Path, schedule: Any):
-    bases = [1.0, 2.0, 1.0, 1.0, 1.0, 0.0, 0.0, 3.0, 1.0, 0.0, 1.0, 1.0]  # two prompts a step: 3, 4 and 5 are bad
-    prompts = weft.TableSource("prompts", pa.table({"prompt_ids": [[k + 3, 5] for k in range(12)], "base": bases}))
+def test_a_run_whose_steps_are_bad_ends_and_says_where_the_rows_are(
+    tiny_model: Path, tmp_path: Path, schedule: Any
+):
+    bases = [
+        1.0,
+        2.0,
+        1.0,
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+        3.0,
+        1.0,
+        0.0,
+        1.0,
+        1.0,
+    ]  # two prompts a step: 3, 4 and 5 are bad
+    prompts = weft.TableSource(
+        "prompts", pa.table({"prompt_ids": [[k + 3, 5] for k in range(12)], "base": bases})
+    )
     for resume in ("none", "latest"):
         learner = weft.group(weft.ActorWorker, model=str(tiny_model), learning_rate=1e-2)
         rollout = weft.group(weft.RolloutWorker, model=str(tiny_model), engine="transformers")
@@ -320,8 +365,14 @@ def test_a_run_whose_steps_are_bad_ends_and_says_where_the_rows_are(tiny_model: 
         with driver, pytest.raises(WorkerError) as caught:
             driver.run()
         text, run = str(caught.value), tmp_path / "run"
-        assert "node 'actor.update', samples " in text and "DivergedError: 3 bad optimizer steps in a row" in text
-        assert "\n  update 3: the loss is nan" in text and f"their rows are in {run / 'skipped' / 'actor'}" in text
+        assert (
+            "node 'actor.update', samples " in text
+            and "DivergedError: 3 bad optimizer steps in a row" in text
+        )
+        assert (
+            "\n  update 3: the loss is nan" in text
+            and f"their rows are in {run / 'skipped' / 'actor'}" in text
+        )
         assert [row["actor/bad_steps"] for row in driver.directory.metrics[1:]] == [0, 0, 1, 1]
         files = kept(run)
         assert list(files) == [f"update_{update:06d}_rank_0.arrow" for update in (3, 4, 5)]
@@ -331,6 +382,7 @@ def test_a_run_whose_steps_are_bad_ends_and_says_where_the_rows_are(tiny_model: 
             assert [ids[0] - 3 for ids in at_fault["prompt_ids"].to_pylist()] == [position] * 4
             assert len(set(at_fault["group_id"].to_pylist())) == 1
     one, two, three = (
-        load_file(run / "checkpoints" / f"step_{n:06d}" / "actor" / "model" / "model.safetensors") for n in (1, 2, 3)
+        load_file(run / "checkpoints" / f"step_{n:06d}" / "actor" / "model" / "model.safetensors")
+        for n in (1, 2, 3)
     )
     assert not equal(one, two) and equal(two, three)

@@ -81,7 +81,9 @@ def test_the_learning_rate_goes_on(tiny_model: Path, steps: list[Batch], tmp_pat
     again = actor(tiny_model)
     again.load_checkpoint(saved(worker, tmp_path / "actor"))
     rates = [w.update(steps[3], loss=program.LOSS)["learning_rate"].value for w in (worker, again)]
-    assert rates[0] == rates[1] == engine_of(worker).training.rate(3) != engine_of(worker).training.rate(0)
+    assert (
+        rates[0] == rates[1] == engine_of(worker).training.rate(3) != engine_of(worker).training.rate(0)
+    )
 
 
 def test_a_worker_goes_back_to_its_own_checkpoint(tiny_model: Path, steps: list[Batch], tmp_path: Path):
@@ -106,7 +108,8 @@ def test_the_model_in_a_checkpoint_loads_with_transformers(
     worker.save(tmp_path / "export")
     assert_is_model(tmp_path / "actor" / "model", dict(worker.engine.named_tensors()))
     exported, kept = (
-        {p.name: p.read_bytes() for p in folder.iterdir()} for folder in (tmp_path / "export", tmp_path / "actor/model")
+        {p.name: p.read_bytes() for p in folder.iterdir()}
+        for folder in (tmp_path / "export", tmp_path / "actor/model")
     )
     assert exported == kept and kept.keys() >= {"config.json", "model.safetensors", "tokenizer.json"}
 
@@ -129,7 +132,9 @@ class HeldDisk(Disk):
         super().write(descriptor, data)
 
 
-def test_training_goes_on_while_a_snapshot_is_written(tiny_model: Path, steps: list[Batch], tmp_path: Path):
+def test_training_goes_on_while_a_snapshot_is_written(
+    tiny_model: Path, steps: list[Batch], tmp_path: Path
+):
     disk = HeldDisk()
     worker = actor(tiny_model, disk=disk)
     train(worker, steps[:1])
@@ -144,7 +149,9 @@ def test_training_goes_on_while_a_snapshot_is_written(tiny_model: Path, steps: l
     assert equal(state(again), before)
 
 
-def test_a_snapshot_waits_for_the_one_before_it_and_says_how_long(tiny_model: Path, steps: list[Batch], tmp_path: Path):
+def test_a_snapshot_waits_for_the_one_before_it_and_says_how_long(
+    tiny_model: Path, steps: list[Batch], tmp_path: Path
+):
     disk = HeldDisk()
     worker = actor(tiny_model, disk=disk)
     worker.save_checkpoint(tmp_path / "first")
@@ -181,7 +188,9 @@ def test_an_older_checkpoint_is_not_written_over(tiny_model: Path, tmp_path: Pat
         worker.checkpoint_written(wait=True)
 
 
-def test_gradients_that_are_not_applied_are_not_lost_in_silence(tiny_model: Path, steps: list[Batch], tmp_path: Path):
+def test_gradients_that_are_not_applied_are_not_lost_in_silence(
+    tiny_model: Path, steps: list[Batch], tmp_path: Path
+):
     worker = actor(tiny_model)
     worker.update(steps[0], loss=program.LOSS, last=False)
     with pytest.raises(RuntimeError, match="a snapshot is taken between two steps"):
@@ -260,14 +269,23 @@ def run_ranks(folder: Path, model: Path, steps: list[Batch], ranks: int, **case:
     with pa.ipc.new_file(folder / "rows.arrow", steps[0].record.schema) as file:
         for rows in steps:
             file.write_batch(rows.record)
-    case = {"folder": str(folder), "model": str(model), "ranks": ranks, "settings": {}, "restores": {}, **case}
+    case = {
+        "folder": str(folder),
+        "model": str(model),
+        "ranks": ranks,
+        "settings": {},
+        "restores": {},
+        **case,
+    }
     (folder / "case.json").write_text(json.dumps(case))
     run_processes(program.main, folder / "case.json", ranks)
     return torch.load(folder / "results.pt")
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_model: Path, steps: list[Batch], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def alone(
+    tiny_model: Path, steps: list[Batch], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any]:
     """A checkpoint of one rank after three steps, and what it had become after five."""
     folder = tmp_path_factory.mktemp("alone") / "actor"
     worker = actor(tiny_model)
@@ -279,7 +297,10 @@ def alone(tiny_model: Path, steps: list[Batch], tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="module")
 def two_ranks(
-    tiny_model: Path, steps: list[Batch], alone: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Path,
+    steps: list[Batch],
+    alone: tuple[Path, Any],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, dict[str, Any]]:
     """Two ranks, as replicas in both dtypes and as one replica, each of which stops and goes on."""
     folder = tmp_path_factory.mktemp("two")
@@ -288,7 +309,11 @@ def two_ranks(
         tiny_model,
         steps,
         2,
-        settings={"float32": {}, "bfloat16": {"dtype": "bfloat16"}, "tensor parallel": {"tensor_parallel": 2}},
+        settings={
+            "float32": {},
+            "bfloat16": {"dtype": "bfloat16"},
+            "tensor parallel": {"tensor_parallel": 2},
+        },
         restores={
             "one to two": (str(alone[0]), {}),
             "one to tensor parallel": (str(alone[0]), {"tensor_parallel": 2}),
@@ -301,13 +326,16 @@ def two_ranks(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("to", ["two", "tensor parallel"])
-def test_one_rank_becomes_several(alone: tuple[Path, Any], two_ranks: tuple[Path, dict[str, Any]], to: str):
+def test_one_rank_becomes_several(
+    alone: tuple[Path, Any], two_ranks: tuple[Path, dict[str, Any]], to: str
+):
     assert difference(two_ranks[1][f"one to {to}"], alone[1]) < 1e-6
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("source", "to"), [("float32", "two to tensor parallel"), ("tensor parallel", "tensor parallel to two")]
+    ("source", "to"),
+    [("float32", "two to tensor parallel"), ("tensor parallel", "tensor parallel to two")],
 )
 def test_ranks_take_other_places(two_ranks: tuple[Path, dict[str, Any]], source: str, to: str):
     assert difference(two_ranks[1][to], two_ranks[1][f"{source}, never stopped"]) < 1e-6
@@ -342,7 +370,11 @@ def test_the_state_is_one_of_torch_distributed_checkpoint(two_ranks: tuple[Path,
     found = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in expected.items()}
     moment, step = "optimizer.model.norm.weight.exp_avg", "optimizer.model.norm.weight.step"
     found |= {moment: torch.zeros(64), step: torch.zeros(())}
-    load(found, storage_reader=HuggingFaceStorageReader(str(two_ranks[0] / "float32" / "state")), no_dist=True)
+    load(
+        found,
+        storage_reader=HuggingFaceStorageReader(str(two_ranks[0] / "float32" / "state")),
+        no_dist=True,
+    )
     assert all(torch.equal(found[f"model.{name}"], tensor) for name, tensor in expected.items())
     assert found[moment].abs().min() > 0 and found[step] == 3
 
@@ -352,7 +384,9 @@ def test_parts_that_are_not_equal_fit_together(tiny_model: Path, steps: list[Bat
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(1)
-    odd = Qwen2Config.from_dict({**Qwen2Config.from_pretrained(tiny_model).to_dict(), "intermediate_size": 130})
+    odd = Qwen2Config.from_dict(
+        {**Qwen2Config.from_pretrained(tiny_model).to_dict(), "intermediate_size": 130}
+    )
     Qwen2ForCausalLM(odd).save_pretrained(tmp_path / "odd")
     worker = actor(tmp_path / "odd")
     train(worker, steps[:3])

@@ -50,7 +50,9 @@ def together(parts: list[Part]) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FAMILIES]
+)
 def test_what_a_trainer_gives_is_its_checkpoint(tmp_path: Path, name: str):
     stored = saved(name, tmp_path)
     given = list(trainer_of(tmp_path).published_parts())
@@ -131,6 +133,9 @@ def test_models_of_transformers_take_what_a_trainer_of_experts_gives(tmp_path: P
     assert publisher.finish() == checksum
     publisher.close()
     generator.model.save_pretrained(tmp_path / "generator")
-    for found in (load_file(tmp_path / "generator" / "model.safetensors"), together(list(reference.published_parts()))):
+    for found in (
+        load_file(tmp_path / "generator" / "model.safetensors"),
+        together(list(reference.published_parts())),
+    ):
         assert found.keys() == stored.keys()
         assert all(torch.equal(found[name], stored[name]) for name in stored)

@@ -22,7 +22,9 @@ from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.training import loading
 
 # Dynamo looks at what it is given, and torch warns of that.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +38,9 @@ def nothing_compiled() -> Iterator[None]:
 def gradients(
     model: Path, rows: list[Batch], loss: Any = NegativeLogLikelihood(), **settings: Any
 ) -> list[dict[str, torch.Tensor]]:
-    worker = ActorWorker(ActorConfig(model=str(model), learning_rate=1e-5, microbatch_tokens=100, **settings))
+    worker = ActorWorker(
+        ActorConfig(model=str(model), learning_rate=1e-5, microbatch_tokens=100, **settings)
+    )
     try:
         return [spmd.one_step(worker, each, loss=loss)[0] for each in rows]
     finally:
@@ -59,7 +63,9 @@ def check(model: Path, **settings: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_gradients_are_the_same_and_nothing_is_compiled_anew(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_gradients_are_the_same_and_nothing_is_compiled_anew(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(loading, "_BACKEND", "eager")  # the same graphs, without the time to compile them
     check(tiny_model)
 
@@ -80,13 +86,21 @@ def test_gradients_are_the_same_by_the_compiler(tiny_model: Path, settings: dict
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"gather": "layerwise"}, {"sequence_parallel": 2, "microbatch_tokens": 60}])
+@pytest.mark.parametrize(
+    "settings", [{"gather": "layerwise"}, {"sequence_parallel": 2, "microbatch_tokens": 60}]
+)
 def test_two_ranks(tiny_model: Path, rows: Batch, tmp_path: Path, settings: dict[str, Any]):
     everyone = list(range(len(rows)))
     shares = [everyone, everyone] if "sequence_parallel" in settings else [everyone[::2], everyone[1::2]]
     with pa.ipc.new_file(tmp_path / "rows.arrow", rows.record.schema) as file:
         file.write_batch(rows.record)
-    config = {"model": str(tiny_model), "learning_rate": 1e-3, "max_grad_norm": None, "compile": True, **settings}
+    config = {
+        "model": str(tiny_model),
+        "learning_rate": 1e-3,
+        "max_grad_norm": None,
+        "compile": True,
+        **settings,
+    }
     (tmp_path / "case.json").write_text(
         json.dumps({"folder": str(tmp_path), "shares": shares, "config": config, "parts": ()})
     )

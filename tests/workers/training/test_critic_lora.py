@@ -21,7 +21,10 @@ from weft.workers.training.lora import Lora
 NO_ROWS = TableSource("no rows", pa.table({"x": []}))
 
 
-KINDS = {"lora": Lora(rank=4, alpha=8), "dora": Lora(rank=4, targets=("q_proj", "mlp.down_proj"), dora=True)}
+KINDS = {
+    "lora": Lora(rank=4, alpha=8),
+    "dora": Lora(rank=4, targets=("q_proj", "mlp.down_proj"), dora=True),
+}
 
 
 def critic(model: Path, head: str, lora: Lora | None = KINDS["lora"], **settings: Any) -> CriticWorker:
@@ -35,7 +38,9 @@ def scored(rows: Batch) -> Batch:
     rng = np.random.default_rng(3)
     rows = rows.slice(0, 22)
     _, cu_seqlens = rows.ragged_numpy("response_ids")
-    drawn = {name: rng.normal(size=int(cu_seqlens[-1])).astype(np.float32) for name in ("values", "returns")}
+    drawn = {
+        name: rng.normal(size=int(cu_seqlens[-1])).astype(np.float32) for name in ("values", "returns")
+    }
     return rows.with_columns(
         group_id=100 + np.arange(22) // 2,
         preferred=(np.arange(22) % 2 == 0).astype(np.uint8),
@@ -66,28 +71,40 @@ def straight(model: Any, rows: Batch, *, with_it: bool) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("head", "kind"), [("values", "lora"), ("rewards", "dora")])
-def test_the_adapter_and_the_head_move_and_nothing_else(tiny_model: Path, scored: Batch, head: str, kind: str):
+def test_the_adapter_and_the_head_move_and_nothing_else(
+    tiny_model: Path, scored: Batch, head: str, kind: str
+):
     worker = critic(tiny_model, head, KINDS[kind])
     still, before = parameters(worker, trained=False), parameters(worker, trained=True)
     assert {"score.weight"} == {name for name in before if "lora" not in name} and len(before) > 1
     first = worker.engine.values(scored)[0]
-    assert np.abs(first - critic(tiny_model, head, None).engine.values(scored)[0]).max() < 1e-5, "B begins as 0"
+    assert np.abs(first - critic(tiny_model, head, None).engine.values(scored)[0]).max() < 1e-5, (
+        "B begins as 0"
+    )
     updated(worker, scored)
     after = parameters(worker, trained=False)
-    assert after.keys() == still.keys() and all(torch.equal(after[name], tensor) for name, tensor in still.items())
-    assert all(not torch.equal(tensor, before[name]) for name, tensor in parameters(worker, trained=True).items())
+    assert after.keys() == still.keys() and all(
+        torch.equal(after[name], tensor) for name, tensor in still.items()
+    )
+    assert all(
+        not torch.equal(tensor, before[name]) for name, tensor in parameters(worker, trained=True).items()
+    )
     optimizer: Any = worker.engine.optimizer  # pyright: ignore[reportAttributeAccessIssue]
     assert len(optimizer.state) == len(before)
     assert np.abs(worker.engine.values(scored)[0] - first).max() > 1e-2
 
 
 @pytest.mark.parametrize(("head", "kind"), [("values", "dora"), ("rewards", "lora")])
-def test_what_is_saved_is_loaded_by_peft(tiny_model: Path, scored: Batch, tmp_path: Path, head: str, kind: str):
+def test_what_is_saved_is_loaded_by_peft(
+    tiny_model: Path, scored: Batch, tmp_path: Path, head: str, kind: str
+):
     worker = updated(critic(tiny_model, head, KINDS[kind]), scored)
     worker.save(tmp_path / "adapter")
     worker.save(tmp_path / "merged", merged=True)
     said = worker.engine.values(scored)[0]
-    base = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1, dtype=torch.float32)
+    base = AutoModelForSequenceClassification.from_pretrained(
+        tiny_model, num_labels=1, dtype=torch.float32
+    )
     loaded: Any = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     theirs = straight(loaded.merge_and_unload(), scored, with_it=head == "rewards")
     assert np.abs(theirs - said).max() < 1e-5
@@ -97,8 +114,12 @@ def test_what_is_saved_is_loaded_by_peft(tiny_model: Path, scored: Batch, tmp_pa
     # And what `peft` itself writes of it has the same names.
     again: Any = PeftModel.from_pretrained(base, tmp_path / "adapter")
     again.save_pretrained(tmp_path / "theirs")
-    mine, written = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "theirs"))
-    assert mine.keys() == written.keys() and all(torch.equal(mine[name], written[name]) for name in written)
+    mine, written = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "theirs")
+    )
+    assert mine.keys() == written.keys() and all(
+        torch.equal(mine[name], written[name]) for name in written
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -107,11 +128,15 @@ def test_to_go_on_from_a_checkpoint_is_as_if_it_had_never_stopped(
 ):
     worker = updated(critic(tiny_model, "values", dtype=dtype), scored)
     assert {tensor.dtype for tensor in parameters(worker, trained=True).values()} == {torch.float32}
-    assert {tensor.dtype for tensor in parameters(worker, trained=False).values()} == {getattr(torch, dtype)}
+    assert {tensor.dtype for tensor in parameters(worker, trained=False).values()} == {
+        getattr(torch, dtype)
+    }
     worker.save_checkpoint(tmp_path / "step")
     assert worker.checkpoint_written(wait=True)
     worker.save(tmp_path / "saved")
-    kept, saved = ({f.name: f.read_bytes() for f in (tmp_path / p).iterdir()} for p in ("step/model", "saved"))
+    kept, saved = (
+        {f.name: f.read_bytes() for f in (tmp_path / p).iterdir()} for p in ("step/model", "saved")
+    )
     assert kept == saved
     updated(worker, scored)
     other = updated(critic(tiny_model, "values", dtype=dtype), scored, steps=1)
@@ -119,12 +144,16 @@ def test_to_go_on_from_a_checkpoint_is_as_if_it_had_never_stopped(
     assert other.version == 3
     updated(other, scored)
     expected = parameters(worker, trained=True)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in parameters(other, trained=True).items())
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in parameters(other, trained=True).items()
+    )
 
 
 def test_mistakes_are_found_before_any_process_starts(tiny_model: Path, tmp_path: Path):
     with pytest.raises(UserError, match="has no layer 'q_prj'; did you mean 'q_proj'"):
-        CriticWorker.check(CriticConfig(model=str(tiny_model), lora=Lora(targets=("q_prj",))), [], NO_ROWS)
+        CriticWorker.check(
+            CriticConfig(model=str(tiny_model), lora=Lora(targets=("q_prj",))), [], NO_ROWS
+        )
     folder = tmp_path / "trained"
     critic(tiny_model, "values", None).save(folder)  # has a scalar head, which is no layer for an adapter
     with pytest.raises(UserError, match="has no layer 'score'"):

@@ -27,7 +27,9 @@ from weft.workers.training.optimizer import CODES, SCALES, EightBitMoments
 
 CPU = torch.device("cpu")
 NO_ROWS = TableSource("no rows", pa.table({"x": []}))
-needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao: requirements/torchao.txt")
+needs_torchao = pytest.mark.skipif(
+    find_spec("torchao") is None, reason="torchao: requirements/torchao.txt"
+)
 MATRICES = [(96, 256), (40, 128), (80, 64), (3, 40, 192)]
 FLOAT = [(300,), (70, 60), (8, 64)]
 """A vector, a tensor with rows of no whole blocks, and a small one."""
@@ -43,7 +45,9 @@ def stepped(make: Any, dtype: torch.dtype = torch.float32, steps: int = 1) -> tu
     """(parameters after steps with gradients at random, the optimizer)."""
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in MATRICES + FLOAT]
-    optimizer = make([{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:], "weight_decay": 0.0}])
+    optimizer = make(
+        [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:], "weight_decay": 0.0}]
+    )
     for _ in range(steps):
         for parameter in parameters:
             gradient = torch.randn(parameter.shape) * torch.logspace(-3, 0, parameter.shape[-1])
@@ -69,7 +73,12 @@ def test_moments_are_exact_ones_to_the_spacing_of_codes_and_the_first_step_is_ex
             continue
         for name, signed in eight_bit.SIGNED.items():
             codes, scales = state[name + CODES], state[name + SCALES]
-            values = eight_bit._load_library(CPU).moment(codes.view(-1), scales.view(-1), signed).qmap.double().numpy()
+            values = (
+                eight_bit._load_library(CPU)
+                .moment(codes.view(-1), scales.view(-1), signed)
+                .qmap.double()
+                .numpy()
+            )
             block = parameter.shape[-1] // scales.shape[-1]
             assert block == max(b for b in (64, 128, 256) if parameter.shape[-1] % b == 0)
             wanted = reference.state[theirs][name].view(-1, block).numpy()
@@ -97,7 +106,9 @@ def test_a_model_learns_as_it_does_with_float32(tiny_model: Path):
     rows, losses = make_rows(40), {}
     for moments in ("float32", "8bit"):
         worker = ActorWorker(ActorConfig(model=str(tiny_model), learning_rate=3e-3, moments=moments))  # pyright: ignore
-        losses[moments] = [worker.update(rows, loss=NegativeLogLikelihood())["loss"].value for _ in range(60)]
+        losses[moments] = [
+            worker.update(rows, loss=NegativeLogLikelihood())["loss"].value for _ in range(60)
+        ]
     exact, mine = losses["float32"], losses["8bit"]
     assert mine[0] == exact[0] and exact[-1] < exact[0] / 2 and mine != exact
     assert abs(mine[-1] / exact[-1] - 1) < 0.03, (mine[-1], exact[-1])
@@ -109,7 +120,9 @@ def test_the_plan_counts_their_bytes(tiny_model: Path, rows: Batch, tmp_path: Pa
     worker = ActorWorker(config)
     engine: Any = worker.engine
     worker.update(rows, loss=PolicyLoss(old="old_logprobs"))
-    moments = [m for state in engine.optimizer.state.values() for name, m in state.items() if name != "step"]
+    moments = [
+        m for state in engine.optimizer.state.values() for name, m in state.items() if name != "step"
+    ]
     size = model_size(tiny_model)
     planned = training_memory(size, config, ranks=1, trains=True, lora=None, saves=True)
     assert planned.moments == sum(m.nbytes for m in moments) < 0.35 * 8 * size.parameters
@@ -134,7 +147,9 @@ def alone(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 
 @needs_torchao
-def test_one_rank_goes_on_to_the_bit_and_other_moments_are_refused(tiny_model: Path, alone: tuple[Path, Any]):
+def test_one_rank_goes_on_to_the_bit_and_other_moments_are_refused(
+    tiny_model: Path, alone: tuple[Path, Any]
+):
     folder, at_three = alone
     worker = actor(tiny_model, moments="8bit")
     worker.load_checkpoint(folder)
@@ -144,7 +159,9 @@ def test_one_rank_goes_on_to_the_bit_and_other_moments_are_refused(tiny_model: P
 
 
 @needs_torchao
-def test_two_ranks_go_on_to_the_bit_with_what_one_rank_left(tiny_model: Path, alone: tuple[Path, Any], tmp_path: Path):
+def test_two_ranks_go_on_to_the_bit_with_what_one_rank_left(
+    tiny_model: Path, alone: tuple[Path, Any], tmp_path: Path
+):
     folder, at_three = alone
     steps = [
         make_rows(9, seed) for seed in range(3)
@@ -154,7 +171,9 @@ def test_two_ranks_go_on_to_the_bit_with_what_one_rank_left(tiny_model: Path, al
             file.write_batch(rows.record)
     eight = {"moments": "8bit"}
     case = {"folder": str(tmp_path), "model": str(tiny_model), "ranks": 2, "settings": {"eight": eight}}
-    (tmp_path / "case.json").write_text(json.dumps({**case, "restores": {"of one": [str(folder), eight]}}))
+    (tmp_path / "case.json").write_text(
+        json.dumps({**case, "restores": {"of one": [str(folder), eight]}})
+    )
     run_processes(program.main, tmp_path / "case.json", 2)
     results = torch.load(tmp_path / "results.pt")
     assert equal(results["of one"], at_three)
@@ -164,13 +183,19 @@ def test_two_ranks_go_on_to_the_bit_with_what_one_rank_left(tiny_model: Path, al
     assert any(name.endswith(CODES) for name in at_three)
 
 
-def test_what_does_not_go_together_or_is_missing_is_told(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_does_not_go_together_or_is_missing_is_told(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
     for offload in ("moments", "everything"):
-        with pytest.raises(UserError, match=f'moments="8bit" cannot be combined with offload="{offload}"'):
+        with pytest.raises(
+            UserError, match=f'moments="8bit" cannot be combined with offload="{offload}"'
+        ):
             ActorConfig(model="m", moments="8bit", offload=offload)  # pyright: ignore[reportArgumentType]
     for name in ("torchao", "torchao.optim", "torchao.optim.adam"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match=r"needs torchao, which is not installed: pip install 'weft\[torchao\]'"):
+    with pytest.raises(
+        UserError, match=r"needs torchao, which is not installed: pip install 'weft\[torchao\]'"
+    ):
         EightBitMoments([{"params": [torch.nn.Parameter(torch.zeros(2))]}], CPU)
     config = ActorConfig(model=str(tiny_model), moments="8bit")
     with pytest.raises(UserError, match="needs torchao"):

@@ -20,7 +20,12 @@ V, H = 23, 5
 
 
 def plain(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperatures: Tensor | None, form: HeadForm
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperatures: Tensor | None,
+    form: HeadForm,
 ) -> tuple[Tensor, Tensor]:
     logits = hidden @ weight.T * form.factor if bias is None else (hidden @ weight.T + bias) * form.factor
     if form.softcap is not None:
@@ -42,7 +47,14 @@ def plain(
     seed=st.integers(0, 2**31),
 )
 def test_gradients_are_those_of_logits_made_at_once(
-    tokens: int, form: HeadForm, biased: bool, tempered: bool, entropy: bool, at_once: int, keeps: bool, seed: int
+    tokens: int,
+    form: HeadForm,
+    biased: bool,
+    tempered: bool,
+    entropy: bool,
+    at_once: int,
+    keeps: bool,
+    seed: int,
 ):
     made = torch.Generator().manual_seed(seed)
 
@@ -60,7 +72,14 @@ def test_gradients_are_those_of_logits_made_at_once(
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(module, "KEPT_BYTES", 2**20 if keeps else 0)
                 found = head_logprobs(
-                    own[0], own[1], bias, targets, temperatures, form, entropy=entropy, chunk=at_once * V * 8
+                    own[0],
+                    own[1],
+                    bias,
+                    targets,
+                    temperatures,
+                    form,
+                    entropy=entropy,
+                    chunk=at_once * V * 8,
                 )
         else:
             found = plain(own[0], own[1], bias, targets, temperatures, form)
@@ -75,7 +94,12 @@ def test_gradients_are_those_of_logits_made_at_once(
 
 def test_a_head_that_is_run_by_the_models_own_code_gives_the_same(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
-    hidden, weight, targets, upstream = torch.randn(37, 8), torch.randn(V, 8), torch.randint(V, (37,)), torch.randn(37)
+    hidden, weight, targets, upstream = (
+        torch.randn(37, 8),
+        torch.randn(V, 8),
+        torch.randint(V, (37,)),
+        torch.randn(37),
+    )
     temperatures = torch.linspace(0.5, 2, 37)
     monkeypatch.setattr(memory, "CHUNK_BYTES", 5 * 4 * V)
     found = []
@@ -86,7 +110,9 @@ def test_a_head_that_is_run_by_the_models_own_code_gives_the_same(monkeypatch: p
             if ours:
                 logprobs, entropies = head_logprobs(h, w, None, targets, temperatures)
             else:
-                logprobs, entropies = logprobs_of_any_head(lambda x, w=w: x @ w.T, h, targets, temperatures, False)
+                logprobs, entropies = logprobs_of_any_head(
+                    lambda x, w=w: x @ w.T, h, targets, temperatures, False
+                )
             assert entropies is not None
             found.append([logprobs, entropies.detach(), *torch.autograd.grad(logprobs, (h, w), upstream)])
     for other in found[1:]:
@@ -95,14 +121,20 @@ def test_a_head_that_is_run_by_the_models_own_code_gives_the_same(monkeypatch: p
 
 def test_no_tokens_have_no_logprobs_and_a_gradient_of_zero():
     hidden, weight = torch.zeros(0, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
-    logprobs, entropies = head_logprobs(hidden, weight, None, torch.zeros(0, dtype=torch.long), None, entropy=True)
+    logprobs, entropies = head_logprobs(
+        hidden, weight, None, torch.zeros(0, dtype=torch.long), None, entropy=True
+    )
     assert entropies is not None and logprobs.shape == entropies.shape == (0,)
     (logprobs.sum() + entropies.sum()).backward()
     assert weight.grad is not None and not weight.grad.any()
 
 
 def test_without_gradients_nothing_is_kept_and_a_frozen_head_gets_none():
-    hidden, weight, targets = torch.randn(3, H, requires_grad=True), torch.randn(V, H), torch.tensor([0, 1, V - 1])
+    hidden, weight, targets = (
+        torch.randn(3, H, requires_grad=True),
+        torch.randn(V, H),
+        torch.tensor([0, 1, V - 1]),
+    )
     with torch.no_grad():
         logprobs, entropies = head_logprobs(hidden, weight, None, targets, None)
         asked = head_logprobs(hidden, weight, None, targets, None, entropy=True)[1]
@@ -114,10 +146,15 @@ def test_without_gradients_nothing_is_kept_and_a_frozen_head_gets_none():
 
 
 @pytest.mark.parametrize("kept_bytes", [2**20, 0])
-def test_half_precision_is_off_by_the_rounding_of_its_products_alone(kept_bytes: int, monkeypatch: pytest.MonkeyPatch):
+def test_half_precision_is_off_by_the_rounding_of_its_products_alone(
+    kept_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(module, "KEPT_BYTES", kept_bytes)
     torch.manual_seed(0)
-    hidden, weight = torch.randn(64, 32).bfloat16().requires_grad_(), torch.randn(V, 32).bfloat16().requires_grad_()
+    hidden, weight = (
+        torch.randn(64, 32).bfloat16().requires_grad_(),
+        torch.randn(V, 32).bfloat16().requires_grad_(),
+    )
     targets = torch.randint(V, (64,))
     logprobs, _ = head_logprobs(hidden, weight, None, targets, None, chunk=7 * 4 * V)
     exact = [each.detach().double().requires_grad_() for each in (hidden, weight)]
@@ -150,7 +187,11 @@ def test_probabilities_of_large_logits_are_not_rounded_as_these_are(
 
 
 def test_logits_that_are_kept_are_one_chunk_and_others_are_cut_evenly(monkeypatch: pytest.MonkeyPatch):
-    hidden, weight, targets = torch.randn(9, H, requires_grad=True), torch.randn(V, H), torch.randint(V, (9,))
+    hidden, weight, targets = (
+        torch.randn(9, H, requires_grad=True),
+        torch.randn(V, H),
+        torch.randint(V, (9,)),
+    )
     for kept_bytes, expected in ((2**20, [(9, V)]), (0, [(5, V), (4, V)] * 2)):
         monkeypatch.setattr(module, "KEPT_BYTES", kept_bytes)
         with Products() as products:
@@ -177,4 +218,6 @@ def test_ranks_that_share_the_vocabulary_give_what_one_rank_gives(tmp_path: Path
     for rank in range(3):
         found = torch.load(tmp_path / f"rank{rank}.pt")
         for case in head_ranks.CASES:
-            torch.testing.assert_close(found[case], head_ranks.outputs(case, mesh=None), rtol=1e-9, atol=1e-11)
+            torch.testing.assert_close(
+                found[case], head_ranks.outputs(case, mesh=None), rtol=1e-9, atol=1e-11
+            )

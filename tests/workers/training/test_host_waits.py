@@ -41,12 +41,18 @@ class NoWaits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and args[0].device == HOST and kwargs.get("device") == DEVICE:
+        if (
+            func is torch.ops.aten._to_copy.default
+            and args[0].device == HOST
+            and kwargs.get("device") == DEVICE
+        ):
             assert kwargs.get("non_blocking"), "a copy from the host that waits"
         if func is torch.ops.aten.copy_.default:
             assert args[0].device == args[1].device, "a copy in place that waits"
         if func in PUTS:
-            assert not any(index is not None and index.dtype == torch.bool for index in args[1]), "a mask as an index"
+            assert not any(index is not None and index.dtype == torch.bool for index in args[1]), (
+                "a mask as an index"
+            )
         return func(*args, **kwargs)
 
 
@@ -55,7 +61,8 @@ class NoNumbers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made_there = (
-            func in (torch.tensor, torch.as_tensor) and torch.device((kwargs or {}).get("device") or HOST) == DEVICE
+            func in (torch.tensor, torch.as_tensor)
+            and torch.device((kwargs or {}).get("device") or HOST) == DEVICE
         )
         assert not made_there, "numbers of the host that are copied, and waited for"
         return func(*args, **(kwargs or {}))
@@ -75,7 +82,9 @@ def on_device(name: str, *, scalar: bool = False) -> ResponseModel:
     return take_to_device(agreeing_model(causal_lm, scalar=scalar))
 
 
-def microbatch(model: ResponseModel, rows: Batch, loss: Any, *, reads_last: bool = False, balance: bool = False) -> Any:
+def microbatch(
+    model: ResponseModel, rows: Batch, loss: Any, *, reads_last: bool = False, balance: bool = False
+) -> Any:
     """One pass forwards and backwards, as an engine does it. Returns what the model was told of its rows."""
     columns = [c for c in (*loss.reads, *loss.may_read) if c in rows]
     replays = model.routers if "routes" in rows else None

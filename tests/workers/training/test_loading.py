@@ -35,8 +35,12 @@ def save(model: Any, folder: Path, **settings: Any) -> Path:
 
 def change(folder: Path, **tensors: torch.Tensor | None) -> None:
     """Add, replace or (None) remove tensors of a model's file; a double underscore stands for a dot."""
-    stored = load_file(folder / FILE) | {name.replace("__", "."): tensor for name, tensor in tensors.items()}
-    save_file({n: t.contiguous() for n, t in stored.items() if t is not None}, folder / FILE, {"format": "pt"})
+    stored = load_file(folder / FILE) | {
+        name.replace("__", "."): tensor for name, tensor in tensors.items()
+    }
+    save_file(
+        {n: t.contiguous() for n, t in stored.items() if t is not None}, folder / FILE, {"format": "pt"}
+    )
 
 
 def load(folder: Path) -> Any:
@@ -48,7 +52,9 @@ def llama(tmp_path: Path) -> Path:
     return save(make("llama", {}), tmp_path / "llama")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FAMILIES]
+)
 def test_one_rank_holds_what_transformers_loads(tmp_path: Path, name: str):
     folder = save(make_family(name), tmp_path / "model")
     loading_ranks.check_alike(load(folder), str(folder))
@@ -79,7 +85,9 @@ def test_each_of_two_ranks_reads_what_it_holds_and_no_more(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "tensor_parallel"), [(2, 2), (4, 2), (3, 1)])
-def test_ranks_that_share_layers_read_what_they_hold_and_no_more(tmp_path: Path, ranks: int, tensor_parallel: int):
+def test_ranks_that_share_layers_read_what_they_hold_and_no_more(
+    tmp_path: Path, ranks: int, tensor_parallel: int
+):
     run_ranks(tmp_path, ranks, tensor_parallel)
 
 
@@ -95,11 +103,14 @@ def test_a_tied_model_may_be_stored_by_either_name_or_by_both(tmp_path: Path):
     folder = save(make("qwen2", {"tie_word_embeddings": True}), tmp_path / "model")
     weight = load_file(folder / FILE)["model.embed_tokens.weight"]
     for both in (True, False):
-        change(folder, lm_head__weight=weight, model__embed_tokens__weight=weight.clone() if both else None)
+        change(
+            folder, lm_head__weight=weight, model__embed_tokens__weight=weight.clone() if both else None
+        )
         loading_ranks.check_alike(load(folder), str(folder))
     change(folder, model__embed_tokens__weight=weight + 1)
     with pytest.raises(
-        UserError, match=r"'lm_head.weight' and 'model.embed_tokens.weight' are one tensor .* two that differ"
+        UserError,
+        match=r"'lm_head.weight' and 'model.embed_tokens.weight' are one tensor .* two that differ",
     ):
         load(folder)
 
@@ -159,7 +170,8 @@ def test_files_that_are_lacking_or_damaged_are_refused_by_name(tmp_path: Path):
     content = lacking.read_bytes()
     lacking.write_bytes(content[:-1])
     with pytest.raises(
-        UserError, match=f"model '{folder}': .*{lacking.name} is {len(content) - 1} bytes, not {len(content)}"
+        UserError,
+        match=f"model '{folder}': .*{lacking.name} is {len(content) - 1} bytes, not {len(content)}",
     ):
         load(folder)
     lacking.unlink()
@@ -167,14 +179,18 @@ def test_files_that_are_lacking_or_damaged_are_refused_by_name(tmp_path: Path):
         load(folder)
 
 
-def test_a_folder_that_goes_away_while_a_rank_opens_its_files_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_that_goes_away_while_a_rank_opens_its_files_is_named(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+):
     def found_and_gone(model: Any, folder: Path) -> list[Path]:
         files = weight_files(model, folder)
         shutil.rmtree(folder)
         return files
 
     monkeypatch.setattr(stored_weights, "weight_files", found_and_gone)
-    with pytest.raises(UserError, match=rf"model '{llama}': {llama / FILE} cannot be read \(No such file"):
+    with pytest.raises(
+        UserError, match=rf"model '{llama}': {llama / FILE} cannot be read \(No such file"
+    ):
         load(llama)
 
 
@@ -184,7 +200,10 @@ def test_without_safetensors_files_each_rank_loads_the_complete_model_and_says_s
     torch.save(load_file(llama / FILE), llama / "pytorch_model.bin")
     (llama / FILE).unlink()
     engine = load(llama)
-    assert "each rank loads the complete model, because there are no safetensors files" in capfd.readouterr().err
+    assert (
+        "each rank loads the complete model, because there are no safetensors files"
+        in capfd.readouterr().err
+    )
     loading_ranks.check_alike(engine, str(llama))
 
 
@@ -237,15 +256,26 @@ class DrawingLlama(LlamaForCausalLM):
     def __init__(self, config: DrawingConfig) -> None:
         super().__init__(config)
         for layer in self.model.layers:
-            layer.scale = torch.nn.Parameter(torch.from_numpy(np.random.default_rng().random(3, np.float32)))
-            layer.register_buffer("offset", torch.from_numpy(np.random.default_rng().random(3, np.float32)))
-            layer.register_buffer("powers", torch.from_numpy(np.array([1, 2, 4], np.float32)), persistent=False)
+            layer.scale = torch.nn.Parameter(
+                torch.from_numpy(np.random.default_rng().random(3, np.float32))
+            )
+            layer.register_buffer(
+                "offset", torch.from_numpy(np.random.default_rng().random(3, np.float32))
+            )
+            layer.register_buffer(
+                "powers", torch.from_numpy(np.array([1, 2, 4], np.float32)), persistent=False
+            )
 
 
 def test_values_that_a_constructor_draws_on_the_host_come_from_the_file(tmp_path: Path):
     AutoConfig.register(DrawingConfig.model_type, DrawingConfig, exist_ok=True)
     AutoModelForCausalLM.register(DrawingConfig, DrawingLlama, exist_ok=True)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 97}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "vocab_size": 97,
+    }
     made = DrawingLlama(DrawingConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
     model = load(save(made, tmp_path / "model")).model.causal_lm
     layers: Any = made.model.layers
@@ -265,7 +295,14 @@ class ForgettingLlama(DrawingLlama):
 def test_a_buffer_that_nothing_computes_is_refused_by_name(tmp_path: Path):
     AutoConfig.register(DrawingConfig.model_type, DrawingConfig, exist_ok=True)
     AutoModelForCausalLM.register(DrawingConfig, ForgettingLlama, exist_ok=True)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 97}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "vocab_size": 97,
+    }
     made = ForgettingLlama(DrawingConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
-    with pytest.raises(UserError, match=r"no file holds its buffer 'model.slopes', and transformers does not compute"):
+    with pytest.raises(
+        UserError, match=r"no file holds its buffer 'model.slopes', and transformers does not compute"
+    ):
         load(save(made, tmp_path / "model"))

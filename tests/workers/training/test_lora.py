@@ -43,7 +43,9 @@ LOSS = PolicyLoss(old="old_logprobs")
 
 
 def actor(model: Path, lora: Lora | None = KINDS["lora"], **settings: Any) -> ActorWorker:
-    config = ActorConfig(model=str(model), lora=lora, **{"learning_rate": 1e-2, "max_grad_norm": None, **settings})
+    config = ActorConfig(
+        model=str(model), lora=lora, **{"learning_rate": 1e-2, "max_grad_norm": None, **settings}
+    )
     return ActorWorker(config)
 
 
@@ -58,7 +60,9 @@ def adapter_of(worker: ActorWorker) -> dict[str, torch.Tensor]:
 
 def base_of(worker: ActorWorker) -> dict[str, torch.Tensor]:
     engine: Any = worker.engine
-    return {n: p.detach().clone() for n, p in engine.model.causal_lm.named_parameters() if not p.requires_grad}
+    return {
+        n: p.detach().clone() for n, p in engine.model.causal_lm.named_parameters() if not p.requires_grad
+    }
 
 
 def with_adapter(worker: ActorWorker, rows: Batch, steps: int = 2) -> ActorWorker:
@@ -83,7 +87,9 @@ def by_peft(
     )
     causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
     policy: Any = get_peft_model(causal_lm, settings, autocast_adapter_dtype=False)
-    parameters = {n.removeprefix("base_model.model."): p for n, p in policy.named_parameters() if p.requires_grad}
+    parameters = {
+        n.removeprefix("base_model.model."): p for n, p in policy.named_parameters() if p.requires_grad
+    }
     assert parameters.keys() == start.keys()
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -132,7 +138,9 @@ def test_gradients_and_steps_are_those_of_peft(tiny_model: Path, rows: Batch, ki
         for each in (after, start)
     )
     assert off < 1e-3 * moved
-    assert all(torch.equal(tensor, base[name]) for name, tensor in base_of(worker).items()), "the base stands still"
+    assert all(torch.equal(tensor, base[name]) for name, tensor in base_of(worker).items()), (
+        "the base stands still"
+    )
     assert len(engine.optimizer.state) == len(after)
     # What rollouts get is what `peft` makes of the two.
     with torch.no_grad():
@@ -140,11 +148,16 @@ def test_gradients_and_steps_are_those_of_peft(tiny_model: Path, rows: Batch, ki
             parameter.copy_(after[name])
     expected = policy.merge_and_unload().state_dict()
     published = dict(worker.engine.named_tensors())
-    assert published.keys() == dict(AutoModelForCausalLM.from_pretrained(tiny_model).named_parameters()).keys()
+    assert (
+        published.keys()
+        == dict(AutoModelForCausalLM.from_pretrained(tiny_model).named_parameters()).keys()
+    )
     assert all(float((tensor - expected[name]).abs().max()) < 1e-6 for name, tensor in published.items())
 
 
-def test_the_merged_weights_are_those_of_peft_to_a_rounding(tiny_model: Path, rows: Batch, tmp_path: Path):
+def test_the_merged_weights_are_those_of_peft_to_a_rounding(
+    tiny_model: Path, rows: Batch, tmp_path: Path
+):
     for kind, lora in KINDS.items():
         worker = with_adapter(actor(tiny_model, lora), rows)
         worker.save(tmp_path / kind)
@@ -171,7 +184,9 @@ def test_with_the_adapter_off_it_is_the_model_to_the_bit(tiny_model: Path, rows:
     assert np.abs(on.ragged_numpy("x")[0] - off.ragged_numpy("x")[0]).max() > 1e-2
 
 
-def test_asking_the_reference_between_two_parts_of_a_step_changes_no_gradient(tiny_model: Path, rows: Batch):
+def test_asking_the_reference_between_two_parts_of_a_step_changes_no_gradient(
+    tiny_model: Path, rows: Batch
+):
     plain, asked = actor(tiny_model), actor(tiny_model)
     for worker in (plain, asked):
         for _ in range(2):
@@ -184,7 +199,9 @@ def test_asking_the_reference_between_two_parts_of_a_step_changes_no_gradient(ti
     assert all(torch.equal(tensor, adapter_of(plain)[name]) for name, tensor in adapter_of(asked).items())
 
 
-def test_what_rollouts_get_has_the_trainers_log_probabilities(tiny_model: Path, rows: Batch, tmp_path: Path):
+def test_what_rollouts_get_has_the_trainers_log_probabilities(
+    tiny_model: Path, rows: Batch, tmp_path: Path
+):
     for kind, lora in KINDS.items():
         worker = with_adapter(actor(tiny_model, lora), rows, steps=4)
         worker.save(tmp_path / kind, merged=True)
@@ -228,14 +245,20 @@ DEEPSEEK = {
 }
 OTHER_LAYERS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "GPT-2": ("gpt2", {}, {"c_attn", "c_fc", "c_proj"}),
-    "DeepSeek V3": ("deepseek_v3", DEEPSEEK, {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
+    "DeepSeek V3": (
+        "deepseek_v3",
+        DEEPSEEK,
+        {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
+    ),
     "Mixtral": (*FAMILIES["Mixtral"], {"q_proj", "k_proj", "v_proj", "o_proj"}),
 }
 """Models with layers of other kinds -> layers that "all-linear" takes."""
 
 
 @pytest.mark.parametrize("name", OTHER_LAYERS)
-def test_adapters_of_models_with_layers_of_other_kinds_are_those_of_peft(name: str, rows: Batch, tmp_path: Path):
+def test_adapters_of_models_with_layers_of_other_kinds_are_those_of_peft(
+    name: str, rows: Batch, tmp_path: Path
+):
     kind, settings, layers = OTHER_LAYERS[name]
     amplify(make(kind, settings)).save_pretrained(tmp_path / "model")
     fresh, plain = actor(tmp_path / "model"), actor(tmp_path / "model", None)
@@ -249,7 +272,10 @@ def test_adapters_of_models_with_layers_of_other_kinds_are_those_of_peft(name: s
     published = dict(worker.engine.named_tensors())
     assert all(float((tensor - merged[n]).abs().max()) < 1e-5 for n, tensor in published.items())
     worker.save(tmp_path / "merged", merged=True)
-    mine, theirs = (w.logprobs(rows, into="x").ragged_numpy("x")[0] for w in (worker, actor(tmp_path / "merged", None)))
+    mine, theirs = (
+        w.logprobs(rows, into="x").ragged_numpy("x")[0]
+        for w in (worker, actor(tmp_path / "merged", None))
+    )
     assert np.abs(mine - theirs).max() < 1e-4 < np.abs(mine - own).max()
 
 
@@ -262,7 +288,12 @@ def test_adapters_of_models_with_layers_of_other_kinds_are_those_of_peft(name: s
             Lora(targets=("o_proj", "gate_proj")),
             "its name stands for the experts; take some of",
         ),
-        ("falcon_h1", FAMILIES["Falcon-H1"][1], Lora(targets=("out_proj",)), "fused kernels of Mamba read its weight"),
+        (
+            "falcon_h1",
+            FAMILIES["Falcon-H1"][1],
+            Lora(targets=("out_proj",)),
+            "fused kernels of Mamba read its weight",
+        ),
         ("gpt2", {}, Lora(dora=True), "stores its weights transposed"),
         ("gpt2", {}, Lora(targets=("wte",)), "no layer 'wte'; it has c_attn, c_fc, c_proj"),
         (
@@ -305,15 +336,21 @@ def test_an_adapter_is_saved_as_peft_saves_it(tiny_model: Path, rows: Batch, tmp
         names = {path.name for path in folder.iterdir()}
         assert names >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
         assert not {"config.json", "model.safetensors"} & names
-        assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tiny_model)
+        assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+            tiny_model
+        )
         base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
         policy: Any = PeftModel.from_pretrained(base, folder)
         loaded = dict(policy.base_model.model.named_parameters())
         assert all(torch.equal(loaded[name], tensor) for name, tensor in adapter_of(worker).items()), kind
         (tmp_path / "theirs").mkdir(exist_ok=True)
         policy.save_pretrained(tmp_path / "theirs" / kind)
-        mine, theirs = (load_file(path / "adapter_model.safetensors") for path in (folder, tmp_path / "theirs" / kind))
-        assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in theirs), kind
+        mine, theirs = (
+            load_file(path / "adapter_model.safetensors") for path in (folder, tmp_path / "theirs" / kind)
+        )
+        assert mine.keys() == theirs.keys() and all(
+            torch.equal(mine[name], theirs[name]) for name in theirs
+        ), kind
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("lora", "float32"), ("dora", "bfloat16")])
@@ -330,7 +367,9 @@ def test_to_go_on_from_a_checkpoint_is_to_the_bit_as_if_it_had_never_stopped(
     again.load_checkpoint(tmp_path / "step")
     assert again.version == 2
     with_adapter(again, rows)
-    assert all(torch.equal(tensor, adapter_of(worker)[name]) for name, tensor in adapter_of(again).items())
+    assert all(
+        torch.equal(tensor, adapter_of(worker)[name]) for name, tensor in adapter_of(again).items()
+    )
     kept, saved = (
         {path.name: path.read_bytes() for path in folder.iterdir()}
         for folder in (tmp_path / "step" / "model", tmp_path / "saved")
@@ -346,7 +385,9 @@ def test_a_checkpoint_of_another_adapter_is_refused(tiny_model: Path, tmp_path: 
     worker = actor(tiny_model)
     worker.save_checkpoint(tmp_path / "step")
     assert worker.checkpoint_written(wait=True)
-    with pytest.raises(UserError, match=r"lora_A.default.weight' has shape \[4, 128\] there, and has shape \[8, 128\]"):
+    with pytest.raises(
+        UserError, match=r"lora_A.default.weight' has shape \[4, 128\] there, and has shape \[8, 128\]"
+    ):
         actor(tiny_model, Lora(rank=8)).load_checkpoint(tmp_path / "step")
     with pytest.raises(UserError, match="is missing there, and has shape"):
         actor(tiny_model, None).load_checkpoint(tmp_path / "step")
@@ -368,7 +409,10 @@ def run_ranks(folder: Path, model: Path, rows: Batch, ranks: int, config: dict[s
     """What `lora_ranks.py` left on `ranks` ranks."""
     with pa.ipc.new_file(folder / "rows.arrow", rows.record.schema) as file:
         file.write_batch(rows.record)
-    case = {"ranks": ranks, "config": {"model": str(model), "learning_rate": 1e-2, "max_grad_norm": None, **config}}
+    case = {
+        "ranks": ranks,
+        "config": {"model": str(model), "learning_rate": 1e-2, "max_grad_norm": None, **config},
+    }
     (folder / "case.json").write_text(json.dumps(case))
     run_processes(lora_ranks.main, folder, ranks)
     return torch.load(folder / "results.pt")
@@ -376,9 +420,12 @@ def run_ranks(folder: Path, model: Path, rows: Batch, ranks: int, config: dict[s
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "split", [pytest.param(name, marks=() if name in IN_EVERY_TEST_RUN else pytest.mark.slow) for name in SPLITS]
+    "split",
+    [pytest.param(name, marks=() if name in IN_EVERY_TEST_RUN else pytest.mark.slow) for name in SPLITS],
 )
-def test_several_ranks_train_the_adapter_of_one(tiny_model: Path, rows: Batch, tmp_path: Path, split: str):
+def test_several_ranks_train_the_adapter_of_one(
+    tiny_model: Path, rows: Batch, tmp_path: Path, split: str
+):
     ranks, kind, settings = SPLITS[split]
     dtype = settings.get("dtype", "float32")
     results = run_ranks(tmp_path, tiny_model, rows, ranks, {**settings, "lora": KINDS[kind].model_dump()})
@@ -397,9 +444,13 @@ def test_several_ranks_train_the_adapter_of_one(tiny_model: Path, rows: Batch, t
     assert saved.keys() == kept.keys() and all(torch.equal(saved[name], kept[name]) for name in saved)
     again = actor(tiny_model, KINDS[kind], dtype=dtype)
     again.load_checkpoint(tmp_path / "step")
-    assert all(torch.equal(tensor, results["adapter"][name]) for name, tensor in adapter_of(again).items())
+    assert all(
+        torch.equal(tensor, results["adapter"][name]) for name, tensor in adapter_of(again).items()
+    )
     # In bfloat16, too: the adapter is gathered in float32, and rounded only when it is merged.
-    assert all(torch.equal(tensor, results["published"][name]) for name, tensor in again.engine.named_tensors())
+    assert all(
+        torch.equal(tensor, results["published"][name]) for name, tensor in again.engine.named_tensors()
+    )
 
 
 # Mistakes
@@ -454,14 +505,22 @@ class Parity:
 
 @weft.node(reads=("response_ids",), writes=("reward",))
 def parity(samples: Batch) -> Batch:
-    return samples.with_columns(reward=[np.mean(np.array(ids) % 2 == 0) for ids in samples["response_ids"].to_pylist()])
+    return samples.with_columns(
+        reward=[np.mean(np.array(ids) % 2 == 0) for ids in samples["response_ids"].to_pylist()]
+    )
 
 
-def train(root: Path, name: str, model: Path, schedule: Any, *, off: bool, **settings: Any) -> list[dict[str, Any]]:
+def train(
+    root: Path, name: str, model: Path, schedule: Any, *, off: bool, **settings: Any
+) -> list[dict[str, Any]]:
     """Metrics of a GRPO run whose reference is the actor with its adapter off, or a model of its own."""
     rng = np.random.default_rng(0)
-    prompts = weft.TableSource("prompts", pa.table({"prompt_ids": [rng.integers(0, 97, 5) for _ in range(8)]}))
-    actor = weft.group(weft.ActorWorker, model=str(model), lora=Lora(rank=4, alpha=8), learning_rate=1e-2, **settings)
+    prompts = weft.TableSource(
+        "prompts", pa.table({"prompt_ids": [rng.integers(0, 97, 5) for _ in range(8)]})
+    )
+    actor = weft.group(
+        weft.ActorWorker, model=str(model), lora=Lora(rank=4, alpha=8), learning_rate=1e-2, **settings
+    )
     rollout = weft.group(weft.RolloutWorker, model=str(model), engine="transformers")
     rollout.follows(actor)
     reference = weft.adapter_off(actor) if off else weft.group(weft.ReferenceWorker, model=str(model))
@@ -489,7 +548,9 @@ def test_a_run_with_the_adapter_off_as_its_reference_is_that_with_a_model_of_its
     assert off[-1]["actor/max_logprob_gap"] < 1e-4 and off[-1]["actor/kl"] > 1e-4
     for mine, theirs in zip(map(untimed, off), map(untimed, apart), strict=True):
         names = [name for name in theirs if name.startswith(("actor/", "reward/"))]
-        assert {n: mine[n] for n in names} == pytest.approx({n: theirs[n] for n in names}, rel=1e-4, abs=1e-6)
+        assert {n: mine[n] for n in names} == pytest.approx(
+            {n: theirs[n] for n in names}, rel=1e-4, abs=1e-6
+        )
 
 
 def test_dpo_begins_at_its_reference_and_learns(tiny_model: Path, tmp_path: Path):
@@ -512,7 +573,9 @@ def test_supervised_fine_tuning_learns_what_it_is_shown(tiny_model: Path, rows: 
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_a_folder_of_an_adapter_is_merged_into_that_of_a_whole_model(tiny_model: Path, rows: Batch, tmp_path: Path):
+def test_a_folder_of_an_adapter_is_merged_into_that_of_a_whole_model(
+    tiny_model: Path, rows: Batch, tmp_path: Path
+):
     worker = with_adapter(actor(tiny_model, KINDS["dora"]), rows)
     worker.save(tmp_path / "adapter")
     worker.save(tmp_path / "merged", merged=True)

@@ -101,7 +101,9 @@ def test_every_loss_of_the_library_is_here():
     members = [name for name in vars(Loss) if not name.startswith("_") or name == "__call__"]
     found: set[type] = set()
     for module in pkgutil.iter_modules(algorithms.__path__, "weft.algorithms."):
-        classes = [one for _, one in inspect.getmembers(importlib.import_module(module.name), inspect.isclass)]
+        classes = [
+            one for _, one in inspect.getmembers(importlib.import_module(module.name), inspect.isclass)
+        ]
         found |= {c for c in classes if all(any(m in vars(base) for base in c.__mro__) for m in members)}
     assert "__call__" in members and "count" in members
     assert found - {Loss} == {type(case.loss) for case in LOSSES.values()}
@@ -117,33 +119,47 @@ def test_no_loss_depends_on_how_its_rows_are_cut_or_stand_or_are_padded(
     assert all(float(g.norm()) > 0 for g in gradient.values())
     longer = pairs if case.reads_last else with_masked_tails(pairs)
     assert case.reads_last or longer.lengths("response_ids").sum() > pairs.lengths("response_ids").sum()
-    check_same(step(trained(case.head, microbatch_tokens=15), longer, case.loss), whole(name), case.tolerance)
+    check_same(
+        step(trained(case.head, microbatch_tokens=15), longer, case.loss), whole(name), case.tolerance
+    )
     mixed = pairs.take(np.random.default_rng(2).permutation(len(pairs)))
     groups = mixed.numpy("group_id")
     calls = [[100], [101, 107], [*range(102, 107), *range(108, 111)]]
     parts = [np.flatnonzero(np.isin(groups, some)).tolist() for some in calls]
-    check_same(step(trained(case.head, microbatch_tokens=60), mixed, case.loss, parts), whole(name), case.tolerance)
     check_same(
-        step(trained(case.head, microbatch_tokens=60, pads=True), longer, case.loss), whole(name), case.tolerance
+        step(trained(case.head, microbatch_tokens=60), mixed, case.loss, parts),
+        whole(name),
+        case.tolerance,
+    )
+    check_same(
+        step(trained(case.head, microbatch_tokens=60, pads=True), longer, case.loss),
+        whole(name),
+        case.tolerance,
     )
 
 
 def shares_of(case: Case, rows: Batch, ranks: int) -> list[list[int]]:
     """As the driver spreads rows; of three ranks one has none."""
-    sizes = RowSizes(rows.lengths("response_ids"), rows.numpy("group_id"), whole_groups=case.loss.whole_groups)
+    sizes = RowSizes(
+        rows.lengths("response_ids"), rows.numpy("group_id"), whole_groups=case.loss.whole_groups
+    )
     shares = Dispatch.SPLIT_BY_DP.distribute(sizes, [Coordinates(dp=r) for r in range(ranks)])
     found = [list(share or ()) for share in shares]
     return [sorted([*found[0], *found[1]]), [], found[2]] if ranks == 3 else found
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
-def ranks(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def ranks(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[Any]:
     """What each of some ranks found for each loss."""
     folder, rows = tmp_path_factory.mktemp("ranks"), make_pairs(make_rows(23))
     with pa.ipc.new_file(folder / "rows.arrow", rows.record.schema) as file:
         file.write_batch(rows.record)
     shares = {name: shares_of(case, rows, request.param) for name, case in LOSSES.items()}
-    (folder / "case.json").write_text(json.dumps({"model": str(tiny_model), "ranks": request.param, "shares": shares}))
+    (folder / "case.json").write_text(
+        json.dumps({"model": str(tiny_model), "ranks": request.param, "shares": shares})
+    )
     run_processes(main, folder, request.param)
     return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(request.param)]
 
@@ -151,4 +167,6 @@ def ranks(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: py
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_loss_depends_on_ranks(ranks: list[Any], whole: Callable[[str], Found], name: str):
-    check_same((ranks[0][name][0], merge(found[name][1] for found in ranks)), whole(name), LOSSES[name].tolerance)
+    check_same(
+        (ranks[0][name][0], merge(found[name][1] for found in ranks)), whole(name), LOSSES[name].tolerance
+    )

@@ -22,7 +22,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
     "lora": {"lora": Lora(rank=4)},
-    "dora on some layers": {"lora": Lora(rank=4, dora=True, targets=("q_proj", "mlp.down_proj")), "dtype": "bfloat16"},
+    "dora on some layers": {
+        "lora": Lora(rank=4, dora=True, targets=("q_proj", "mlp.down_proj")),
+        "dtype": "bfloat16",
+    },
 }
 
 
@@ -40,7 +43,9 @@ def tensor_bytes(file: Path) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_planned_is_what_an_engine_holds(tiny_model: Path, rows: Batch, tmp_path: Path, kind: str):
+def test_what_is_planned_is_what_an_engine_holds(
+    tiny_model: Path, rows: Batch, tmp_path: Path, kind: str
+):
     config = ActorConfig(model=str(tiny_model), **KINDS[kind])
     worker = ActorWorker(config)
     engine: Any = worker.engine
@@ -64,16 +69,24 @@ def test_what_is_planned_is_what_an_engine_holds(tiny_model: Path, rows: Batch, 
 
 def test_ranks_share_the_state_evenly_and_gather_the_model_for_a_pass(tiny_model: Path):
     size, config = model_size(tiny_model), ActorConfig(model=str(tiny_model), dtype="bfloat16")
-    one, two = (training_memory(size, config, ranks=ranks, trains=True, lora=None, saves=False) for ranks in (1, 2))
+    one, two = (
+        training_memory(size, config, ranks=ranks, trains=True, lora=None, saves=False)
+        for ranks in (1, 2)
+    )
     held = [made.weights + made.gradients + made.moments for made in (one, two)]
     assert 2 * held[1] == held[0] == 16 * size.parameters
     assert one.gathered == two.gathered == 2 * size.parameters and two.snapshot == 0
     assert (one.exchanged, two.exchanged) == (0, 8 * size.parameters)
     rounded = config.model_copy(update={"gradients": "bfloat16"})
-    assert training_memory(size, rounded, ranks=2, trains=True, lora=None, saves=False).exchanged == 4 * size.parameters
+    assert (
+        training_memory(size, rounded, ranks=2, trains=True, lora=None, saves=False).exchanged
+        == 4 * size.parameters
+    )
     layerwise = config.model_copy(update={"gather": "layerwise"})
     assert (
-        training_memory(replace(size, layers=64), layerwise, ranks=2, trains=True, lora=None, saves=False).gathered
+        training_memory(
+            replace(size, layers=64), layerwise, ranks=2, trains=True, lora=None, saves=False
+        ).gathered
         < two.gathered / 2
     )
 
@@ -103,7 +116,11 @@ def test_a_pass_without_memory_takes_what_a_real_one_takes(tiny_model: Path, kin
     engine: Any = worker.engine
     loss, trains = NegativeLogLikelihood(), kind != "logprobs"
     worker.update(batch, loss=loss)  # moments are there then
-    known = [m for p in engine.model.parameters() for m in engine.optimizer.state[p].values()] if trains else []
+    known = (
+        [m for p in engine.model.parameters() for m in engine.optimizer.state[p].values()]
+        if trains
+        else []
+    )
     with LiveBytes([*engine.model.parameters(), *engine.model.buffers(), *known]) as live:
         if trains:
             worker.update(batch, loss=loss)
@@ -118,7 +135,9 @@ def test_a_pass_without_memory_takes_what_a_real_one_takes(tiny_model: Path, kin
         lora=settings.get("lora"),
         checkpointing=settings.get("activation_checkpointing", False),
     )
-    rounded = 2 * model_size(tiny_model).parameters if kind == "bfloat16" else 0  # it stands for itself in a plan
+    rounded = (
+        2 * model_size(tiny_model).parameters if kind == "bfloat16" else 0
+    )  # it stands for itself in a plan
     assert abs((planned + rounded) / live.peak - 1) < 0.05, (planned + rounded, live.peak)
     worker.close()
 
@@ -141,7 +160,9 @@ def test_a_pass_of_a_model_whose_files_do_not_fit_is_refused(untied_model: Path,
         (tmp_path / file.name).write_bytes(file.read_bytes())
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**settings, "vocab_size": 100}))
-    with pytest.raises(UserError, match=r"'lm_head.weight' has shape \[97, 32\] in the files, and \[100, 32\] by"):
+    with pytest.raises(
+        UserError, match=r"'lm_head.weight' has shape \[97, 32\] in the files, and \[100, 32\] by"
+    ):
         pass_bytes(tmp_path, tmp_path, PassShape(rows=1, length=4, predicted=2))
 
 
@@ -149,7 +170,9 @@ def test_a_frozen_model_is_held_in_the_dtype_of_its_passes(tiny_model: Path):
     config = ReferenceConfig(model=str(tiny_model), dtype="bfloat16")
     worker = ReferenceWorker(config)
     engine: Any = worker.engine
-    planned = training_memory(model_size(tiny_model), config, ranks=1, trains=False, lora=None, saves=False)
+    planned = training_memory(
+        model_size(tiny_model), config, ranks=1, trains=False, lora=None, saves=False
+    )
     assert planned.weights == sum(p.nbytes for p in engine.model.parameters())
     assert planned.gathered == planned.gradients == planned.moments == 0
     worker.close()

@@ -46,7 +46,9 @@ def test_microbatches_of_ranks_in_lockstep_are_near_the_bound(
             plan = even_microbatches(own, of_rows, number, LIMIT, pads=False)
             assert plan is not None
             plans[2].append(plan)
-        for own, plan in itertools.chain(zip(shares, plans[1], strict=True), zip(shares, plans[2], strict=True)):
+        for own, plan in itertools.chain(
+            zip(shares, plans[1], strict=True), zip(shares, plans[2], strict=True)
+        ):
             assert len(plan) <= number and sorted(np.concatenate(plan)) == list(range(len(own)))
             assert all(own[part].sum() <= LIMIT for part in plan)
         found.append([lockstep(each, costs) * ranks / COST(lengths).sum() for each in plans])
@@ -61,15 +63,23 @@ def test_rows_that_attention_pads_and_groups_keep_to_their_limits():
     assert fitting is not None and all(len(part) * lengths[part].max() <= 200 for part in fitting)
     assert even_microbatches(np.array([80, *[5] * 24]), np.ones(25), 2, 100, pads=True) is None
     groups = np.array([4, 4, 9, 9, 9])
-    together = even_microbatches(np.array([3, 2, 1, 1, 1]), np.array([3, 2, 1, 1, 1]), 2, 5, pads=True, groups=groups)
+    together = even_microbatches(
+        np.array([3, 2, 1, 1, 1]), np.array([3, 2, 1, 1, 1]), 2, 5, pads=True, groups=groups
+    )
     assert together is not None and [part.tolist() for part in together] == [[0, 1], [2, 3, 4]]
     alone = even_microbatches(np.array([50, 1]), np.array([50, 1]), 2, 10, pads=True)
-    assert alone is not None and [part.tolist() for part in alone] == [[0], [1]], "one row is more than the limit"
+    assert alone is not None and [part.tolist() for part in alone] == [[0], [1]], (
+        "one row is more than the limit"
+    )
 
 
 def test_rows_that_are_too_long_or_none_make_what_they_can():
     cut = partial(plan_microbatches, np.array([50, 70, 1]), packed=True)
-    assert [part.tolist() for part in level_microbatches(cut, len, number=4, max_tokens=10)] == [[1], [0], [2]]
+    assert [part.tolist() for part in level_microbatches(cut, len, number=4, max_tokens=10)] == [
+        [1],
+        [0],
+        [2],
+    ]
     none = partial(plan_microbatches, np.zeros(0, np.int64), packed=True)
     assert level_microbatches(none, len, number=3, max_tokens=10) == []
     assert even_microbatches(np.zeros(0, np.int64), np.zeros(0), 3, 10, pads=True) == []

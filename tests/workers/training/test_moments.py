@@ -17,7 +17,9 @@ KINDS = {
 
 def stepped(make: Any, *, ask: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor], PlainMoments]:
     """A parameter after a step, and what is kept of it; with `ask`, its state is asked for before."""
-    parameter = torch.nn.Parameter(torch.arange(6.0).view(2, 3).t())  # its rows do not lie one behind the other
+    parameter = torch.nn.Parameter(
+        torch.arange(6.0).view(2, 3).t()
+    )  # its rows do not lie one behind the other
     optimizer = make([{"params": [parameter]}])
     if ask:
         assert optimizer.state_of(parameter) is optimizer.state_of(parameter)

@@ -55,12 +55,17 @@ def test_a_step_from_host_memory_is_the_same_step(
 
 def test_a_frozen_model_in_host_memory_says_the_same(tiny_model: Path, rows: Batch):
     plain, streamed = (
-        ReferenceWorker(ReferenceConfig(model=str(tiny_model), offload=where)) for where in ("nothing", "everything")
+        ReferenceWorker(ReferenceConfig(model=str(tiny_model), offload=where))
+        for where in ("nothing", "everything")
     )
     try:
-        found, expected = (worker.logprobs(rows).ragged("reference_logprobs")[0] for worker in (streamed, plain))
+        found, expected = (
+            worker.logprobs(rows).ragged("reference_logprobs")[0] for worker in (streamed, plain)
+        )
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-        spmd.take_over(streamed.engine, {name: 2 * tensor for name, tensor in plain.engine.named_tensors()})
+        spmd.take_over(
+            streamed.engine, {name: 2 * tensor for name, tensor in plain.engine.named_tensors()}
+        )
         twice = dict(streamed.engine.named_tensors())
         assert all(torch.equal(twice[name], 2 * tensor) for name, tensor in plain.engine.named_tensors())
     finally:
@@ -78,17 +83,25 @@ def test_moments_are_updated_in_parts(monkeypatch: pytest.MonkeyPatch):
     def trained(make: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
         parameters = [torch.nn.Parameter(torch.randn(size)) for size in (3, 40, 5, 6, 1)]
-        groups = [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:], "weight_decay": 0.0}]
+        groups = [
+            {"params": parameters[:2], "weight_decay": 0.1},
+            {"params": parameters[2:], "weight_decay": 0.0},
+        ]
         optimizer = make(groups)
         for step in range(3):
             for number, parameter in enumerate(parameters):
                 parameter.grad = torch.randn_like(parameter) if number != 3 or step else None
             optimizer.step()
             assert [len(group["params"]) for group in optimizer.param_groups] == [2, 3]
-        return [*(p.detach() for p in parameters), *(optimizer.state[p]["exp_avg_sq"] for p in parameters)]
+        return [
+            *(p.detach() for p in parameters),
+            *(optimizer.state[p]["exp_avg_sq"] for p in parameters),
+        ]
 
     mine = trained(lambda groups: HostMoments(groups, CPU, lr=0.1, fused=True))
-    assert all(map(torch.equal, mine, trained(lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True))))
+    assert all(
+        map(torch.equal, mine, trained(lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True)))
+    )
 
 
 def test_process_groups_of_others_stay(tiny_model: Path, tmp_path: Path):

@@ -70,7 +70,9 @@ def test_rows_answer_as_if_each_were_alone(kind: str, packs: bool):
     model = make(kind)
     rows = [torch.randint(3, 97, (length,)) for length in LENGTHS]
     alone = [torch.log_softmax(model(input_ids=row[None], use_cache=False).logits[0], -1) for row in rows]
-    expected = torch.cat([logits[torch.arange(len(row)), row] for logits, row in zip(alone, rows, strict=True)])
+    expected = torch.cat(
+        [logits[torch.arange(len(row)), row] for logits, row in zip(alone, rows, strict=True)]
+    )
     weights = torch.linspace(-1, 1, sum(LENGTHS))
     gradients = torch.autograd.grad((expected * weights).sum(), [*model.parameters()], allow_unused=True)
 
@@ -80,10 +82,14 @@ def test_rows_answer_as_if_each_were_alone(kind: str, packs: bool):
     got, _ = together(ids, PackedSequences.of(LENGTHS), torch.arange(len(ids)), ids, None)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     for mine, theirs in zip(
-        torch.autograd.grad((got * weights).sum(), [*model.parameters()], allow_unused=True), gradients, strict=True
+        torch.autograd.grad((got * weights).sum(), [*model.parameters()], allow_unused=True),
+        gradients,
+        strict=True,
     ):
         if theirs is not None:
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()) + 1e-7)
+            torch.testing.assert_close(
+                mine, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()) + 1e-7
+            )
 
 
 @pytest.mark.parametrize("kind", ["Qwen2", "Mistral", "Gemma2"])
@@ -126,7 +132,11 @@ def kernel_by_rows(
 ) -> Any:
     """What `torch.nn.attention.varlen.varlen_attn` says that it computes, a row at a time: the queries of a row are its last tokens, and
     each sees itself and `window_size[0]` tokens before it."""
-    assert enable_gqa == (query.shape[1] != key.shape[1]) and window_size[1] == 0 and starts.dtype == torch.int32
+    assert (
+        enable_gqa == (query.shape[1] != key.shape[1])
+        and window_size[1] == 0
+        and starts.dtype == torch.int32
+    )
     found: list[Any] = []
     for row in range(len(starts) - 1):
         own = slice(int(starts[row]), int(starts[row + 1]))
@@ -172,7 +182,9 @@ def test_the_kernel_for_rows_of_different_lengths_is_asked_for_what_padding_give
 def top_left(*arguments: Any, **named: Any) -> Any:
     """A kernel that takes the queries of a row for its first tokens: it is right where no prompt is shared."""
     query, key, value, starts, starts_of_keys, *rest = arguments
-    keys = torch.cat([torch.arange(b, b + e - s) for b, s, e in zip(starts_of_keys, starts, starts[1:], strict=False)])
+    keys = torch.cat(
+        [torch.arange(b, b + e - s) for b, s, e in zip(starts_of_keys, starts, starts[1:], strict=False)]
+    )
     return kernel_by_rows(query, key[keys], value[keys], starts, starts, *rest, **named)
 
 
@@ -221,14 +233,24 @@ def with_sinks(query: Any, key: Any, value: Any, sinks: Any, window: int | None)
 def test_a_sink_is_a_score_beside_those_of_a_row(lengths: list[int], window: int | None):
     torch.manual_seed(0)
     tokens = sum(lengths)
-    given = [torch.randn(tokens, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    given = [
+        torch.randn(tokens, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
+    ]
     sinks = (2 * torch.randn(4, dtype=torch.float64)).requires_grad_()
     rows = zip(*(x.split(lengths) for x in given), strict=True)
     expected = torch.cat([with_sinks(q, k, v, sinks, window) for q, k, v in rows])
     query, key, value = [x.transpose(0, 1)[None] for x in given]
     packed = PackedSequences.of(lengths)
     found, _ = packed_attention.packed_attention(
-        torch.nn.Identity(), query, key, value, None, rows=packed, scaling=0.3, sliding_window=window, s_aux=sinks
+        torch.nn.Identity(),
+        query,
+        key,
+        value,
+        None,
+        rows=packed,
+        scaling=0.3,
+        sliding_window=window,
+        s_aux=sinks,
     )
     torch.testing.assert_close(found[0], expected, rtol=1e-10, atol=1e-10)
     weights = torch.randn_like(expected)

@@ -96,15 +96,26 @@ def test_what_is_no_engine_or_has_no_pipeline_is_refused(tiny_model: Path):
         ActorConfig(model="m", engine="torchtitan")  # pyright: ignore[reportArgumentType]
     assert isinstance(FsdpEngine, EngineFactory)
     for wrong, said in (
-        (lambda config, context: None, r"takes no argument 'head' .*; it takes config, context\. It is called with"),
-        (lambda config, *, head, context, training: None, r"too many positional arguments; .* It is called with"),
-        (partial(FsdpEngine, nothing=1), r"engine=.*It is called with \(config, context, training, head=...\)"),  # pyright: ignore[reportCallIssue]
+        (
+            lambda config, context: None,
+            r"takes no argument 'head' .*; it takes config, context\. It is called with",
+        ),
+        (
+            lambda config, *, head, context, training: None,
+            r"too many positional arguments; .* It is called with",
+        ),
+        (
+            partial(FsdpEngine, nothing=1),
+            r"engine=.*It is called with \(config, context, training, head=...\)",
+        ),  # pyright: ignore[reportCallIssue]
     ):
         with pytest.raises(UserError, match=said):
             ActorConfig(model=str(tiny_model), engine=wrong).check()  # pyright: ignore[reportArgumentType]
     nothing = ActorConfig(model=str(tiny_model), engine=lambda config, context, training, head: None)  # pyright: ignore[reportArgumentType]
     nothing.check()
-    with pytest.raises(UserError, match="made a NoneType, which is no TrainingEngine: it has no coordinates, logprobs"):
+    with pytest.raises(
+        UserError, match="made a NoneType, which is no TrainingEngine: it has no coordinates, logprobs"
+    ):
         ActorWorker(nothing, Context("actor"))
     with pytest.raises(UserError, match="pipeline_parallel=2: FsdpEngine has no pipeline"):
         ActorConfig(model=str(tiny_model), pipeline_parallel=2).check()

@@ -24,14 +24,18 @@ def schedules() -> list[PipelineSchedule]:
     return plain + [interleaved(*sizes) for sizes in INTERLEAVED]
 
 
-def relaxed(schedule: PipelineSchedule, forward: np.ndarray, backward: np.ndarray, transfer: np.ndarray) -> float:
+def relaxed(
+    schedule: PipelineSchedule, forward: np.ndarray, backward: np.ndarray, transfer: np.ndarray
+) -> float:
     """The makespan by another way: ends of passes start at 0 and are raised until no rule is broken (Bellman-Ford's longest path)."""
     p, last = schedule.stages, schedule.stages * schedule.chunks - 1
     takes, edges = {}, []
     for stage, own in enumerate(schedule.passes):
         for number, one in enumerate(own):
             piece = one.chunk * p + stage
-            takes[piece, one.microbatch, one.backward] = (backward if one.backward else forward)[piece, one.microbatch]
+            takes[piece, one.microbatch, one.backward] = (backward if one.backward else forward)[
+                piece, one.microbatch
+            ]
             here = (piece, one.microbatch, one.backward)
             if number:
                 before = own[number - 1]
@@ -91,7 +95,9 @@ def test_with_equal_costs_the_bubble_is_megatrons(backward: float):
 def test_activations_in_flight_are_those_of_the_closed_forms():
     for p, m in SIZES:
         assert [gpipe(p, m).in_flight(i) for i in range(p)] == [m] * p
-        assert [one_forward_one_backward(p, m).in_flight(i) for i in range(p)] == [min(p - i, m) for i in range(p)]
+        assert [one_forward_one_backward(p, m).in_flight(i) for i in range(p)] == [
+            min(p - i, m) for i in range(p)
+        ]
     for p, m, v in INTERLEAVED:
         found = [interleaved(p, m, v).in_flight(i) for i in range(p)]
         assert found == [min(2 * (p - i - 1) + (v - 1) * p + 1, m * v) for i in range(p)]
@@ -102,7 +108,13 @@ def test_activations_in_flight_are_those_of_the_closed_forms():
 
 def test_uneven_costs_take_as_long_as_the_longest_path():
     chance = np.random.default_rng(0)
-    for each in [one_forward_one_backward(3, 5), gpipe(4, 3), interleaved(2, 4, 3), interleaved(3, 6, 2), gpipe(1, 3)]:
+    for each in [
+        one_forward_one_backward(3, 5),
+        gpipe(4, 3),
+        interleaved(2, 4, 3),
+        interleaved(3, 6, 2),
+        gpipe(1, 3),
+    ]:
         shape = (each.stages * each.chunks, each.microbatches)
         forward, backward = chance.exponential(size=(2, *shape))
         transfer = chance.exponential(size=each.microbatches) / 4
@@ -127,7 +139,8 @@ def test_a_schedule_that_leaves_out_repeats_or_never_ends_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("make", "sizes"), [(gpipe, (0, 1)), (one_forward_one_backward, (2, 0)), (gpipe, (2, -1)), (interleaved, (2, 0, 2))]
+    ("make", "sizes"),
+    [(gpipe, (0, 1)), (one_forward_one_backward, (2, 0)), (gpipe, (2, -1)), (interleaved, (2, 0, 2))],
 )
 def test_a_pipeline_has_a_stage_and_a_microbatch(make, sizes):
     with pytest.raises(UserError, match="both are at least 1"):

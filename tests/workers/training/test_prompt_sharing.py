@@ -21,7 +21,19 @@ from weft.workers.training.microbatches import Microbatches
 from weft.workers.training.packed_sequences import SharedPrompts
 
 CPU = torch.device("cpu")
-SHARED = ("Qwen2", "Qwen3", "Llama", "Mistral", "Mixtral", "Gemma 2", "Gemma 3", "Phi-3", "OLMo 2", "GPT-2", "GPT-OSS")
+SHARED = (
+    "Qwen2",
+    "Qwen3",
+    "Llama",
+    "Mistral",
+    "Mixtral",
+    "Gemma 2",
+    "Gemma 3",
+    "Phi-3",
+    "OLMo 2",
+    "GPT-2",
+    "GPT-OSS",
+)
 NOT_SHARED = ("Phi-3 longrope", "Jamba", "StableLM")
 """Frequencies that follow the length of a row; state; attention that cannot be exchanged."""
 
@@ -73,8 +85,12 @@ def test_shared_prompts_change_no_value_and_no_gradient(name: str, reads_last: b
             assert isinstance(inputs[1], SharedPrompts) == (may_share and len(part) > 1)
             of_tokens, _ = model(*inputs)
             weights = torch.linspace(-1, 1, len(of_tokens), dtype=of_tokens.dtype)
-            got = torch.autograd.grad((of_tokens * weights).sum(), [*model.parameters()], allow_unused=True)
-            gradients = [total + (0 if new is None else new) for total, new in zip(gradients, got, strict=True)]
+            got = torch.autograd.grad(
+                (of_tokens * weights).sum(), [*model.parameters()], allow_unused=True
+            )
+            gradients = [
+                total + (0 if new is None else new) for total, new in zip(gradients, got, strict=True)
+            ]
             values.append(of_tokens.detach())
         found.append((torch.cat(values), gradients))
     (mine, my_gradients), (theirs, their_gradients) = found
@@ -96,7 +112,9 @@ def test_a_step_with_shared_prompts_is_the_step_without(tiny_model: Path):
     steps = []
     for may_share, tokens in ((False, None), (True, None), (True, 50)):
         worker = ActorWorker(
-            ActorConfig(model=str(tiny_model), learning_rate=1e-3, max_grad_norm=None, microbatch_tokens=tokens)
+            ActorConfig(
+                model=str(tiny_model), learning_rate=1e-3, max_grad_norm=None, microbatch_tokens=tokens
+            )
         )
         engine: Any = worker.engine
         assert engine.model.shares_prompts
@@ -129,12 +147,16 @@ def test_rows_that_share_little_are_computed_as_they_are():
     prompts, cu_seqlens, cost = np.array([1, 2, 1, 2, 3], np.int32), np.array([0, 2, 4, 5]), SharingCost()
     assert equal_prompts(prompts, cu_seqlens, np.array([1, 1, 25]), cost) is not None  # 2 of 32 tokens
     assert equal_prompts(prompts, cu_seqlens, np.array([1, 1, 26]), cost) is None  # 2 of 33
-    assert equal_prompts(prompts, cu_seqlens, np.array([1, 0, 1]), cost) is None  # the second is not computed
+    assert (
+        equal_prompts(prompts, cu_seqlens, np.array([1, 0, 1]), cost) is None
+    )  # the second is not computed
 
 
 def test_a_row_that_shares_no_prompt_costs_what_it_costs_alone():
     cost, prompts, after = SharingCost(RowCost(100)), np.array([50, 20]), np.array([500, 30])
-    assert cost.shared(prompts, after, np.array([0, 1])) == pytest.approx(RowCost(100)(prompts + after).sum())
+    assert cost.shared(prompts, after, np.array([0, 1])) == pytest.approx(
+        RowCost(100)(prompts + after).sum()
+    )
 
 
 def test_rows_share_prompts_only_where_their_attention_costs_less_than_is_left_out():
@@ -144,7 +166,11 @@ def test_rows_share_prompts_only_where_their_attention_costs_less_than_is_left_o
     alone = rows(prompts + counts).sum()
     for masked, pairs in ((True, 4096 * 5120), (False, 4096 * 1024 + 4096**2 / 2)):
         shared = rows(np.array([1024])).sum() + 8 * (4096 + 2 * pairs / 10_000)
-        assert SharingCost(rows, masked).pays(prompts, counts, same) == (shared < alone * 15 / 16) == (not masked)
+        assert (
+            SharingCost(rows, masked).pays(prompts, counts, same)
+            == (shared < alone * 15 / 16)
+            == (not masked)
+        )
 
 
 @given(st.data())
@@ -169,14 +195,21 @@ def test_each_row_is_in_one_microbatch_that_holds_its_tokens(data: st.DataObject
         place = Placement.of(prompts[part], after[part], same[part])
         taken = [
             *(range(place.begins[row], place.begins[row] + after[part][row]) for row in range(len(part))),
-            *(range(place.last[row] - prompts[part][row] + 1, place.last[row] + 1) for row in place.alone),
             *(
                 range(place.last[row] - prompts[part][row] + 1, place.last[row] + 1)
-                for row in [int(np.flatnonzero(place.prompt_of == p)[0]) for p in range(len(place.prompts))]
+                for row in place.alone
+            ),
+            *(
+                range(place.last[row] - prompts[part][row] + 1, place.last[row] + 1)
+                for row in [
+                    int(np.flatnonzero(place.prompt_of == p)[0]) for p in range(len(place.prompts))
+                ]
                 for row in [int(place.shared[row])]
             ),
         ]
-        assert sorted(token for tokens_of_row in taken for token in tokens_of_row) == list(range(tokens)), "each once"
+        assert sorted(token for tokens_of_row in taken for token in tokens_of_row) == list(
+            range(tokens)
+        ), "each once"
     if groups is not None:
         assert all(len(set(of_part[groups == group].tolist())) == 1 for group in set(groups.tolist()))
 

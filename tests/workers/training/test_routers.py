@@ -48,8 +48,16 @@ def with_routes(rows: Batch, *, same: bool = False) -> Batch:
     """Rows with drawn routes; with equal ones for all, equal prompts have equal ones."""
     rng = np.random.default_rng(1)
     lengths = rows.lengths("prompt_ids") + rows.lengths("response_ids") - 1
-    order = rng.random((int(lengths.max()) * LAYERS, EXPERTS)).argsort(-1)[:, :CHOSEN].reshape(-1, LAYERS, CHOSEN)
-    drawn = rng.random((int(lengths.sum()) * LAYERS, EXPERTS)).argsort(-1)[:, :CHOSEN].reshape(-1, LAYERS, CHOSEN)
+    order = (
+        rng.random((int(lengths.max()) * LAYERS, EXPERTS))
+        .argsort(-1)[:, :CHOSEN]
+        .reshape(-1, LAYERS, CHOSEN)
+    )
+    drawn = (
+        rng.random((int(lengths.sum()) * LAYERS, EXPERTS))
+        .argsort(-1)[:, :CHOSEN]
+        .reshape(-1, LAYERS, CHOSEN)
+    )
     each = [order[:n] for n in lengths] if same else np.split(drawn, np.cumsum(lengths)[:-1])
     return rows.with_columns(routes=[one.ravel() for one in each])
 
@@ -105,7 +113,9 @@ def reference(folder: Path, rows: str) -> Expected:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     name, given = folder.name, ROWS_BY_NAME[rows]
-    loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float64)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float64
+    )
     model: Any = loaded.eval()
     model.set_experts_implementation("eager")
     seen: list[list[Tensor]] = [[] for _ in range(LAYERS)]
@@ -114,8 +124,12 @@ def reference(folder: Path, rows: str) -> Expected:
     for layer, block in enumerate(model.model.layers):
         gate = block.mlp.router if name == "GPT-OSS" else block.mlp.gate
 
-        def forward(hidden: Tensor, gate: Any = gate, layer: int = layer) -> tuple[Tensor, Tensor, Tensor]:
-            logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), gate.weight, getattr(gate, "bias", None))
+        def forward(
+            hidden: Tensor, gate: Any = gate, layer: int = layer
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            logits = F.linear(
+                hidden.reshape(-1, hidden.shape[-1]), gate.weight, getattr(gate, "bias", None)
+            )
             routes = current[0]
             indices = logits.topk(CHOSEN).indices if routes is None else routes[:, layer]
             seen[layer].append(logits)
@@ -134,7 +148,9 @@ def reference(folder: Path, rows: str) -> Expected:
         mask = torch.tensor(row["response_mask"])
         likelihood, tokens = likelihood - (logprobs * mask).sum(), tokens + int(mask.sum())
     logits_of: Any = tuple(torch.cat(logits) for logits in seen)
-    loads = torch.bincount(torch.cat([indices.flatten() for of in taken for indices in of]), minlength=EXPERTS)
+    loads = torch.bincount(
+        torch.cat([indices.flatten() for of in taken for indices in of]), minlength=EXPERTS
+    )
     probabilities = torch.cat(logits_of).softmax(-1).sum(0)
     balance = EXPERTS * (loads * probabilities).sum() / sum(len(logits) for logits in logits_of) ** 2
     if "routes" not in given:  # what routers chose themselves is all that their function takes
@@ -151,16 +167,22 @@ def reference(folder: Path, rows: str) -> Expected:
 
 def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Norm of the difference of two gradients over the norm of the second."""
-    squares = sum(float((found[name].double() - gradient).square().sum()) for name, gradient in expected.items())
+    squares = sum(
+        float((found[name].double() - gradient).square().sum()) for name, gradient in expected.items()
+    )
     return (squares / sum(float(gradient.square().sum()) for gradient in expected.values())) ** 0.5
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rows", ["replayed", "replayed, shared prompts"])
-def test_the_experts_of_the_rows_are_taken_and_weighed_by_the_models_own_scores(models: Path, name: str, rows: str):
+def test_the_experts_of_the_rows_are_taken_and_weighed_by_the_models_own_scores(
+    models: Path, name: str, rows: str
+):
     worker, expected = actor(models, name, microbatch_tokens=60), reference(models / name, rows)
     given = ROWS_BY_NAME[rows]
-    for found, wanted in zip(worker.logprobs(given)["old_logprobs"].to_pylist(), expected.said, strict=True):
+    for found, wanted in zip(
+        worker.logprobs(given)["old_logprobs"].to_pylist(), expected.said, strict=True
+    ):
         assert found == pytest.approx(wanted, abs=2e-5)
     gradient, metrics = one_step(worker, given, NegativeLogLikelihood())
     assert off(gradient, expected.likelihood) < 1e-5
@@ -170,7 +192,9 @@ def test_the_experts_of_the_rows_are_taken_and_weighed_by_the_models_own_scores(
 @pytest.mark.parametrize("again", [True, "elementwise"])
 def test_layers_that_are_computed_a_second_time_take_the_same_experts(models: Path, again: Any):
     plain, twice = (
-        one_step(actor(models, "Mixtral", router_loss=COEFFICIENT, **settings), ROUTED, NegativeLogLikelihood())
+        one_step(
+            actor(models, "Mixtral", router_loss=COEFFICIENT, **settings), ROUTED, NegativeLogLikelihood()
+        )
         for settings in ({}, {"activation_checkpointing": again})
     )
     assert off(twice[0], plain[0]) < 1e-6
@@ -219,7 +243,9 @@ def test_the_gradient_of_a_balance_is_that_of_its_formula():
     )
     (2.5 * (counts[:, None] * logits.softmax(-1) * frequencies).sum()).backward()
     assert logits.grad is not None
-    torch.testing.assert_close(balance_gradient(logits.detach(), counts, Balance(2.5, frequencies)), logits.grad)
+    torch.testing.assert_close(
+        balance_gradient(logits.detach(), counts, Balance(2.5, frequencies)), logits.grad
+    )
 
 
 @pytest.mark.thorough
@@ -227,7 +253,9 @@ def test_the_gradient_of_a_balance_is_that_of_its_formula():
     "settings", [{}, {"tensor_parallel": 2}, {"sequence_parallel": 2}], ids=["data", "tensor", "sequence"]
 )
 @pytest.mark.parametrize("rows", [ROWS, ROUTED], ids=["chosen", "replayed"])
-def test_two_ranks_find_what_one_does(models: Path, tmp_path: Path, settings: dict[str, Any], rows: Batch):
+def test_two_ranks_find_what_one_does(
+    models: Path, tmp_path: Path, settings: dict[str, Any], rows: Batch
+):
     names = ["Mixtral", "Qwen3 MoE"] if not settings else ["Mixtral"]
     alone = on_one_rank(models, names, rows, router_loss=COEFFICIENT)
     replica = 2 if settings else 1
@@ -243,7 +271,10 @@ def test_two_ranks_find_what_one_does(models: Path, tmp_path: Path, settings: di
 def generate(folder: Path) -> list[Response]:
     engine = TransformersEngine(str(folder), routes=True)
     prompts = [[5, 6, 7, 8], [9], [5, 6, 7, 8], [3, 4, 5, 6, 7, 8, 9]]
-    requests = [GenerationRequest(number, np.array(ids, np.int32), seed=number) for number, ids in enumerate(prompts)]
+    requests = [
+        GenerationRequest(number, np.array(ids, np.int32), seed=number)
+        for number, ids in enumerate(prompts)
+    ]
     steps = engine.generate(requests, Sampling(max_tokens=9, temperature=1.5))
     found = sorted((one for step in steps for one in step), key=lambda one: one.request_id)
     engine.close()
@@ -267,7 +298,9 @@ def test_what_a_generator_records_is_what_the_trainer_would_choose_in_float32(mo
     rows = rows_of(generate(models / name))
     worker = actor(models, name)
     replayed = worker.logprobs(rows)["old_logprobs"].values.to_numpy()
-    chosen = worker.logprobs(rows.select([c for c in rows.columns if c != "routes"]))["old_logprobs"].values.to_numpy()
+    chosen = worker.logprobs(rows.select([c for c in rows.columns if c != "routes"]))[
+        "old_logprobs"
+    ].values.to_numpy()
     assert np.abs(replayed - chosen).max() < 1e-6
     assert replayed == pytest.approx(rows["response_logprobs"].values.to_numpy(), abs=2e-5)
     _, metrics = one_step(worker, rows, NegativeLogLikelihood())
@@ -277,7 +310,9 @@ def test_what_a_generator_records_is_what_the_trainer_would_choose_in_float32(mo
 def test_a_reference_takes_the_same_routes_unless_it_is_told_otherwise(models: Path):
     worker = ReferenceWorker(ReferenceConfig(model=models / "Mixtral"))
     expected = reference(models / "Mixtral", "replayed").said
-    replayed, own = (worker.logprobs(ROUTED, replay=on)["reference_logprobs"].to_pylist() for on in (True, False))
+    replayed, own = (
+        worker.logprobs(ROUTED, replay=on)["reference_logprobs"].to_pylist() for on in (True, False)
+    )
     assert replayed[0] == pytest.approx(expected[0], abs=2e-5)
     assert own[0] != pytest.approx(expected[0], abs=1e-3)
     dense = ReferenceWorker(ReferenceConfig(model=models / "Qwen3"))
@@ -288,7 +323,8 @@ def test_what_does_not_fit_is_refused_by_name(models: Path):
     worker = actor(models, "Mixtral")
     short = ROUTED.with_columns(routes=[row["routes"][:-1] for row in ROUTED.to_rows()])
     with pytest.raises(
-        UserError, match=r"sample_id 0: column 'routes' has \d+ values, and .*Mixtral \(2 layers, 2 experts"
+        UserError,
+        match=r"sample_id 0: column 'routes' has \d+ values, and .*Mixtral \(2 layers, 2 experts",
     ):
         worker.logprobs(short)
     wrong = ROUTED.with_columns(routes=[[9] * len(row["routes"]) for row in ROUTED.to_rows()])
@@ -298,7 +334,9 @@ def test_what_does_not_fit_is_refused_by_name(models: Path):
         actor(models, "PhiMoE").logprobs(ROUTED)
     with pytest.raises(UserError, match=r"router_loss=10: model .*PhiMoE' has no routers"):
         actor(models, "PhiMoE", router_loss=COEFFICIENT)
-    with pytest.raises(UserError, match=r"routes=True: model .*PhiMoE' has no routers whose choice can be seen"):
+    with pytest.raises(
+        UserError, match=r"routes=True: model .*PhiMoE' has no routers whose choice can be seen"
+    ):
         TransformersEngine(str(models / "PhiMoE"), routes=True)
     with pytest.raises(UserError, match=r"router_loss=10: .*Qwen3 is no mixture of experts"):
         ActorWorker.check(ActorConfig(**config_of(models, "Qwen3", router_loss=COEFFICIENT)), [], NO_ROWS)

@@ -32,7 +32,9 @@ def alone(models: Path, asked: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two(models: Path, asked: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def two(
+    models: Path, asked: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("two")
     return folder, run_ranks(models, folder, 2, asked, sequence_parallel=2, microbatch_tokens=60)
 
@@ -54,17 +56,22 @@ def test_two_ranks_share_the_tokens_of_a_microbatch(alone: dict[str, Any], two: 
         (2, {"offload": "everything"}),
     ],
 )
-def test_four_ranks(models: Path, alone: dict[str, Any], tmp_path: Path, replica: int, settings: dict[str, Any]):
+def test_four_ranks(
+    models: Path, alone: dict[str, Any], tmp_path: Path, replica: int, settings: dict[str, Any]
+):
     ranks = run_ranks(models, tmp_path, 4, CASES, replica, sequence_parallel=replica, **settings)
     for name in CASES:
         check(tmp_path, name, ranks, alone[name], replica)
 
 
 def test_what_cannot_share_tokens_is_refused(models: Path):
-    with pytest.raises(UserError, match=r"sequence_parallel=3 does not divide the model's attention heads \(4\)"):
+    with pytest.raises(
+        UserError, match=r"sequence_parallel=3 does not divide the model's attention heads \(4\)"
+    ):
         ActorConfig(model=str(models / "Qwen2"), sequence_parallel=3).check()
     with pytest.raises(
-        UserError, match="sequence_parallel=2 and tensor_parallel=2: ranks share tokens or layers, not both"
+        UserError,
+        match="sequence_parallel=2 and tensor_parallel=2: ranks share tokens or layers, not both",
     ):
         ActorConfig(model=str(models / "Qwen2"), sequence_parallel=2, tensor_parallel=2).check()
 
@@ -74,5 +81,7 @@ def test_what_cannot_share_tokens_is_refused(models: Path):
     ("name", "why"), [("StableLM", "its rows cannot be packed"), ("dynamic NTK", "its rope follows")]
 )
 def test_models_whose_rows_cannot_be_cut_are_refused(models: Path, tmp_path: Path, name: str, why: str):
-    with pytest.raises(AssertionError, match=f"sequence_parallel=2 cannot share the tokens of model .*{why}"):
+    with pytest.raises(
+        AssertionError, match=f"sequence_parallel=2 cannot share the tokens of model .*{why}"
+    ):
         run_ranks(models, tmp_path, 2, [name], sequence_parallel=2)

@@ -17,7 +17,16 @@ SHARED = (
 ADAPTED = ("Qwen3", "Mixtral", "Phi-3", "OLMo 2")
 """With an adapter as well."""
 CASES = [*SHARED, *(f"{name} with LoRA" for name in ADAPTED)]
-QUICK = ("Qwen2", "Qwen3 MoE", "Gemma 3", "Phi-3", "OLMo 2", "GPT-OSS", "Mixtral with LoRA", "Phi-3 with LoRA")
+QUICK = (
+    "Qwen2",
+    "Qwen3 MoE",
+    "Gemma 3",
+    "Phi-3",
+    "OLMo 2",
+    "GPT-OSS",
+    "Mixtral with LoRA",
+    "Phi-3 with LoRA",
+)
 """Each style of their plans, and each kind of heads, experts and norms, once: what the others add is another model that is made of them."""
 
 
@@ -37,7 +46,9 @@ def alone(models: Path, asked: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two(models: Path, asked: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def two(
+    models: Path, asked: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("two")
     return folder, run_ranks(models, folder, 2, asked, tensor_parallel=2)
 
@@ -54,7 +65,9 @@ def test_two_ranks_share_the_layers_of_a_model(alone: dict[str, Any], two: Any, 
 @pytest.mark.parametrize(
     "settings", [{"gather": "layerwise"}, {"offload": "everything"}, {"activation_checkpointing": True}]
 )
-def test_two_replicas_of_two_ranks(models: Path, alone: dict[str, Any], tmp_path: Path, settings: dict[str, Any]):
+def test_two_replicas_of_two_ranks(
+    models: Path, alone: dict[str, Any], tmp_path: Path, settings: dict[str, Any]
+):
     ranks = run_ranks(models, tmp_path, 4, CASES, tensor_parallel=2, **settings)
     for name in CASES:
         check(tmp_path, name, ranks, alone[name])
@@ -96,11 +109,17 @@ def test_what_ranks_cannot_share_evenly_is_refused(kind: str, settings: dict[str
     with pytest.raises(UserError, match=said):
         check_tensor_parallel("m", CONFIG_MAPPING[kind](**{**sizes, **settings}), 4)
     check_tensor_parallel("m", CONFIG_MAPPING[kind](**sizes), 4)
-    check_tensor_parallel("m", CONFIG_MAPPING["phi3"](**{**sizes, "num_key_value_heads": 1}), 4)  # gathers its heads
+    check_tensor_parallel(
+        "m", CONFIG_MAPPING["phi3"](**{**sizes, "num_key_value_heads": 1}), 4
+    )  # gathers its heads
 
 
 def test_a_plan_leaves_out_what_is_inside_of_experts():
-    shared = {"layers.*.experts": "moe_tp_experts", "layers.*.experts.up": "packed_colwise", "layers.*.up": "colwise"}
+    shared = {
+        "layers.*.experts": "moe_tp_experts",
+        "layers.*.experts.up": "packed_colwise",
+        "layers.*.up": "colwise",
+    }
     plan = TensorParallelPlan.of(shared, {"layers.*.experts": "ep_dispatch_experts"})
     assert not plan.unknown and plan.shares_experts and not plan.shares_heads
     assert [plan.style_of(f"layers.3.{name}") for name in ("experts", "experts.up", "up", "down")] == [

@@ -27,7 +27,9 @@ from weft.workers.training.microbatches import check_rows, tokens_of
 
 
 def actor(model: Path, **settings: Any) -> ActorWorker:
-    return ActorWorker(ActorConfig(model=str(model), **{"learning_rate": 1e-3, "max_grad_norm": None, **settings}))
+    return ActorWorker(
+        ActorConfig(model=str(model), **{"learning_rate": 1e-3, "max_grad_norm": None, **settings})
+    )
 
 
 def straight_logprobs(model: Path, rows: Batch) -> list[torch.Tensor]:
@@ -71,7 +73,9 @@ def run_ranks(
 
 def test_logprobs_are_those_of_a_straight_forward_pass(tiny_model: Path, rows: Batch):
     scored = actor(tiny_model, microbatch_tokens=50).logprobs(rows, into="scored")
-    for mine, straight in zip(scored["scored"].to_pylist(), straight_logprobs(tiny_model, rows), strict=True):
+    for mine, straight in zip(
+        scored["scored"].to_pylist(), straight_logprobs(tiny_model, rows), strict=True
+    ):
         assert torch.tensor(mine).double().sub(straight).abs().max() < 1e-5
 
 
@@ -90,14 +94,20 @@ def test_activation_checkpointing_of_nothing_that_exists_is_refused(which: Any):
 
 SPLITS = {
     "two ranks": ([list(range(0, 23, 2)), list(range(1, 23, 2))], {}),
-    "two ranks, layer by layer": ([list(range(20)), [20, 21, 22]], {"gather": "layerwise", "microbatch_tokens": 60}),
+    "two ranks, layer by layer": (
+        [list(range(20)), [20, 21, 22]],
+        {"gather": "layerwise", "microbatch_tokens": 60},
+    ),
     "two ranks, from host memory": (
         [list(range(20)), [20, 21, 22]],
         {"offload": "everything", "microbatch_tokens": 60},
     ),
     "two ranks, moments on the host": ([list(range(20)), [20, 21, 22]], {"offload": "moments"}),
     "two ranks, one without rows": ([list(range(23)), []], {"microbatch_tokens": 100}),
-    "four ranks, one without rows": ([[22, 3], list(range(3)), [], list(range(4, 22))], {"microbatch_tokens": 50}),
+    "four ranks, one without rows": (
+        [[22, 3], list(range(3)), [], list(range(4, 22))],
+        {"microbatch_tokens": 50},
+    ),
 }
 
 
@@ -105,12 +115,17 @@ IN_EVERY_TEST_RUN = ("two ranks, layer by layer", "two ranks, one without rows")
 
 
 @pytest.mark.parametrize(
-    "split", [pytest.param(name, marks=() if name in IN_EVERY_TEST_RUN else pytest.mark.slow) for name in SPLITS]
+    "split",
+    [pytest.param(name, marks=() if name in IN_EVERY_TEST_RUN else pytest.mark.slow) for name in SPLITS],
 )
-def test_the_gradient_does_not_depend_on_the_number_of_ranks(tiny_model: Path, rows: Batch, tmp_path: Path, split: str):
+def test_the_gradient_does_not_depend_on_the_number_of_ranks(
+    tiny_model: Path, rows: Batch, tmp_path: Path, split: str
+):
     shares, settings = SPLITS[split]
     ranks = check_ranks(tiny_model, rows, tmp_path, shares, settings)
-    if split == "two ranks, layer by layer":  # in lockstep, three rows are spread over the microbatches of twenty
+    if (
+        split == "two ranks, layer by layer"
+    ):  # in lockstep, three rows are spread over the microbatches of twenty
         assert ranks[1]["microbatches"] == [1, 1, 1] + [0] * (len(ranks[0]["microbatches"]) - 3)
 
 
@@ -131,7 +146,9 @@ def test_in_bfloat16_microbatches_and_parts_change_less_than_rounding(tiny_model
     rounding = difference(whole, exact)
     assert 1e-3 < rounding < 0.05
     for parts in ([list(range(23))], [list(range(22, 6, -1)), list(range(7))]):
-        gradient, found = spmd.one_step(actor(tiny_model, microbatch_tokens=60, **half), rows, parts=parts)
+        gradient, found = spmd.one_step(
+            actor(tiny_model, microbatch_tokens=60, **half), rows, parts=parts
+        )
         assert difference(gradient, whole) < rounding and difference(gradient, exact) < 1.3 * rounding
         assert found["tokens"] == metrics["tokens"]
         assert found["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=rounding)
@@ -141,7 +158,9 @@ PARTS = ([3, 1, 22], [0, 2], [20, 21], [k for k in range(23) if k not in (0, 1, 
 
 
 @pytest.mark.parametrize("gather", [pytest.param("once", marks=pytest.mark.slow), "layerwise"])
-def test_nor_do_parts_depend_on_the_ranks_that_they_are_on(tiny_model: Path, rows: Batch, tmp_path: Path, gather: str):
+def test_nor_do_parts_depend_on_the_ranks_that_they_are_on(
+    tiny_model: Path, rows: Batch, tmp_path: Path, gather: str
+):
     shares = [list(range(20)), [20, 21, 22]]  # neither has rows of every part
     settings = {"gather": gather, "microbatch_tokens": 60}
     check_ranks(tiny_model, rows, tmp_path, shares, settings, PARTS)
@@ -156,11 +175,14 @@ def test_the_gradient_does_not_depend_on_tensor_parallel(
     parts = [list(range(r, 23, replicas)) for r in range(replicas)]
     shares = [part for part in parts for _ in range(2)]
     ranks = check_ranks(tiny_model, rows, tmp_path, shares, {"tensor_parallel": 2, "gather": gather})
-    assert [r["coordinates"] for r in ranks] == [Coordinates(dp=d, tp=t) for d in range(replicas) for t in range(2)]
+    assert [r["coordinates"] for r in ranks] == [
+        Coordinates(dp=d, tp=t) for d in range(replicas) for t in range(2)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("tied", "replicas"), [pytest.param(False, 1), *(pytest.param(True, r, marks=pytest.mark.slow) for r in (1, 2))]
+    ("tied", "replicas"),
+    [pytest.param(False, 1), *(pytest.param(True, r, marks=pytest.mark.slow) for r in (1, 2))],
 )
 def test_nor_on_a_vocabulary_that_the_ranks_share(
     tiny_model: Path, rows: Batch, tmp_path: Path, tied: bool, replicas: int
@@ -194,12 +216,18 @@ IN_BFLOAT16 = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "split", [pytest.param(name, marks=() if "layer" in name else pytest.mark.slow) for name in IN_BFLOAT16]
+    "split",
+    [pytest.param(name, marks=() if "layer" in name else pytest.mark.slow) for name in IN_BFLOAT16],
 )
-def test_bfloat16_computes_the_same_on_any_number_of_ranks(loud_model: Path, rows: Batch, tmp_path: Path, split: str):
+def test_bfloat16_computes_the_same_on_any_number_of_ranks(
+    loud_model: Path, rows: Batch, tmp_path: Path, split: str
+):
     """The same but for matrix products of other sizes, which are rounded otherwise: nearer to each other than to float32."""
     shares, settings = IN_BFLOAT16[split]
-    still = {"dtype": "bfloat16", "learning_rate": 1e-12}  # what is said after the update is said of the same weights
+    still = {
+        "dtype": "bfloat16",
+        "learning_rate": 1e-12,
+    }  # what is said after the update is said of the same weights
     alone = actor(loud_model, **still)
     rows = rows.with_columns(temperature=np.full(len(rows), 0.6, np.float32))
     said = alone.logprobs(rows, into="said")["said"]
@@ -207,7 +235,9 @@ def test_bfloat16_computes_the_same_on_any_number_of_ranks(loud_model: Path, row
     gradient, metrics = spmd.one_step(alone, rows)
     exact = actor(loud_model, learning_rate=1e-12)
     rounding = (
-        (exact.logprobs(rows, into="said").ragged("said")[0] - torch.tensor(said.flatten().to_numpy())).abs().mean()
+        (exact.logprobs(rows, into="said").ragged("said")[0] - torch.tensor(said.flatten().to_numpy()))
+        .abs()
+        .mean()
     )
     ranks = run_ranks(tmp_path / "run", loud_model, rows, shares, **settings, **still)
     of_row = {row: logprobs for rank in ranks for row, logprobs in rank["after"].items()}
@@ -271,7 +301,9 @@ def test_microbatches_hold_every_row_once_and_keep_to_the_budget():
     assert sorted(np.concatenate(packed)) == list(range(1000))
     assert all(500 < lengths[part].sum() <= 1000 for part in packed[:-1])
     tailed = np.array([800] + [10] * 500)
-    assert all(len(p) * tailed[p].max() <= 2000 for p in plan_microbatches(tailed, 1000, packed=True)), "attention pads"
+    assert all(len(p) * tailed[p].max() <= 2000 for p in plan_microbatches(tailed, 1000, packed=True)), (
+        "attention pads"
+    )
     assert plan_microbatches(np.array([], dtype=np.int64), 10) == []
     assert [len(p) for p in plan_microbatches(np.array([50, 50]), 10)] == [1, 1]
 
@@ -306,16 +338,21 @@ def test_moments_decay_as_they_are_told(tiny_model: Path, rows: Batch, offload: 
 
 
 def test_a_decay_without_an_end_is_refused():
-    with pytest.raises(UserError, match="decay='linear' needs decay_steps above warmup_steps \\(5\\), not None"):
+    with pytest.raises(
+        UserError, match="decay='linear' needs decay_steps above warmup_steps \\(5\\), not None"
+    ):
         OptimizerConfig(decay="linear", warmup_steps=5)
 
 
 def test_rows_that_cannot_be_scored_are_named():
     with pytest.raises(UserError, match="row with sample_id 8 has an empty prompt"):
         check_rows(Batch.of(sample_id=[7, 8], prompt_ids=[[1], []], response_ids=[[1], [2]]), ())
-    with pytest.raises(UserError, match="row 1: column 'advantages' has 1 values for a response of 2 tokens"):
+    with pytest.raises(
+        UserError, match="row 1: column 'advantages' has 1 values for a response of 2 tokens"
+    ):
         check_rows(
-            Batch.of(prompt_ids=[[1], [1]], response_ids=[[1], [2, 3]], advantages=[[1.0], [1.0]]), ["advantages"]
+            Batch.of(prompt_ids=[[1], [1]], response_ids=[[1], [2, 3]], advantages=[[1.0], [1.0]]),
+            ["advantages"],
         )
 
 
