@@ -3,73 +3,61 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
-import json
 import os
-import select
-import subprocess
 import sys
 import threading
-import time
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pydantic
 
+from ...dataflow.child_process import ChildProcess
 from ...dataflow.errors import SampleError
 from ...dataflow.prompts.formats import after_hashes
 from . import extraction
 from .grader import Grader
 from .numbers import Quantity, quantity_of
 
-# Math process
+# Comparing formulas
 #
-# The process that compares formulas: one for each process that grades, started at the first use,
-# and replaced after it was killed.
-#
-#     none ──compare──> starting ──ready──> waiting ──request──> working ──reply──> waiting
-#                                                                    │
-#      └──────────────── killed <── deadline, end of the process ────┘
-#
-# It is a plain `subprocess` that reads a line of JSON and writes one; it ends when its standard
-# input does, so it outlives nobody. No signal is used here, so that any thread may ask.
-
+# Formulas are compared in a child process (`math_program.py`), because math-verify may not
+# terminate. Each process that grades starts one at the first use and replaces it after a kill.
+# No signal is used in this process, so that any thread may grade.
 
 START_S = 120.0
-"""Longest time that the process may take to import what it needs."""
+"""Seconds that the process may take to import math-verify."""
 MAX_CHARACTERS = 200_000
-"""Length of the end of a response that is read, in characters."""
+"""Characters at the end of a response that are read."""
 
 
 class MathProcess:
-    """A process that runs `math_program.py`."""
+    """The child process that compares formulas for this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._received = b""
+        self._child: ChildProcess | None = None
 
     def compare(self, response: str, answer: str, deadline_s: float) -> bool:
-        """Ask it.
+        """Compare the final answer of a response with the answer.
 
         Raises:
-            SampleError: it took longer, ended, or cannot say.
+            SampleError: the comparison took too long or failed, or the process ended.
         """
         request = {"response": response[-MAX_CHARACTERS:], "answer": answer, "deadline_s": deadline_s}
         with self._lock:
-            process = self._process or self._start()
+            child = self._child or self._start()
             try:
-                reply = self._exchange(process, request, deadline_s)
+                reply = child.ask(request, deadline_s)
             except TimeoutError:
                 self.kill()
                 raise SampleError(
                     f"the comparison with {_short(answer)} took longer than {deadline_s:g} s"
                 ) from None
-            except (EOFError, OSError, ValueError):
+            except (EOFError, OSError):
                 status = self.kill()
                 raise SampleError(
                     f"the process that compares formulas ended ({status}) at {_short(answer)}"
                 ) from None
-            except BaseException:  # an interrupt: the next request must not read the reply to this one
+            except BaseException:  # an interrupt: the next request must not read this reply
                 self.kill()
                 raise
         if "error" in reply:
@@ -77,64 +65,25 @@ class MathProcess:
         return bool(reply["right"])
 
     def kill(self) -> str:
-        """End the process, if there is one; returns how it ended."""
-        process, self._process, self._received = self._process, None, b""
-        if process is None:
-            return "not started"
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.05)
-        process.kill()
-        status = process.wait()
-        for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):
-                if pipe is not None:
-                    pipe.close()
-        return f"signal {-status}" if status < 0 else f"exit status {status}"
+        """End the process, if there is one; return how it ended."""
+        child, self._child = self._child, None
+        return "not started" if child is None else child.kill()
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None: it does not run."""
-        return self._process.pid if self._process else None
+        """Process id. None while no process runs."""
+        return self._child.pid if self._child else None
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> ChildProcess:
         name = f"{__package__}.math_program"
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self._process = process = subprocess.Popen(
-            [sys.executable, "-m", name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            bufsize=0,
-        )
+        self._child = child = ChildProcess(name)
         try:
-            self._read_line(process, START_S)
+            child.receive(START_S)
         except (TimeoutError, EOFError, OSError):
             raise SampleError(
                 f"`{sys.executable} -m {name}` did not start: {self.kill()}; is math-verify installed?"
             ) from None
-        return process
-
-    def _exchange(
-        self, process: subprocess.Popen[bytes], request: dict[str, Any], deadline_s: float
-    ) -> dict[str, Any]:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(request).encode() + b"\n")
-        return json.loads(self._read_line(process, deadline_s))
-
-    def _read_line(self, process: subprocess.Popen[bytes], deadline_s: float) -> bytes:
-        assert process.stdout is not None
-        descriptor, until = process.stdout.fileno(), time.monotonic() + deadline_s
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN | select.POLLHUP)
-        while b"\n" not in self._received:
-            if not poll.poll(max(until - time.monotonic(), 0) * 1000):
-                raise TimeoutError
-            part = os.read(descriptor, 65536)
-            if not part:
-                raise EOFError
-            self._received += part
-        line, _, self._received = self._received.partition(b"\n")
-        return line
+        return child
 
 
 PROCESS = MathProcess()

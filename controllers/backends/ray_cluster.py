@@ -6,7 +6,6 @@ A local cluster listens on loopback alone, keeps its files in a folder of its ow
 from __future__ import annotations
 
 import ipaddress
-import json
 import logging
 import os
 import secrets
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ...dataflow.child_process import ChildProcess
 from ...dataflow.errors import UserError
 from ...dataflow.runs.files import make_folder
 from ..bundles import THIS_MACHINE, Nodes
@@ -181,21 +181,16 @@ def nodes_of(address: str) -> list[Mapping[str, float]]:
     Raises:
         UserError: it cannot be joined.
     """
-    probe = Path(__file__).with_name("cluster_probe.py")
+    child = ChildProcess(Path(__file__).with_name("cluster_probe.py"), address, errors=subprocess.DEVNULL)
+    last: dict[str, Any]
     try:
-        asked = subprocess.run(
-            [sys.executable, "-P", str(probe), address],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=PROBE_TIMEOUT_S,
-            text=True,
-        )
-        last: dict[str, Any] = json.loads(
-            ([line for line in asked.stdout.splitlines() if line.startswith("{")] or ["{}"])[-1]
-        )
-    except subprocess.TimeoutExpired:
+        last = child.receive(PROBE_TIMEOUT_S)
+    except TimeoutError:
         last = {"error": f"no answer within {PROBE_TIMEOUT_S:.0f} s"}
+    except EOFError:
+        last = {}
+    finally:
+        child.kill()
     if "nodes" in last:
         return last["nodes"]
     who = (

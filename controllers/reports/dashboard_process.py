@@ -6,15 +6,13 @@ looked for IDLE_S and the run is over. One that dies costs the run nothing; `wef
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from urllib.parse import quote
 
+from ...dataflow.child_process import ChildProcess
 from ...dataflow.runs.files import LOGS
 from ...dataflow.untrusted_text import VIEW
 
@@ -39,29 +37,23 @@ def start_dashboard(run: Path) -> str:
         OSError: there is no port, or no process can be started.
     """
     token = VIEW + secrets.token_urlsafe(24)
-    with socket.socket() as listening, (run / LOGS / LOG).open("ab") as log:
+    with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(128)
-        command = [
-            sys.executable,
-            "-m",
+        child = ChildProcess(
             PROGRAM,
             str(run.parent),
             run.name,
             str(listening.fileno()),
             str(IDLE_S),
-        ]
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=[listening.fileno()],
-            env={**os.environ, TOKEN: token},
-            start_new_session=True,
+            log=run / LOGS / LOG,
+            environment={TOKEN: token},
+            detached=True,
+            descriptors=[listening.fileno()],
         )
+        child.close_input()
         # If it ends before this process, it is no zombie.
-        threading.Thread(target=process.wait, name="dashboard", daemon=True).start()
+        threading.Thread(target=child.wait, args=(None,), name="dashboard", daemon=True).start()
         return (
             f"http://127.0.0.1:{listening.getsockname()[1]}/?token={token}#/curves?run={quote(run.name)}"
         )

@@ -6,12 +6,9 @@ This is `weft buffer sql`. It reads only, also while the run goes on.
 from __future__ import annotations
 
 import atexit
-import json
-import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..child_process import ChildProcess
 from ..errors import DamagedSegment, UserError
 from ..runs.files import BUFFER, METRICS, PARQUET, SAMPLES, SAMPLES_ARCHIVE, SEGMENTS, TIMELINE, is_run
 from ..runs.samples import samples as recorded_samples
@@ -51,6 +49,8 @@ PREPARED_S = 600
 """Seconds that a process waits for a query."""
 GRACE_S = 5.0
 """Seconds that the process of a query has to end after its time."""
+TAKEN_S = 60.0
+"""Seconds that a process has to read the query."""
 _PROGRAM = Path(__file__).with_name("sql_process.py")
 
 
@@ -58,23 +58,17 @@ class QueryProcess:
     """A process that answers one query, and ends."""
 
     def __init__(self) -> None:
-        path = os.pathsep.join(place for place in sys.path if place)
-        environment = {**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "2"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_PROGRAM), str(PREPARED_S)],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+        self._child = ChildProcess(
+            _PROGRAM, str(PREPARED_S), errors=subprocess.DEVNULL, environment={"MALLOC_ARENA_MAX": "2"}
         )
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return self._child.exit_code is None
 
     def ask(
         self, asked: Mapping[str, Any], tables: Mapping[str, pa.Table], timeout_s: float
@@ -83,54 +77,45 @@ class QueryProcess:
 
         Args:
             asked: the query and its limits.
-            tables: that it may name.
-            timeout_s: seconds that it may take.
+            tables: that the query may name.
+            timeout_s: seconds that the query may take.
 
         Returns:
-            What the process says of the query, and the answer; None if the process was gone before it had the query.
+            The reply and the answer. None if the process ended before it had read the query.
 
         Raises:
-            UserError: the kernel ended it: it took too long, or too much memory.
+            UserError: the query took too long, or too much memory.
         """
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        late, taken = threading.Timer(timeout_s + GRACE_S, process.kill), False
+        child = self._child
         try:
-            with suppress(BrokenPipeError), process.stdin as sink:
-                sink.write(json.dumps({**asked, "tables": list(tables)}).encode() + b"\n")
-                sink.flush()
-                taken = bool(process.stdout.readline())
-                for table in tables.values() if taken else ():
-                    with pa.ipc.new_stream(sink, table.schema) as stream:
-                        stream.write_table(table)
-            if not taken:
+            try:
+                child.ask({**asked, "tables": list(tables)}, TAKEN_S)
+            except (EOFError, TimeoutError):
                 return None
-            late.start()
-            line = process.stdout.readline()
-            if line:
-                with suppress(pa.ArrowInvalid):  # it was killed while it printed the answer
-                    return json.loads(line), pa.ipc.open_stream(process.stdout).read_all()
-            process.wait()
+            with suppress(BrokenPipeError):  # the reply below says why
+                for table in tables.values():
+                    with pa.ipc.new_stream(child.stdin, table.schema) as stream:
+                        stream.write_table(table)
+                child.stdin.flush()
+            try:
+                found = child.receive(timeout_s + GRACE_S)
+                return found, pa.ipc.open_stream(child.stdout).read_all()
+            except (EOFError, TimeoutError, pa.ArrowInvalid):  # the kernel ended it
+                child.wait(GRACE_S)
         finally:
-            late.cancel()
-            self.close()
-        if process.returncode in (-signal.SIGALRM, -signal.SIGKILL):
+            child.kill()
+        if child.exit_code in (-signal.SIGALRM, -signal.SIGKILL):
             raise UserError(
                 f"the query was stopped after {timeout_s:g} s; ask for less (where ..., limit ...), or allow more time"
             )
         raise UserError(
-            f"the query ended its process (exit code {process.returncode}): most likely it takes too much memory; "
+            f"the query ended its process ({child.status}): most likely it takes too much memory; "
             "ask for less (where ..., limit ...)"
         )
 
     def close(self) -> None:
         """End the process, whatever it does."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
+        self._child.kill()
 
 
 def ask(

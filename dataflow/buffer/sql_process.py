@@ -3,7 +3,7 @@
 DuckDB can be interrupted between two pieces of its work only: neither in a function, nor in the parser or the binder. A process can
 always be killed. This one has an alarm that it never handles, so that the kernel ends it in time, and may take only so much memory.
 
-It reads one line of JSON, prints an empty one, and reads the tables of the query as Arrow streams; it prints one line of JSON, and then
+It reads one line of JSON, prints `true`, and reads the tables of the query as Arrow streams; it prints one line of JSON, and then
 the answer as a stream. While it waits for the first line, it ends when the pipe is closed, or after as many seconds as its argument says.
 It imports nothing of Weft.
 """
@@ -44,7 +44,7 @@ def main() -> None:
     if not line:
         return
     signal.alarm(0)
-    sys.stdout.buffer.write(b"\n")
+    sys.stdout.buffer.write(b"true\n")
     sys.stdout.buffer.flush()
     asked = json.loads(line)
     tables = {name: pa.ipc.open_stream(source).read_all() for name in asked["tables"]}

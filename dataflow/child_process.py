@@ -1,0 +1,167 @@
+"""Child processes of Weft: start a Python program, exchange lines of JSON with a deadline, end it.
+
+child = ChildProcess("weft.algorithms.graders.math_program")
+child.receive(START_S)  # {"ready": True}
+reply = child.ask({"response": "4", "answer": "4"}, deadline_s=10)
+child.kill()
+
+starting ──> running ──ask──> running ──> ended
+                └── deadline or kill() ────^
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+EXIT_S = 0.05
+"""Seconds that `kill` gives a process that is about to end, so that its own exit status is known."""
+
+
+class ChildProcess:
+    """A Python program in its own process. Several threads may not use it at once.
+
+    Args:
+        program: a module to run with `python -m`, or the file of a program that imports nothing of Weft.
+        arguments: of the program.
+        log: file that gets the output of the process; None: the output is lines of JSON for `receive`, and
+            messages on its standard error go to `errors`.
+        errors: file descriptor of its standard error without a log; None: that of this process.
+        environment: variables to add.
+        detached: start a new session, so that signals of the terminal do not reach the process.
+        descriptors: file descriptors that the process inherits.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
+
+    def __init__(
+        self,
+        program: str | Path,
+        *arguments: str,
+        log: Path | None = None,
+        errors: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        detached: bool = False,
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        start = [str(program)] if isinstance(program, Path) else ["-m", program]
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        output = None if log is None else log.open("ab")
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", *start, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if output is None else output,
+                stderr=errors if output is None else subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": paths, **(environment or {})},
+                start_new_session=detached,
+                pass_fds=descriptors,
+            )
+        finally:
+            if output is not None:
+                output.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code, or minus the number of the signal that ended the process. None while it runs."""
+        return self._process.poll()
+
+    @property
+    def status(self) -> str:
+        """
+        How the process ended: "exit code 1" or "signal 9".
+        """
+        code = self.exit_code
+        return "running" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    @property
+    def stdin(self) -> IO[bytes]:
+        """For data after a line of JSON, such as an Arrow stream."""
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    @property
+    def stdout(self) -> IO[bytes]:
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    def ask(self, request: Any, deadline_s: float) -> Any:
+        """Send a request and return the reply; see `send` and `receive`."""
+        self.send(request)
+        return self.receive(deadline_s)
+
+    def send(self, value: Any) -> None:
+        """Write a line of JSON.
+
+        Raises:
+            EOFError: the process has ended.
+        """
+        try:
+            self.stdin.write(json.dumps(value).encode() + b"\n")
+            self.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            raise EOFError(self.status) from None
+
+    def receive(self, deadline_s: float) -> Any:
+        """Read the next line of JSON. Other lines, such as messages of libraries, are skipped.
+
+        Args:
+            deadline_s: seconds to wait. The process is killed when they are over, because a late reply would be
+                taken for the reply to the next request.
+
+        Raises:
+            TimeoutError: there was no line in time.
+            EOFError: the process has ended, or closed its output.
+        """
+        late = threading.Event()
+
+        def expire() -> None:
+            late.set()
+            self._process.kill()
+
+        timer = threading.Timer(deadline_s, expire)
+        timer.daemon = True
+        timer.start()
+        try:
+            while line := self.stdout.readline():
+                with suppress(ValueError):
+                    return json.loads(line)
+        finally:
+            timer.cancel()
+        if late.is_set():
+            raise TimeoutError(f"no reply within {deadline_s:g} s")
+        raise EOFError(self.status)
+
+    def wait(self, seconds: float | None) -> bool:
+        """Wait for the end of the process, without a limit for None; return whether it has ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self.exit_code is not None
+
+    def close_input(self) -> None:
+        """Close the standard input of the process; many programs end then."""
+        with suppress(OSError):
+            self.stdin.close()
+
+    def kill(self) -> str:
+        """End the process, whatever it does, and return how it ended."""
+        self.wait(EXIT_S)
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+        return self.status
