@@ -48,7 +48,7 @@ from .reports.dashboard_process import start_dashboard
 from .reports.displays import Form, display_for
 from .reports.progress import Progress
 from .reports.symptoms import check_stop_on, mistakes
-from .reports.tracker_processes import TrackerProcesses
+from .reports.tracker_threads import TrackerThreads
 from .reports.trackers import check_trackers
 from .run_spec import Evaluation, RunHistory, RunSpec
 from .schedule import Training
@@ -214,7 +214,7 @@ class Driver:
                 f"the run's directory is {self.directory.path}: this is a job of a cluster"
             )
         shown = Progress(schedule.steps, self.directory.path, display)
-        following = TrackerProcesses(
+        following = TrackerThreads(
             trackers,
             self.directory.path,
             self._spec.backend.report,

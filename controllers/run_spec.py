@@ -18,7 +18,7 @@ from .recovery.failures import FailureCounts
 from .recovery.full_disk import FullDisk
 from .reports.progress import Progress
 from .reports.symptoms import Watch
-from .reports.tracker_processes import TrackerProcesses
+from .reports.tracker_threads import TrackerThreads
 from .schedule import AMONG, BESIDE, BETWEEN, EvaluationRules, Training
 from .signals import StopOnSignal
 
@@ -132,6 +132,6 @@ class RunHistory:
 
     progress: Progress
     disk: FullDisk
-    trackers: TrackerProcesses
+    trackers: TrackerThreads
     watch: Watch = field(default_factory=Watch)
     failures: FailureCounts = field(default_factory=FailureCounts)

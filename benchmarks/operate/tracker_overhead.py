@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 import weft
-from weft.controllers.reports.tracker_processes import TrackerProcesses
+from weft.controllers.reports.tracker_threads import TrackerThreads
 from weft.dataflow.batch import Batch
 from weft.dataflow.config import Config
 from weft.dataflow.metrics import Mean, Metrics
@@ -53,7 +53,7 @@ def training(rows: Any, *, actor: Any) -> Any:
 class Timed:
     """Adds up the time that the driver spends in a method."""
 
-    def __init__(self, following: TrackerProcesses) -> None:
+    def __init__(self, following: TrackerThreads) -> None:
         self.seconds = 0.0
         self._stepped = following.stepped
         following.stepped = self.stepped  # pyright: ignore[reportAttributeAccessIssue]

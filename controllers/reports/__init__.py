@@ -6,7 +6,6 @@ displays.py            how to show them: terminal, plain lines, JSON lines, or n
 sample.py              one sample as a person reads it
 symptoms.py            signs that a run cannot learn, each with advice
 trackers.py            TensorBoard, W&B, MLflow, trackio
-tracker_process.py     the process of one tracker
-tracker_processes.py   the driver's side: starts, watches and ends these processes
+tracker_threads.py     sends metrics to each tracker on its own thread
 dashboard_process.py   the dashboard that a run starts
 """

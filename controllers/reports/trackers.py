@@ -21,7 +21,7 @@ from ...dataflow.errors import UserError, nearest
 MOST_SAMPLES = 100
 """Samples of a step that trackers get at most."""
 PROMETHEUS = "prometheus"
-"""The endpoint of the Ray cluster, which the driver itself reports to: it has no process of its own."""
+"""The endpoint of the Ray cluster. The driver reports to it itself."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Takes the metrics of one run, in a separate process. An exception in a method ends only that process.
+    """Takes the metrics of one run, on its own thread. An exception in a method ends only the tracker.
 
     A tracker may also have `log_samples(step, rows)`, which takes samples of a step: rows with the texts `prompt`, `response`, `answer` and
     `verdict`, and the number `reward`. It counts as a call of `log`.
@@ -80,7 +80,7 @@ class Kind:
 
 
 KINDS: Mapping[str, Kind] = {
-    name: Kind(f"{__package__}.{name}_tracker:{tracker}", package)
+    name: Kind(f"{__name__}:{tracker}", package)
     for name, tracker, package in (
         ("tensorboard", "TensorboardTracker", "tensorboardX"),
         ("wandb", "WandbTracker", "wandb"),

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,11 +57,11 @@ class Raising(Misbehaving):
         raise ConnectionError(f"refused with the key {os.environ.get('TRACKER_API_KEY')}")
 
 
-class Dying(Misbehaving):
-    """As the kernel ends what takes too much memory."""
+class Leaving(Misbehaving):
+    """Some packages end the program where they cannot log in."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+        raise SystemExit(1)
 
 
 class Hanging(Misbehaving):

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_follower import rows, scripted
 from test_new_values import add, stream
-from test_tracker_process import rows, scripted
 
-from weft.controllers.reports.tracker_process import SentMetrics, TrackerProcess, path_of
+from weft.controllers.reports.tracker_threads import Follower, SentMetrics, path_of
 
 CONFIG = {
     "seed": 7,
@@ -43,14 +43,14 @@ def tracked(tmp_path: Path, name: str) -> Path:
     run.mkdir()
     (run / "config.json").write_text(json.dumps(CONFIG))
     first = stream(run)
-    TrackerProcess(run, name, None).follow(
+    Follower(run, name, None).follow(
         scripted(lambda: add(first, *rows(0, 1, 2)), lambda: add(first, *rows(3, 4)), last="")
     )
     first.close()
     first.path.unlink()
     second = stream(run)
     late = {"step": float(LATE[0]), "eval/pass@1": LATE[1]}
-    TrackerProcess(run, name, 2).follow(
+    Follower(run, name, 2).follow(
         scripted(
             lambda: add(second, *rows(0, 1, 2), *rows(3, 4, 5, value=0.5)), lambda: add(second, late)
         )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.controllers.reports.tracker_process import NewValues
+from weft.controllers.reports.tracker_threads import NewValues
 from weft.dataflow.runs.files import METRICS, STREAM
 from weft.dataflow.runs.tables import VALUES, TableStream, to_parquet, values_from
 

@@ -1,24 +1,22 @@
-"""TrackerProcess: the program that hands the metrics of one run to one tracker.
+"""Send the metrics of a run to its trackers, each on its own thread, so that a slow or hanging tracker never stops a run.
 
-    python -m weft.controllers.reports.tracker_process RUN TRACKER [SAMPLES [STEP]]
+    start ──> follows ──end()──> sends what remains ──> ended
+                 │ raises: reported once          │ takes longer than FINISH_S: reported, and left behind
+                 │ shows no sign of life for STUCK_S: reported once
 
-The driver starts it, and holds its standard input open. It ends when a line comes there that says how the run ended, or when the driver
-is gone: then it sends what remains, and has PATIENCE_S for that. It never writes to the run's directory but for its log and what it has
-sent (`sent_metrics.py`), whose time of change shows the driver that it is not stuck.
+The run's own files are the queue: a thread reads the metrics that were added since its last look, so a slow
+tracker costs no memory. `trackers/NAME.json` in the run's directory notes what was sent. A run that is resumed
+sends what its trackers missed.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
-import queue
-import signal
-import sys
+import logging
 import threading
-import traceback
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,7 +30,21 @@ from ...dataflow.runs.tables import VALUES, by_step, present, read_metrics
 from ...dataflow.safe_files import parse_object, read_file, read_json
 from ...dataflow.untrusted_text import redacted, without_secrets
 from .sample import Sample, sample_of
-from .trackers import TrackedRun, Tracker, new_tracker
+from .trackers import PROMETHEUS, TrackedRun, Tracker, new_tracker
+
+logger = logging.getLogger("weft.trackers")
+
+POLL_S = 1.0
+"""Seconds between two looks at the metrics of the run."""
+FINISH_S = 30.0
+"""Seconds that a finished run gives its trackers for what remains."""
+LEAVE_S = 5.0
+"""Seconds that a run gives its trackers when it ends with an error or a signal."""
+STUCK_S = 60.0
+"""Seconds without a sign of life after which a tracker is reported."""
+FINISHED, FAILED = "finished", "failed"
+
+Row = Mapping[str, float]
 
 # New values
 #
@@ -118,8 +130,6 @@ class SentMetrics:
     """Calls of `Tracker.log` so far."""
     steps: dict[str, int] = field(default_factory=dict)
     """Metric -> the latest step that was sent of it."""
-    error: str = ""
-    """Why the process of the tracker has ended; empty: it goes on, or ended well."""
 
     @classmethod
     def read(cls, path: Path) -> SentMetrics:
@@ -133,14 +143,6 @@ class SentMetrics:
             )
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return cls()
-
-    @staticmethod
-    def error_in(path: Path) -> str:
-        """The error that was written there; empty where there is none."""
-        try:
-            return str(read_json(path)["error"])
-        except (OSError, ValueError, LookupError, TypeError):
-            return ""
 
     def write(self, path: Path) -> None:
         """Replace the file."""
@@ -181,18 +183,8 @@ def path_of(run: Path, tracker: str) -> Path:
     return run / TRACKERS / f"{tracker.replace(':', '-')}.json"
 
 
-POLL_S = 1.0
-"""Seconds between two looks at the metrics of the run."""
-PATIENCE_S = 60.0
-"""Longest time for what remains to be sent when the driver is gone."""
-FINISHED = "finished"
-"""The line that says that the run came to its end."""
-NICE = 5
-"""It gives way to the run."""
-
-
-class TrackerProcess:
-    """Hands metrics to a tracker.
+class Follower:
+    """Sends the metrics of a run to one tracker.
 
     Args:
         run: directory of the run.
@@ -206,12 +198,14 @@ class TrackerProcess:
         self._values = NewValues(run)
         self._path = path_of(run, name)
         self._sent = SentMetrics.read(self._path)
+        self.looks = 0
+        """Looks at the metrics so far: a sign of life."""
 
     def follow(self, said_within: Callable[[float], str | None]) -> None:
         """Send metrics until the run is over.
 
         Args:
-            said_within: waits so many seconds for what the driver says at the end; empty: it is gone; None: it has said nothing yet.
+            said_within: waits this many seconds for FINISHED or FAILED; returns None before the end of the run.
         """
         tracker = new_tracker(self._name)
         if tracker.overwrites and self._after is not None:
@@ -222,10 +216,9 @@ class TrackerProcess:
         said = None
         try:
             while said is None:
-                said = said_within(
-                    POLL_S
-                )  # first: what is on the disk when the run is over is all there is
+                said = said_within(POLL_S)  # first: the files are complete once the run has ended
                 self._send(tracker)
+                self.looks += 1
         finally:
             self._values.close()
         tracker.close(failed=said != FINISHED)
@@ -263,34 +256,6 @@ class TrackerProcess:
             self._sent.note(step, {SAMPLES: 0.0})
         return bool(found)
 
-    def failed(self, error: BaseException) -> None:
-        """Note why it ended."""
-        self._sent.error = redacted(f"{type(error).__name__}: {error}")
-        with suppress(OSError):
-            self._sent.write(self._path)
-
-
-class Input:
-    """Waits for the line that ends the process, in a thread, so that it is heard also while a tracker is stuck."""
-
-    def __init__(self) -> None:
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._wait, daemon=True, name="input").start()
-
-    def _wait(self) -> None:
-        line = sys.stdin.readline().strip()
-        signal.setitimer(
-            signal.ITIMER_REAL, PATIENCE_S
-        )  # its signal ends this process, wherever it is stuck
-        self._lines.put(line)
-
-    def within(self, seconds: float) -> str | None:
-        """The line, if it comes in time; empty when the driver is gone. None: nothing came."""
-        try:
-            return self._lines.get(timeout=seconds)
-        except queue.Empty:
-            return None
-
 
 def _of_step(files: Sequence[SampleFile], step: int) -> list[SampleFile]:
     return [file for file in files if file.step == step]
@@ -320,21 +285,119 @@ def _config(path: Path) -> dict[str, Any]:
         return {}
 
 
-def main(run: str, name: str, samples: str = "0", *after: str) -> int:
-    """Follow a run to its end; returns the exit code."""
-    os.nice(NICE)
-    follower = TrackerProcess(Path(run), name, int(after[0]) if after else None, int(samples))
-    try:
-        follower.follow(Input().within)
-    except BaseException as error:
-        traceback.print_exc()
-        follower.failed(error)
-        return 1
-    return 0
+class _Thread:
+    """The thread of one tracker."""
+
+    def __init__(self, name: str, follower: Follower, now: float) -> None:
+        self.name, self._follower = name, follower
+        self.error = ""
+        self.is_reported = False
+        self.seen = 0, now
+        """Looks of the follower, and when this number was seen first."""
+        self._wake, self._said = threading.Event(), None
+        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    _said: str | None
+
+    def _run(self) -> None:
+        try:
+            self._follower.follow(self._said_within)
+        except BaseException as error:  # also SystemExit, which some packages raise
+            self.error = redacted(f"{type(error).__name__}: {error}")
+            logger.warning("tracker %s failed: %s", self.name, self.error)
+
+    def _said_within(self, seconds: float) -> str | None:
+        self._wake.wait(seconds)
+        return self._said
+
+    def end(self, said: str) -> None:
+        self._said = said
+        self._wake.set()
+
+    def join(self, seconds: float) -> bool:
+        """Whether the thread has ended within this time."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def is_stuck(self, now: float) -> bool:
+        if self._follower.looks != self.seen[0]:
+            self.seen = self._follower.looks, now
+        return now - self.seen[1] > STUCK_S
 
 
-if __name__ == "__main__":
-    code = main(*sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # a thread that the tracker's package has left does not keep the process
+class TrackerThreads:
+    """The trackers of a run.
+
+    Args:
+        names: of the trackers.
+        run: directory of the run.
+        report: sets the gauges of the backend's endpoint, where `prometheus` is among the trackers.
+        warn: shows a line.
+        clock: monotonic seconds.
+        samples: number of recorded samples of a step that each tracker gets.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        run: Path,
+        report: Callable[[str, Row], None],
+        warn: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        samples: int = 0,
+    ) -> None:
+        self._names = [name for name in names if name != PROMETHEUS]
+        self._reports = PROMETHEUS in names
+        self._report, self._warn, self._clock = report, warn, clock
+        self._run, self._samples = run, samples
+        self._threads: list[_Thread] = []
+
+    def start(self, after: int | None) -> None:
+        """Start the threads.
+
+        Args:
+            after: the step after which the run is resumed. None: the run begins.
+        """
+        for name in self._names:
+            follower = Follower(self._run, name, after, self._samples)
+            self._threads.append(_Thread(name, follower, self._clock()))
+
+    def stepped(self, row: Row) -> None:
+        """Report a finished step or evaluation to the endpoint, and check on the threads without waiting."""
+        if self._reports:
+            try:
+                self._report(self._run.name, row)
+            except Exception as error:  # whatever Ray raises: its endpoint must not end a run
+                self._reports = False
+                self._warn(f"tracker {PROMETHEUS!r} failed, and the run goes on without it: {error}")
+        for one in self._threads:
+            if one.join(0):
+                self._tell(one, f"has ended ({one.error})")
+            elif one.is_stuck(self._clock()):
+                self._tell(one, f"has shown no sign of life for {STUCK_S:g} s")
+
+    def end(self, *, finished: bool) -> None:
+        """Have the trackers send what remains, and wait FINISH_S or LEAVE_S for them.
+
+        Args:
+            finished: the run has reached the end of its schedule.
+        """
+        threads, self._threads = self._threads, []
+        for one in threads:
+            one.end(FINISHED if finished else FAILED)
+        patience_s = FINISH_S if finished else LEAVE_S
+        deadline = self._clock() + patience_s
+        for one in threads:
+            if not one.join(max(0.0, deadline - self._clock())):
+                self._tell(one, f"had not sent everything {patience_s:g} s after the end")
+            elif one.error:
+                self._tell(one, f"has ended ({one.error})")
+
+    def _tell(self, one: _Thread, problem: str) -> None:
+        if not one.is_reported:
+            one.is_reported = True
+            self._warn(
+                f"tracker {one.name!r} {problem}. The run goes on; all metrics are in its own files, and a run that is "
+                "resumed sends what is missing."
+            )

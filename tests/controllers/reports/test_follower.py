@@ -1,9 +1,6 @@
-"""A follower hands each metric of a run to its tracker once, over all starts of the run, and ends with its driver."""
+"""A follower hands each metric of a run to its tracker once, over all starts of the run and ends with it."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ import pytest
 from fake_trackers import Kept
 from test_new_values import add, stream
 
-from weft.controllers.reports.tracker_process import FINISHED, SentMetrics, TrackerProcess, path_of
+from weft.controllers.reports.tracker_threads import FAILED, FINISHED, Follower, SentMetrics, path_of
 from weft.dataflow.runs.samples import sample_file_name
 
 
@@ -46,7 +43,7 @@ def test_metrics_are_sent_as_they_come_and_the_run_is_closed(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"seed": 1, "settings": {"api_key": "abc"}}))
     writer = stream(tmp_path)
     late = {"step": 1.0, "eval/reward/mean": 0.5}
-    TrackerProcess(tmp_path, "fake_trackers:Kept", None).follow(
+    Follower(tmp_path, "fake_trackers:Kept", None).follow(
         scripted(lambda: add(writer, *rows(1, 2)), lambda: None, lambda: add(writer, *rows(3), late))
     )
     writer.close()
@@ -66,9 +63,7 @@ def test_a_run_that_goes_back_sends_its_steps_again_only_where_they_replace_the_
     tmp_path: Path, tracker: str, again: list[tuple[int, float]]
 ):
     name, first = f"fake_trackers:{tracker}", stream(tmp_path)
-    TrackerProcess(tmp_path, name, None).follow(
-        scripted(lambda: add(first, *rows(0, 1, 2, 3, 4)), last="")
-    )
+    Follower(tmp_path, name, None).follow(scripted(lambda: add(first, *rows(0, 1, 2, 3, 4)), last=FAILED))
     first.close()
     assert losses(tmp_path) == [(step, float(step)) for step in range(5)] and kept(tmp_path)[-1] == {
         "closed": "failed"
@@ -77,7 +72,7 @@ def test_a_run_that_goes_back_sends_its_steps_again_only_where_they_replace_the_
     second = stream(
         tmp_path
     )  # the directory of a run that goes on after step 2 begins with what was until then
-    TrackerProcess(tmp_path, name, 2).follow(
+    Follower(tmp_path, name, 2).follow(
         scripted(lambda: add(second, *rows(0, 1, 2), *rows(3, 4, 5, value=0.5)))
     )
     second.close()
@@ -94,7 +89,7 @@ def test_what_was_not_sent_before_a_kill_is_sent_when_the_run_goes_on(tmp_path: 
     add(writer, *rows(1, 2, 3))
     writer.close()
     SentMetrics(id="first", logged=1, steps={"loss": 1}).write(path_of(tmp_path, "fake_trackers:Kept"))
-    TrackerProcess(tmp_path, "fake_trackers:Kept", 3).follow(scripted())
+    Follower(tmp_path, "fake_trackers:Kept", 3).follow(scripted())
     assert losses(tmp_path) == [(2, 2.0), (3, 3.0)]
 
 
@@ -106,37 +101,11 @@ def test_a_damaged_note_of_what_was_sent_counts_as_none(tmp_path: Path, damage: 
     assert SentMetrics.read(path) == SentMetrics()
 
 
-def program(run: Path, tracker: str, patience_s: float = 60.0) -> subprocess.Popen[bytes]:
-    code = f"from weft.controllers.trackers import tracker_process as f; f.PATIENCE_S = {patience_s}; f.main({str(run)!r}, {tracker!r})"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, env=environment)
-
-
-def test_the_process_ends_by_itself_when_its_driver_is_gone(tmp_path: Path):
-    writer = stream(tmp_path)
-    add(writer, *rows(1, 2))
-    writer.close()
-    process = program(tmp_path, "fake_trackers:Kept")
-    assert process.stdin is not None
-    process.stdin.close()  # as the kernel does when the driver is killed
-    assert process.wait(120) == 0
-    assert losses(tmp_path) == [(1, 1.0), (2, 2.0)] and kept(tmp_path)[-1] == {"closed": "failed"}
-
-
-def test_a_process_that_is_stuck_does_not_outlive_its_driver(tmp_path: Path):
-    process = program(tmp_path, "fake_trackers:HangingAtOnce", patience_s=0.2)  # waited out
-    assert process.stdin is not None
-    while not (tmp_path / "hangs").exists():
-        assert process.poll() is None
-    process.stdin.close()
-    assert process.wait(120) != 0
-
-
 def test_secrets_are_left_out_of_what_a_tracker_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_SERVICE_TOKEN", "s3cr3t-value")
     config = {"url": "https://user:s3cr3t-value@host", "max_tokens": 4, "HF_TOKEN": "x", "tokenizer": "t"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    TrackerProcess(tmp_path, "fake_trackers:Kept", None).follow(lambda _: FINISHED)
+    Follower(tmp_path, "fake_trackers:Kept", None).follow(lambda _: FINISHED)
     told = {
         "url": "https://user:[value of MY_SERVICE_TOKEN]@host",
         "max_tokens": 4,
@@ -144,9 +113,6 @@ def test_secrets_are_left_out_of_what_a_tracker_gets(tmp_path: Path, monkeypatch
         "tokenizer": "t",
     }
     assert kept(tmp_path)[0]["config"] == told
-    follower = TrackerProcess(tmp_path, "fake_trackers:Kept", None)
-    follower.failed(ConnectionError("401 for s3cr3t-value"))
-    assert "s3cr3t-value" not in SentMetrics.error_in(path_of(tmp_path, "fake_trackers:Kept"))
 
 
 def test_a_tracker_of_ones_own_is_any_class_with_these_methods():
@@ -177,7 +143,7 @@ def test_samples_of_the_latest_step_are_sent_once_cut_escaped_and_without_secret
         record(tmp_path, 2, "a\x1b[31m s3cr3t-value", "b" * 5000, "third")
         add(writer, *rows(1, 2))
 
-    process = TrackerProcess(tmp_path, "fake_trackers:Sampled", None, samples=2)
+    process = Follower(tmp_path, "fake_trackers:Sampled", None, samples=2)
     process.follow(scripted(two_steps, lambda: None, lambda: add(writer, *rows(3))))
     [sent] = [line for line in kept(tmp_path) if "rows" in line]
     first, second = sent["rows"]
@@ -185,7 +151,7 @@ def test_samples_of_the_latest_step_are_sent_once_cut_escaped_and_without_secret
     assert "\x1b" not in first["response"] and "[value of MY_API_KEY]" in first["response"]
     assert (first["prompt"], first["reward"], second["reward"]) == ("say", 0.0, 1.0)
     assert len(second["response"]) < 1500
-    again = TrackerProcess(tmp_path, "fake_trackers:Sampled", 2, samples=2)
+    again = Follower(tmp_path, "fake_trackers:Sampled", 2, samples=2)
     again.follow(scripted(lambda: add(writer, *rows(4))))
     assert sum("rows" in line for line in kept(tmp_path)) == 1, "a run that goes on sends them once"
 
@@ -195,5 +161,5 @@ def test_no_samples_are_sent_where_none_are_wanted_or_taken(tracker: str, sample
     writer = stream(tmp_path)
     record(tmp_path, 1, "first")
     add(writer, *rows(1))
-    TrackerProcess(tmp_path, f"fake_trackers:{tracker}", None, samples=samples).follow(scripted())
+    Follower(tmp_path, f"fake_trackers:{tracker}", None, samples=samples).follow(scripted())
     assert not any("rows" in line for line in kept(tmp_path))
