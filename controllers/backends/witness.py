@@ -272,7 +272,7 @@ MAX_BYTES = 1 << 20
 """Most bytes of a log that are read."""
 MAX_FRAMES = 12
 """Frames that are shown, the innermost."""
-AT_WORK = "executor_thread.py"
+AT_WORK = "executor.py"
 """The file whose frame is in the stack of the thread that carries out calls."""
 FRAME = re.compile(r'^  File "(.*)", line (\S+) in (.*)$')
 STATES = {
@@ -347,7 +347,11 @@ def _in_words(text: str, pid: int, *, known: bool) -> str:
         return (
             f"its process does not say where it stands: {STATES.get(_state(pid), 'it answers no signal')}"
         )
-    working = [frames for frames in found if any(Path(file).name == AT_WORK for file, *_ in frames)]
+    working = [
+        frames
+        for frames in found
+        if any(Path(file).parts[-2:] == ("ranks", AT_WORK) for file, *_ in frames)
+    ]
     return shown(working[0] if working else found[-1])
 
 
@@ -370,7 +374,7 @@ def shown(frames: list[tuple[str, str, str]]) -> str:
     """The frames above those of the executor; that it waits for a call, where there are none."""
     own: list[tuple[str, str, str]] = []
     for frame in frames:
-        if Path(frame[0]).name in (AT_WORK, "executor.py") and Path(frame[0]).parent.name == "ranks":
+        if Path(frame[0]).name == AT_WORK and Path(frame[0]).parent.name == "ranks":
             break
         own.append(frame)
     if not own or (len(own) < len(frames) and frames[len(own)][2] == "_serve"):

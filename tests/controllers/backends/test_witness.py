@@ -112,7 +112,7 @@ import faulthandler, signal, sys, threading, time
 faulthandler.register(signal.Signals({int(SIGNAL)}), file=2, all_threads=True)
 def wait_for_the_others():
     time.sleep(600)
-exec(compile("def take_turn():\\n    wait_for_the_others()\\n", "/x/ranks/executor_thread.py", "exec"))
+exec(compile("def take_turn():\\n    wait_for_the_others()\\n", "/x/ranks/executor.py", "exec"))
 threading.Thread(target=take_turn, daemon=True).start()
 print("up", flush=True)
 sys.stdin.readline()
@@ -155,8 +155,8 @@ def test_a_process_that_cannot_say_where_it_stands_says_why(tmp_path: Path):
 
 def test_a_worker_that_waits_for_a_call_is_said_to_do_so():
     text = """Thread 0x01 (most recent call first):
-  File "/weft/controllers/ranks/executor_thread.py", line 9 in _serve
-  File "/weft/controllers/ranks/executor_thread.py", line 8 in _work
+  File "/weft/controllers/ranks/executor.py", line 9 in _serve
+  File "/weft/controllers/ranks/executor.py", line 8 in _work
 """
     assert shown(threads_in(text)[0]) == "it waits for a call, as if it had none"
     deep = [("a.py", str(k), "f") for k in range(20)]
