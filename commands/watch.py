@@ -71,7 +71,7 @@ class View:
 
     def __post_init__(self) -> None:
         from ..dataflow.runs.facts import facts_of
-        from ..dataflow.runs.tables import StreamTail
+        from ..dataflow.runs.follow import StreamTail
 
         self._facts = facts_of(self.run)
         self._stream = StreamTail(self.run / f"{METRICS}{STREAM}")

@@ -19,14 +19,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 
 from ...dataflow.graph import TRAIN
-from ...dataflow.runs.files import CONFIG, METRICS, SAMPLES, STREAM, TRACKERS, make_folder, replacing
+from ...dataflow.runs.files import CONFIG, METRICS, SAMPLES, TRACKERS, make_folder, replacing
+from ...dataflow.runs.follow import FollowedTable
 from ...dataflow.runs.samples import SampleFile, sample_files, tables
-from ...dataflow.runs.tables import VALUES, by_step, present, read_metrics
+from ...dataflow.runs.tables import by_step, present
 from ...dataflow.safe_files import parse_object, read_file, read_json
 from ...dataflow.untrusted_text import redacted, without_secrets
 from .sample import Sample, sample_of
@@ -46,69 +47,28 @@ FINISHED, FAILED = "finished", "failed"
 
 Row = Mapping[str, float]
 
-# New values
-#
-# NewValues: what was added to the metrics of a run since the last look. Its cost does not depend
-# on how long the run has gone on.
-
 
 class NewValues:
-    """Reads the metrics of a run while another process appends to them.
-
-    The stream that they are appended to becomes a Parquet file when the run ends. Whoever has opened the stream reads it to its end;
-    whoever comes later reads the Parquet file.
+    """The metrics that a run measured since the last look. A look costs what is new, however long the run is.
 
     Args:
         run: directory of the run.
     """
 
     def __init__(self, run: Path) -> None:
-        self._run = run
-        self._file: BinaryIO | None = None
-        self._read = 0
-        """Bytes of the stream that were read: complete messages."""
-        self._over = False
+        self._table = FollowedTable(run, METRICS)
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Step and metrics, of what was added since the last time; a step comes again when more of its metrics were measured."""
-        if self._over:
+        """Steps and their new metrics. A step comes again when more of its metrics are measured, and all steps
+        come again when the finished run turns its stream into a Parquet file."""
+        try:
+            news = self._table.news()
+        except (OSError, ValueError, pa.ArrowException):
             return
-        if self._file is None:
-            try:
-                self._file = (self._run / f"{METRICS}{STREAM}").open("rb")
-            except FileNotFoundError:
-                yield from self._of_parquet()
-                return
-        yield from _by_step(by_step(pa.Table.from_batches(self._batches(self._file), VALUES)))
-
-    def _batches(self, file: BinaryIO) -> Iterator[pa.RecordBatch]:
-        """The messages that are complete. One that is being written is read another time."""
-        file.seek(self._read)
-        reader = pa.ipc.MessageReader.open_stream(file)
-        while True:
-            try:
-                message = reader.read_next_message()
-            except (StopIteration, pa.ArrowException, OSError):
-                return
-            self._read = file.tell()
-            if message.type == "record batch":
-                yield pa.ipc.read_record_batch(message, VALUES)
-
-    def _of_parquet(self) -> Iterator[tuple[int, dict[str, float]]]:
-        table = read_metrics(self._run)
-        if table is not None:
-            self._over = True
-            yield from _by_step([present(row) for row in table.to_pylist()])
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-
-
-def _by_step(rows: list[dict[str, float]]) -> Iterator[tuple[int, dict[str, float]]]:
-    for row in rows:
-        yield int(row["step"]), {name: value for name, value in row.items() if name != "step"}
+        rows = by_step(pa.Table.from_batches(news.batches)) if news.batches else []
+        rows += [present(row) for row in news.table.to_pylist()] if news.table is not None else []
+        for row in rows:
+            yield int(row["step"]), {name: value for name, value in row.items() if name != "step"}
 
 
 # Sent metrics
@@ -214,13 +174,10 @@ class Follower:
         run = TrackedRun(self._run.name, self._run, config, self._sent.id, self._after, self._sent.logged)
         self._sent.id = tracker.open(run)
         said = None
-        try:
-            while said is None:
-                said = said_within(POLL_S)  # first: the files are complete once the run has ended
-                self._send(tracker)
-                self.looks += 1
-        finally:
-            self._values.close()
+        while said is None:
+            said = said_within(POLL_S)  # first: the files are complete once the run has ended
+            self._send(tracker)
+            self.looks += 1
         tracker.close(failed=said != FINISHED)
 
     def _send(self, tracker: Tracker) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from ...controllers.own_groups import RECORDER
 from ...dataflow.graph import TRAIN
 from ..timeline import covered, idle_stretches
-from .follow import CallLog
+from .call_log import CallLog
 from .run_reader import nested
 
 MOST_CALLS = 1500

@@ -16,7 +16,7 @@ import pyarrow as pa
 from ...dataflow.graph import TRAIN
 from ...dataflow.metric_names import SCORES, SECTIONS, entry_named, score_label
 from ...dataflow.runs.files import METRICS
-from .follow import FollowedTable
+from ...dataflow.runs.follow import FollowedTable
 
 Series: TypeAlias = tuple[np.ndarray, np.ndarray]
 """[points] steps, which only grow, and the value at each."""

@@ -16,7 +16,7 @@ from ...dataflow.errors import UserError
 from ...dataflow.runs.files import BUFFER, LOG
 from ...dataflow.runs.lock import Life
 from ...dataflow.runs.requests import request_stacks, request_stop
-from .follow import CallLog
+from .call_log import CallLog
 from .graph_page import RECEIVE, buffer_page, graph_page
 from .lanes import Lanes, Window
 from .metrics import MetricLog

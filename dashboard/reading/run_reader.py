@@ -17,9 +17,10 @@ from ...dataflow.graph import TRAIN
 from ...dataflow.metric_names import metric_of, score_label
 from ...dataflow.runs.facts import RunFacts, facts_of
 from ...dataflow.runs.files import BUFFER, CHECKPOINTS, GRAPH, LIVE, LOG, SAMPLES_ARCHIVE
+from ...dataflow.runs.follow import PARTS, state_of
 from ...dataflow.runs.lock import Life
 from ...dataflow.safe_files import read_json
-from .follow import PARTS, CallLog, state_of
+from .call_log import CallLog
 from .metrics import Axis, MetricLog, axis_of, cards, curve, marks, numbers
 from .sample_index import SampleIndex
 from .sample_pages import SamplePages

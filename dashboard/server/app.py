@@ -22,9 +22,9 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from ...dataflow.buffer.sql import end_prepared, prepare
 from ...dataflow.config import Config
 from ...dataflow.errors import NoSuchRunError, UserError, WeftError
+from ...dataflow.runs.follow import changed, state_of
 from ..reading.catalogue import Catalogue, parted
 from ..reading.comparison import compare_page
-from ..reading.follow import changed, state_of
 from ..reading.metrics import Axis, cards, meaning
 from ..reading.run_pages import RunPages
 from ..reading.run_reader import RunReader

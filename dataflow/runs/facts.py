@@ -148,7 +148,7 @@ def _config(run: Path, damage: list[str]) -> Mapping[str, Any]:
 def _last(run: Path, damage: list[str]) -> Mapping[str, float]:
     import pyarrow as pa
 
-    from .tables import StreamTail
+    from .follow import StreamTail
 
     stream, parquet = run / f"{METRICS}{STREAM}", run / f"{METRICS}{PARQUET}"
     try:

@@ -14,14 +14,15 @@ import pytest
 from served import client_of  # pyright: ignore[reportMissingImports]
 from starlette.testclient import TestClient
 
+from weft.dashboard.reading.call_log import CallLog
 from weft.dashboard.reading.catalogue import Catalogue
-from weft.dashboard.reading.follow import CallLog, FollowedTable
 from weft.dashboard.reading.lanes import Lanes, Window
 from weft.dashboard.reading.metrics import MetricLog
 from weft.dashboard.reading.sample_index import SampleIndex
 from weft.dashboard.reading.turns import token_texts
 from weft.dataflow.runs.directory import RunDirectory
 from weft.dataflow.runs.files import METRICS, TIMELINE
+from weft.dataflow.runs.follow import FollowedTable
 from weft.dataflow.runs.tables import CALLS, VALUES, TableStream
 
 PAGES = ("run", "alerts", "graph", "timeline", "buffer", "workers", "weights", "samples", "groups")

@@ -1,4 +1,4 @@
-"""What is added to the metrics of a run is read once, whatever moment it is read at."""
+"""Metrics of a run are read once as they are added, and once more from the Parquet file of the finished run."""
 
 from pathlib import Path
 
@@ -33,7 +33,6 @@ def test_each_value_is_read_once_as_it_is_added(tmp_path: Path):
     assert read(values) == ROWS[:2] and read(values) == []
     add(writer, ROWS[2], {"step": 1.0, "eval/reward/mean": 0.25})
     assert read(values) == [ROWS[2], {"step": 1.0, "eval/reward/mean": 0.25}]
-    values.close()
     writer.close()
 
 
@@ -50,19 +49,15 @@ def test_a_message_that_is_being_written_is_read_when_it_is_complete(tmp_path: P
         (torn / writer.path.name).write_bytes(data[:end])  # the same file, longer
         found += read(values)
     assert found == ROWS[:3]
-    values.close()
 
 
 @pytest.mark.parametrize("opened", [True, False])
-def test_what_is_left_when_the_run_is_over_is_read_from_the_stream_or_the_parquet_file(
-    tmp_path: Path, opened: bool
-):
+def test_a_finished_run_is_read_whole_from_its_parquet_file(tmp_path: Path, opened: bool):
     values, writer = NewValues(tmp_path), stream(tmp_path)
     add(writer, *ROWS[:2])
-    before = read(values) if opened else []
+    assert not opened or read(values) == ROWS[:2]
     add(writer, *ROWS[2:])
     writer.close()
     to_parquet(tmp_path)
     assert not writer.path.exists()
-    assert before + read(values) == ROWS and read(values) == []
-    values.close()
+    assert read(values) == ROWS and read(values) == []

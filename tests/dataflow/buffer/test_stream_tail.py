@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from weft.dataflow.runs.tables import StreamTail, TableStream
+from weft.dataflow.runs.follow import StreamTail
+from weft.dataflow.runs.tables import TableStream
 
 NUMBERS = pa.schema([("number", pa.int64())])
 

@@ -1,4 +1,4 @@
-"""FollowedTable: a table of a run, which is a stream while the run goes on and a Parquet file afterwards; each look reads what is new."""
+"""Follow a run while another process writes it: each look reads only what was added since the last one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute
 import pyarrow.parquet as pq
 
-from ...dataflow.runs.files import (
+from ..safe_files import open_file
+from .files import (
     ALERTS,
     CHECKPOINTS,
     CONFIG,
@@ -27,10 +25,59 @@ from ...dataflow.runs.files import (
     STREAM,
     TIMELINE,
 )
-from ...dataflow.runs.tables import BY_RANK, CALLS, StreamTail
 
 MOST_FOOTER = 64 << 20
 """Bytes of a Parquet file's description of itself, which is read as a whole: that of 300,000 columns."""
+
+
+class StreamTail:
+    """A stream that another process appends to (`run_tables.TableStream`).
+
+    Args:
+        path: of the stream, which need not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._file: tuple[int, int] | None = None
+        """Device and number of the file that the offset is of."""
+        self.begun = 0
+        """How often it was read from the beginning: what was read before counts no more when this has grown."""
+        self._schema: pa.Schema | None = None
+
+    def read(self) -> list[pa.RecordBatch]:
+        """The complete messages that are new; none where there is no file. Where the file was replaced, or cut, all of them are.
+
+        Raises:
+            pyarrow.ArrowException: what is there is no stream.
+        """
+        try:
+            with open_file(self._path) as file:
+                found = os.fstat(file.fileno())
+                this = found.st_dev, found.st_ino
+                if this != self._file or found.st_size < self._offset:
+                    self._file, self._offset, self._schema = this, 0, None
+                    self.begun += 1
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        return self._take(data)
+
+    def _take(self, data: bytes) -> list[pa.RecordBatch]:
+        batches: list[pa.RecordBatch] = []
+        reader, start = pa.BufferReader(data), self._offset
+        while True:
+            try:
+                message = pa.ipc.read_message(reader)
+            except (EOFError, pa.ArrowInvalid, OSError):  # the rest of it is being written
+                return batches
+            if self._schema is None:
+                self._schema = pa.ipc.read_schema(message)
+            else:
+                batches.append(pa.ipc.read_record_batch(message, self._schema))
+            self._offset = start + reader.tell()
 
 
 @dataclass(frozen=True)
@@ -122,12 +169,6 @@ class FollowedTable:
             return News(anew=True, table=file.read(kept), left_out=len(names) - len(kept))
 
 
-# Changes
-#
-# Changes: which parts of a run's directory have changed since one looked last, by the times and
-# sizes of its files.
-
-
 PARTS: Mapping[str, tuple[str, ...]] = {
     "metrics": (f"{METRICS}{STREAM}", f"{METRICS}{PARQUET}"),
     "timeline": (f"{TIMELINE}{STREAM}", f"{TIMELINE}{PARQUET}"),
@@ -161,109 +202,3 @@ def changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[str
     ['metrics']
     """
     return [part for part, value in now.items() if before.get(part) != value]
-
-
-# Call log
-#
-# CallLog: the timeline of a run as arrays. While the run goes on, each look reads what is new.
-
-
-compute: Any = pyarrow.compute  # its functions are made when it is imported
-NUMBERS = ("step", "start_s", "end_s", "worker_s", "rows", "tokens")
-WORDS = ("graph", "group", "node")
-RANKS = {"call": np.int64, "rank": np.int32, "end_s": np.float64, "worker_s": np.float32}
-"""Columns of the ranks of calls that had several: the place of the call, its rank, when it had answered, and what it itself took."""
-
-
-class CallLog:
-    """The calls of one run, in the order in which they ended.
-
-    Args:
-        run: its directory, which need not have any yet.
-    """
-
-    def __init__(self, run: Path) -> None:
-        self._table = FollowedTable(run, TIMELINE)
-        self._parts: list[dict[str, np.ndarray]] = []
-        self._rank_parts: list[dict[str, np.ndarray]] = []
-        self._length = 0
-        self._words: dict[str, dict[str, int]] = {name: {} for name in WORDS}
-        """Column -> word -> its number."""
-        self.damage: str | None = None
-        """Why the file cannot be read."""
-
-    def refresh(self) -> None:
-        """Read what is new."""
-        try:
-            news = self._table.news()
-            if news.anew:
-                self._parts, self._rank_parts, self._length = [], [], 0
-            for batch in news.batches:
-                self._add(pa.Table.from_batches([batch]))
-            if news.table is not None:
-                self._add(
-                    news.table.select([name for name in CALLS.names if name in news.table.column_names])
-                )
-            self.damage = None
-        except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-            self.damage = f"{self._table.path}: {error}"
-
-    def _add(self, table: pa.Table) -> None:
-        part = {name: table[name].to_numpy() for name in NUMBERS}
-        for name in WORDS:
-            coded = table[name].combine_chunks().dictionary_encode()
-            known = self._words[name]
-            numbers = [known.setdefault(str(word), len(known)) for word in coded.dictionary.to_pylist()]
-            part[name] = np.array(numbers, np.int32)[coded.indices.to_numpy(zero_copy_only=False)]
-        if BY_RANK in table.column_names and (
-            ranks := _ranks(table[BY_RANK].combine_chunks(), self._length)
-        ):
-            self._rank_parts.append(ranks)
-        self._parts.append(part)
-        self._length += len(table)
-
-    @property
-    def columns(self) -> dict[str, np.ndarray]:
-        """[calls] of each column; `graph`, `group` and `node` are numbers of `words`."""
-        if len(self._parts) > 1:
-            self._parts = [
-                {name: np.concatenate([part[name] for part in self._parts]) for name in self._parts[0]}
-            ]
-        if not self._parts:
-            return {
-                name: np.empty(0, np.int32 if name in WORDS else np.float64)
-                for name in (*NUMBERS, *WORDS)
-            }
-        return self._parts[0]
-
-    @property
-    def ranks(self) -> dict[str, np.ndarray]:
-        """[ranks of calls] of each column of RANKS, in the order of the calls."""
-        if len(self._rank_parts) > 1:
-            self._rank_parts = [
-                {name: np.concatenate([part[name] for part in self._rank_parts]) for name in RANKS}
-            ]
-        return (
-            self._rank_parts[0]
-            if self._rank_parts
-            else {name: np.empty(0, kind) for name, kind in RANKS.items()}
-        )
-
-    def words(self, column: str) -> Sequence[str]:
-        """The words of `graph`, `group` or `node` by their numbers."""
-        return list(self._words[column])
-
-
-def _ranks(column: pa.ListArray, before: int) -> dict[str, np.ndarray]:
-    """The ranks of some calls; empty where none had several.
-
-    Args:
-        column: [calls] BY_RANK.
-        before: calls that come before these.
-    """
-    inner = column.flatten()
-    if not len(inner):
-        return {}
-    numbers = compute.fill_null(compute.list_value_length(column), 0).to_numpy(zero_copy_only=False)
-    found = {name: np.asarray(inner.field(name), kind) for name, kind in RANKS.items() if name != "call"}
-    return {"call": np.repeat(before + np.arange(len(column)), numbers), **found}
