@@ -46,8 +46,6 @@ class Submit(Command):
     """Patterns, as in a .gitignore, of what is not sent."""
     env: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE ...", help_behavior_hint="")] = ()
     """Variables of the job, as NAME=VALUE; no secrets."""
-    queue: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
-    """Wait on the cluster until all earlier jobs of this queue are over."""
     python: str = "python"
     """The interpreter on the cluster, which has Weft."""
     stop_wait_s: int = 600
@@ -71,7 +69,6 @@ class Submit(Command):
             root=self.root,
             environment=_variables(self.env),
             resume=self.resume,
-            queue=self.queue,
             python=self.python,
             stop_wait_s=self.stop_wait_s,
         )
@@ -152,7 +149,7 @@ class List(Command):
         jobs = Jobs(self.address).list()
         lines = [
             f"{job.id}  {job.status.lower():<9}  {time.strftime('%m-%d %H:%M', time.localtime(job.submitted_s))}"
-            f"  {job.queue or '-'}  {job.entrypoint}"
+            f"  {job.entrypoint}"
             for job in jobs
         ]
         return Answer(

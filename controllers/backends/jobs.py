@@ -1,7 +1,6 @@
 """Jobs: runs on a Ray cluster that this machine need not belong to, through the job server of the cluster's head.
 
-    checked here ──submit──> waits for its queue ──> runs ──> succeeded | failed
-                                  └────────┬──────────┘
+    checked here ──submit──> pending ──> runs ──> succeeded | failed
                                            └──stop──> saves itself, if it can ──> stopped
 
 The user's folder travels as one package of the job's runtime environment, and every process of the run works in it. Ray keeps the settings
@@ -27,7 +26,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ...dataflow.errors import RunError, UserError, nearest
-from ...dataflow.runs.directory import check_name, check_run_name
+from ...dataflow.runs.directory import check_run_name
 from ...dataflow.untrusted_text import is_secret_name
 from .user_code import UserCode
 
@@ -109,8 +108,6 @@ STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 """Environment variable of a job: seconds after SIGTERM before Ray kills it."""
 _OWN = {ROOT: "--root", RESUME: "--resume", NUMBER: "Weft", STOP_WAIT: "--stop-wait-s"}
 """Variables that are not given by --env, and what sets each."""
-_QUEUED = "weft.controllers.backends.queued"
-"""The module that waits for the turn of a job."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +134,6 @@ class JobRequest:
     """Variables of the job."""
     resume: bool = False
     """Go on from the last checkpoint of the runs of that name."""
-    queue: str | None = None
-    """Jobs of the same queue run one after the other."""
     python: str = "python"
     """The interpreter on the cluster."""
     stop_wait_s: int = 600
@@ -159,8 +154,6 @@ class JobRequest:
                 f"script {str(self.script)!r} lies outside of {folder}, which is sent; choose --working-dir"
             )
         check_run_name(self.run_name, "--name")
-        if self.queue is not None:
-            check_name(self.queue, "--queue")
         if not self.root.startswith(("/", "~")):
             raise UserError(
                 f"--root={self.root!r} is a folder of the head node: an absolute path, or one below ~"
@@ -191,8 +184,7 @@ class JobRequest:
     @property
     def entrypoint(self) -> str:
         """The command of the job, for a shell."""
-        queued = [self.python, "-m", _QUEUED, self.queue] if self.queue is not None else []
-        return shlex.join([*queued, self.python, self.program, *self.arguments])
+        return shlex.join([self.python, self.program, *self.arguments])
 
     @property
     def program(self) -> str:
@@ -235,8 +227,6 @@ QUIET_S = 300.0
 POLL_S = 1.0
 """Seconds between two questions how a job is doing."""
 OVER = ("SUCCEEDED", "FAILED", "STOPPED")
-QUEUE = "weft_queue"
-"""Key of a job's metadata: the name of its queue."""
 
 
 @dataclass(frozen=True)
@@ -248,8 +238,6 @@ class Job:
     """PENDING, RUNNING, or one of OVER."""
     message: str
     """What Ray says about that."""
-    queue: str
-    """Name of its queue; empty: it has none."""
     submitted_s: float
     """Seconds since 1970."""
     entrypoint: str
@@ -265,13 +253,11 @@ class Job:
     @classmethod
     def of(cls, details: Any) -> Job:
         """From what Ray's client returns."""
-        metadata = details.metadata or {}
         variables = (details.runtime_env or {}).get("env_vars", {})
         return cls(
             id=str(details.submission_id or details.job_id),
             status=str(details.status.value),
             message=" ".join((details.message or "").split()),
-            queue=metadata.get(QUEUE, ""),
             submitted_s=(details.start_time or 0) / 1e3,
             entrypoint=details.entrypoint,
             folder=variables.get(ROOT, ""),
@@ -317,7 +303,6 @@ class Jobs:
                 entrypoint=request.entrypoint,
                 submission_id=job,
                 runtime_env=environment,
-                metadata={QUEUE: request.queue} if request.queue is not None else {},
             )
 
     def list(self) -> list[Job]:

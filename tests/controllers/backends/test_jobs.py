@@ -1,17 +1,13 @@
-"""Jobs are checked before a cluster is asked; those of a queue take turns."""
+"""Jobs are checked before a cluster is asked."""
 
-from collections.abc import AsyncIterator
 from enum import Enum
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from weft.controllers.backends import jobs as backend_jobs
-from weft.controllers.backends.jobs import Job, JobRequest, Jobs, server_address
-from weft.controllers.backends.queued import ahead_of, wait_for_turn
-from weft.dataflow.errors import RunError, UserError
+from weft.controllers.backends.jobs import JobRequest, Jobs, server_address
+from weft.dataflow.errors import UserError
 
 
 class JobStatus(Enum):
@@ -40,7 +36,6 @@ def project(tmp_path: Path) -> Path:
             r"lies outside of .*project, which is sent; choose --working-dir",
         ),
         ({"name": "a/b"}, r"--name='a/b' cannot name a folder: .*; did you mean 'a-b'"),
-        ({"queue": ""}, r"--queue='' cannot name a folder"),
         (
             {"root": "runs"},
             r"--root='runs' is a folder of the head node: an absolute path, or one below ~",
@@ -64,10 +59,8 @@ def test_a_request_that_makes_no_sense_is_refused_with_its_option(
 def test_the_words_of_a_script_reach_it_as_they_are(project: Path):
     request = JobRequest(script=Path("train.py"), arguments=["--note", "it's $HOME"], working_dir=project)
     assert request.entrypoint == """python train.py --note 'it'"'"'s $HOME'"""
-    queued = JobRequest(
-        script=project / "train.py", working_dir=project, queue="night", python="python3.11"
-    )
-    assert queued.entrypoint == "python3.11 -m weft.controllers.backends.queued night python3.11 train.py"
+    other = JobRequest(script=project / "train.py", working_dir=project, python="python3.11")
+    assert other.entrypoint == "python3.11 train.py"
 
 
 def test_a_job_knows_where_its_runs_lie_and_that_it_goes_on(project: Path):
@@ -101,84 +94,3 @@ def test_an_address_that_is_none_of_a_job_server_is_refused_with_the_nearest(
     assert server_address(None) == "https://head"
     with pytest.raises(UserError, match=r"no job server answers at http://127.0.0.1:1 .*ray\[default\]"):
         Jobs("http://127.0.0.1:1")
-
-
-def job(id: str, status: str, queue: str = "night", submitted_s: float = 0.0) -> Job:
-    return Job(id, status, "", queue, submitted_s, "", "", 3.0)
-
-
-def test_a_job_waits_for_those_of_its_queue_that_were_submitted_before_it():
-    jobs = [
-        job("d", "RUNNING", submitted_s=4.0),
-        job("c", "PENDING", submitted_s=3.0),
-        job("b", "PENDING", submitted_s=2.0),
-        job("a", "RUNNING", submitted_s=2.0),
-        job("over", "FAILED", submitted_s=1.0),
-        job("other", "RUNNING", queue="", submitted_s=1.0),
-    ]
-    assert [one.id for one in ahead_of("c", jobs)] == ["a", "b"] and not ahead_of("a", jobs)
-    assert ahead_of("unknown", jobs) == []
-
-
-def test_a_turn_comes_when_all_before_are_over_and_whom_it_waits_for_is_said_once():
-    own = job("z", "RUNNING", submitted_s=9.0)
-    looks = iter(
-        [[job("a", "RUNNING"), job("b", "PENDING"), own]] * 3
-        + [[job("a", "STOPPED"), job("b", "RUNNING"), own], [own]]
-    )
-    said: list[str] = []
-    wait_for_turn("z", lambda: next(looks), said.append, rest=lambda seconds: None, clock=lambda: 0.0)
-    assert said == [
-        "2 jobs of the queue 'night' are ahead; the one that runs is a",
-        "1 jobs of the queue 'night' are ahead; the one that runs is b",
-    ]
-
-
-def test_a_turn_that_never_comes_ends_with_the_job_before():
-    time = iter([0.0, 1.0, 1e9])
-    with pytest.raises(RunError, match=r"waited 2592000 s for its turn; ahead of it: a"):
-        wait_for_turn(
-            "z",
-            lambda: [job("a", "RUNNING"), job("z", "RUNNING", submitted_s=9.0)],
-            print,
-            lambda s: None,
-            lambda: next(time),
-        )
-
-
-class Server:
-    """A job server whose connections break off after each piece of the log but the last."""
-
-    def __init__(self, pieces: list[str]) -> None:
-        self.pieces, self.connections = pieces, 0
-
-    async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
-        self.connections += 1
-        for piece in self.pieces[: self.connections]:
-            yield piece
-        if self.connections < len(self.pieces):
-            raise RuntimeError("the connection broke")
-
-    def list_jobs(self) -> list[Any]:
-        status = JobStatus.SUCCEEDED if self.connections >= len(self.pieces) else JobStatus.RUNNING
-        return [
-            SimpleNamespace(
-                submission_id="a",
-                status=status,
-                metadata={},
-                runtime_env={},
-                message="",
-                start_time=0,
-                entrypoint="",
-            )
-        ]
-
-
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_address")  # which has to be there before Ray is imported
-def test_a_log_whose_connection_breaks_off_is_passed_on_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(backend_jobs, "POLL_S", 0.0)
-    jobs, said = object.__new__(Jobs), list[str]()
-    jobs.address, jobs._client = "http://head:8265", Server(["one\n", "two\n", "three\n"])
-    assert jobs.follow("a", said.append).status == "SUCCEEDED"
-    assert said == ["one\n", "two\n", "three\n"] and jobs._client.connections == 3
