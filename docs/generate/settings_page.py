@@ -280,7 +280,9 @@ def _table(owner: type) -> str:
         f"| `{s.name}` | {s.unit or '-'} | {f'`{s.default}`' if s.default else 'must be given'} | {_cell(s.allowed)} | {_cell(s.text)} |"
         for s in settings_of(owner)
     ]
-    head = "| setting | unit | default | allowed | meaning, and when to change it |\n|---|---|---|---|---|"
+    head = (
+        "| setting | unit | default | allowed | meaning, and when to change it |\n|---|---|---|---|---|"
+    )
     return "\n".join([f"### {owner.__name__}\n\n{about}{also}\n", head, *rows]) + "\n"
 
 
