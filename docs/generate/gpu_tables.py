@@ -1,8 +1,9 @@
-"""What to expect of GPUs: for common sizes of models, the first way of training that fits, and its bytes. Computed, not measured.
+"""Tables of docs/gpu.md: the first way of training that fits on a GPU, for common models.
 
     python docs/generate/gpu_tables.py
 
-prints the tables of docs/gpu.md. Nothing is downloaded: sizes of models are written here, and their modules are made without weights.
+prints them. The bytes are computed, not measured, from the model sizes below. Nothing is downloaded,
+because the modules are made without weights.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from weft.workers.training.lora import Lora
 from weft.workers.training.memory import BYTES, ModelSize, training_memory
 
 PROMPT, RESPONSE = 1024, 3072
-"""Tokens of each row."""
+"""[tokens] The lengths of each row."""
 OWN_BYTES = round(1.5 * GIB)
-"""Of a GPU: what CUDA and NCCL take for themselves."""
+"""[bytes] Overhead of CUDA and NCCL on each GPU."""
 USABLE = 0.92
-"""Of a GPU: the rest is lost between tensors."""
+"""[share] Usable GPU memory; fragmentation takes the rest."""
 QWEN, LLAMA = "Qwen2", "Llama"
 
 
@@ -44,7 +45,7 @@ class Shape:
     tied: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """Those of `transformers`."""
+        """Return the settings for `transformers`."""
         return {
             "architectures": [f"{self.family}ForCausalLM"],
             "model_type": self.family.lower(),
@@ -73,7 +74,7 @@ MODELS: dict[str, Shape] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs of one machine, and the tokens of a pass on each."""
+    """The GPUs of one machine, and the tokens of a pass on each."""
 
     gpus: int
     gib: int
@@ -89,12 +90,12 @@ WAYS: tuple[Mapping[str, Any], ...] = (
     {"activation_checkpointing": True, "offload": "moments"},
     {"activation_checkpointing": True, "offload": "everything"},
 )
-"""The faster ones first."""
+"""Ways of training, from the fastest to the most frugal."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Bytes of a way of training, on each GPU and on the host for all ranks."""
+    """Bytes of a way of training: per GPU, and on the host for all ranks."""
 
     settings: Mapping[str, Any]
     device: int
@@ -103,11 +104,12 @@ class Expected:
 
 
 def expected(model: str, machine: Machine, settings: Mapping[str, Any]) -> Expected:
-    """What an actor takes.
+    """Return the memory that an actor needs.
 
     Args:
-        model: one of `MODELS`.
-        settings: of an `ActorConfig`, in bfloat16.
+        model: a name in `MODELS`.
+        machine: the GPUs to train on.
+        settings: settings of an `ActorConfig` in bfloat16.
     """
     config = ActorConfig(model=model, dtype="bfloat16", **settings)
     made = training_memory(
@@ -121,7 +123,7 @@ def expected(model: str, machine: Machine, settings: Mapping[str, Any]) -> Expec
 
 
 def first_that_fits(model: str, machine: Machine, lora: Lora | None) -> Expected | None:
-    """The fastest way of training this model, or its adapter, that fits on these GPUs; None: there is none."""
+    """Return the fastest way of training a model or its adapter that fits on these GPUs, or None."""
     for way in WAYS:
         found = expected(model, machine, way if lora is None else {**way, "lora": lora})
         if found.device <= USABLE * machine.gib * GIB:
@@ -130,7 +132,7 @@ def first_that_fits(model: str, machine: Machine, lora: Lora | None) -> Expected
 
 
 def table(machine: Machine) -> Iterator[str]:
-    """The lines of a table of docs/gpu.md."""
+    """Yield the lines of a table in docs/gpu.md."""
     yield "| model | trained | settings | GiB on each GPU | of it a pass | GiB of host memory | GiB of vLLM's weights |"
     yield "|---|---|---|---|---|---|---|"
     for model in MODELS:
@@ -166,7 +168,7 @@ def _size(model: str) -> ModelSize:
 
 @cache
 def _activations(model: str, machine: Machine, adapter: bool, again: Any) -> int:
-    """Of a microbatch of equal rows, without gradients."""
+    """Return the activation bytes of a microbatch of equal rows, without gradients."""
     from weft.workers.training.activations import PassShape, pass_bytes
 
     rows = machine.microbatch_tokens // (PROMPT + RESPONSE)
@@ -181,6 +183,7 @@ def _activations(model: str, machine: Machine, adapter: bool, again: Any) -> int
             checkpointing=again,
             gpu_bytes=machine.gib * GIB,
         )
+    # Without an adapter, `pass_bytes` includes the float32 gradients.
     return found - (0 if adapter else 4 * _size(model).parameters)
 
 

@@ -1,4 +1,4 @@
-"""The Grafana dashboard of a run, over what Prometheus reads at Ray's endpoint.
+"""The Grafana dashboard of a run, over the metrics that Prometheus reads from Ray.
 
 `python docs/generate/grafana.py > docs/grafana.json` writes it.
 """
@@ -32,13 +32,13 @@ PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Idle share", "percentunit", ("rollout/idle_share", "reward/idle_share", "actor/idle_share")),
     ("Failures so far", "none", ("replaced_workers", "requeued_rows", "failed_rows")),
 )
-"""Title, unit by Grafana's name, and metrics of each panel. Groups have the names that examples give them."""
+"""Title, Grafana unit, and metrics of each panel. Groups have the names of the examples."""
 WIDTH, HEIGHT = 12, 8
-"""Of a panel; a row is 24 wide."""
+"""Size of a panel; a row is 24 wide."""
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard, as Grafana imports it."""
+    """Return the dashboard in the form that Grafana imports."""
     source = {"type": "prometheus", "uid": "${datasource}"}
     run = {
         "name": "run",

@@ -1,4 +1,4 @@
-"""The page of metrics: `python docs/generate/metrics_page.py > docs/metrics.md` writes it."""
+"""The metrics page: `python docs/generate/metrics_page.py > docs/metrics.md` writes it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from weft.dataflow.metric_names import INTRODUCTION, SECTIONS, MetricEntry
 
 
 def page() -> str:
-    """`docs/metrics.md`."""
+    """Return the text of docs/metrics.md."""
     parts = [INTRODUCTION]
     for section in SECTIONS:
         rows = [

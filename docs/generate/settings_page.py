@@ -1,7 +1,8 @@
-"""The page of settings: what a run can be set to, read from the classes and docstrings that say so.
+"""The settings page, generated from the settings classes and their docstrings.
 
-`python docs/generate/settings_page.py > docs/settings.md` writes the page. A docstring of a setting begins with its unit in brackets,
-where it is a number, says what it is, and has a sentence on when to change it; the class has range and default.
+`python docs/generate/settings_page.py > docs/settings.md` writes the page. The docstring of a setting
+begins with its unit in brackets, if it is a number, explains it, and says when to change it. Ranges
+and defaults come from the class.
 """
 
 from __future__ import annotations
@@ -65,27 +66,27 @@ FILLED = {
     "RolloutConfig.adapter": "a run takes it over from the actor that is followed",
     "RecorderConfig.tokenizer": "a run finds it among its groups",
 }
-"""Fields that a run fills in: nobody sets them."""
+"""Fields that the run sets, so the page leaves them out."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting, as the page has it."""
+    """One setting on the page."""
 
     owner: str
-    """Class that has it."""
+    """The class of the setting."""
     name: str
     unit: str
-    """Empty: it is no number."""
+    """Empty if the setting is not a number."""
     default: str
     allowed: str
     text: str
-    """What it is, and when to change it."""
+    """The meaning, and when to change it."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """Settings that are read together."""
+    """A section of the page."""
 
     title: str
     text: str
@@ -95,7 +96,7 @@ class Section:
 SECTIONS = (
     Section(
         "A run",
-        "Arguments of `weft.Driver`, and the values that some of them take.",
+        "Arguments of `weft.Driver`, and the classes of some of their values.",
         (Driver, Stepwise, InParts, Asynchronous, CheckpointConfig, BufferConfig),
     ),
     Section("Data", "Arguments of `Prompts.read` and `Prompts.from_rows`.", (ReadSettings,)),
@@ -106,7 +107,7 @@ SECTIONS = (
     ),
     Section(
         "Generation",
-        "Arguments of `weft.group(weft.RolloutWorker, ...)`, and of a call of `generate`.",
+        "Arguments of `weft.group(weft.RolloutWorker, ...)` and of `generate`.",
         (RolloutConfig, VllmSettings, Sampling),
     ),
     Section(
@@ -114,7 +115,7 @@ SECTIONS = (
     ),
     Section(
         "Losses",
-        "Values that an algorithm is made of: they say what is optimised, not how a run goes.",
+        "Values that make up an algorithm and define its objective.",
         (
             *(
                 AggregatedLoss,
@@ -141,24 +142,24 @@ SECTIONS = (
     ),
     Section(
         "Graders",
-        "Reward functions that Weft brings, with what they take.",
+        "Built-in reward functions and their arguments.",
         (Math, Gsm8k, Exact, RegularExpression, JsonSchema, TagFormat, LengthReward),
     ),
     Section(
         "Simulated runs",
-        "What the costs of `weft.Simulated` are made of: measurements of a machine.",
+        "Costs of `weft.Simulated`, from measurements of a machine.",
         (CostModel, LinearCost, PipelineCost, SequenceParallelCost, Generation, LogNormal, FixedLengths),
     ),
 )
 
 
 def settings_of(owner: type) -> list[Setting]:
-    """The settings that a class brings itself, without those of its parents."""
+    """Return the settings that a class defines, without inherited ones."""
     return list(_fields(owner)) if issubclass(owner, Config) else list(_arguments(owner))
 
 
 def counts() -> dict[str, int]:
-    """Section -> number of its settings; of the first without the arguments of `Driver`, which stand under that name."""
+    """Return the number of settings per section; `Driver` has a separate entry."""
     found = {"Driver": len(settings_of(Driver))}
     return found | {
         s.title: sum(len(settings_of(o)) for o in s.owners if o is not Driver) for s in SECTIONS
@@ -175,7 +176,7 @@ def _fields(owner: type[Config]) -> Iterator[Setting]:
 
 
 def _arguments(owner: Any) -> Iterator[Setting]:
-    """The arguments of a constructor, from the section Args of its docstring."""
+    """Yield the arguments of a constructor, from the section Args of its docstring."""
     text = inspect.getdoc(owner.__init__) or ""
     _, _, args = text.partition("Args:\n")
     about = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", args.partition("\n\n")[0], re.MULTILINE))
@@ -187,7 +188,7 @@ def _arguments(owner: Any) -> Iterator[Setting]:
 
 
 def _parts(docstring: str) -> tuple[str, str]:
-    """Unit and text of a docstring."""
+    """Split a docstring into unit and text."""
     found = re.fullmatch(r"(?:\[([^\]]+)\] )?(.*)", " ".join(docstring.split()))
     return (found[1] or "", found[2]) if found else ("", docstring)
 
@@ -201,7 +202,7 @@ def _shown(value: Any) -> str:
 
 
 def _allowed(field: FieldInfo) -> str:
-    """The range of a number, or what kinds of values there may be."""
+    """Return the range of a number, or the types of other values."""
     bounds = {type(rule).__name__: rule for rule in field.metadata}
     signs = {"Ge": "≥", "Gt": ">", "Le": "≤", "Lt": "<"}
     limits = [
@@ -224,7 +225,7 @@ _PLAIN = {
 
 
 def _kinds(annotation: Any) -> str:
-    """A type in words."""
+    """Return a type in words."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Literal:
         return ", ".join(f'"{each}"' for each in inner)
@@ -240,22 +241,20 @@ def _kinds(annotation: Any) -> str:
     return _PLAIN.get(annotation, f"`{getattr(annotation, '__name__', annotation)}`")
 
 
-# The page
-
 INTRODUCTION = """\
 # Settings
 
-Everything that a run can be set to, with unit, default and what is allowed, and when one would change it. This page is made from the
-classes themselves (`python docs/generate/settings_page.py > docs/settings.md`), and a test compares the two.
+All settings of a run, with unit, default, allowed values, and when to change them. This page is generated from the classes
+(`python docs/generate/settings_page.py > docs/settings.md`), and a test compares the two.
 
-A class has the settings of its parents, too: an `ActorConfig` those of `ModelConfig`, `TrainingConfig` and `OptimizerConfig`. Settings of a
-worker are given to `weft.group` by name: `weft.group(weft.ActorWorker, model=..., learning_rate=1e-6)`. A name that does not exist is
-refused with the nearest one that does, and a value that is not allowed with the range, before anything starts.
+A class inherits the settings of its parents: an `ActorConfig` has those of `ModelConfig`, `TrainingConfig` and `OptimizerConfig`. Pass
+the settings of a worker to `weft.group` by name: `weft.group(weft.ActorWorker, model=..., learning_rate=1e-6)`. An unknown name is
+refused with the nearest known one, and a bad value with the allowed range, before anything starts.
 """
 
 
 def page() -> str:
-    """`docs/settings.md`."""
+    """Return the text of docs/settings.md."""
     number = counts()
     run = sum(number[s.title] for s in SECTIONS if s.title not in ("Losses", "Graders", "Simulated runs"))
     parts = [
@@ -281,7 +280,9 @@ def _table(owner: type) -> str:
         f"| `{s.name}` | {s.unit or '-'} | {f'`{s.default}`' if s.default else 'must be given'} | {_cell(s.allowed)} | {_cell(s.text)} |"
         for s in settings_of(owner)
     ]
-    head = "| setting | unit | default | allowed | what it is, and when to change it |\n|---|---|---|---|---|"
+    head = (
+        "| setting | unit | default | allowed | meaning, and when to change it |\n|---|---|---|---|---|"
+    )
     return "\n".join([f"### {owner.__name__}\n\n{about}{also}\n", head, *rows]) + "\n"
 
 
