@@ -295,7 +295,7 @@ class Group:
         self.rested = False
         """Whether only recording is left to do."""
         self.order: dict[int, list[int]] | None = None
-        """Node with a quorum -> places of its rows in the order in which they became ready."""
+        """Node with a quorum -> places of its rows in order of becoming ready."""
 
     def state(self, i: int) -> GroupState:
         """Return its state at node i, which takes groups."""
