@@ -365,7 +365,7 @@ def _with_columns(table: pa.Table, other: pa.Table) -> pa.Table:
 
 
 def recorded_or_archived(run: Path, notes: list[str] | None = None) -> pa.Table | None:
-    """Return the recorded samples of a run, or those of its archive, with graph and step; None if
+    """Return the recorded samples of a run, or its archived samples, with graph and step; None if
     there are neither."""
     notes = [] if notes is None else notes
     found = recorded_samples(run, notes)
