@@ -158,7 +158,7 @@ def test_without_its_archive_a_run_goes_on_and_nobody_reads_what_was_before(tmp_
     driver.run_out()
     for path in ledger_checkpoints(tmp_path / "run"):
         path.unlink()
-    with pytest.raises(UserError, match="A run goes on without it"):
+    with pytest.raises(UserError, match="A run can resume without it"):
         restore(tmp_path / "run", GRAPHS)
 
 

@@ -84,7 +84,7 @@ def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(
         "w.jsonl: no known format has these columns: "
         "found 'promt' (text), 'n' (int64), 'conversation' (list of {from, value}); "
         "the nearest format is TRL prompt-only (prompt); it needs 'prompt', did you mean 'promt'?"
-        "; rename the column, or say which holds the prompt (prompt='...'); docs/data.md shows all formats"
+        "; rename the column, or name the prompt column (prompt='...'); docs/data.md shows all formats"
     )
     jsonl(file, [{"chosen_response": "a", "rejected_response": "b", "prompts": "c"}])
     said = complaint(file, qwen)
@@ -256,7 +256,7 @@ def test_damaged_csv_is_named_with_its_row_and_line(tmp_path: Path, qwen: Path) 
     assert said(b"prompt,prompt\n2,4\n") == "c.csv: the header has 'prompt' twice (prompt, prompt)"
     assert (
         said(b"prompt;answer\n2;4\n")
-        == "c.csv: the header is 'prompt;answer'; fields are parted by ',', not by ';'"
+        == "c.csv: the header is 'prompt;answer'; fields are separated by ',', not by ';'"
     )
     assert said(b"promt,answer\n2,4\n").startswith(
         "c.csv: no known format has these columns: found 'promt' (text)"
