@@ -114,7 +114,7 @@ def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(
         ),
         ({"prompt": None}, "column 'prompt' is empty (null) in every row"),
         ({"prompt": []}, "column 'prompt' is list of null; it must be text, or messages"),
-        ({"messages": "hi"}, "say prompt='messages' to use the text as a prompt"),
+        ({"messages": "hi"}, "set prompt='messages' to use the text as a prompt"),
         (
             {"prompt": "a", "prompt_ids": [1]},
             "column 'prompt_ids' is one that Weft writes; rename it in the file",
@@ -140,7 +140,7 @@ def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(
                     }
                 ]
             },
-            "line 1: a message of role 'user' has a content block of type 'image', and no image belongs to it",
+            "line 1: a message of role 'user' has a content block of type 'image', but no image belongs to it",
         ),
         (
             {"prompt": [USER], "completion": [{"role": "assistant", "content": ["Blue"]}]},
@@ -161,7 +161,7 @@ def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(
         ),
         (
             {"prompt": "a", "video": ["a.mp4"]},
-            "line 1: column 'video' holds what a model would have to see or hear",
+            "line 1: column 'video' holds video or audio, which Weft does not support",
         ),
         (
             {"chosen": [BLUE], "rejected": [GREEN]},
