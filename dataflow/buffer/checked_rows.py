@@ -24,6 +24,8 @@ from .rows import MAX_CHILDREN
 
 @dataclass(slots=True, eq=False)
 class CheckedRow:
+    """One row in flight."""
+
     id: int
     group: CheckedGroup
     parent: CheckedRow | None
@@ -375,6 +377,7 @@ class CheckedRows:
         return made
 
     def done(self, node: CheckedNode, ids: set[int]) -> None:
+        """Mark rows as done at a node."""
         if not ids:
             return
         node.leased -= ids

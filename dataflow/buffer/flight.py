@@ -353,6 +353,7 @@ class Peers:
     """Time limit of a fetch."""
 
     def client(self, location: str, timeout_s: float) -> SegmentClient:
+        """Connect to one of the servers."""
         return SegmentClient(location, self.token, self.certificates.get(location), timeout_s=timeout_s)
 
     def unreadable(self, segments: Iterable[Segment]) -> dict[Segment, str]:

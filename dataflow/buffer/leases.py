@@ -251,6 +251,7 @@ class Lease:
 
     @cached_property
     def row_of(self) -> dict[int, Row]:
+        """Sample id -> row."""
         return dict(zip(self.ids.tolist(), self.rows, strict=True))
 
     @property
@@ -403,6 +404,7 @@ class Leases:
         return self._num_groups.get(node.name, 0)
 
     def begin(self, lease: Lease) -> None:
+        """Register an open lease."""
         self._open[lease.token] = lease
         if lease.node.operation.takes_groups:
             self._num_groups[lease.node.name] = self.num_groups(lease.node) + lease.num_groups
@@ -415,6 +417,7 @@ class Leases:
             under |= {(place, level): lease.token for place in places if rows.ids[place] in lease.open}
 
     def take_token(self) -> int:
+        """Return the token for a new lease."""
         self.next_token += 1
         return self.next_token - 1
 

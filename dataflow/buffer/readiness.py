@@ -336,6 +336,7 @@ class Readiness:
         return rows.all & ~rows.skipped[i]
 
     def num_offered(self, group: Group, i: int) -> int:
+        """Return how many rows node i gets when it claims the group."""
         quorum = self._wiring.quorum[i]
         return min(group.num_ready(i), quorum) if quorum else self.offered_rows(group, i).bit_count()
 

@@ -177,6 +177,7 @@ class LevelRows:
 
     @property
     def all(self) -> int:
+        """Mask of all rows."""
         return (1 << len(self.ids)) - 1
 
     def place(self, id: int) -> int:

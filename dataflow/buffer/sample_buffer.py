@@ -73,10 +73,10 @@ class BufferConfig(Config):
     small disk."""
 
     retired: ClassVar[Mapping[str, str]] = {
-        "file_bytes": "files of segments have 16 MiB",
+        "file_bytes": "segment files always have 16 MiB",
         "sync_interval_s": "the log is synced every half second",
         "keep_checkpoints": "rows are kept for as many checkpoints as CheckpointConfig(keep=...) says",
-        "cut_bytes": "the log is cut by 4 MiB",
+        "cut_bytes": "the log is archived in parts of 4 MiB",
     }
 
 
@@ -112,6 +112,7 @@ class SampleBuffer:
 
     @property
     def segments(self) -> Path:
+        """Folder of this node's segments."""
         return _root(self.folder, self.scratch) / self.node
 
     # Create, recover, close

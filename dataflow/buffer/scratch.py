@@ -89,6 +89,7 @@ class Scratch:
 
     @property
     def path(self) -> Path:
+        """The folder on this machine."""
         return (self.parent or Path(tempfile.gettempdir())).absolute() / self.name
 
     def is_noted_in(self, buffer: Path) -> bool:

@@ -243,6 +243,8 @@ class _Run:
 
 @dataclass(frozen=True)
 class Conversations:
+    """Renders rows of messages with the chat template."""
+
     origin: Origin
     tokenizer: Tokenizer
     system: str | None = None

@@ -108,7 +108,9 @@ def choose(
     for name in usual:
         if name in known:
             return name, [f"{what} {name!r} of {', '.join(known)}"]
-    raise UserError(f"{where}: has the {what}s {', '.join(known)}; choose one, such as {what}={known[0]!r}")
+    raise UserError(
+        f"{where}: has the {what}s {', '.join(known)}; choose one, such as {what}={known[0]!r}"
+    )
 
 
 def _files(folder: Path, above: tuple[Path, ...] = ()) -> list[Path]:
@@ -279,6 +281,8 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Rows:
+    """The rows of a source, with their origin."""
+
     name: str
     """Short name of the source."""
     table: pa.Table

@@ -376,6 +376,8 @@ _THOUSANDS = re.compile(r"[-+$]{0,2}\d{1,3}(,\d{3})+(\.\d+)?")
 
 @dataclass(frozen=True)
 class Answers:
+    """The ground truths of all rows."""
+
     column: str
     """The column of the answers, or `a.b` for a field."""
     values: pa.ChunkedArray
@@ -394,6 +396,7 @@ class Answers:
 
     @property
     def missing(self) -> list[int]:
+        """Rows without an answer."""
         return np.flatnonzero(self.values.is_null().to_numpy()).tolist()
 
 

@@ -30,6 +30,8 @@ _MARK = re.compile(r"(<image>)")
 
 @dataclass(frozen=True)
 class Images:
+    """The images of all rows."""
+
     column: str
     """Their column in the source."""
     values: pa.Array

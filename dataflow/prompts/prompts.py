@@ -305,8 +305,8 @@ class Prompts:
             keep: called with each row as a dictionary of its columns.
 
         Raises:
-            UserError: the function does not return True or False, or keeps no row. An error inside the function is raised unchanged,
-                with a note that names the row.
+            UserError: the function does not return True or False, or keeps no row. An error inside
+                the function is raised unchanged, with a note that names the row.
 
         >>> from tokenizers import Tokenizer as Backend, models
         >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))
@@ -334,8 +334,8 @@ class Prompts:
             reverse: largest keys first.
 
         Raises:
-            UserError: two keys cannot be compared, or a key is nan. An error inside the function is raised unchanged, with a note that
-                names the row.
+            UserError: two keys cannot be compared, or a key is nan. An error inside the function is
+                raised unchanged, with a note that names the row.
 
         >>> from tokenizers import Tokenizer as Backend, models
         >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))

@@ -401,6 +401,7 @@ class Tokenizer:
 
     @functools.cached_property
     def special_texts(self) -> tuple[str, ...]:
+        """Texts of all special tokens."""
         added = self.backend.get_added_tokens_decoder().values()
         return tuple(
             dict.fromkeys(

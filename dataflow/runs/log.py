@@ -355,6 +355,7 @@ class Log:
             raise TakenOverError(f"{self.path} cannot be written any more: another process took it over")
 
     def close(self) -> None:
+        """Commit, sync, and close the file."""
         if self._descriptor >= 0:
             try:
                 self.commit(sync=True)
@@ -572,7 +573,7 @@ def find_fork(path: Path, damage: Position, *, look_back: int = 1000) -> int | N
         look_back: how many of the last valid records to try.
 
     Returns:
-        Offset of the earlier record that the invalid one follows, written by a process that did not
+        End of the earlier record that the invalid one follows, written by a process that did not
         know the records in between; None if there is none.
     """
     reader = LogReader(path)

@@ -33,6 +33,8 @@ _Entry = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Damage:
+    """A problem with one file of a folder."""
+
     file: str
     """Path relative to the folder, with `/` separators."""
     problem: str

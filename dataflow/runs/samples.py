@@ -162,6 +162,8 @@ def _private(path: str, flags: int) -> int:
 
 @dataclass(frozen=True)
 class SampleFile:
+    """A file of samples."""
+
     path: Path
     graph: str
     step: int

@@ -119,6 +119,7 @@ class TableStream:
         return pa.concat_tables([pa.Table.from_batches(batches(self.path), self.schema), pending])
 
     def close(self) -> None:
+        """Flush, and close the file."""
         try:
             self.flush()
         finally:

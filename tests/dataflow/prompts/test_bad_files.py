@@ -24,7 +24,7 @@ def test_a_missing_file_is_answered_with_the_nearest(tmp_path: Path, qwen: Path)
     assert "has gsm8k_test.jsonl" in complaint(tmp_path / "zz.parquet", qwen)
     assert complaint(Path("gsm8k"), qwen).endswith("; the id of a data set is OWNER/NAME")
     assert "there is no folder" in complaint(tmp_path / "datta" / "a.jsonl", qwen)
-    assert "is a folder; a list of paths names the files in it" in complaint([tmp_path], qwen)
+    assert "is a folder; list the files in it" in complaint([tmp_path], qwen)
     assert "the list of paths is empty" in complaint([], qwen)
 
 

@@ -52,7 +52,9 @@ def test_the_split_is_train_unless_another_is_asked_for(tmp_path: Path, base: Pa
         Prompts.read(folder, base).understood
     )
     other = data(tmp_path / "other", "dev.jsonl", "test.jsonl")
-    assert "has the splits validation, test; choose one, such as split='validation'" in complaint(other, base)
+    assert "has the splits validation, test; choose one, such as split='validation'" in complaint(
+        other, base
+    )
     assert read(other, base, split="validation") == ["dev.jsonl"]
 
 

@@ -88,7 +88,7 @@ def test_without_the_library_the_extra_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "need the library datasets: pip install 'weft[datasets]'" in complaint("tiny/sums", base)
+    assert "install the library datasets: pip install 'weft[datasets]'" in complaint("tiny/sums", base)
 
 
 def test_a_dataset_that_is_loaded_already_is_taken_as_it_is(base: Path) -> None:

@@ -131,7 +131,10 @@ def test_blocks_of_other_kinds_stay_beside_marks():
             {"images": [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\n"]},
             "image 1: it is PostScript, which is a",
         ),
-        ({"images": [BLUE[:40]]}, "image 1: it is not an image that Pillow can read (its header is cut off)"),
+        (
+            {"images": [BLUE[:40]]},
+            "image 1: it is not an image that Pillow can read (its header is cut off)",
+        ),
         (
             {"images": [BLUE, None]},
             "column 'images', image 2: the column is list of binary without the bytes",
