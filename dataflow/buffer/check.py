@@ -36,13 +36,11 @@ class Report:
     graphs: dict[str, GraphCounts]
     records: int
     num_bytes: int
-    """Size of the valid part of the log."""
     leases: dict[str, int]
     """Number of leases granted, finished, released and open."""
     restarts: int
     """Epochs except the first; in a log without epochs, the restarts that found leases."""
     segments: int
-    """Number of segments that the log refers to."""
     checkpoints: int
     """Number of valid checkpoints, each at a position between two records."""
     damage: list[str]
@@ -158,7 +156,6 @@ class SavedStates:
     def __init__(self, folder: Path, checker: Checker) -> None:
         self._checker = checker
         self._paths: dict[int, Path] = {}
-        """Byte offset in the log -> checkpoint."""
         self.sound = 0
         self.damage: list[str] = []
         self.violations: list[Violation] = []
@@ -306,7 +303,6 @@ class RecordedSamples:
             self._compare_checksums(found)
 
     def _compare_checksums(self, files: Sequence[SampleFile]) -> None:
-        """Compare files with the checksums noted when they were written."""
         for path in (part.path for part in files):
             noted = self._checksums.get(path.name)
             if noted is None:

@@ -65,21 +65,16 @@ class CheckedGroup:
     id: int
     graph: CheckedGraph
     issued_in: int
-    """Step that it was issued for."""
     position: int
-    """Position of the issued row in the source."""
     tokens: int
-    """Number of tokens of the issued row when it was issued."""
     levels: list[set[int]]
     """The ids of its rows, level by level."""
     trained_in: int | None = None
-    """Step of the update that trained it last."""
     ids_aside: dict[tuple[int, int], range] = field(default_factory=dict)
     """(row, level) -> sample ids reserved for its children on that level."""
     arrived: dict[CheckedNode, dict[int, int]] = field(default_factory=dict)
     """Quorum -> row id -> number of the record that made the row ready."""
     chosen: dict[CheckedNode, set[int]] = field(default_factory=dict)
-    """Quorum -> rows that it took."""
     offered_short: set[CheckedNode] = field(default_factory=set)
     """Quorums that may take fewer rows than they ask for."""
     lost: str = ""
@@ -101,7 +96,6 @@ class CheckedNode:
     leased: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     dropped: set[int] = field(default_factory=set)
-    """Rows that the node will never see."""
     cancelled: set[int] = field(default_factory=set)
     """Dropped rows that were too late for its quorum."""
     held_back: set[int] = field(default_factory=set)
@@ -112,7 +106,6 @@ class CheckedNode:
     """The part of `needs` on other levels."""
     downstream: list[CheckedNode] = field(default_factory=list)
     quorums_after: list[CheckedNode] = field(default_factory=list)
-    """Quorums that wait for this node."""
     upstream_only: list[CheckedNode] = field(default_factory=list)
     """For a quorum: nodes whose results only the quorum and its downstream nodes use."""
     serves: list[CheckedNode] = field(default_factory=list)
@@ -135,7 +128,6 @@ class CheckedNode:
         return True
 
     def misses(self, ids: set[int]) -> bool:
-        """Return whether the node still has to process some of these rows."""
         return not (ids.isdisjoint(self.waiting) and ids.isdisjoint(self.leased))
 
 
@@ -203,11 +195,9 @@ class CheckedGraph:
         return self.is_complete(group, maker) and not maker.misses(group.levels[maker.level])
 
     def is_finished(self, group: CheckedGroup) -> bool:
-        """Return whether all work on a group is done."""
         return not any(node.misses(group.levels[node.level]) for node in reversed(self.nodes))
 
     def has_passed(self, row: CheckedRow, before: CheckedNode) -> bool:
-        """Return whether an earlier node is done with the row or its ancestor."""
         return (
             before.node.makes_level in self.line(row.level)
             or row.ancestor(before.level).id in before.done
@@ -221,7 +211,6 @@ class CheckedGraph:
         return "dropped" if row.group.lost or any(row.id in node.dropped for node in nodes) else "waiting"
 
     def dropped_of(self, group: CheckedGroup) -> set[int]:
-        """Return the rows of a group that some node never sees."""
         if group.lost:
             return set().union(*group.levels)
         return set().union(*(group.levels[node.level] & node.dropped for node in self.nodes))
@@ -259,7 +248,6 @@ class CheckedLease:
     ids: set[int]
     """Rows that were granted and not given back one by one."""
     open: set[int]
-    """Rows that are not published yet."""
     at: int
     made: set[int] = field(default_factory=set)
     staged: list[tuple[Record, set[int]]] = field(default_factory=list)
@@ -276,25 +264,21 @@ class CheckedRows:
         *,
         keep_parts: bool,
     ) -> None:
-        """See `Checker`."""
         self.in_flight: dict[int, CheckedRow] = {}
         self.groups: dict[int, CheckedGroup] = {}
         """Oldest first."""
         self.leases: dict[tuple[str, int], CheckedLease] = {}
-        """(graph, number) -> open lease."""
         self.next_id = self.next_group = 0
         self.events = 0
         self._on_finished, self._keep_parts = on_finished, keep_parts
         self._counts: dict[str, GraphCounts] = {}
         """`waiting` and `leased` are filled in by `counts`."""
         self._touched: set[CheckedGroup] = set()
-        """Groups to check for completion after this event."""
 
     def begin(self, graph: CheckedGraph) -> None:
         self._counts[graph.name] = GraphCounts(consumed=Counter(dict.fromkeys(graph.by_name, 0)))
 
     def counts(self) -> dict[str, GraphCounts]:
-        """Return the counts of the rows of each graph so far."""
         found = {name: replace(c, dropped=c.dropped.copy()) for name, c in self._counts.items()}
         for row in self.in_flight.values():
             graph = row.group.graph
@@ -317,7 +301,6 @@ class CheckedRows:
         self.next_group += 1
 
     def _add(self, rows: list[CheckedRow]) -> None:
-        """Add new rows of one level of a graph."""
         first = rows[0]
         graph, nodes = first.group.graph, first.group.graph.on_level[first.level]
         new = {row.id: row for row in rows}
@@ -377,7 +360,6 @@ class CheckedRows:
         return made
 
     def done(self, node: CheckedNode, ids: set[int]) -> None:
-        """Mark rows as done at a node."""
         if not ids:
             return
         node.leased -= ids
@@ -435,7 +417,6 @@ class CheckedRows:
         self._touched.add(group)
 
     def reject(self, group: CheckedGroup, node: CheckedNode, fate: str) -> None:
-        """Apply the fate of a group that is too old for an update."""
         self.count_stale(group.graph, fate, 1)
         if fate == "wait":
             node.held_back.add(group.id)

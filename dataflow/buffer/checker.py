@@ -108,18 +108,15 @@ class Checker:
         self.rows = CheckedRows(on_finished, keep_parts=keep_parts)
         self.notes: dict[str, Any] = {}
         self.sources: dict[str, Sequence[Any]] = {}
-        """Graph -> segment with the rows of its source."""
         self.segments: set[tuple[str, str, int]] = set()
         self.lease_counts = Counter(granted=0, finished=0, released=0)
         self.restarts = 0
         self._on_recorded = on_recorded
         self._ended: dict[tuple[str, int], str] = {}
         self._versions: dict[str, list[int]] = {}
-        """Worker group -> log positions of its new versions in the current step."""
         self._restarting = False
         self._epoch = 0
         self.at = 0
-        """Byte offset of the current event in the log."""
         self._violations: list[Violation] = []
 
     def feed(self, record: Record, at: int = 0) -> list[Violation]:
@@ -240,7 +237,6 @@ class Checker:
         self.notes[key] = value
 
     def _count_update(self, name: str, version: Any) -> None:
-        """Count a new version of a worker group's weights."""
         nodes = (node.node for graph in self.graphs.values() for node in graph.nodes)
         allowed = sum(node.operation.updates and node.group == name for node in nodes)
         made = self._versions.setdefault(name, [])
@@ -371,7 +367,6 @@ class Checker:
         return taken
 
     def _why_not(self, graph: CheckedGraph, node: CheckedNode, id: int) -> tuple[Rule, str]:
-        """Return why a node may not take a row."""
         row = self.rows.in_flight.get(id)
         if row is None:
             return (
@@ -447,7 +442,6 @@ class Checker:
         return [found[id] for id in named if id in found]
 
     def _is_ready(self, graph: CheckedGraph, group: CheckedGroup, node: CheckedNode) -> bool:
-        """Return whether a node that takes groups can claim a group."""
         if group.graph is not graph or group.id in node.held_back:
             return False
         rows = group.levels[node.level] & node.waiting
@@ -456,7 +450,6 @@ class Checker:
     def _check_order(
         self, graph: CheckedGraph, node: CheckedNode, taken: Iterable[int], who: str
     ) -> None:
-        """Check that an update takes the ready groups with the oldest tokens."""
         groups = {row.group for id in taken for row in [self.rows.in_flight[id]]}
         youngest = max(groups, key=lambda group: self._oldest(group, node), default=None)
         if youngest is None:
@@ -607,7 +600,6 @@ class Checker:
         self._end_lease(record, "released", f"was released ({why})")
 
     def _release_some(self, lease: CheckedLease, record: Record) -> None:
-        """Give unpublished rows back. The lease keeps the others."""
         who, ids = f"lease {record['lease']} of node {lease.node.name!r}", set[int](record["ids"])
         if lease.node.takes_groups:
             raise BrokenRule(
@@ -632,7 +624,6 @@ class Checker:
     # Rows go
 
     def _drop(self, record: Record) -> None:
-        """Drop rows that a node repeatedly failed on."""
         graph, node = self._graph_of(record), self._node_of(record)
         what = f"drop: node {node.name!r} does without"
         taken = self._ready(graph, node, record["ids"], what)
@@ -643,7 +634,6 @@ class Checker:
             self.rows.drop_from(self.rows.in_flight[id], node, f"failed at {node.name}")
 
     def _offer(self, record: Record) -> None:
-        """Let a quorum take the ready rows of a group, although they are fewer than it asks for."""
         node, group = self._node_of(record), self._group_of(record)
         who = f"group {group.id} is offered short to node {node.name!r}"
         if not node.quorum or not group.arrived.get(node):

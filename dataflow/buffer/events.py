@@ -47,7 +47,6 @@ class Claim:
     node: str
     ids: list[int]
     rows: int | None = None
-    """Most rows to lease."""
     groups: int | None = None
     stale: list[Any] | None = None
     """Version, bound and fate of a `Staleness`."""
@@ -80,7 +79,6 @@ class Finish:
 
     lease: int
     step: int | None = None
-    """Step of the update, for an update."""
 
 
 @dataclass(slots=True)
@@ -160,7 +158,6 @@ def _ids(ids: list[int]) -> str:
 
 
 def _values(values: list[int]) -> str:
-    """Write equal values once."""
     same = len(values) > FEW and values.count(values[0]) == len(values)
     return str(values[0]) if same else _numbers(values)
 

@@ -117,7 +117,6 @@ class SegmentServer(pf.FlightServerBase):
     """
 
     location: str
-    """Address: `grpc://host:port`, or `grpc+tls://host:port`."""
 
     def __init__(
         self,
@@ -166,7 +165,6 @@ class SegmentServer(pf.FlightServerBase):
                 raise pf.FlightServerError(f"a segment server knows {known}, not {action.type!r}")
 
     def _verify(self, listed: Sequence[Sequence[Any]]) -> list[bytes]:
-        """Return the problem of each segment; empty if it is intact."""
         problems: list[bytes] = []
         for segment in map(Segment.from_json, listed):
             _check(segment.node, segment.file)
@@ -345,15 +343,12 @@ class Peers:
     locations: Mapping[str, str]
     """Node name -> address of its server."""
     token: str
-    """The token of all servers."""
     certificates: Mapping[str, bytes] = field(default_factory=dict)
     """Address -> the server's certificate, as PEM. Connections to other addresses are not
     encrypted."""
     timeout_s: float = 60.0
-    """Time limit of a fetch."""
 
     def client(self, location: str, timeout_s: float) -> SegmentClient:
-        """Connect to one of the servers."""
         return SegmentClient(location, self.token, self.certificates.get(location), timeout_s=timeout_s)
 
     def unreadable(self, segments: Iterable[Segment]) -> dict[Segment, str]:
@@ -497,7 +492,6 @@ class Deletions:
             time.sleep(self._pause_s)
 
     def _until_next_attempt(self) -> float | None:
-        """Return seconds until the next retry of a failed peer."""
         due = [peer.next_attempt for peer in self._peers if peer.files]
         return max(0.0, min(due) - time.monotonic()) if due else None
 

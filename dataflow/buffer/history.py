@@ -165,7 +165,6 @@ def _place(group: CheckedGroup) -> str:
 
 
 def _end(group: CheckedGroup, rows: Mapping[int, CheckedRow], checker: Checker) -> str:
-    """Return when a group was finished, and the fate of its rows."""
     step, dropped = checker.notes.get("step"), group.graph.dropped_of(group)
     after = f", after step {step}" if step is not None else ""
     ids = [id for level in group.levels for id in sorted(level)]

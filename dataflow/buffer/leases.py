@@ -80,7 +80,6 @@ class Published:
         parents: Sequence[int] | None,
         finished: Sequence[int] | None,
     ) -> Published:
-        """Make it from a record of the log or of a checkpoint."""
         made = [
             None if numbers is None else np.array(numbers, np.int64)
             for numbers in (versions, parents, finished)
@@ -89,7 +88,6 @@ class Published:
 
     @cached_property
     def lists(self) -> PublishedLists:
-        """The arguments of `of_lists`."""
         versions, parents, finished = self.versions, self.parents, self.finished
         return PublishedLists(
             self.ids.tolist(),
@@ -206,7 +204,6 @@ class Lease:
     num_tokens: np.ndarray
     """[rows] int64 tokens of each row when it was claimed."""
     holder: str = ""
-    """Name of the worker that holds the lease, for messages."""
     deadline: float | None = None
     """Time when the rows are requeued, in seconds of the ledger's clock."""
     masked: frozenset[int] = frozenset()
@@ -251,7 +248,6 @@ class Lease:
 
     @cached_property
     def row_of(self) -> dict[int, Row]:
-        """Sample id -> row."""
         return dict(zip(self.ids.tolist(), self.rows, strict=True))
 
     @property
@@ -363,11 +359,9 @@ class Leases:
     def __init__(self) -> None:
         self._open: dict[int, Lease] = {}
         self._void: dict[int, str] = {}
-        """Token of a released lease -> reason."""
         self._deadlines: list[tuple[float, int]] = []
         """Heap of (when, token)."""
         self._num_groups: dict[str, int] = {}
-        """Node that takes groups -> number of groups that it has leased."""
         self._given_up: list[tuple[int, int]] = []
         self.next_token = 1
 
@@ -381,7 +375,6 @@ class Leases:
         return self._open[token]
 
     def holds(self, lease: Lease) -> bool:
-        """Return whether the lease is open."""
         return self._open.get(lease.token) is lease
 
     def is_void(self, token: int) -> bool:
@@ -404,7 +397,6 @@ class Leases:
         return self._num_groups.get(node.name, 0)
 
     def begin(self, lease: Lease) -> None:
-        """Register an open lease."""
         self._open[lease.token] = lease
         if lease.node.operation.takes_groups:
             self._num_groups[lease.node.name] = self.num_groups(lease.node) + lease.num_groups
@@ -417,12 +409,10 @@ class Leases:
             under |= {(place, level): lease.token for place in places if rows.ids[place] in lease.open}
 
     def take_token(self) -> int:
-        """Return the token for a new lease."""
         self.next_token += 1
         return self.next_token - 1
 
     def finish(self, lease: Lease) -> None:
-        """Close a lease whose rows are done."""
         del self._open[lease.token]
         if lease.node.operation.takes_groups:
             self._num_groups[lease.node.name] -= lease.num_groups

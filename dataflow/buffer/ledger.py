@@ -78,7 +78,6 @@ class Claims:
     def take(
         self, i: int, max_rows: int | None, max_groups: int | None, staleness: Staleness | None = None
     ) -> Taking:
-        """Choose rows for node i."""
         readiness, groups = self._live.readiness, self._live.groups
         if not self._live.wiring.takes_groups[i]:
             return Taking(readiness.take_rows(i, max_rows, groups))
@@ -153,7 +152,6 @@ class Claims:
     def _take_group(
         self, group: Group, i: int, staleness: Staleness | None, masked: list[int]
     ) -> tuple[Group, int]:
-        """Take a ready group for node i."""
         readiness, rows = self._live.readiness, group.levels[self._live.wiring.level[i]]
         mask = readiness.offered_rows(group, i)
         if staleness is not None and (old := staleness.too_old(rows, mask)):
@@ -198,7 +196,6 @@ class Claims:
         return bool(again)
 
     def _set_aside(self, group: Group, i: int, staleness: Staleness) -> None:
-        """Apply the fate of a ready group that is too old for node i."""
         self.stale[staleness.fate] += 1
         self._live.readiness.withdraw_group(group, i)
         if staleness.fate == "wait":
@@ -282,7 +279,6 @@ class Ledger:
 
     @property
     def readiness(self) -> Readiness:
-        """The rows that nodes can claim."""
         return self.live.readiness
 
     def _note(self, event: Event) -> None:
@@ -292,7 +288,6 @@ class Ledger:
     # Issue rows
 
     def set_source(self, segment: Segment) -> None:
-        """Set the segment with the rows of the graph's source."""
         self._note(SetSource(segment.to_json()))
         self.source = segment
 
@@ -385,7 +380,6 @@ class Ledger:
         return self.claims.stale.total() - before
 
     def _grant(self, asked: Claim, taking: Taking, deadline: float | None) -> Lease | None:
-        """Log a claim, and lease the rows that it takes."""
         node, level = self.graph[asked.node], self.graph[asked.node].level
         i, taken = self._index[node.name], taking.taken
         lease = Lease.of(
@@ -604,7 +598,6 @@ class Ledger:
         self._give_back(list(ids), i)
 
     def _give_back(self, ids: Sequence[int], i: int) -> None:
-        """Make rows that node i had claimed ready for it again."""
         node, wiring = self.graph.nodes[i], self.live.wiring
         for group, mask in self._masks(node, ids).items():
             rows = group.levels[node.level]

@@ -26,17 +26,13 @@ class StoredParts:
         self._parts: dict[Part, None] = {}
         self._freed: list[Segment] = []
         self.num_bytes = 0
-        """Bytes of the segments of rows in flight."""
         self.published_bytes = 0
-        """Bytes published so far."""
         self.finished_bytes = 0.0
         """Published bytes of finished groups. Groups that share a segment have their share by rows."""
         self.largest_group_bytes = 0
-        """Most bytes of any finished group."""
 
     @property
     def segments(self) -> list[Segment]:
-        """Segments that rows in flight refer to."""
         return [part.segment for part in self._parts]
 
     def add(self, segment: Segment, rows: int) -> Part:
@@ -50,12 +46,10 @@ class StoredParts:
         return part
 
     def put(self, part: Part) -> None:
-        """Add a part that rows in flight need."""
         self._parts[part] = None
         self.num_bytes += part.segment.num_bytes
 
     def discard(self, segment: Segment) -> None:
-        """Free a segment that no node will read."""
         self._freed.append(segment)
 
     def finish(self, group: Group) -> None:
@@ -83,7 +77,6 @@ class StoredParts:
 
 
 def _counted(column: list[Part | None]) -> list[tuple[Part, int]]:
-    """Return each part in a column, with the number of its rows."""
     first = column[0]
     if first is not None and column.count(first) == len(column):
         return [(first, len(column))]
@@ -135,7 +128,6 @@ class LiveRows:
         self.graph = graph
         self.wiring = Wiring(graph)
         self.group_of: dict[int, Group] = {}
-        """Sample id of a row in flight -> its group."""
         self.rows = RowsById(self.group_of)
         self.groups: dict[int, Group] = {}
         """Groups in flight by id, oldest first."""
@@ -146,28 +138,24 @@ class LiveRows:
         self.groups_behind = 0
         """Groups with only background nodes (recorders) left to run."""
         self.largest_group = 0
-        """Most rows of any finished group, on all levels."""
         self._whole: list[set[int]] = [set() for _ in graph.nodes]
         """Node that takes rows -> groups that may have ready rows and get no more. Some may have
         none."""
         self.quorum_deadlines: list[tuple[float, int, int]] = []
         """Heap of (time, node, group) of quorums that are not reached yet."""
         self.issued = 0
-        """Rows issued or made so far."""
         self.done = 0
         """Retired rows that were not dropped."""
         self.dropped: Counter[str] = Counter()
         """Reason -> rows dropped so far. Reasons are the name of a filter, or "over-issued at",
         "late at" or "stale at" a node."""
         self.finished = [0] * len(graph.nodes)
-        """Rows that each node has finished since this ledger was made."""
         self._ids = ids
         self._clock = clock
 
     # Add rows
 
     def issue(self, position: int, tokens: int, step: int) -> None:
-        """Issue a row of the source as the root of a new group."""
         group = Group(
             self._ids.take_group(), position, step, tokens, self.wiring.above, len(self.graph.nodes)
         )
@@ -182,7 +170,6 @@ class LiveRows:
         self.retire_if_finished(group)
 
     def issue_again(self, group: Group) -> None:
-        """Issue the prompt of a lost or stale group again."""
         self.issue(group.position, group.tokens, group.issued_in)
 
     def restore(self, group: Group) -> None:
@@ -233,7 +220,6 @@ class LiveRows:
         self._begin(new, level)
 
     def _begin(self, new: Mapping[Group, int], level: int) -> None:
-        """Count new rows of a level and offer them to the first nodes."""
         wiring = self.wiring
         nodes, behind, counted = wiring.on_level[level], wiring.behind_on_level[level], 0
         for group, mask in new.items():
@@ -316,7 +302,6 @@ class LiveRows:
         self._offer_group_if_ready(group, i)
 
     def _set_quorum_deadline(self, group: Group, i: int) -> None:
-        """Start the deadline of a quorum for a group."""
         quorum = self.graph.nodes[i].operation.quorum
         if quorum and quorum.deadline_s is not None:
             heapq.heappush(self.quorum_deadlines, (self._clock() + quorum.deadline_s, i, group.id))
@@ -415,7 +400,6 @@ class LiveRows:
                 self._finish_level_if_complete(group, node.makes_level)
 
     def skip(self, group: Group, mask: int, j: int) -> None:
-        """Mark rows that node j will never see."""
         if not mask:
             return
         rows, number = group.levels[self.wiring.level[j]], mask.bit_count()
@@ -487,7 +471,6 @@ class LiveRows:
 
     @property
     def ids_at_work(self) -> list[int]:
-        """Ids of the groups at work, oldest first."""
         return [id for id, group in self.groups.items() if not group.rested]
 
     def positions_before(self, nodes: Iterable[Node]) -> list[int]:
@@ -506,7 +489,6 @@ class LiveRows:
             self._whole[i].add(group.id)
 
     def is_awaited(self, node: Node) -> bool:
-        """Return whether a quorum may be waiting for rows of a node."""
         return any(self.wiring.quorum[j] for j in self.wiring.downstream[self.wiring.index[node.name]])
 
     def lacks_siblings(self, node: Node) -> bool:

@@ -57,7 +57,6 @@ class Wiring:
         self.may_be_cut_off = [any(self.needs_above[i] for i in own) for own in self.on_level]
         """Level -> whether one of its nodes depends on ancestors of its rows."""
         self.behind_on_level = [sum(self.behind[i] for i in own) for own in self.on_level]
-        """Level -> number of its background nodes."""
         self.then = [
             [j for j, m in enumerate(nodes) if n.name in m.after and n.makes_level != m.level]
             for n in nodes
@@ -97,7 +96,6 @@ class Wiring:
         return mask
 
     def has_passed(self, row: Row, name: str) -> bool:
-        """Return whether a node is done with a row or its ancestor."""
         node = self.graph[name]
         if self._makes_ancestor(node, row.level):
             return True
@@ -122,7 +120,6 @@ class Wiring:
         return mask
 
     def _needs(self, node: Node) -> list[tuple[int, int]]:
-        """Return (level, node) of each node that must be done with a row or its ancestor first."""
         found: set[tuple[int, int]] = set()
         for name in node.after:
             before = self.graph[name]
@@ -196,7 +193,6 @@ class Readiness:
         self.fresh_row_queues: list[list[int]] = [[] for _ in range(number)]
         """Groups that got ready rows since the last claim, unsorted."""
         self.in_row_queues: list[set[int]] = [set() for _ in range(number)]
-        """Members of `row_queues` and `fresh_row_queues`, for lookup."""
         self.group_queues: list[list[tuple[int, int]]] = [[] for _ in range(number)]
         """Heaps of (age, group id), sorted by `_order`."""
         self.num_rows = [0] * number
@@ -205,13 +201,11 @@ class Readiness:
         self.num_unclaimed = [0] * number
         """Groups in flight that a node which takes groups has not claimed."""
         self.too_old_groups: list[set[int]] = [set() for _ in range(number)]
-        """Groups that are too old and wait for a larger bound."""
         self.unclaimed_of: list[Counter[int]] = [Counter() for _ in range(number)]
         """For an update: version when generation began -> unclaimed groups."""
         self.offered_of: list[Counter[int]] = [Counter() for _ in range(number)]
         """The part of `unclaimed_of` that was offered."""
         self.todo = [0] * number
-        """Rows in flight that a node still has to finish."""
         self.unfinished_levels = [0] * wiring.num_levels
         """Number of groups that can get more rows on a level."""
 
@@ -275,7 +269,6 @@ class Readiness:
     # Rows
 
     def offer_rows(self, group: Group, number: int, i: int) -> None:
-        """Add ready rows of a group for node i."""
         if group.id not in self.in_row_queues[i]:
             self.in_row_queues[i].add(group.id)
             self.fresh_row_queues[i].append(group.id)
@@ -341,7 +334,6 @@ class Readiness:
         return min(group.num_ready(i), quorum) if quorum else self.offered_rows(group, i).bit_count()
 
     def offer_group(self, group: Group, i: int) -> None:
-        """Mark a group as ready for node i."""
         self.tally(group, -1)
         group.offered |= 1 << i
         self.tally(group, 1)
@@ -370,7 +362,6 @@ class Readiness:
         )
 
     def first_group(self, i: int, known: Mapping[int, Group]) -> Group | None:
-        """Return the next ready group of node i, or None."""
         queue = self.group_queues[i]
         while queue:
             group = known.get(queue[0][1])
@@ -395,17 +386,14 @@ class Readiness:
         self.too_old_groups[i].add(group.id)
 
     def clear_too_old(self, group: Group, i: int) -> None:
-        """Undo `set_too_old`."""
         group.too_old &= ~(1 << i)
         self.too_old_groups[i].remove(group.id)
 
     def claim_group(self, group: Group, i: int) -> None:
-        """Mark a withdrawn group as claimed by node i."""
         self._set_claimed(group, group.claimed | 1 << i)
         self.num_unclaimed[i] -= 1
 
     def unclaim_group(self, group: Group, i: int) -> None:
-        """Give a claimed group back, and offer it to node i again."""
         self._set_claimed(group, group.claimed & ~(1 << i))
         self.num_unclaimed[i] += 1
         self.offer_group(group, i)

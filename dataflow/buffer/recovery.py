@@ -395,7 +395,6 @@ class RestoredState:
     unwritten: list[str] = field(default_factory=list)
     """Graphs that the log does not name, because the run ended while it was being created."""
     pinned: set[Segment] = field(default_factory=set)
-    """Segments that the latest checkpoint refers to."""
 
 
 def restore(

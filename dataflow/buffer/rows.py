@@ -65,13 +65,11 @@ class GroupState(enum.Enum):
     """
 
     GATHERING = "gathering"
-    """More of its rows may become ready."""
     READY = "ready"
     """Complete, or its quorum is reached. A claim can take it."""
     TOO_OLD = "too_old"
     """Too old for the bound of all claims so far, and waiting for a larger one."""
     CLAIMED = "claimed"
-    """Leased or done."""
     DROPPED = "dropped"
     """It was offered, but none of its rows is left."""
 
@@ -149,7 +147,6 @@ class LevelRows:
 
     def __init__(self, above: int, num_nodes: int) -> None:
         self.above = above
-        """Level of the parents of these rows."""
         self.ids: list[int] = []
         self.parents: list[int] = []
         """Place of each row's parent; 0 for a row of the source."""
@@ -177,11 +174,9 @@ class LevelRows:
 
     @property
     def all(self) -> int:
-        """Mask of all rows."""
         return (1 << len(self.ids)) - 1
 
     def place(self, id: int) -> int:
-        """Return the place of a row of this level."""
         if len(self.ids) <= SEARCHED:
             return self.ids.index(id)
         known = self._places
@@ -274,13 +269,10 @@ class Group:
         """
         self.id = id
         self.position = position
-        """Row of the source that was issued."""
         self.issued_in = step
-        """Step that it was issued for."""
         self.trained_in: int | None = None
         """Step of the last update that trained on it."""
         self.tokens = tokens
-        """Tokens of the issued row when it was issued."""
         self.version: int | None = None
         """Policy version of the weights when its generation began."""
         self.levels = [LevelRows(level, num_nodes) for level in above]
@@ -314,12 +306,10 @@ class Group:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows on all levels."""
         return sum([len(rows.ids) for rows in self.levels])
 
     @property
     def num_leased(self) -> int:
-        """Number of rows that some node has leased."""
         return sum([union(rows.leased).bit_count() for rows in self.levels])
 
     @property
@@ -330,14 +320,12 @@ class Group:
         )
 
     def find(self, id: int) -> Row:
-        """Return a row of it by sample id."""
         for level, rows in enumerate(self.levels):
             if id in rows.ids:
                 return Row(self, level, rows.place(id))
         raise KeyError(id)
 
     def rows(self, level: int) -> list[Row]:
-        """Return the rows of a level, in order of arrival."""
         return [Row(self, level, place) for place in range(len(self.levels[level].ids))]
 
 
@@ -374,17 +362,14 @@ class Row(NamedTuple):
 
     @property
     def position(self) -> int:
-        """Row of the source that it comes from."""
         return self.group.position
 
     @property
     def parent(self) -> Row | None:
-        """The row that it was made from; None for a row of the source."""
         rows = self._level
         return None if self.level == SOURCE else Row(self.group, rows.above, rows.parents[self.place])
 
     def state(self, i: int) -> RowState:
-        """Return its state at node i, which is of its level."""
         rows, place = self._level, self.place
         if rows.done[i] >> place & 1:
             return RowState.DONE
@@ -403,7 +388,6 @@ class Row(NamedTuple):
         return row
 
     def part(self, i: int) -> Part | None:
-        """Return the part with the columns that node i wrote for it."""
         column = self._level.parts.get(i)
         return column[self.place] if column else None
 

@@ -100,7 +100,6 @@ class SampleBuffer:
     """Damage found at recovery, and how it was handled."""
     disk: Disk = field(default_factory=Disk)
     scratch: Scratch | None = None
-    """Where segments are stored, if not in `folder`."""
     keep_checkpoints: int = KEEP_CHECKPOINTS
     """Ledger checkpoints to keep besides the ones that model checkpoints need."""
 
@@ -112,7 +111,6 @@ class SampleBuffer:
 
     @property
     def segments(self) -> Path:
-        """Folder of this node's segments."""
         return _root(self.folder, self.scratch) / self.node
 
     # Create, recover, close
@@ -295,7 +293,6 @@ class SampleBuffer:
                 ledger.release(lease, "the run was started again")
 
     def _drop_damaged(self, check: Callable[[Segment], None]) -> None:
-        """Requeue groups whose segments cannot be read."""
         lost: dict[Segment, str] = {}
         for segment in segments_of(self.ledgers.values()):
             try:
@@ -402,7 +399,6 @@ class SampleBuffer:
     # During the run
 
     def set_source(self, name: str, segment: Segment) -> None:
-        """Set the segment that has the rows of a graph's source."""
         before = self.ledgers[name].source
         if segment == before:
             return

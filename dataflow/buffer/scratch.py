@@ -52,7 +52,6 @@ NETWORK = frozenset(
 LOCAL_FUSE = ("fuse.fuse-overlayfs", "fuse.lxcfs", "fuse.overlayfs")
 
 _held: dict[Path, int] = {}
-"""Folder -> file descriptor with this process's lock."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,9 @@ class Scratch:
 
     @property
     def path(self) -> Path:
-        """The folder on this machine."""
         return (self.parent or Path(tempfile.gettempdir())).absolute() / self.name
 
     def is_noted_in(self, buffer: Path) -> bool:
-        """Return whether this machine can read the buffer's folder of the run."""
         try:
             return read_json(buffer / NOTE)["name"] == self.name
         except (OSError, ValueError, LookupError, TypeError):

@@ -46,7 +46,6 @@ class SegmentStore:
         self._ended: set[tuple[str, str]] = set()
 
     def published(self, segment: Segment) -> None:
-        """Note that a live row refers to this segment."""
         stream, sequence = _stream_of(segment)
         files = self._live.get(stream)
         if files is None:
@@ -184,10 +183,8 @@ class Pins:
         self._freed: list[Segment] = []
         """Segments that no row needs, to free once no checkpoint needs them."""
         self.segments: set[Segment] = set()
-        """All segments that checkpoints refer to."""
 
     def add(self, checkpoint: str, segments: Iterable[Segment]) -> None:
-        """Pin the segments that a checkpoint refers to."""
         self._of[checkpoint] = set(segments)
         self.segments |= self._of[checkpoint]
 

@@ -80,8 +80,6 @@ class StreamFile:
 
 
 class _Pieces:
-    """File object that collects the pieces that Arrow writes."""
-
     closed = False
 
     def __init__(self) -> None:
@@ -304,7 +302,6 @@ class Segment:
     """xxh3_64 of the message's bytes."""
 
     def to_json(self) -> list[Any]:
-        """Return the reference as in the ledger's log."""
         return [self.node, self.file, self.offset, self.num_bytes, self.checksum]
 
     @classmethod

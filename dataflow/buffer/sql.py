@@ -121,7 +121,6 @@ class QueryProcess:
         )
 
     def close(self) -> None:
-        """Kill the process."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

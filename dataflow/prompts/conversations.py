@@ -31,7 +31,6 @@ _SHAREGPT = {
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
     **{role: role for role in SYSTEM_ROLES},
 }
-"""ShareGPT's `from` -> role."""
 
 _OF_RENDERING = {
     "messages",
@@ -182,7 +181,6 @@ class Texts:
 
     prompts: list[str]
     responses: dict[str, list[str]]
-    """Texts by token column."""
     chat: bool
     """Whether the chat template made the texts. It writes all special tokens."""
     has_bos: bool = False
@@ -197,7 +195,6 @@ class Texts:
     rows: Sequence[int] | None = None
     """Source row of each row; None if every source row makes one row."""
     turns: int = 0
-    """Assistant turns in the rows."""
     trained_turns: int = 0
 
     def keeping(self, kept: Sequence[int]) -> Texts:
@@ -250,13 +247,11 @@ class Conversations:
     system: str | None = None
     """System prompt for rows without one."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, for all rows."""
     tools: Sequence[Any] | None = None
     """Functions that the model may call, by row."""
     own_variables: Sequence[Any] | None = None
     """Further variables of the template, by row."""
     own_systems: Sequence[str | None] | None = None
-    """System prompts from a column, by row."""
     images: Sequence[int] | None = None
     """Number of images, by row; None if the source has no images."""
 
@@ -373,7 +368,6 @@ class Conversations:
         )
 
     def _header(self, row: int, messages: Messages) -> str:
-        """Return the text before the content of a finished assistant turn."""
         mark = "WEFT_ANSWERS_HERE"
         text = self._text(row, [*messages, {"role": "assistant", "content": mark}])
         return text[: text.rfind(mark)] if mark in text else text
@@ -418,7 +412,6 @@ class Conversations:
         return [_system(self.system), *messages], False
 
     def _placed(self, row: int, prompt: Messages, responses: Sequence[Messages]) -> Messages:
-        """Add image blocks for the row's images to the prompt."""
         try:
             for response in responses:
                 refuse_places(response)
@@ -615,7 +608,6 @@ def _continued(prompt: Messages, response: Messages) -> Messages:
 
 
 def _find(conversation: Messages, part: Messages) -> int | None:
-    """Return the index of the first occurrence of some messages in a conversation."""
     places = range(len(conversation) - len(part) + 1) if part else ()
     return next((k for k in places if all(map(same_message, conversation[k:], part))), None)
 

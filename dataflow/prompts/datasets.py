@@ -24,7 +24,6 @@ SPLITS = {
 """Splits, and the words for them in names of files and folders."""
 
 _OTHER = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Metadata files of the library `datasets`."""
 
 
 @dataclass(frozen=True)
@@ -173,11 +172,9 @@ class HubSplit:
     """A split of a data set."""
 
     name: str
-    """Its name in messages."""
     table: pa.Table
     split: str
     choices: tuple[str, ...]
-    """Defaults that were used."""
 
 
 def is_hub_id(name: str) -> bool:
@@ -284,11 +281,9 @@ class Rows:
     """The rows of a source, with their origin."""
 
     name: str
-    """Short name of the source."""
     table: pa.Table
     origin: Origin
     choices: tuple[str, ...] = ()
-    """Defaults that were used: a subset, a split."""
 
 
 def check_paths(source: object) -> None:

@@ -51,11 +51,9 @@ class Origin:
         return f"{file}, row {row - first + 1}"
 
     def at(self, start: int) -> Origin:
-        """Return the origin of a part of the rows that begins at row `start`."""
         return replace(self, start=self.start + start)
 
     def of(self, rows: Sequence[int] | None) -> Origin:
-        """Return the origin of rows that were made from these rows."""
         return replace(self, rows=rows)
 
     @property
@@ -217,7 +215,6 @@ def refuse_mixed(name: str, values: Iterable[Any], origin: Callable[[int], str])
         UserError: naming the first value whose type differs from the same field in earlier rows.
     """
     seen: dict[str, tuple[str, int]] = {}
-    """Field -> its type, and the first row with it."""
 
     def visit(name: str, value: Any, row: int) -> None:
         kind = _json_type(value)
@@ -590,7 +587,6 @@ def _after_blank(text: str, at: int) -> int:
 
 
 def _objects(text: str) -> Iterator[Any]:
-    """Yield concatenated values."""
     at = _after_blank(text, 0)
     while at < len(text):
         value, end = _decode(text, at)
@@ -599,7 +595,6 @@ def _objects(text: str) -> Iterator[Any]:
 
 
 def _elements(text: str) -> Iterator[Any]:
-    """Yield the elements of a JSON array."""
     at = _after_blank(text, _after_blank(text, 0) + 1)
     while not text.startswith("]", at):
         element, end = _decode(text, at)
@@ -663,7 +658,6 @@ _READERS: dict[str, Callable[[Path, int | None], pa.Table]] = {
 
 
 def _concat(tables: Sequence[pa.Table], files: Sequence[str]) -> pa.Table:
-    """Concatenate all tables, with the columns of the first."""
     first = tables[0]
     for table, file in zip(tables[1:], files[1:], strict=True):
         for there, here, whose, other in ((first, table, file, files[0]), (table, first, files[0], file)):

@@ -59,7 +59,6 @@ class Format:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Columns of text or messages."""
         return self.columns[: len(self.columns) - len(self.marks)]
 
     def __str__(self) -> str:
@@ -100,7 +99,6 @@ FORMATS = (
 """Known formats, the most specific first. A file has the first format whose columns it has."""
 
 SYSTEM_COLUMNS = ("system", "system_prompt")
-"""Columns for system prompts, in any format."""
 
 
 def find_format(table: pa.Table, origin: Origin, columns: Mapping[str, str | None]) -> Format:
@@ -193,7 +191,6 @@ def refuse_quoted_messages(table: pa.Table, format: Format, origin: Origin) -> N
 
 
 def _has_turns(column: pa.ChunkedArray) -> bool:
-    """Return whether every text begins with a turn of HH-RLHF."""
     return is_text(column.type) and count_matches(as_text(column), r"^\n\nHuman:") == len(column)
 
 
@@ -317,7 +314,6 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
     """
     closing = _closing_braces(text)
     places: list[tuple[int, int, int, int]] = []
-    """Start and end of each box, and of its content."""
     for match in _BOX.finditer(text):
         inside = match.span("bare")
         if match["bare"] is None and match.end() in closing:
@@ -379,7 +375,6 @@ class Answers:
     """The ground truths of all rows."""
 
     column: str
-    """The column of the answers, or `a.b` for a field."""
     values: pa.ChunkedArray
     """Text, or the values of the file as `JsonType`, or values without a JSON form (such as dates)
     in their own type."""
@@ -463,7 +458,6 @@ def _after_hashes(text: str) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""Return the content of the last closed `\boxed{}`."""
     found = boxes(text)
     return found[-1][2].strip() or None if found else None
 
@@ -480,7 +474,6 @@ def _is_json_text(text: str) -> bool:
 
 
 def _may_be_worked(column: pa.ChunkedArray) -> bool:
-    """Return whether any text of a column marks a final answer."""
     texts = column.cast(pa.string()) if is_json(column.type) else column
     return count_matches(texts, r"####|\\boxed|\\fbox") > 0
 

@@ -33,7 +33,6 @@ class Images:
     """The images of all rows."""
 
     column: str
-    """Their column in the source."""
     values: pa.Array
     """[rows] lists of encoded images."""
 
@@ -196,7 +195,6 @@ def _has_mark(message: dict[str, Any]) -> bool:
 
 
 def _parted(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the content of a message with an image block for each mark."""
     return [part for block in _blocks(message) for part in _parts(block)]
 
 

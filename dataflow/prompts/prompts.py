@@ -84,7 +84,6 @@ class Prompts:
     name: str
     table: pa.Table = field(repr=False)
     format: str = ""
-    """Name of the detected format."""
     dropped: int = 0
     """Rows dropped by `filter`, or because a text exceeded `max_prompt_tokens`, the model's
     context, or the limit for tokenising."""
@@ -394,7 +393,6 @@ class Prompts:
         return rest._compact()
 
     def _compact(self) -> Prompts:
-        """Return a copy with a single chunk per column."""
         return replace(self, table=pa.Table.from_batches([Batch.of_table(self.table).record]))
 
     @property
@@ -432,7 +430,6 @@ def _with_the_rest(
 
 
 def _lengths(table: pa.Table, column: str) -> np.ndarray:
-    """Return the number of tokens in each row of a column, as [rows]."""
     return Batch.of_table(table.select([column])).lengths(column)
 
 

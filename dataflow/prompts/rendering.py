@@ -36,26 +36,20 @@ class Rendering:
     format: Format
     tokenizer: Tokenizer
     kinds: Mapping[str, Kind]
-    """Kind of each column."""
     chat: bool
-    """Whether to apply the chat template."""
     reason: str
-    """Reason for `chat`."""
     has_bos: bool = False
     """Whether plain texts already begin with the beginning-of-sequence token."""
     repeats: bool = False
     """Whether every text response repeats its prompt, which is then removed."""
     answered: bool = False
-    """Whether conversations end with the assistant's turn."""
     train_on: TrainOn = "last"
-    """Assistant turns of conversations to train."""
     system: str | None = None
     variables: Mapping[str, Any] | None = None
     """Variables of the chat template, for all rows."""
 
     @property
     def many_turns(self) -> bool:
-        """Whether responses may have several turns."""
         marked = self.format.name == "HH-RLHF"
         return marked or any(self.kinds[path] == "messages" for path in self.format.responses.values())
 
@@ -174,7 +168,6 @@ class Rendering:
         return rows.render(divider.with_prompts(asked, answers, parts), parts)
 
     def _prompts(self, table: pa.Table, origin: Origin) -> list[str]:
-        """Return the text prompts, each with its context."""
         assert self.format.prompt
         prompts = _strings(table, self.format.prompt, origin, empty="refuse")
         if self.format.context is None:
@@ -193,7 +186,6 @@ class Rendering:
         ]
 
     def _answers(self, table: pa.Table, path: str, origin: Origin, prompts: Sequence[str]) -> list[str]:
-        """Return the text responses, without repeated prompts."""
         texts = _strings(table, path, origin)
         if not self.repeats:
             return texts
@@ -591,7 +583,6 @@ def _stopped(response: np.ndarray, stop: int) -> np.ndarray:
 
 
 def _stop_token(tokenizer: Tokenizer) -> int | None:
-    """Return the token that ends plain text."""
     eos, after = tokenizer.token_id("eos_token"), tokenizer.added[1]
     return after[-1] if eos is None and after else eos
 

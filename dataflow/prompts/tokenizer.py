@@ -51,7 +51,6 @@ class ChatTemplate:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """Named tokens (`eos_token`, ...), visible to the template."""
     name: str = "the tokenizer"
-    """Name of the tokenizer in messages."""
 
     def __bool__(self) -> bool:
         return bool(self.sources)
@@ -245,7 +244,6 @@ def _environment() -> jinja2.Environment:
 
 
 def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    """Return the message with `mark` at the end of its text."""
     content = message.get("content")
     if content is None:
         raise UserError("the last message is the assistant's and should be continued, but has no text")
@@ -359,7 +357,6 @@ class Tokenizer:
         return f"Tokenizer({self.name!r}, {self.backend.get_vocab_size()} tokens, {templates})"
 
     def token_id(self, name: str) -> int | None:
-        """Return the id of a named token (`eos_token`), or None if the tokenizer has no such token."""
         token = self.special_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)
 
@@ -401,7 +398,6 @@ class Tokenizer:
 
     @functools.cached_property
     def special_texts(self) -> tuple[str, ...]:
-        """Texts of all special tokens."""
         added = self.backend.get_added_tokens_decoder().values()
         return tuple(
             dict.fromkeys(

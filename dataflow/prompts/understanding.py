@@ -77,9 +77,7 @@ class Example:
     response: str | None = None
     """The trained response (the chosen one of a pair), if any."""
     answer: Any = None
-    """The answer as a reward function gets it."""
     rejected: str | None = None
-    """The other response of a pair."""
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Parts of each response with several turns, by token column. Trained and untrained parts
     alternate; the first is trained."""
@@ -95,16 +93,12 @@ class Understanding:
     source: str
     """Files, or the id of a data set with its subset and split."""
     rows: int
-    """Rows that were read."""
     format: str
     columns: Mapping[str, str]
-    """Column of the source -> its type."""
     roles: Mapping[str, str]
     """Role (`prompt`, `answer`, `response`, ...) -> its column."""
     trains: str
-    """Part of a row that training learns from."""
     chat: bool
-    """Whether the chat template was applied."""
     chat_reason: str
     prompts: Lengths
     examples: tuple[Example, ...]
@@ -112,14 +106,11 @@ class Understanding:
     """Variables of the chat template that the user set."""
     system: str | None = None
     own_system: int = 0
-    """Rows that kept their own system message."""
     responses: Lengths | None = None
     extraction: str = ""
-    """How answers were extracted from worked solutions."""
     choices: tuple[str, ...] = ()
     """Defaults that were used: `subset 'main' of main, socratic`."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Reason -> dropped rows."""
     images: str = ""
     """Number of images and of rows with images; empty without images."""
     notes: tuple[str, ...] = ()
@@ -240,7 +231,6 @@ class Observer:
             self._equal += sum(one == other for one, other in zip(*columns, strict=True))
 
     def _trains(self) -> str:
-        """Describe the trained part of a row."""
         format, rendering = self._rendering.format, self._rendering
         if format.text:
             return "every token of a text but the first"
@@ -349,7 +339,6 @@ def _roles(
 
 
 def _fields_of(table: pa.Table, column: str | None) -> list[str]:
-    """Return the fields of the messages in a column."""
     kind = table.schema.field(column).type if column in table.column_names else None
     if kind is not None and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         kind = kind.value_type
@@ -357,7 +346,6 @@ def _fields_of(table: pa.Table, column: str | None) -> list[str]:
 
 
 def _has_arguments(kind: pa.DataType) -> bool:
-    """Return whether a type contains an object named `arguments`."""
     return any(
         (kind.field(k).name == "arguments" and pa.types.is_struct(kind.field(k).type))
         or _has_arguments(kind.field(k).type)
@@ -371,7 +359,6 @@ def _without_end(text: str, ends: tuple[str, ...]) -> str:
 
 
 def _extraction(answers: Answers | None, rows: Rows, extract: bool) -> str:
-    """Describe how answers were extracted."""
     if answers is None:
         return ""
     missing = answers.missing
@@ -396,7 +383,6 @@ def _extraction(answers: Answers | None, rows: Rows, extract: bool) -> str:
 
 
 def _example_lines(number: int, example: Example) -> list[str]:
-    """Format an example row: one quoted part per line."""
     lines = [f"  row {number}     prompt   {_shown(example.prompt, _SHOWN)}"]
     texts = {"response_ids": example.response}
     if example.rejected is not None:

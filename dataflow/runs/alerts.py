@@ -34,9 +34,7 @@ class Alert:
     """An event that the user should know about."""
 
     name: str
-    """Its kind, such as `no_signal` or `replaced`."""
     text: str
-    """Message, with what to try."""
     step: int = 0
     """Number of finished steps."""
     time: float = 0.0
@@ -68,7 +66,6 @@ class Alerts:
         return alert
 
     def flush(self) -> None:
-        """Write pending alerts."""
         if not self._pending:
             return
         lines = "".join(f"{json.dumps(asdict(alert))}\n" for alert in self._pending)

@@ -283,7 +283,6 @@ class RunDirectory:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """Metrics of every step, read from disk."""
         if rows := by_step(self._metrics.read()):
             return rows
         table = read_metrics(self.path)
@@ -295,7 +294,6 @@ class RunDirectory:
 
     @property
     def timeline(self) -> list[dict[str, Any]]:
-        """All finished calls, read from disk."""
         if calls := self._timeline.read().to_pylist():
             return calls
         table = read_timeline(self.path)

@@ -40,7 +40,6 @@ class RunFacts:
     """Metrics of the last step; empty before the first."""
     alerts: tuple[Alert, ...]
     damage: tuple[str, ...]
-    """Files that could not be read."""
 
     @property
     def step(self) -> int:
@@ -95,7 +94,6 @@ class RunFacts:
 
     @property
     def loss(self) -> float | None:
-        """Loss of the last step, or None if it measured none."""
         return self._last_of("loss")
 
     def _last_of(self, metric: str) -> float | None:
@@ -104,7 +102,6 @@ class RunFacts:
 
     @property
     def for_programs(self) -> dict[str, Any]:
-        """The state as JSON values."""
         return {
             "run": self.path.name,
             "path": str(self.path),

@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 CONFIG = "config.json"
-"""The resolved configuration."""
 GRAPH, MERMAID = "graph.json", "graph.mmd"
 """The graphs, as JSON and as a Mermaid diagram."""
 STREAM, PARQUET = ".arrows", ".parquet"
@@ -34,7 +33,6 @@ SKIPPED = "skipped"
 TRACKERS = "trackers"
 """State of each tracker: the metrics that it has sent."""
 LOGS = "logs"
-"""Logs of workers, trackers and dashboards."""
 BUFFER = "buffer"
 """The sample buffer. It contains:"""
 LOG = "ledger.log"
@@ -154,11 +152,9 @@ class Disk:
         os.fdatasync(descriptor)
 
     def truncate(self, descriptor: int, size: int) -> None:
-        """Truncate a file to this many bytes."""
         os.ftruncate(descriptor, size)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Replace `target` by `source` atomically."""
         os.replace(source, target)
 
     def sync_folder(self, folder: Path) -> None:

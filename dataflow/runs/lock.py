@@ -80,7 +80,6 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is or was a process of this machine."""
         return (self.host, self.machine) == (platform.node(), _machine())
 
     @property
@@ -138,7 +137,6 @@ class RunLock:
         return self._claim.holder.epoch
 
     def record(self) -> Record:
-        """Return the log record of this epoch."""
         holder = self._claim.holder
         return {
             "do": "epoch",
@@ -173,7 +171,6 @@ class RunLock:
         )
 
     def release(self) -> None:
-        """Release the lock, so that others can take the run."""
         self._release()
 
     def give_back(self) -> None:

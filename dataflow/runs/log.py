@@ -60,7 +60,6 @@ FORMAT = 6
 format 3 has all rows of a record in one segment, format 4 writes every number separately (see
 `unpacked`), and claims of format 5 have no `too_old`."""
 OLDEST = 3
-"""Oldest format that can be read."""
 
 _CHUNK_BYTES = 1 << 20
 _CUT = ".cutting"
@@ -162,7 +161,6 @@ class Log:
         if path.exists():
             self._keep_what_is_cut(at.offset)
         self.start = self._start_after(at)
-        """Position and checksum where the log's file begins."""
         self._descriptor = self._begin_file(at.offset)
         drop_parts_behind(path, self.start)
         self._synced = clock()
@@ -240,11 +238,9 @@ class Log:
         return Position(*self._end)
 
     def append(self, record: Record) -> None:
-        """Add a record; the next `commit` writes it."""
         self.append_json(_encode(record))
 
     def append_json(self, record: str) -> None:
-        """Add a record that is already encoded as one line of JSON."""
         offset, checksum = self._end
         payload = record.encode()
         checksum = zlib.crc32(payload, checksum)
@@ -355,7 +351,6 @@ class Log:
             raise TakenOverError(f"{self.path} cannot be written any more: another process took it over")
 
     def close(self) -> None:
-        """Commit, sync, and close the file."""
         if self._descriptor >= 0:
             try:
                 self.commit(sync=True)
@@ -596,7 +591,6 @@ def _file_start(at: Position) -> FileStart:
 
 
 def _begins_with(path: Path, beginning: Path) -> bool:
-    """Return whether a file begins with the contents of a second file."""
     with open_file(path) as file, open_file(beginning) as first:
         while data := first.read(_CHUNK_BYTES):
             if file.read(len(data)) != data:

@@ -36,7 +36,6 @@ class FileStart:
     """Where the file of a log begins in the whole log."""
 
     offset: int = 0
-    """Bytes of the log before the file."""
     checksum: int = 0
     """Checksum that the first record starts from."""
     header_bytes: int = 0

@@ -109,7 +109,6 @@ def verify_manifest(folder: Path) -> list[Damage]:
 
 
 def _check(folder: Path, name: str, entry: _Entry) -> str:
-    """Return the problem with a file; empty if there is none."""
     try:
         size = (folder / name).stat().st_size
         if size != entry["bytes"]:
@@ -157,7 +156,6 @@ def _files(folder: Path) -> list[str]:
 
 
 def _parse(written: bytes) -> Mapping[str, _Entry] | None:
-    """Return the files that a manifest lists; None if it is damaged."""
     try:
         files = parse_object(written, MANIFEST)["files"]
         sound = all(

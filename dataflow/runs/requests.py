@@ -115,6 +115,5 @@ class StacksRequests:
         self._requests = RunRequests(run / STACKS, epoch)
 
     def new(self) -> list[str]:
-        """Return the workers in requests since the last call."""
         asked = self._requests.new() or {}
         return [str(asked["worker"])] if "worker" in asked else []

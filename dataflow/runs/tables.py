@@ -26,7 +26,6 @@ from ..untrusted_text import beginning, one_line
 from .files import METRICS, PARQUET, STREAM, TIMELINE, Disk, replacing
 
 ROW_GROUP = 1 << 16
-"""Rows in each row group of the timeline's Parquet file."""
 
 VALUES = pa.schema([("step", pa.float64()), ("name", pa.string()), ("value", pa.float64())])
 """Metrics in long form, because steps have different metrics, and some are measured after their
@@ -81,7 +80,6 @@ class TableStream:
         self._pending: list[Mapping[str, Any]] = []
 
     def add(self, **row: Any) -> None:
-        """Add a row. The next `flush` writes it to the file."""
         self._pending.append(row)
 
     def flush(self) -> None:
@@ -119,7 +117,6 @@ class TableStream:
         return pa.concat_tables([pa.Table.from_batches(batches(self.path), self.schema), pending])
 
     def close(self) -> None:
-        """Flush, and close the file."""
         try:
             self.flush()
         finally:
@@ -255,7 +252,6 @@ def to_parquet(run: Path) -> None:
 
 
 def _row_groups(parts: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """Yield the rows of all parts, in tables of about ROW_GROUP rows."""
     held: list[pa.RecordBatch] = []
     for part in parts:
         held.append(part)
