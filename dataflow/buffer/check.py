@@ -63,6 +63,7 @@ def check_log(folder: Path) -> Report:
     violations, damage, end = saved.violations, saved.damage, Position()
     for end, found in check_records(folder, checker, damage):
         violations += found
+        # Checkpoints are between records, so compare after each one.
         saved.compare(end)
         if len(violations) >= MAX_VIOLATIONS:
             violations.append(Violation(Rule.SOUND_LOG, "... and more: the check stopped here"))
@@ -166,6 +167,7 @@ class SavedStates:
                 if path.exists():  # the run deletes old ones
                     self.damage.append(str(error))
                 continue
+            # A checkpoint of an empty log has nothing to compare.
             if position == Position():
                 self.sound += 1
             else:
@@ -180,6 +182,7 @@ class SavedStates:
             place, records = read_checkpoint(path)
         except (ValueError, OSError):
             return
+        # The offset matches, but the log continued differently from there.
         if place.checksum != end.checksum:
             self.damage.append(f"{path.name}: {_FOREIGN}")
             return
@@ -195,6 +198,7 @@ class SavedStates:
         for id in sorted(saved.keys() ^ rows.keys()):
             where = "the checkpoint lacks" if id in rows else "the log lacks"
             self._complain(f"{path.name}: row {id} is in flight, which {where}")
+        # Same rows: their states at each node must agree as well.
         for id in saved.keys() & rows.keys():
             nodes = rows[id].group.graph.nodes
             done = sum(1 << i for i, node in enumerate(nodes) if id in node.done)
@@ -284,6 +288,7 @@ class RecordedSamples:
                 self._complain(f"{part.path} cannot be read: {error}")
                 return
         who, times = f"lease {lease} of graph {graph!r}", Counter(id for id, _ in filed)
+        # Look again at the end, because a live run may still write these files.
         if missing := sorted(steps.keys() - times.keys()):
             if late is not None:
                 late[graph, lease] = dict(steps)
@@ -299,6 +304,7 @@ class RecordedSamples:
             self._complain(
                 f"{who}: sample {id} is filed under step {step}; it belongs to step {steps[id]}"
             )
+        # Do not report a changed file twice.
         if len(self.violations) == before:
             self._compare_checksums(found)
 

@@ -308,6 +308,7 @@ class CheckedRows:
         self._counts[graph.name].issued += len(rows)
         for node in nodes:
             node.waiting |= new.keys()
+        # An ancestor may have been dropped before these rows came.
         above = [node for node in nodes if node.needs_above]
         for row in rows:
             group = row.group
@@ -338,6 +339,7 @@ class CheckedRows:
                 if tokens and id in self.in_flight:
                     self.in_flight[id].tokens += tokens
         if self._keep_parts and node.node.writes:
+            # Not strict: nodes may write nothing.
             for id, segment in zip(record["ids"], segments_of_rows(record), strict=False):
                 if row := self.in_flight.get(id):
                     row.parts = {**(row.parts or {}), node.name: segment}
@@ -373,6 +375,7 @@ class CheckedRows:
         """For nodes with a quorum, note which rows of these groups became ready with this record."""
         for quorum, group in ((n, g) for n in nodes if n.quorum for g in groups):
             arrived = group.arrived.setdefault(quorum, {})
+            # Rows that become ready with the same record arrive together.
             for id in (group.levels[quorum.level] & quorum.waiting) - arrived.keys():
                 if quorum.is_ready({id}, self.in_flight):
                     arrived[id] = self.events

@@ -144,6 +144,7 @@ class Checker:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             what = f"the record lacks what it needs ({type(error).__name__}: {error})"
             self._break(Rule.KNOWN_RECORD, f"{record.get('do')}: {what}")
+        # After all checks of this event, which may refer to finished groups.
         self.rows.forget_finished_groups()
         return self._violations
 
@@ -213,6 +214,7 @@ class Checker:
             who = f"host {record['host']!r}, process {record['pid']}, since {record['since']}"
             said = f"epoch {epoch} ({who}) begins after epoch {self._epoch}: two drivers wrote this log"
             self._break(Rule.ONE_WRITER, said)
+        # The first epoch is the start of the run, not a restart.
         if self._epoch:
             self.restarts += not self._restarting
             self._restarting = True
@@ -241,6 +243,7 @@ class Checker:
         allowed = sum(node.operation.updates and node.group == name for node in nodes)
         made = self._versions.setdefault(name, [])
         made.append(self.at)
+        # A worker group may have several update nodes in one step.
         if len(made) > max(allowed, 1):
             step = self.notes.get("step", 0) + 1
             problem = f"version {version} of {name!r} is update {len(made)} of step {step}, whose first is at byte {made[0]}"
@@ -330,6 +333,7 @@ class Checker:
         graph, node = self._graph_of(record), self._node_of(record)
         number, ids, stale = record["lease"], record["ids"], record.get("stale")
         who = f"lease {number} of node {node.name!r}"
+        # Tokens only grow, so a smaller one was granted before.
         if number <= graph.last_lease:
             raise BrokenRule(f"{who} was granted before", Rule.LEASE)
         graph.last_lease = number
@@ -343,6 +347,7 @@ class Checker:
                 self.rows.reject(group, node, stale[2])
         if node.node.operation.updates:
             self._check_order(graph, node, taken, who)
+        # A claim may take nothing and only set groups aside.
         if not ids:
             if not stale:
                 raise BrokenRule(f"{who} takes no rows", Rule.KNOWN_RECORD)
@@ -422,6 +427,7 @@ class Checker:
         if fate == "mask":
             return []  # the claim treats old groups like others
         taken = {row.group.id for id in ids if (row := self.rows.in_flight.get(id))}
+        # Format 5: groups were checked in order of ids, until the claim was full.
         full = named is None and limit is not None and len(taken) >= limit
         last = max(taken, default=-1) if full else self.rows.next_group
         found: dict[int, CheckedGroup] = {}
@@ -520,8 +526,10 @@ class Checker:
             self._break(
                 Rule.LEASE, f"publish: {who} {verb} row {id}, which is not, or no longer, its own"
             )
+        # Continue with the valid rows only, after reporting the others.
         finished &= lease.open
         lease.open -= finished
+        # Count segments for the report.
         if "segment" in record:
             self._refer(record["segment"])
         for _, *segment in record.get("segments", ()):

@@ -130,6 +130,7 @@ _RECORDS: Mapping[str, type[Event]] = {
     "lose": Lose,
     "offer": Offer,
 }
+# These names are part of the log format.
 _NAMES = {event: name for name, event in _RECORDS.items()}
 
 
@@ -144,6 +145,7 @@ def _numbers(numbers: list[int]) -> str:
 def _ids(ids: list[int]) -> str:
     """Write runs of consecutive ids as [first, number] (see `unpacked` in `log.py`); complete
     groups have such runs."""
+    # A cheap test of the first ids rejects most lists without runs.
     if len(ids) <= FEW or not (ids[1] - ids[0] == 1 or ids[2] - ids[1] == 1 or ids[3] - ids[2] == 1):
         return _numbers(ids)
     begins = [0, *(np.flatnonzero(np.diff(np.array(ids, np.int64)) != 1) + 1).tolist()]
@@ -158,6 +160,7 @@ def _ids(ids: list[int]) -> str:
 
 
 def _values(values: list[int]) -> str:
+    # A single int instead of a list; `unpacked` repeats it.
     same = len(values) > FEW and values.count(values[0]) == len(values)
     return str(values[0]) if same else _numbers(values)
 
@@ -220,6 +223,7 @@ def _publish_to_json(event: Publish, graph: str) -> str:
     """`to_json` for Publish, which is logged for each generated row and must be fast."""
     head = f'{{"do":"publish","graph":{_quoted(graph)},"lease":{event.lease},"ids":'
     segment = "" if event.segment is None else f',"segment":{_of_segment(event.segment)}'
+    # The most frequent record: one sample of a generation.
     if len(event.ids) == 1 and event.parents and event.versions and event.finished == []:
         one = f'[{event.ids[0]}],"tokens":[{event.tokens[0]}]{segment}'
         return (

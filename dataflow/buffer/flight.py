@@ -147,6 +147,7 @@ class SegmentServer(pf.FlightServerBase):
             message, schema = self._reader.message(segment)
         except DamagedSegment as error:
             raise pf.FlightInternalError(str(error), DAMAGED) from None
+        # Pieces bound the size of each gRPC message.
         pieces = [schema.serialize()]
         pieces += [
             message.slice(i, min(PIECE_BYTES, message.size - i))
@@ -309,6 +310,7 @@ class _TokenGate(pf.ServerMiddlewareFactory):
             (v for name, values in headers.items() if name.lower() == "authorization" for v in values),
             b"",
         )
+        # Constant time, so that the token cannot be guessed byte by byte.
         if not hmac.compare_digest(shown.encode() if isinstance(shown, str) else shown, self._wanted):
             raise pf.FlightUnauthenticatedError("the token is missing, or is not this run's")
 
@@ -356,7 +358,9 @@ class Peers:
         are not peers."""
         found: dict[Segment, str] = {}
         for node, own in itertools.groupby(
-            sorted(segments, key=_place), key=lambda segment: segment.node
+            # Sorted, because `groupby` needs the segments of a node next to each other.
+            sorted(segments, key=_place),
+            key=lambda segment: segment.node,
         ):
             if (location := self.locations.get(node)) is None:
                 continue
@@ -400,10 +404,12 @@ class Peers:
             self._wait_for(
                 lock, deadline, f"fetching file {segment.file} of node {segment.node!r} from {location}"
             )
+            # Another process fetched it while this one waited for the lock.
             if path.exists():
                 return
             with self.client(location, max(deadline - time.monotonic(), 1e-3)) as client:
                 stream = client.fetch(segment)
+            # Write under another name, so that readers only see complete copies.
             part = path.with_name(f"{path.name}.part")
             who = f"the copy of a message of node {segment.node!r}"
             with full_disk_named(path.parent, who, len(stream)), open(part, "wb") as file:
@@ -482,6 +488,7 @@ class Deletions:
                 files, self._files, closing = self._files, [], self._closing
             for peer in self._peers:
                 peer.files += files
+                # Forgotten files only cost disk space on the peer.
                 del peer.files[:-MAX_FILES]
                 if peer.files and (closing or peer.next_attempt <= time.monotonic()):
                     peer.tell()

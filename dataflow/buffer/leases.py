@@ -43,7 +43,10 @@ class Staleness:
         """Return the places of rows that are too old."""
         versions, oldest = rows.versions, self.version - self.bound
         return [
-            place for place in places_in(mask) if (v := versions[place]) is not None and 0 <= v < oldest
+            # Rows without a version come from no policy and never become stale.
+            place
+            for place in places_in(mask)
+            if (v := versions[place]) is not None and 0 <= v < oldest
         ]
 
 
@@ -224,6 +227,7 @@ class Lease:
         tokens: list[int] = []
         for group, mask in taken:
             rows = group.levels[level]
+            # More than one bit is set.
             if mask & (mask - 1):
                 places = rows.in_order(mask)
                 ids += map(rows.ids.__getitem__, places)
@@ -315,6 +319,7 @@ class Lease:
         """Return whether these are all rows of the lease, in order, with none published or given
         back before."""
         ids = published.ids
+        # Checks lengths first, because this runs for every publish.
         whole = published.parents is None and len(self.open) == len(ids) == len(self.ids)
         return whole and (ids is self.ids or np.array_equal(ids, self.ids))
 
@@ -344,6 +349,7 @@ class Lease:
                 f"node {self.node.name!r} published columns of {sorted(lengths)} rows in lease {self.token}"
             )
         again = len(set(ids)) != len(ids) or (len(finished) > 1 and len(set(finished)) != len(finished))
+        # Children must be new: neither in flight nor staged in this lease.
         if makes and not again:
             staged = (
                 {id for _, before, _ in self.staged for id in before.ids.tolist()} if self.staged else ()
@@ -406,6 +412,7 @@ class Leases:
         for group, of, _, places in lease.taken if level is not None else ():
             rows = group.levels[of]
             under = rows.made_under = rows.made_under or {}
+            # `give_up` finds the lease of a parent here.
             under |= {(place, level): lease.token for place in places if rows.ids[place] in lease.open}
 
     def take_token(self) -> int:
@@ -420,6 +427,7 @@ class Leases:
     def release(self, lease: Lease, why: str) -> None:
         """Void a lease. Its holder is refused from here on, with this reason."""
         self.finish(lease)
+        # Keep the reason for a late holder.
         self._void[lease.token] = why
         if len(self._void) > REMEMBERED_LEASES:
             del self._void[next(iter(self._void))]
@@ -427,6 +435,7 @@ class Leases:
     def take_overdue(self, now: float) -> list[Lease]:
         """Return open leases whose deadline has passed, each once."""
         overdue: list[Lease] = []
+        # Leases that ended earlier are still in the heap, and are skipped here.
         while self._deadlines and self._deadlines[0][0] <= now:
             _, token = heapq.heappop(self._deadlines)
             if token in self._open:
@@ -511,6 +520,7 @@ class Pieces:
                     parts.append(rows.parts[i][own[0]])
                 else:
                     parts += map(rows.parts[i].__getitem__, own)
+                # The node reads columns of an ancestor, so keys are the ancestor's ids.
                 if level != node.level:
                     owners += map(rows.ids.__getitem__, own)
             ids = lease.ids if level == node.level else np.array(owners, np.int64)
@@ -549,6 +559,7 @@ class Pieces:
                         )
                     )
                 else:
+                    # An empty share still needs a segment, for the types of its columns.
                     of = dict.fromkeys([parts[k] for k in share or (0,)])
                     own.append(Piece(columns, ordered[begin:end], tuple([part.segment for part in of])))
                 begin = end

@@ -298,6 +298,7 @@ class LiveRows:
         ready = group.num_ready(i)
         if ready == 1:
             self._set_quorum_deadline(group, i)
+        # A quorum takes at most its number of rows; later ones do not count.
         self.readiness.num_rows[i] += group.offered >> i & 1 and ready <= self.wiring.quorum[i]
         self._offer_group_if_ready(group, i)
 
@@ -374,6 +375,7 @@ class LiveRows:
         for group in masks:
             if made is not None:
                 self._finish_level_if_complete(group, made)
+            # Only recording is left, or nothing.
             if group.open == group.behind:
                 self.retire_if_finished(group)
 
@@ -501,6 +503,7 @@ class LiveRows:
         if not self.readiness.num_rows[i] or self.is_awaited(node):
             return False
         level, whole = self.wiring.level[i], self._whole[i]
+        # Entries may be stale: drop those without ready rows.
         while whole:
             id = next(iter(whole))
             group = self.groups.get(id)

@@ -280,6 +280,7 @@ class Readiness:
         """Take up to `number` ready rows for node i, in order of group and id, as masks by group."""
         queue, fresh, level = self.row_queues[i], self.fresh_row_queues[i], self._wiring.level[i]
         taken: list[tuple[Group, int]] = []
+        # Taking everything needs no heap.
         if number is None or number >= self.num_rows[i]:
             ids, self.row_queues[i], self.in_row_queues[i] = sorted(queue + fresh), [], set()
             number = self.num_rows[i]
@@ -367,6 +368,7 @@ class Readiness:
             group = known.get(queue[0][1])
             if group is not None and group.state(i) is GroupState.READY:
                 return group
+            # A stale entry: the group was claimed, dropped or set aside.
             heapq.heappop(queue)
         return None
 

@@ -98,6 +98,7 @@ def places_in(mask: int) -> Sequence[int]:
     """
     if not mask & (mask - 1):
         return (mask.bit_length() - 1,) if mask else ()
+    # All low bits are set: the common case of a complete group.
     if not mask & (mask + 1):
         return range(mask.bit_length())
     places: list[int] = []
@@ -180,6 +181,7 @@ class LevelRows:
         if len(self.ids) <= SEARCHED:
             return self.ids.index(id)
         known = self._places
+        # Index only the rows that were added since the last call.
         for place in range(len(known), len(self.ids)):
             known[self.ids[place]] = place
         return known[id]
@@ -191,6 +193,7 @@ class LevelRows:
         self.parents.append(parent)
         self.tokens.append(tokens)
         self.versions.append(version)
+        # Keep the columns as long as `ids`.
         for column in self.parts.values():
             column.append(None)
         return bit
@@ -371,6 +374,7 @@ class Row(NamedTuple):
 
     def state(self, i: int) -> RowState:
         rows, place = self._level, self.place
+        # A row may have several bits, so the order of these checks matters.
         if rows.done[i] >> place & 1:
             return RowState.DONE
         if rows.leased[i] >> place & 1:
@@ -394,6 +398,7 @@ class Row(NamedTuple):
     def made(self, level: int) -> list[Row]:
         """Return the children of this row on a level."""
         rows = self.group.levels[level]
+        # No node makes rows of that level from this one.
         if rows.above != self.level:
             return []
         return [
@@ -423,4 +428,5 @@ class Row(NamedTuple):
         while row.level != SOURCE:
             path += [row.number, row.level]
             row = row.ancestor(row.group.levels[row.level].above)
+        # Samples of a prompt are identified by their number alone.
         return [] if path == [1] else path

@@ -159,6 +159,7 @@ class SampleBuffer:
         disk = disk or Disk()
         log = Log(folder / LOG, sync_interval_s=sync_interval_s, disk=disk, clock=clock, fence=fence)
         ids = ids or Ids()
+        # A resumed run without its log continues the ids of the old one.
         if ids.next_id:
             log.append({"do": "ids", "next_id": ids.next_id, "next_group": ids.next_group})
         ledgers = {
@@ -243,6 +244,7 @@ class SampleBuffer:
         buffer._release_leases()
         buffer._drop_damaged(check or buffer._verify)
         buffer._register_segments(restored.pinned)
+        # The releases above must be on disk before any worker starts.
         buffer.commit(sync=True)
         return buffer
 
@@ -313,6 +315,7 @@ class SampleBuffer:
         """Register the segments that rows or the latest checkpoint need, and recycle all other
         files."""
         for ledger in self.ledgers.values():
+            # Replay freed these already; `sweep` removes their files.
             ledger.parts.take_freed()
             ledger.leases.take_given_up()
         live = segments_of(self.ledgers.values())
@@ -320,6 +323,7 @@ class SampleBuffer:
             self.store.published(segment)
         for path in ledger_checkpoints(self.folder)[:1]:
             self._pins.add(path.name, pinned)
+        # Freed once their checkpoint is removed.
         self._pins.free(pinned - live)
         self.store.sweep()
         for node, writer in {(s.node, s.file.split(".")[0]) for s in live | pinned}:
@@ -450,6 +454,7 @@ class SampleBuffer:
         """
         self.commit(sync=True)
         here = {s.file for g in self.ledgers.values() for s in g.parts.segments if s.node == self.node}
+        # The log refers to these columns, so they must be on disk first.
         for file in sorted(here):
             with_file(self.segments / file, os.fdatasync)
         position = self.log.position

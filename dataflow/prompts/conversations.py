@@ -53,6 +53,7 @@ def read_messages(table: pa.Table, path: str, origin: Origin) -> list[Messages]:
     """
     dialogues: list[Messages] = []
     for row, value in enumerate(find_column(table, path, origin, "column").to_pylist()):
+        # A single message counts as a list of one.
         messages = [value] if isinstance(value, Mapping) else value
         if not messages:
             raise UserError(
@@ -76,6 +77,7 @@ def _message(value: Any) -> dict[str, Any]:
                 f"is from {said!r}; ShareGPT's names are {', '.join(_SHAREGPT)}{nearest(said, _SHAREGPT)}"
             )
         message = {"role": _SHAREGPT[said], "content": message.pop("value", None), **message}
+        # `value` may be missing, which leaves a null content.
         message = _without_nulls(message)
     if "role" not in message:
         raise UserError(f"has no role: {short(message)}")
@@ -333,6 +335,7 @@ class Conversations:
             text = self._finished(row, conversation[: k + 1])
             opened = self._prompt(row, conversation[:k], [text])
             run = runs[-1]
+            # The template kept the earlier turns, so this turn extends the row.
             if opened.startswith(ended):
                 start = len(run.prompt)
                 run.gaps.append((len(ended) - start, len(opened) - start))
@@ -353,6 +356,7 @@ class Conversations:
         The prompt then ends with the header of finished turns, and never elsewhere, such as inside
         a tag that starts like another.
         """
+        # With `begun`, the last message is an unfinished assistant turn.
         prompt = self._text(row, messages, add_generation_prompt=not begun, continue_last=begun)
         if all(text.startswith(prompt) for text in finished):
             return prompt
@@ -368,6 +372,7 @@ class Conversations:
         )
 
     def _header(self, row: int, messages: Messages) -> str:
+        # Unlikely to occur in messages.
         mark = "WEFT_ANSWERS_HERE"
         text = self._text(row, [*messages, {"role": "assistant", "content": mark}])
         return text[: text.rfind(mark)] if mark in text else text
@@ -389,6 +394,7 @@ class Conversations:
             raise UserError(f"{self.origin(row)}: {error}") from None
         for message in messages:
             role = message["role"]
+            # Templates silently skip roles that they do not know.
             if role not in ROLES and not any(role in source for source in chat.sources.values()):
                 raise UserError(
                     f"{self.origin(row)}: a message has the role {role!r}, which the chat template does not know; roles are "
@@ -534,6 +540,7 @@ class Divider:
         """Return the whole conversation of a response, and the index of the first message after its
         prompt."""
         systems = sum(message["role"] in SYSTEM_ROLES for message in prompt[:1])
+        # The response may repeat the prompt with or without its system message.
         for asked, added in ((prompt, []), (prompt[systems:], prompt[:systems])):
             at = _find(response, asked)
             if at is not None and (at == 0 or not added):
@@ -565,6 +572,7 @@ class Divider:
             shared = start
         if shared < start:
             self._no_prompt(row, names, len(wholes))
+        # Go back to a place where all responses begin with an assistant turn.
         for end in range(min(shared, most), start - 1, -1):
             if all(whole[end]["role"] == "assistant" for whole in wholes.values()):
                 return Exchange(first[:end], {name: whole[end:] for name, whole in wholes.items()})

@@ -131,6 +131,7 @@ def _files(folder: Path, above: tuple[Path, ...] = ()) -> list[Path]:
 def _subsets(folder: Path) -> Mapping[str, list[Path]]:
     """Return subset -> files: the inner folders, if this folder has no readable files itself."""
     inner = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    # Files next to the folders: the folders are not subsets.
     if any(p.is_file() and is_readable(p) and p.name not in _OTHER for p in folder.iterdir()):
         return {}
     if any(p.name == "data" or _split_of(Path(p.name)) for p in inner):
@@ -149,6 +150,7 @@ def _split_of(path: Path) -> str | None:
     ('train', 'validation', None)
     """
     for part in reversed(path.parts):
+        # Whole words only: `latest.jsonl` is not a test split.
         words = re.split(r"[^a-z]+", part.lower())
         for split, names in SPLITS.items():
             if any(name in words for name in names):
@@ -184,6 +186,7 @@ def is_hub_id(name: str) -> bool:
     >>> is_hub_id("openai/gsm8k"), is_hub_id("data/train.jsonl"), is_hub_id("train.parquet")
     (True, False, False)
     """
+    # A local folder OWNER makes the name a path.
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is None or Path(name).parent.is_dir():
         return False
     return re.search(r"\.(parquet|jsonl?|csv|tsv|arrow|gz)$", name) is None

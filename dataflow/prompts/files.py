@@ -94,6 +94,7 @@ def refuse_deep(place: str, text: bytes) -> None:
     Raises:
         UserError: it has more than MAX_NESTING levels.
     """
+    # A fast check that almost all rows pass.
     if text.count(b"[") + text.count(b"{") <= MAX_NESTING:
         return
     level = 0
@@ -566,6 +567,7 @@ def _read_json(path: Path, limit: int | None) -> pa.Table:
     data = _bytes(path)
     refuse_deep(str(path), data)
     try:
+        # Accepts a byte order mark.
         text = data.decode("utf-8-sig")
         array = text.lstrip().startswith("[")
         rows = itertools.islice((_elements if array else _objects)(text), limit)
@@ -622,6 +624,7 @@ def _read_csv(path: Path, limit: int | None, delimiter: str = ",") -> pa.Table:
         raise UserError(
             f"{path}: the header is {header[0]!r}; fields are separated by {delimiter!r}, not by ';'"
         )
+    # pyarrow could read all rows after an open quote as one field.
     refuse_open_quote(path, data, delimiter)
     try:
         table = pyarrow.csv.read_csv(

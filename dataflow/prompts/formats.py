@@ -147,6 +147,7 @@ def _find_format(table: pa.Table, origin: Origin, columns: Mapping[str, str | No
                 f"{origin.files}: columns 'role' and 'text' make each row one message (OpenAssistant's trees); a row must be a whole "
                 "conversation, in a column 'messages'. To train on the texts alone, leave out 'role'"
             )
+        # OpenRLHF's `input` may be text or messages.
         if format.dialogue == "input" and is_text(table.schema.field("input").type):
             format = dataclasses.replace(format, prompt="input", dialogue=None)
         if format.columns == ("prompt",) and response is None and (whole := _conversations(table)):
@@ -204,6 +205,7 @@ def _unknown(table: pa.Table, origin: Origin) -> UserError:
     hint = ""
     for column in best.columns:
         if column not in names:
+            # Only suggest names that are similar enough to be typing errors.
             likeness, likest = _likest(column, names)
             hint += f"; it needs {column!r}" + (f", did you mean {likest!r}?" if likeness >= 0.7 else "")
     return UserError(
@@ -426,6 +428,7 @@ def find_answers(
             if after_hashes is None and in_box is None:
                 whole = start + row if whole is None and text is not None else whole
                 continue
+            # GSM8K's mark takes precedence over boxes.
             values[row] = after_hashes or in_box
             hashes, boxed = hashes + (after_hashes is not None), boxed + (in_box is not None)
         chunks.append(json_array(values) if is_json(column.type) else pa.array(values, column.type))

@@ -120,6 +120,7 @@ def why_unreadable(encoded: pa.Buffer) -> str:
     """Check the header of an encoded image. Return the problem, or an empty string."""
     from PIL import Image
 
+    # Pillow only warns about large images; treat this as an error.
     with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
         try:
             with Image.open(pa.BufferReader(encoded)) as image:
@@ -161,6 +162,7 @@ def with_places(messages: Sequence[dict[str, Any]], images: int) -> list[dict[st
             raise UserError(
                 f"the row has {_counted(images)}, and no message of the user to put them into"
             )
+        # TRL puts all images before the text of the first user message.
         first["content"] = [{"type": "image"}] * images + _blocks(first)
     elif places != images:
         raise UserError(

@@ -169,6 +169,7 @@ class Prompts:
         format = find_format(
             table, origin, {"prompt": how.prompt, "answer": how.answer, "response": how.response}
         )
+        # `prompt` will hold the rendered text, so rename the file's column.
         if format.prompt != "prompt" and "prompt" in names:
             names = ["file_prompt" if name == "prompt" else name for name in names]
             exact, table = exact.rename_columns(names), table.rename_columns(names)
@@ -178,6 +179,7 @@ class Prompts:
             name = column.partition(".")[0]
             if is_json(table.schema.field(name).type):
                 refuse_mixed(name, table.column(name).to_pylist(), origin)
+        # After the checks above, because loading may download files.
         tokenizer = Tokenizer.load(source)
         rendering = Rendering.of(table, format, origin, tokenizer, how)
         answers = find_answers(exact, format, origin, how.answer, how.extract_answer)
@@ -189,11 +191,13 @@ class Prompts:
             part, there = table.slice(start, _PART), origin.at(start)
             counts = None if images is None else images.counts[start : start + _PART].tolist()
             texts = rendering.texts(part, there, counts)
+            # Drop these before tokenising, which would take minutes.
             if how.too_long == "drop" and (long := too_many_characters(texts)):
                 dropped += len(long)
                 texts = texts.keeping([row for row in range(len(texts.prompts)) if row not in long])
                 if not texts.prompts:
                     continue
+            # One conversation may become several rows.
             of_part = np.arange(len(part)) if texts.rows is None else np.asarray(texts.rows)
             ids = tokenise(texts, there, tokenizer)
             observer.see(
@@ -285,6 +289,7 @@ class Prompts:
         drawn = np.zeros(len(self), bool)
         drawn[np.random.default_rng(seed).permutation(len(self))[: max(rows, 0)]] = True
         held_out, asked = self.table.filter(pa.array(drawn)), self._asked
+        # Remove all copies of held-out prompts, so that evaluation stays unseen.
         taken = {one for one, is_drawn in zip(asked, drawn, strict=True) if is_drawn}
         rest = self.table.filter(pa.array([one not in taken for one in asked], pa.bool_()))
         if rows < 1 or not len(rest):
@@ -365,6 +370,7 @@ class Prompts:
                 try:
                     answer = function(row)
                 except Exception as error:
+                    # Keep the user's traceback, and add the row.
                     error.add_note(f"{self.name}, row {number}")
                     raise
                 yield answer
@@ -407,6 +413,7 @@ def _with_useful_masks(made: pa.Table) -> pa.Table:
     """Drop the masks if they exclude no token."""
     masks = [name for name in _MASKS if name in made.column_names]
     trained = (chunk.flatten() for name in masks for chunk in made.column(name).chunks)
+    # Masks of all ones cost memory and mean nothing.
     useful = any(len(values) and not values.to_numpy().all() for values in trained)
     return made if useful else made.drop_columns(masks)
 

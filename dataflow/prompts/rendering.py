@@ -235,6 +235,7 @@ def _needs_template(
             if format.text
             else "the prompt is what both responses begin with",
         )
+    # The user's setting takes precedence over the heuristics below.
     if wanted is not None:
         return wanted, f"chat={wanted}"
     if not tokenizer.chat:
@@ -567,6 +568,7 @@ def _whole(
             raise UserError(
                 f"{origin(index)}: the text {short(texts.prompts[index])} has fewer than two tokens"
             )
+    # Show the first token as the prompt.
     texts.prompts[:] = tokenizer.backend.decode_batch(
         [row[:1].tolist() for row in rows], skip_special_tokens=False
     )
@@ -602,6 +604,7 @@ def _encode(tokenizer: Tokenizer, texts: list[str], special: bool) -> tuple[np.n
         return values, offsets
     kept, lengths = np.ones(len(values), bool), np.diff(offsets)
     for place in range(1, len(after) + 1):
+        # End tokens are added later, only to responses.
         kept[offsets[1:] - place] = False
     lengths = lengths - len(after)
     for row in twice:

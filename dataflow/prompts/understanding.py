@@ -63,6 +63,7 @@ class Lengths:
         >>> Lengths(10, 60, 90, 130, 5000).limit(), Lengths(10, 60, 90, 130, 135).limit(), Lengths(1, 2, 3, 4, 9).limit()
         (192, 135, 9)
         """
+        # `-(-a // b)` rounds up.
         return min(-(-self.p99 // multiple) * multiple, self.longest)
 
     def __str__(self) -> str:
@@ -196,6 +197,7 @@ class Observer:
         self._turns += texts.turns
         self._trained_turns += texts.trained_turns
         self._rows += len(texts.prompts)
+        # Extra rows of conversations that the template forced apart.
         self._split += len(texts.prompts) - len(set(texts.rows)) if texts.rows is not None else 0
         self._count_odd(texts)
         decode = self._rendering.tokenizer.backend.decode
@@ -207,6 +209,7 @@ class Observer:
                 for name, values in tokens.items()
                 if name.endswith("_ids")
             }
+            # `prompt_ids` is always the first column.
             prompt, *responses = shown.values()
             response, rejected, *_ = (*responses, None, None)
             parts = {

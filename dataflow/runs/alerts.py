@@ -87,6 +87,7 @@ class Alerts:
         before = os.fstat(descriptor).st_size
         torn = before > 0 and os.pread(descriptor, 1, before - 1) != b"\n"
         try:
+            # One system call, so that a kill leaves at most one partial line.
             os.writev(descriptor, [b"\n" * torn, lines])
             if os.fstat(descriptor).st_size != before + torn + len(lines):
                 raise OSError("the disk is full")
@@ -109,6 +110,7 @@ def read_alerts(run: Path) -> list[Alert]:
     """
     try:
         with open_file(run / ALERTS) as file:
+            # May start in the middle of a line, which is then skipped as invalid.
             file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_BYTES))
             lines = file.read(MOST_BYTES).decode(errors="replace").splitlines()
     except (OSError, UserError):

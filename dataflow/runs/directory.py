@@ -115,6 +115,7 @@ class RunDirectory:
         if aside and is_used(path):
             set_run_aside(path)
         require_folder(path, f"run directory {str(root / path.name)!r}")
+        # Take the lock before checking, so that two drivers cannot both start here.
         lock = hold(path)
         if is_used(path):
             lock.give_back()
@@ -151,6 +152,7 @@ class RunDirectory:
             if metrics
             else {}
         )
+        # Some metrics are lost: fill the gaps from the log.
         if any(earlier not in rows for earlier in range(step + 1)):
             rows = {
                 row["step"]: row for row in samples_by_step(path / BUFFER / LOG, step, position)
@@ -171,6 +173,7 @@ class RunDirectory:
         for name in (BUFFER, SAMPLES):
             if (self.path / name).exists():
                 aside = set_aside(self.path / name, "given-up")
+                # Segments are useless without the log, and large.
                 shutil.rmtree(aside / SEGMENTS, ignore_errors=True)
                 self.origin += f"; {name} is in {aside.name}"
         self.notes.append(self.origin)
@@ -461,6 +464,7 @@ def require_folder(path: Path, what: str, *, private: bool = True) -> None:
         else:
             path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        # Callers handle a full disk.
         if is_full(error):
             raise
         at = next((p for p in (path, *path.parents) if os.path.lexists(p)), path)

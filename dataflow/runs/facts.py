@@ -57,6 +57,7 @@ class RunFacts:
     @property
     def error(self) -> str | None:
         """The error that ended the latest start of the run, or None."""
+        # Ignore an error of an earlier start.
         ended = bool(self.alerts) and self.alerts[-1].ends and self.alerts[-1].time >= self.since
         return self.alerts[-1].text if ended else None
 
@@ -169,6 +170,7 @@ def _after(values: dict[str, float], batch: pa.RecordBatch) -> dict[str, float]:
         return values
     rows = zip(steps, batch["name"].to_pylist(), batch["value"].to_pylist(), strict=True)
     new = {name: value for step, name, value in rows if step == last}
+    # A batch may add metrics to the current step.
     return new if last > values.get("step", -math.inf) else values | new
 
 

@@ -228,6 +228,7 @@ class _Claim:
 
     def release(self) -> None:
         """Note in this holder's file, which may have been unlinked, that it has ended."""
+        # Not in a forked child, which does not own the run.
         if self.holder.pid == os.getpid():
             with suppress(OSError):
                 os.write(self.descriptor, _line({"ended": _now()}))
@@ -269,11 +270,13 @@ def _try_to_take(folder: Path, after: int, own: Path | None) -> _Claim:
         found = epochs(folder.parent)
         claim, number = _write(folder, Holder.here(max([after, *found]) + 1))
         try:
+            # The file system's clock, which all machines share.
             now = os.fstat(claim.descriptor).st_mtime
             for epoch, path in sorted(found.items(), reverse=True):
                 if path != own:
                     _refuse_while_held(folder.parent, epoch, path, now)
             if _link(number, claim.path):
+                # Check again, because another driver may have linked its file in between.
                 if set(epochs(folder.parent)) == {*found, claim.holder.epoch}:
                     break
                 claim.path.unlink()  # another driver was faster: look again
@@ -310,6 +313,7 @@ def _write(folder: Path, holder: Holder) -> tuple[_Claim, Path]:
     unnamed = folder / f".{uuid.uuid4().hex}"
     descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
     os.write(descriptor, _line(asdict(holder)))
+    # The name must never refer to an incomplete file.
     os.fsync(descriptor)
     return _Claim(folder / f"epoch_{holder.epoch:06d}", holder, descriptor), unnamed
 
@@ -329,6 +333,7 @@ def _link(source: Path, target: Path) -> bool:
             os.close(os.open(target, os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:
             return False
+        # Without hard links, reserve the name with an empty file, then replace it.
         source.rename(target)
     return True
 

@@ -208,6 +208,7 @@ class Log:
             first = next(chunks, b"")
         if not first:
             return
+        # Keep the records for inspection; recovery does not read them.
         number, name = 1, f"{self.path.name}.cut-{offset}"
         unnamed, kept = self.path.with_name(name + PARTIAL), self.path.with_name(name)
         try:
@@ -269,6 +270,7 @@ class Log:
             self._torn = False
         if lines:
             data = b"".join(lines)
+            # Set before the write, so that an interrupt leaves the right state.
             self._torn = self._unsynced = True
             try:
                 self._disk.write(self._descriptor, data)
@@ -293,6 +295,7 @@ class Log:
             A function to call in any thread. It returns the file to pass to `cut`. If it raises
             OSError, for example on a full disk, it leaves no files.
         """
+        # A duplicate, because the log may close its own while the thread works.
         start, end, descriptor = self.start, self.position.offset, os.dup(self._descriptor)
         unnamed = self.path.with_name(self.path.name + _CUT)
 
@@ -329,6 +332,7 @@ class Log:
         try:
             copy_records(self._descriptor, self.start, cut.copied, self.position.offset, new, self._disk)
             self._disk.sync(new)
+            # Ask the file server, because the rename cannot be undone.
             self._check(sure=True)
             self._disk.rename(cut.path, self.path)
         except Exception:
@@ -406,6 +410,7 @@ class LogReader:
             self.damage = f"{where}: the last record is torn after {len(line)} bytes"
             return None
         checksum = zlib.crc32(line[9:-1], self.end.checksum)
+        # Stop at the first mismatch: later checksums depend on this record.
         if line[:9] != b"%08x " % checksum:
             self.damage = f"{where}: a record's checksum is {line[:8].decode(errors='replace')!r}, not {checksum:08x}"
             return None
@@ -499,6 +504,7 @@ def has_position(path: Path, position: Position) -> bool:
         file.seek(0, 2)
         if file.tell() < place:
             return False
+        # Read backwards in growing steps until the last complete line.
         size, tail = 1 << 12, b""
         while tail.count(b"\n", 0, -1) == 0 and len(tail) < place:
             begin = max(0, place - size)

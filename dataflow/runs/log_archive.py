@@ -87,6 +87,7 @@ def file_start(file: BinaryIO) -> FileStart:
     ):
         fields = json.loads(line[9:])
         return FileStart(fields["offset"], fields["checksum"], len(line))
+    # No header: the file begins at offset 0.
     file.seek(0)
     return FileStart()
 
@@ -111,6 +112,7 @@ def parts(log: Path, start: FileStart, since: int = 0) -> list[Part]:
     Raises:
         UserError: a part is missing.
     """
+    # Follow the parts backwards by offset and checksum, so that parts of other logs are ignored.
     there = {part.end: part for part in _found(log)}
     chain: list[Part] = []
     end = start.offset, start.checksum
@@ -161,6 +163,7 @@ def part_before(log: Path, end: int, checksum: int) -> tuple[str, Iterator[bytes
     def packed() -> Iterator[bytes]:
         with open_file(log) as file:
             now = file_start(file)
+            # The caller would store a part under the wrong name.
             if now != start:
                 raise OSError(f"{log} was cut while it was being packed")
             for data in _bounded(file.fileno(), now.header_bytes, now.place(end)):

@@ -59,6 +59,7 @@ def write_manifest(
         OSError: a file cannot be read, or the disk is full. No manifest is written then.
     """
     disk = disk or Disk()
+    # Remove it first: a crash must not leave a manifest of other contents.
     (folder / MANIFEST).unlink(missing_ok=True)
     (folder / _PARTIAL).unlink(missing_ok=True)
     names = _files(folder)
@@ -69,7 +70,9 @@ def write_manifest(
             zip(names, pool.map(lambda name: describe(folder / name, disk, advance), names), strict=True)
         )
     for inside in sorted(
-        {folder / parent for name in names for parent in Path(name).parents}, reverse=True
+        # Deepest folders first, so that each name is on disk before its parent's.
+        {folder / parent for name in names for parent in Path(name).parents},
+        reverse=True,
     ):
         disk.sync_folder(inside)
     disk.write_whole(folder / MANIFEST, _render(files))
@@ -166,6 +169,7 @@ def _parse(written: bytes) -> Mapping[str, _Entry] | None:
         return None
     if not sound:
         return None
+    # Comparing the canonical text detects any changed byte.
     return files if _render(files) == written else None
 
 

@@ -214,6 +214,7 @@ def recorded(run: Path, notes: list[str] | None = None) -> list[SampleFile]:
     """
     log = run / BUFFER / LOG
     everything = sample_files(run)
+    # Without a log, finished leases are unknown: take all files.
     if not everything or not log.is_file():
         return everything
     leases = finished_leases(log, lambda node: node.operation.behind, notes=notes)
@@ -270,6 +271,7 @@ def archive(run: Path) -> Path:
     schema = pa.unify_schemas(schemas, promote_options="permissive")
     with replacing(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         for table in tables(found, wrong):
+            # Adds missing columns as nulls.
             complete = pa.concat_tables([schema.empty_table(), table], promote_options="permissive")
             writer.write_table(complete.select(schema.names).cast(schema))
     return path

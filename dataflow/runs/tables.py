@@ -104,9 +104,11 @@ class TableStream:
         try:
             self._disk.write(self._descriptor, data)
         except OSError:
+            # Readers stop at a partial message, so remove it.
             self._disk.truncate(self._descriptor, self._size)
             raise
         self._size += len(data)
+        # Only the written rows: another thread may have added more.
         del self._pending[:number]
 
     def read(self) -> pa.Table:
@@ -339,6 +341,7 @@ class StreamTail:
             with open_file(self._path) as file:
                 found = os.fstat(file.fileno())
                 this = found.st_dev, found.st_ino
+                # The file was replaced (a resume) or truncated.
                 if this != self._file or found.st_size < self._offset:
                     self._file, self._offset, self._schema = this, 0, None
                     self.begun += 1
