@@ -1,5 +1,5 @@
-"""The sample buffer: the ledger (which row is where, and who holds it), the segments that hold the rows' columns, and the log
-that survives a crash.
+"""The sample buffer: a ledger of all rows, segments with their columns, and a log for crash recovery.
 
-Pure Python and Arrow. It knows neither Ray nor the workers, so its law can be tested exhaustively in milliseconds.
+It is pure Python and Arrow, without Ray or workers, so that tests can check its rules exhaustively
+in milliseconds.
 """

@@ -1,6 +1,6 @@
-"""Check: feeds the log of a run to the checker, which finds where it breaks the law of rows, and compares checkpoints and samples with it.
+"""Check a run's log against the rules for rows, and compare checkpoints and samples with it.
 
-This is `weft buffer check`. It changes nothing, and may be used while the run goes on.
+This is `weft buffer check`. It changes nothing, and also works during the run.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ from .checker import Checker, Rule, Violation
 from .recovery import ledger_checkpoints, read_checkpoint
 
 MAX_VIOLATIONS = 1000
-"""The check stops after this many: further violations follow from those before."""
+"""Stop after this many violations, because later ones follow from earlier ones."""
 
 _FOREIGN = "of another log, or from after the point to which the run went back; recovery skips it"
 
 
 @dataclass
 class Report:
-    """The rows of a run according to its log. The law holds when there are no `violations`."""
+    """Result of a check. The log is valid if there are no `violations`."""
 
     graphs: dict[str, GraphCounts]
     records: int
     num_bytes: int
-    """Size of the sound part of the log."""
     leases: dict[str, int]
-    """Numbers of leases that were granted, finished and released, and that are open."""
+    """Number of leases granted, finished, released and open."""
     restarts: int
     """Epochs except the first; in a log without epochs, the restarts that found leases."""
     segments: int
-    """Number of segments that the log refers to."""
     checkpoints: int
-    """Number of sound checkpoints, each at a position between two records."""
+    """Number of valid checkpoints, each at a position between two records."""
     damage: list[str]
-    """A torn end of the log, unreadable checkpoints, and tails that were cut off when a run went back."""
+    """A torn end of the log, unreadable checkpoints, and ends that were cut off by a rollback."""
     violations: list[Violation]
 
 
 def check_log(folder: Path) -> Report:
-    """Check the log in the folder of a buffer, and compare the run's checkpoints and samples with it.
+    """Check the log in the folder of a buffer, and compare the run's checkpoints and samples with
+    it.
 
     Raises:
-        UserError: the folder holds no log.
-        FormatError: another version of Weft wrote it.
+        UserError: the folder has no log.
+        FormatError: the log was written by another version of Weft.
     """
-    measured = last_step(folder.parent)  # before the log, which may go on meanwhile
+    measured = last_step(folder.parent)  # read before the log, which may grow
     samples = RecordedSamples(folder.parent)
     checker = Checker(on_recorded=samples.compare)
     saved = SavedStates(folder, checker)
     violations, damage, end = saved.violations, saved.damage, Position()
     for end, found in check_records(folder, checker, damage):
         violations += found
+        # Checkpoints are between records, so compare after each one.
         saved.compare(end)
         if len(violations) >= MAX_VIOLATIONS:
             violations.append(Violation(Rule.SOUND_LOG, "... and more: the check stopped here"))
@@ -89,12 +89,14 @@ def check_log(folder: Path) -> Report:
 
 
 def _lost_end(checker: Checker, measured: int | None) -> list[Violation]:
-    """Whether the log ends before what the metrics know: it is written first, so its end is lost. (A run that went on elsewhere without its
-    log has a new one, which knows no step until the next is over.)
+    """Report a log that ends before the metrics do. The log is written first, so its end is lost.
+
+    A run that was resumed without its log has a new one, which has no step before the next one
+    ends.
 
     Args:
-        checker: which has read the log.
-        measured: the last step that has metrics; None: it is not known.
+        checker: a checker that has read the log.
+        measured: the last step that has metrics, if known.
     """
     noted = checker.notes.get("step", None if "cursor" in checker.notes else 0)
     if measured is None or not isinstance(noted, int) or noted >= measured:
@@ -107,11 +109,11 @@ def read_log(folder: Path, checker: Checker, notes: list[str]) -> None:
     """Feed the log in the folder of a buffer to a checker, for its rows only.
 
     Args:
-        notes: gets a line if records of the log are lost.
+        notes: gets a line for each gap in the log.
 
     Raises:
-        UserError: the folder holds no log.
-        FormatError: another version of Weft wrote it.
+        UserError: the folder has no log.
+        FormatError: the log was written by another version of Weft.
     """
     for _, found in check_records(folder, checker, []):
         notes += [f"{DAMAGED}{one}" for one in found if one.rule is Rule.SOUND_LOG]
@@ -120,14 +122,15 @@ def read_log(folder: Path, checker: Checker, notes: list[str]) -> None:
 def check_records(
     folder: Path, checker: Checker, damage: list[str]
 ) -> Iterator[tuple[Position, list[Violation]]]:
-    """Feed the log in the folder of a buffer to a checker. Yields the end of each record and the rules that the record breaks.
+    """Feed the log in the folder of a buffer to a checker. Yield the end of each record and the
+    rules that it breaks.
 
     Args:
         damage: gets a line if the last record is incomplete because the run was killed.
 
     Raises:
-        UserError: the folder holds no log.
-        FormatError: another version of Weft wrote it.
+        UserError: the folder has no log.
+        FormatError: the log was written by another version of Weft.
     """
     log = folder / LOG
     if not log.exists():
@@ -149,12 +152,11 @@ def check_records(
 
 
 class SavedStates:
-    """The checkpoints of the ledgers, compared with the log."""
+    """Checkpoints of the ledgers, to compare with the log."""
 
     def __init__(self, folder: Path, checker: Checker) -> None:
         self._checker = checker
         self._paths: dict[int, Path] = {}
-        """Byte of the log -> checkpoint."""
         self.sound = 0
         self.damage: list[str] = []
         self.violations: list[Violation] = []
@@ -165,13 +167,14 @@ class SavedStates:
                 if path.exists():  # the run deletes old ones
                     self.damage.append(str(error))
                 continue
+            # A checkpoint of an empty log has nothing to compare.
             if position == Position():
                 self.sound += 1
             else:
                 self._paths[position.offset] = path
 
     def compare(self, end: Position) -> None:
-        """Compare a checkpoint at this position with the rows in flight according to the log."""
+        """Compare the checkpoint at this position, if any, with the rows in flight in the log."""
         path = self._paths.pop(end.offset, None) if self._paths else None
         if path is None:
             return
@@ -179,6 +182,7 @@ class SavedStates:
             place, records = read_checkpoint(path)
         except (ValueError, OSError):
             return
+        # The offset matches, but the log continued differently from there.
         if place.checksum != end.checksum:
             self.damage.append(f"{path.name}: {_FOREIGN}")
             return
@@ -194,6 +198,7 @@ class SavedStates:
         for id in sorted(saved.keys() ^ rows.keys()):
             where = "the checkpoint lacks" if id in rows else "the log lacks"
             self._complain(f"{path.name}: row {id} is in flight, which {where}")
+        # Same rows: their states at each node must agree as well.
         for id in saved.keys() & rows.keys():
             nodes = rows[id].group.graph.nodes
             done = sum(1 << i for i, node in enumerate(nodes) if id in node.done)
@@ -205,12 +210,13 @@ class SavedStates:
         self.violations.append(Violation(Rule.CHECKPOINT, text))
 
     def note_rest(self, end: Position, *, went_back: bool) -> None:
-        """Note the checkpoints whose position is not in the log.
+        """Report the checkpoints whose position is not in the log.
 
         Args:
-            end: of the log.
-            went_back: a part of the log was set aside when the run went back. Otherwise the log, which is synced before a checkpoint
-                is written, has lost its end where one is beyond it.
+            end: the end of the log.
+            went_back: whether a rollback cut the log. If not, a checkpoint beyond the end shows
+                that the log has lost its end, because the log is synced before a checkpoint is
+                written.
         """
         for offset, path in self._paths.items():
             beyond = f"{path.name}: at byte {offset} of the log; only {end.offset} bytes can be read"
@@ -223,7 +229,8 @@ class SavedStates:
 
 
 def _saved_states(level: Mapping[str, Any]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Sample id of each saved row of a level, with the masks of the nodes that are done with it and that hold it."""
+    """Yield the sample id of each saved row of a level, with the masks of nodes that are done with
+    it and that lease it."""
     masks = [(i, int(done, 16), int(leased, 16)) for i, done, _, leased, *_ in level["states"]]
     for place, id in enumerate(level["ids"]):
         done = sum((of >> place & 1) << i for i, of, _ in masks)
@@ -232,7 +239,7 @@ def _saved_states(level: Mapping[str, Any]) -> Iterator[tuple[int, tuple[int, in
 
 
 class RecordedSamples:
-    """The samples of a run, compared with the log lease by lease."""
+    """Samples of a run, to compare with the log, lease by lease."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -242,17 +249,18 @@ class RecordedSamples:
         self.violations: list[Violation] = []
         self._uncompared = 0
         self._late: dict[tuple[str, int], Mapping[int, int]] = {}
-        """Leases with rows that were in no file when the files were listed."""
+        """Leases with rows that were missing when the files were listed."""
 
     def compare(self, graph: str, lease: int, steps: Mapping[int, int]) -> None:
-        """The files of a lease must hold these rows (sample id -> step), each under its step.
+        """Check that the files of a lease have these rows (sample id -> step), each under its step.
 
-        A run that goes on writes files after they were listed. `compare_late` therefore looks again for rows that are missing.
+        A live run may add files after they were listed, so `compare_late` checks missing rows
+        again.
         """
         self._compare(graph, lease, steps, self._late)
 
     def compare_late(self) -> None:
-        """Compare the leases whose rows were missing with the files that are there now that their ends have been read in the log."""
+        """List the files again, and compare the leases whose rows were missing."""
         late, self._late = self._late, {}
         if late:
             found = _by_lease(sample_files(self._run))
@@ -280,6 +288,7 @@ class RecordedSamples:
                 self._complain(f"{part.path} cannot be read: {error}")
                 return
         who, times = f"lease {lease} of graph {graph!r}", Counter(id for id, _ in filed)
+        # Look again at the end, because a live run may still write these files.
         if missing := sorted(steps.keys() - times.keys()):
             if late is not None:
                 late[graph, lease] = dict(steps)
@@ -295,11 +304,11 @@ class RecordedSamples:
             self._complain(
                 f"{who}: sample {id} is filed under step {step}; it belongs to step {steps[id]}"
             )
+        # Do not report a changed file twice.
         if len(self.violations) == before:
             self._compare_checksums(found)
 
     def _compare_checksums(self, files: Sequence[SampleFile]) -> None:
-        """Compare files with the checksums that were noted when they were written."""
         for path in (part.path for part in files):
             noted = self._checksums.get(path.name)
             if noted is None:
@@ -318,10 +327,10 @@ class RecordedSamples:
             self.violations.append(Violation(Rule.SAMPLES, f"samples: {text}"))
 
     def notes(self) -> list[str]:
-        """Files that readers skip, and rows that could not be compared."""
+        """Return lines about files that readers skip, and rows that could not be compared."""
         left = [part.path for own in self._parts.values() for part in own]
         found = [f"{path} belongs to a lease that was not finished: readers skip it" for path in left]
-        if self._checksums and self._without_checksum:  # an earlier version of Weft noted none
+        if self._checksums and self._without_checksum:  # earlier versions of Weft note none
             found.append(
                 f"{self._run / SAMPLES}: {self._without_checksum} files have no checksum to be compared with"
             )
@@ -332,7 +341,6 @@ class RecordedSamples:
 
 
 def _by_lease(files: list[SampleFile]) -> dict[tuple[str, int], list[SampleFile]]:
-    """(graph, lease) -> its files."""
     parts: dict[tuple[str, int], list[SampleFile]] = {}
     for part in files:
         parts.setdefault((part.graph, part.lease), []).append(part)

@@ -1,4 +1,4 @@
-"""Rows in flight: what the events of a log do to the rows of all graphs of a run. No rule is checked here."""
+"""Rows in flight of a run, as the checker sees them: apply log events, without checking rules."""
 
 from __future__ import annotations
 
@@ -11,19 +11,15 @@ from ..graph import SOURCE, Graph, Node
 from ..runs.log import Record
 from .rows import MAX_CHILDREN
 
-# Checked graph
+# Graphs and nodes
 #
-# The checker's state of the rows of a run, as sets of sample ids.
-#
-# For each node of a graph, every row in flight of the node's level is in exactly one of four sets:
+# Each row in flight is in exactly one of four sets at every node of its level:
 #
 #     waiting ──claim──▶ leased ──publish, finish──▶ done
 #        │  ◀──release──   │
 #        └──a filter, a quorum, a loss──▶ dropped
 #
-# Everything else is computed from these sets when it is needed: what is ready, and which groups
-# are complete. Nothing here is shared with the ledger, so that a mistake in one of them is not
-# repeated in the other.
+# The ledger shares none of this code, so that a bug in one does not hide in the other.
 
 
 @dataclass(slots=True, eq=False)
@@ -36,15 +32,15 @@ class CheckedRow:
     level: int
     tokens: int
     version: int | None
-    """Oldest policy version in it; None where no policy made it."""
+    """Oldest policy version in it; None if no policy made it."""
     reason: str = ""
-    """Why a node will never see it."""
+    """Why some node never sees it."""
     children: list[CheckedRow] = field(default_factory=list)
     parts: dict[str, Sequence[Any]] | None = None
-    """Node -> the segment with the columns that it wrote of this row."""
+    """Node -> the segment with the columns that it wrote for this row."""
 
     def ancestor(self, level: int) -> CheckedRow:
-        """The row of a level that this one was made from, or the row itself."""
+        """Return the row of a level that this one was made from, or the row itself."""
         row = self
         while row.level != level:
             assert row.parent is not None, f"row {self.id} has no ancestor on level {level}"
@@ -52,13 +48,13 @@ class CheckedRow:
         return row
 
     def below(self, level: int) -> list[CheckedRow]:
-        """The rows of a level that were made from this one, or the row itself."""
+        """Return the rows of a level that were made from this one, or the row itself."""
         if self.level == level:
             return [self]
         return [row for child in self.children for row in child.below(level)]
 
     def age(self, version: int) -> int:
-        """Policy versions that the row is behind this one; -1 where no policy made it."""
+        """Return how many policy versions the row is behind this one; -1 if no policy made it."""
         return version - self.version if self.version is not None and self.version >= 0 else -1
 
 
@@ -69,25 +65,20 @@ class CheckedGroup:
     id: int
     graph: CheckedGraph
     issued_in: int
-    """The step in which it was issued."""
     position: int
-    """Position of the issued row in the source."""
     tokens: int
-    """Number of tokens of the issued row when it was issued."""
     levels: list[set[int]]
     """The ids of its rows, level by level."""
     trained_in: int | None = None
-    """Step of the update that trained it last."""
     ids_aside: dict[tuple[int, int], range] = field(default_factory=dict)
-    """(row, level) -> the sample ids that are set aside for the rows of that level made of it."""
+    """(row, level) -> sample ids reserved for its children on that level."""
     arrived: dict[CheckedNode, dict[int, int]] = field(default_factory=dict)
-    """Quorum -> its rows that were ready, each with the number of the record that made it so."""
+    """Quorum -> row id -> number of the record that made the row ready."""
     chosen: dict[CheckedNode, set[int]] = field(default_factory=dict)
-    """Quorum -> the rows that it took."""
     offered_short: set[CheckedNode] = field(default_factory=set)
     """Quorums that may take fewer rows than they ask for."""
     lost: str = ""
-    """The fate of a group whose columns became unreadable."""
+    """Why the group was lost; empty if it is intact."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,15 +90,14 @@ class CheckedNode:
     level: int = field(init=False)
     takes_groups: bool = field(init=False)
     quorum: int = field(init=False)
-    """How many rows of a group it takes; 0 where it is no quorum."""
+    """Rows of a group that its quorum takes; 0 without a quorum."""
     waiting: set[int] = field(default_factory=set)
-    """Rows that the node has still to do, ready or not, and that are not leased to it."""
+    """Rows that the node still has to process, ready or not, without the leased ones."""
     leased: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     dropped: set[int] = field(default_factory=set)
-    """Rows that the node will never see."""
     cancelled: set[int] = field(default_factory=set)
-    """Dropped rows that its quorum went on without."""
+    """Dropped rows that were too late for its quorum."""
     held_back: set[int] = field(default_factory=set)
     """Groups that are too old for it and wait for a larger bound."""
     needs: list[tuple[int, list[CheckedNode]]] = field(default_factory=list)
@@ -116,13 +106,13 @@ class CheckedNode:
     """The part of `needs` on other levels."""
     downstream: list[CheckedNode] = field(default_factory=list)
     quorums_after: list[CheckedNode] = field(default_factory=list)
-    """Quorums that wait for this node."""
     upstream_only: list[CheckedNode] = field(default_factory=list)
-    """Of a quorum: nodes whose results only the quorum, and what comes after it, needs."""
+    """For a quorum: nodes whose results only the quorum and its downstream nodes use."""
     serves: list[CheckedNode] = field(default_factory=list)
     """Quorums that this node is upstream-only of."""
     own_maker: CheckedNode | None = None
-    """Of a quorum: the node that makes its rows, if it makes them for the quorum alone, and for what stands before and after it alone."""
+    """For a quorum: the node that makes its rows, if only the quorum, its upstream-only nodes and
+    its downstream nodes use them."""
 
     def __post_init__(self) -> None:
         operation = self.node.operation
@@ -130,7 +120,7 @@ class CheckedNode:
         self.quorum = operation.quorum.n if operation.quorum else 0
 
     def is_ready(self, ids: set[int], rows: Mapping[int, CheckedRow]) -> bool:
-        """Whether everything that the node comes after is done with these rows, or with those that they were made from."""
+        """Return whether all nodes before this one are done with these rows or their ancestors."""
         for level, before in self.needs:
             here = ids if level == self.level else {rows[id].ancestor(level).id for id in ids}
             if not all(here <= other.done for other in before):
@@ -138,7 +128,6 @@ class CheckedNode:
         return True
 
     def misses(self, ids: set[int]) -> bool:
-        """Whether it has still to do some of these rows."""
         return not (ids.isdisjoint(self.waiting) and ids.isdisjoint(self.leased))
 
 
@@ -172,24 +161,22 @@ class CheckedGraph:
                 self._find_upstream_only(node)
 
     def line(self, level: int) -> list[int]:
-        """This level and those that it was expanded from."""
+        """Return this level and the levels that it was expanded from."""
         return [SOURCE] if level == SOURCE else [level, *self.line(self.makers[level].level)]
 
     def _users(self, node: CheckedNode) -> set[CheckedNode]:
         return {other for other in self.nodes if node.name in other.node.after}
 
     def _upstream(self, node: CheckedNode, maker: CheckedNode) -> set[str]:
-        """Nodes that must let a row through before it comes to a node. `maker` is not among them for having made it: what it made goes on
-        when it makes no more."""
+        """Return the nodes that can keep a row of `maker` from reaching a node. `maker` itself is
+        not one: rows that it has made continue even if it makes no more."""
         own = maker.node.makes_level in self.line(node.level)
         names = {name for name in node.node.after if not (own and name == maker.name)}
         return names.union(*(self._upstream(self.by_name[name], maker) for name in names))
 
     def _find_upstream_only(self, quorum: CheckedNode) -> None:
         served = {quorum, *quorum.downstream}
-        for node in reversed(
-            self.nodes
-        ):  # recorded before the quorum, or after it on a branch of its own
+        for node in reversed(self.nodes):  # a branch may also come after the quorum
             users = self._users(node)
             alike = node.level == quorum.level and node.node.makes_level is None and not node.takes_groups
             if node not in served and alike and users and users <= served:
@@ -201,32 +188,29 @@ class CheckedGraph:
             quorum.own_maker = maker
 
     def is_complete(self, group: CheckedGroup, node: CheckedNode) -> bool:
-        """Whether no more rows of a group can come to a node: what makes them is done with all that it makes them of."""
+        """Return whether no more rows of a group can come to a node."""
         if node.level == SOURCE:
             return True
         maker = self.makers[node.level]
         return self.is_complete(group, maker) and not maker.misses(group.levels[maker.level])
 
     def is_finished(self, group: CheckedGroup) -> bool:
-        """Whether nothing is left to do with a group."""
         return not any(node.misses(group.levels[node.level]) for node in reversed(self.nodes))
 
     def has_passed(self, row: CheckedRow, before: CheckedNode) -> bool:
-        """Whether a node that comes before one of the row's level is done with the row, or with its ancestor."""
         return (
             before.node.makes_level in self.line(row.level)
             or row.ancestor(before.level).id in before.done
         )
 
     def state(self, row: CheckedRow) -> str:
-        """What a row in flight is: leased, dropped or waiting."""
+        """Return the state of a row in flight: leased, dropped or waiting."""
         nodes = self.on_level[row.level]
         if any(row.id in node.leased for node in nodes):
             return "leased"
         return "dropped" if row.group.lost or any(row.id in node.dropped for node in nodes) else "waiting"
 
     def dropped_of(self, group: CheckedGroup) -> set[int]:
-        """The rows of a group that some node will never see."""
         if group.lost:
             return set().union(*group.levels)
         return set().union(*(group.levels[node.level] & node.dropped for node in self.nodes))
@@ -241,16 +225,17 @@ class CheckedGraph:
 
 @dataclass
 class GraphCounts:
-    """What became of the rows of one graph. `issued` is the sum of `waiting`, `leased`, `done` and `dropped`."""
+    """Counts of the rows of one graph. `issued` is the sum of `waiting`, `leased`, `done` and
+    `dropped`."""
 
     issued: int = 0
     waiting: int = 0
     leased: int = 0
     done: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    """Reason -> rows; a row is counted with the first reason that it was dropped for."""
+    """Reason -> rows. A row counts under the first reason for dropping it."""
     consumed: Counter[str] = field(default_factory=Counter)
-    """Node -> rows that it is done with."""
+    """Node -> rows that it has processed."""
     stale: Counter[str] = field(default_factory=Counter)
     """Fate -> groups that were too old when an update claimed them."""
 
@@ -263,15 +248,15 @@ class CheckedLease:
     ids: set[int]
     """Rows that were granted and not given back one by one."""
     open: set[int]
-    """Rows that are not published yet."""
     at: int
     made: set[int] = field(default_factory=set)
     staged: list[tuple[Record, set[int]]] = field(default_factory=list)
-    """What a node that takes groups published, with the rows done: it counts when the lease is finished."""
+    """Published records and finished rows of a node that takes groups; they count when the lease is
+    finished."""
 
 
 class CheckedRows:
-    """The rows and groups with which something is left to do, and the open leases."""
+    """Unfinished rows and groups, and the open leases."""
 
     def __init__(
         self,
@@ -279,25 +264,21 @@ class CheckedRows:
         *,
         keep_parts: bool,
     ) -> None:
-        """See `Checker`."""
         self.in_flight: dict[int, CheckedRow] = {}
         self.groups: dict[int, CheckedGroup] = {}
         """Oldest first."""
         self.leases: dict[tuple[str, int], CheckedLease] = {}
-        """(graph, number) -> leases that are neither finished nor released."""
         self.next_id = self.next_group = 0
         self.events = 0
         self._on_finished, self._keep_parts = on_finished, keep_parts
         self._counts: dict[str, GraphCounts] = {}
-        """Without `waiting` and `leased`, which `counts` computes."""
+        """`waiting` and `leased` are filled in by `counts`."""
         self._touched: set[CheckedGroup] = set()
-        """Groups that may be finished now."""
 
     def begin(self, graph: CheckedGraph) -> None:
         self._counts[graph.name] = GraphCounts(consumed=Counter(dict.fromkeys(graph.by_name, 0)))
 
     def counts(self) -> dict[str, GraphCounts]:
-        """What became of the rows of each graph so far."""
         found = {name: replace(c, dropped=c.dropped.copy()) for name, c in self._counts.items()}
         for row in self.in_flight.values():
             graph = row.group.graph
@@ -320,7 +301,6 @@ class CheckedRows:
         self.next_group += 1
 
     def _add(self, rows: list[CheckedRow]) -> None:
-        """New rows of one level of a graph are there."""
         first = rows[0]
         graph, nodes = first.group.graph, first.group.graph.on_level[first.level]
         new = {row.id: row for row in rows}
@@ -328,6 +308,7 @@ class CheckedRows:
         self._counts[graph.name].issued += len(rows)
         for node in nodes:
             node.waiting |= new.keys()
+        # An ancestor may have been dropped before these rows came.
         above = [node for node in nodes if node.needs_above]
         for row in rows:
             group = row.group
@@ -349,7 +330,7 @@ class CheckedRows:
         return found
 
     def accept(self, node: CheckedNode, record: Record, finished: set[int]) -> None:
-        """What was published counts from here on."""
+        """Apply a publish record: add new rows, count tokens, note segments."""
         made = [] if node.node.makes_level is None else self._children(node, record)
         if made:
             self._add(made)
@@ -358,6 +339,7 @@ class CheckedRows:
                 if tokens and id in self.in_flight:
                     self.in_flight[id].tokens += tokens
         if self._keep_parts and node.node.writes:
+            # Not strict: nodes may write nothing.
             for id, segment in zip(record["ids"], segments_of_rows(record), strict=False):
                 if row := self.in_flight.get(id):
                     row.parts = {**(row.parts or {}), node.name: segment}
@@ -370,7 +352,7 @@ class CheckedRows:
         for k, (id, parent_id) in enumerate(zip(record["ids"], record["parents"], strict=True)):
             parent = self.in_flight.get(parent_id)
             if parent is None or id in self.in_flight:
-                continue  # a violation already
+                continue  # already reported as a violation
             version = parent.version if versions is None else versions[k]
             child = CheckedRow(
                 id, parent.group, parent, level, parent.tokens + record["tokens"][k], version
@@ -380,7 +362,6 @@ class CheckedRows:
         return made
 
     def done(self, node: CheckedNode, ids: set[int]) -> None:
-        """A node is done with rows."""
         if not ids:
             return
         node.leased -= ids
@@ -391,9 +372,10 @@ class CheckedRows:
         self._see_arrivals(groups, node.quorums_after)
 
     def _see_arrivals(self, groups: Iterable[CheckedGroup], nodes: Iterable[CheckedNode]) -> None:
-        """Note which rows of these groups have become ready with this record, for those of the nodes that have a quorum."""
+        """For nodes with a quorum, note which rows of these groups became ready with this record."""
         for quorum, group in ((n, g) for n in nodes if n.quorum for g in groups):
             arrived = group.arrived.setdefault(quorum, {})
+            # Rows that become ready with the same record arrive together.
             for id in (group.levels[quorum.level] & quorum.waiting) - arrived.keys():
                 if quorum.is_ready({id}, self.in_flight):
                     arrived[id] = self.events
@@ -402,25 +384,23 @@ class CheckedRows:
         node.leased -= ids
         node.waiting |= ids
         for quorum in node.serves:
-            for id in ids & quorum.cancelled:  # chosen while the row was leased
+            for id in ids & quorum.cancelled:  # the quorum was chosen while the row was leased
                 self._skip(self.in_flight[id], node)
 
     def lease(self, graph: CheckedGraph, number: int, node: CheckedNode, ids: list[int], at: int) -> None:
-        """A node holds rows from here on."""
+        """Lease rows to a node, and reserve ids for their children."""
         taken = set(ids)
         node.waiting -= taken
         node.leased |= taken
         if (level := node.node.makes_level) is not None:
             for row in (self.in_flight[id] for id in ids):
-                if not any(
-                    child.level == level for child in row.children
-                ):  # else it keeps the ids that it has
+                if not any(child.level == level for child in row.children):  # else its ids are reserved
                     row.group.ids_aside[row.id, level] = range(self.next_id, self.next_id + MAX_CHILDREN)
                     self.next_id += MAX_CHILDREN
         self.leases[graph.name, number] = CheckedLease(node, taken, set(taken), at)
 
     def choose(self, group: CheckedGroup, quorum: CheckedNode, taken: set[int]) -> None:
-        """A quorum has taken its rows of a group: the others come too late."""
+        """Choose the rows that a quorum takes from a group, and cancel the others."""
         group.chosen[quorum] = taken
         for id in sorted(group.levels[quorum.level] - taken - quorum.dropped - quorum.done):
             self._cancel(self.in_flight[id], quorum, f"over-issued at {quorum.name}")
@@ -428,7 +408,8 @@ class CheckedRows:
             self._cut_short(group, quorum.own_maker)
 
     def lose(self, group: CheckedGroup, *, again: bool) -> None:
-        """The columns of a group cannot be read any more: its row of the source is issued again, or the group is given up."""
+        """Drop all waiting rows of a group whose columns are lost, and issue its prompt again if
+        `again`."""
         for node in group.graph.nodes:
             waiting = group.levels[node.level] & node.waiting
             node.waiting -= waiting
@@ -439,7 +420,6 @@ class CheckedRows:
         self._touched.add(group)
 
     def reject(self, group: CheckedGroup, node: CheckedNode, fate: str) -> None:
-        """A group is too old for an update."""
         self.count_stale(group.graph, fate, 1)
         if fate == "wait":
             node.held_back.add(group.id)
@@ -453,14 +433,14 @@ class CheckedRows:
         self._counts[graph.name].stale[fate] += groups
 
     def _cancel(self, row: CheckedRow, quorum: CheckedNode, reason: str) -> None:
-        """A quorum was chosen without this row: work on it for the quorum alone is over, too, unless it is under way."""
+        """Cancel a row that came too late for a quorum, with work on it that only the quorum needs."""
         self.drop_from(row, quorum, reason)
         quorum.cancelled.add(row.id)
         for node in quorum.upstream_only:
             self._skip(row, node)
 
     def _cut_short(self, group: CheckedGroup, maker: CheckedNode) -> None:
-        """A quorum was chosen: what made rows of the group for it alone is done with all that it made them of."""
+        """Finish the maker of a chosen quorum's rows: its remaining rows are not needed."""
         left = group.levels[maker.level] - maker.done - maker.dropped
         for lease in self.leases.values():
             if lease.node is maker:
@@ -469,13 +449,13 @@ class CheckedRows:
         self.done(maker, left)
 
     def drop_from(self, row: CheckedRow, node: CheckedNode, reason: str) -> None:
-        """A row will reach neither the node nor what comes after it."""
+        """Drop a row at a node and downstream of it."""
         row.reason = row.reason or reason
         self._skip(row, node)
         self.drop_below(row, node, reason)
 
     def drop_below(self, row: CheckedRow, node: CheckedNode, reason: str) -> None:
-        """A row, and what was made of it, will not reach what comes after the node."""
+        """Drop a row and its descendants downstream of a node."""
         row.reason = row.reason or reason
         for below in node.downstream:
             for other in (row,) if row.level == below.level else row.below(below.level):
@@ -490,7 +470,7 @@ class CheckedRows:
             self._touched.add(row.group)
 
     def forget_finished_groups(self) -> None:
-        """After an event: count and forget the groups with which nothing is left to do."""
+        """After an event: count and forget the groups that it finished."""
         for group in self._touched:
             if group.id in self.groups and group.graph.is_finished(group):
                 self._forget(group)
@@ -513,7 +493,8 @@ class CheckedRows:
 
 
 def _cut_off(row: CheckedRow, node: CheckedNode) -> str:
-    """Why a new row will never be ready for a node: an ancestor of it was dropped before it came. Empty when it can be."""
+    """Return why a new row never becomes ready for a node (an ancestor was dropped); empty if it
+    can."""
     for level, before in node.needs_above:
         ancestor = row.ancestor(level)
         if any(ancestor.id in other.dropped for other in before):
@@ -522,7 +503,7 @@ def _cut_off(row: CheckedRow, node: CheckedNode) -> str:
 
 
 def segments_of_rows(record: Record) -> list[Any]:
-    """Where the columns of each published row lie; empty if nothing was written."""
+    """Return the segment of each published row; empty if nothing was written."""
     if "segments" in record:
         return [segment for rows, *segment in record["segments"] for _ in range(rows)]
     return [record["segment"]] * len(record["ids"]) if record.get("segment") else []

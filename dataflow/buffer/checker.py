@@ -1,4 +1,5 @@
-"""Checker: finds which rules of the law of rows the events of a log break. It shares only the format of the records with the ledger.
+"""Checker: find the events of a log that break the rules for rows. It shares only the record format
+with the ledger.
 
     checker = Checker()
     for record in LogReader(path):
@@ -6,13 +7,14 @@
             print(violation, violation.rule.value)
     violations = checker.end()
 
-`check_log` (`check.py`) does this with the log of a run; that is `weft buffer check`. To add a rule:
+`check_log` (`check.py`) does this for the log of a run, for `weft buffer check`. To add a rule:
 
-1. name it in `Rule` (`rules.py`);
-2. compare the event that can break it with the rows in flight: in the method of that event here (`_claim`, `_publish`, ...);
+1. name it in `Rule`;
+2. compare the event that can break it with the rows in flight, in the method of that event here
+   (`_claim`, `_publish`, ...);
 3. add a log that breaks it to `WRONG` in `tests/dataflow/buffer/test_checker.py`.
 
-The states of rows are sets (`checked_graph.py`), which events change (`checked_rows.py`).
+Events change sets of rows (`checked_rows.py`).
 """
 
 from __future__ import annotations
@@ -38,13 +40,10 @@ from .checked_rows import (
 )
 
 # Rules
-#
-# Rules: the law of rows, rule by rule. The ledger keeps the law, and the checker (`checker.py`)
-# finds where a log breaks it.
 
 
 class Rule(enum.Enum):
-    """The law of rows. `weft buffer check` names each rule that a log breaks."""
+    """The rules for rows. `weft buffer check` names each rule that a log breaks."""
 
     KNOWN_RECORD = (
         "a record is of a known kind, has all its fields, and names graphs and nodes that exist"
@@ -78,18 +77,18 @@ class Violation:
     rule: Rule
     text: str
     at: int | None = None
-    """Byte of the log at which the record begins; None if no single record breaks the rule."""
+    """Byte offset of the record in the log; None if no single record breaks the rule."""
 
     def __str__(self) -> str:
         return self.text if self.at is None else f"byte {self.at}: {self.text}"
 
 
 RESTARTED = "the run was started again"
-"""The reason that recovery gives when it releases the leases of lost workers."""
+"""The reason that recovery logs when it releases the leases of lost workers."""
 
 
 class Checker:
-    """Checks each event against the rows in flight of all graphs of a run."""
+    """Checks each event of a log against the rows in flight of all graphs of a run."""
 
     def __init__(
         self,
@@ -101,26 +100,23 @@ class Checker:
         """
         Args:
             on_finished: called with each finished group and the rows in flight by sample id.
-            on_recorded: called for each finished lease of a recorder, with its graph, its number, and sample id -> step of the rows
-                that must be among the samples.
-            keep_parts: keep the segments that hold the columns of rows in flight.
+            on_recorded: called for each finished lease of a recorder, with its graph, its number,
+                and sample id -> step of the rows that must be among the samples.
+            keep_parts: keep the segments of rows in flight.
         """
         self.graphs: dict[str, CheckedGraph] = {}
         self.rows = CheckedRows(on_finished, keep_parts=keep_parts)
         self.notes: dict[str, Any] = {}
         self.sources: dict[str, Sequence[Any]] = {}
-        """Graph -> the segment with the rows of its source."""
         self.segments: set[tuple[str, str, int]] = set()
         self.lease_counts = Counter(granted=0, finished=0, released=0)
         self.restarts = 0
         self._on_recorded = on_recorded
         self._ended: dict[tuple[str, int], str] = {}
         self._versions: dict[str, list[int]] = {}
-        """Worker group -> positions in the log of its new versions in the current step."""
         self._restarting = False
         self._epoch = 0
         self.at = 0
-        """Byte of the log at which the current event begins."""
         self._violations: list[Violation] = []
 
     def feed(self, record: Record, at: int = 0) -> list[Violation]:
@@ -128,7 +124,7 @@ class Checker:
 
         Args:
             record: the event.
-            at: byte of the log at which the record begins, for messages.
+            at: byte offset of the record in the log, for messages.
 
         Returns:
             The rules that it breaks.
@@ -148,11 +144,12 @@ class Checker:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             what = f"the record lacks what it needs ({type(error).__name__}: {error})"
             self._break(Rule.KNOWN_RECORD, f"{record.get('do')}: {what}")
+        # After all checks of this event, which may refer to finished groups.
         self.rows.forget_finished_groups()
         return self._violations
 
     def end(self) -> list[Violation]:
-        """Process the end of the log. Returns the rules that the events break together."""
+        """Process the end of the log. Returns the violations that no single event causes."""
         self._violations = []
         if self._restarting:
             self._end_restart()
@@ -217,6 +214,7 @@ class Checker:
             who = f"host {record['host']!r}, process {record['pid']}, since {record['since']}"
             said = f"epoch {epoch} ({who}) begins after epoch {self._epoch}: two drivers wrote this log"
             self._break(Rule.ONE_WRITER, said)
+        # The first epoch is the start of the run, not a restart.
         if self._epoch:
             self.restarts += not self._restarting
             self._restarting = True
@@ -241,11 +239,11 @@ class Checker:
         self.notes[key] = value
 
     def _count_update(self, name: str, version: Any) -> None:
-        """A worker group has a new version of its weights."""
         nodes = (node.node for graph in self.graphs.values() for node in graph.nodes)
         allowed = sum(node.operation.updates and node.group == name for node in nodes)
         made = self._versions.setdefault(name, [])
         made.append(self.at)
+        # A worker group may have several update nodes in one step.
         if len(made) > max(allowed, 1):
             step = self.notes.get("step", 0) + 1
             problem = f"version {version} of {name!r} is update {len(made)} of step {step}, whose first is at byte {made[0]}"
@@ -335,6 +333,7 @@ class Checker:
         graph, node = self._graph_of(record), self._node_of(record)
         number, ids, stale = record["lease"], record["ids"], record.get("stale")
         who = f"lease {number} of node {node.name!r}"
+        # Tokens only grow, so a smaller one was granted before.
         if number <= graph.last_lease:
             raise BrokenRule(f"{who} was granted before", Rule.LEASE)
         graph.last_lease = number
@@ -348,6 +347,7 @@ class Checker:
                 self.rows.reject(group, node, stale[2])
         if node.node.operation.updates:
             self._check_order(graph, node, taken, who)
+        # A claim may take nothing and only set groups aside.
         if not ids:
             if not stale:
                 raise BrokenRule(f"{who} takes no rows", Rule.KNOWN_RECORD)
@@ -356,7 +356,7 @@ class Checker:
         self.lease_counts["granted"] += 1
 
     def _ready(self, graph: CheckedGraph, node: CheckedNode, ids: Sequence[int], what: str) -> set[int]:
-        """The rows among these that a node may take now. Each other row is a violation."""
+        """Return the rows that a node may take. Report each other row as a violation."""
         taken = set(ids)
         if len(taken) == len(ids) and taken <= node.waiting and node.is_ready(taken, self.rows.in_flight):
             return taken
@@ -372,7 +372,6 @@ class Checker:
         return taken
 
     def _why_not(self, graph: CheckedGraph, node: CheckedNode, id: int) -> tuple[Rule, str]:
-        """Why a node may not take a row."""
         row = self.rows.in_flight.get(id)
         if row is None:
             return (
@@ -415,7 +414,8 @@ class Checker:
     def _set_aside(
         self, graph: CheckedGraph, node: CheckedNode, record: Record, who: str
     ) -> list[CheckedGroup]:
-        """The ready groups that a claim sets aside because they are too old. Logs of format 5 and earlier do not name them."""
+        """Return the ready groups that a claim sets aside as too old. Logs of format 5 and earlier
+        do not name them."""
         ids, limit, named = record["ids"], record.get("groups"), record.get("too_old")
         version, bound, fate = record["stale"]
         waits = named is None or fate == "wait"
@@ -425,8 +425,9 @@ class Checker:
             if waits and self._is_too_old(self.rows.groups[id], node, version, bound)
         }
         if fate == "mask":
-            return []  # the claim takes or leaves groups that are too old, like others
+            return []  # the claim treats old groups like others
         taken = {row.group.id for id in ids if (row := self.rows.in_flight.get(id))}
+        # Format 5: groups were checked in order of ids, until the claim was full.
         full = named is None and limit is not None and len(taken) >= limit
         last = max(taken, default=-1) if full else self.rows.next_group
         found: dict[int, CheckedGroup] = {}
@@ -447,7 +448,6 @@ class Checker:
         return [found[id] for id in named if id in found]
 
     def _is_ready(self, graph: CheckedGraph, group: CheckedGroup, node: CheckedNode) -> bool:
-        """Whether a claim of a node that takes groups can get a group."""
         if group.graph is not graph or group.id in node.held_back:
             return False
         rows = group.levels[node.level] & node.waiting
@@ -456,7 +456,6 @@ class Checker:
     def _check_order(
         self, graph: CheckedGraph, node: CheckedNode, taken: Iterable[int], who: str
     ) -> None:
-        """An update takes the ready groups with the oldest tokens."""
         groups = {row.group for id in taken for row in [self.rows.in_flight[id]]}
         youngest = max(groups, key=lambda group: self._oldest(group, node), default=None)
         if youngest is None:
@@ -472,7 +471,8 @@ class Checker:
                 return
 
     def _oldest(self, group: CheckedGroup, node: CheckedNode) -> float:
-        """Oldest version in the rows of a group that reach a node; infinity where no policy made them."""
+        """Return the oldest version in the rows of a group that reach a node; infinity if no policy
+        made them."""
         rows = (self.rows.in_flight[id] for id in group.levels[node.level] - node.dropped)
         return min(
             (row.version for row in rows if row.version is not None and row.version >= 0),
@@ -526,8 +526,10 @@ class Checker:
             self._break(
                 Rule.LEASE, f"publish: {who} {verb} row {id}, which is not, or no longer, its own"
             )
+        # Continue with the valid rows only, after reporting the others.
         finished &= lease.open
         lease.open -= finished
+        # Count segments for the report.
         if "segment" in record:
             self._refer(record["segment"])
         for _, *segment in record.get("segments", ()):
@@ -606,7 +608,6 @@ class Checker:
         self._end_lease(record, "released", f"was released ({why})")
 
     def _release_some(self, lease: CheckedLease, record: Record) -> None:
-        """Unpublished rows go back; the lease holds the others."""
         who, ids = f"lease {record['lease']} of node {lease.node.name!r}", set[int](record["ids"])
         if lease.node.takes_groups:
             raise BrokenRule(
@@ -631,7 +632,6 @@ class Checker:
     # Rows go
 
     def _drop(self, record: Record) -> None:
-        """A node that failed at rows repeatedly goes on without them."""
         graph, node = self._graph_of(record), self._node_of(record)
         what = f"drop: node {node.name!r} does without"
         taken = self._ready(graph, node, record["ids"], what)
@@ -642,7 +642,6 @@ class Checker:
             self.rows.drop_from(self.rows.in_flight[id], node, f"failed at {node.name}")
 
     def _offer(self, record: Record) -> None:
-        """A quorum may take the rows of a group that are ready, though they are too few."""
         node, group = self._node_of(record), self._group_of(record)
         who = f"group {group.id} is offered short to node {node.name!r}"
         if not node.quorum or not group.arrived.get(node):
@@ -652,7 +651,6 @@ class Checker:
         group.offered_short.add(node)
 
     def _lose(self, record: Record) -> None:
-        """The columns of a group cannot be read any more."""
         group, again = self._group_of(record), record.get("again", True)
         for node in group.graph.nodes:
             if held := group.levels[node.level] & node.leased:
@@ -661,7 +659,7 @@ class Checker:
 
 
 def _incomplete(group: CheckedGroup, node: CheckedNode, taken: set[int]) -> str:
-    """What is missing in these rows of a complete group; empty if nothing is."""
+    """Return why these rows are not a complete group; empty if they are."""
     if left_out := group.levels[node.level] - taken - node.dropped:
         return f"row {min(left_out)} of the group is left out"
     if not group.graph.is_complete(group, node):
@@ -670,7 +668,7 @@ def _incomplete(group: CheckedGroup, node: CheckedNode, taken: set[int]) -> str:
 
 
 def _not_the_first(group: CheckedGroup, quorum: CheckedNode, taken: set[int]) -> str:
-    """Why these rows are not the ones that a quorum must take; empty if they are."""
+    """Return why a quorum may not take these rows; empty if it may."""
     if quorum in group.chosen:
         return "" if taken == group.chosen[quorum] else "its quorum was chosen before, and was another"
     arrived, short = group.arrived.get(quorum, {}), quorum in group.offered_short

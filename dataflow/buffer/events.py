@@ -1,9 +1,10 @@
-"""Events: what happens to the rows of a graph. A ledger notes each in the log before it takes effect; `replay.py` does it again.
+"""Events of the rows of a graph. A ledger logs each event before applying it; `replay`
+(`recovery.py`) applies them again.
 
-Issue ── rows come in                    Claim ── a node leases rows
-SetSource ── where they lie              Publish ── some of them are done, and what was written of them
-Offer ── a quorum is short               Finish, Release ── the lease is over, or gives rows back
-Drop, Lose ── rows, or a group, go
+Issue ── add rows                        Claim ── lease rows to a node
+SetSource ── locate the source's rows    Publish ── report finished rows and their segments
+Offer ── accept a short quorum           Finish, Release ── end a lease, or give rows back
+Drop, Lose ── remove rows or a group
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..runs.log import Record
 
 @dataclass(slots=True)
 class Issue:
-    """Rows of the source are issued, with ids from `first` and groups from `group` on."""
+    """Rows of the source are issued; ids start at `first`, groups at `group`."""
 
     first: int
     group: int
@@ -33,32 +34,33 @@ class Issue:
 
 @dataclass(slots=True)
 class SetSource:
-    """The rows of the source lie in this segment from now on."""
+    """This segment has the rows of the source."""
 
     segment: list[Any]
 
 
 @dataclass(slots=True)
 class Claim:
-    """A node leases these rows. The other fields are what it asked for: from them alone the same rows follow."""
+    """A node leases these rows. The other fields are its request, which determines the rows."""
 
     lease: int
     node: str
     ids: list[int]
     rows: int | None = None
-    """At most so many."""
     groups: int | None = None
     stale: list[Any] | None = None
     """Version, bound and fate of a `Staleness`."""
     too_old: list[int] | None = None
-    """Ids of the groups that were set aside because they are too old; None without a bound, and in logs of format 5 and earlier."""
+    """Ids of groups that were set aside as too old; None without a bound, and in logs of format 5
+    and earlier."""
     version: int | None = None
     holder: str = ""
 
 
 @dataclass(slots=True)
 class Publish:
-    """Rows of a lease are done; of an EXPAND, rows of these parents are made, and the `finished` parents are done."""
+    """Rows of a lease are done. For an EXPAND, children of `parents` exist, and the `finished`
+    parents are done."""
 
     lease: int
     ids: list[int]
@@ -68,21 +70,21 @@ class Publish:
     parents: list[int] | None = None
     finished: list[int] | None = None
     segments: list[list[Any]] | None = None
-    """Where they lie that several ranks wrote: how many of the rows, in their order, and in which segment."""
+    """[number of rows, *segment] for each rank, in row order, if several ranks wrote the rows."""
 
 
 @dataclass(slots=True)
 class Finish:
-    """A lease is over, and what it left out is decided by the shape of its node."""
+    """A lease ends. The shape of its node decides about the rows that it left out."""
 
     lease: int
     step: int | None = None
-    """For an update: the step that it belongs to."""
 
 
 @dataclass(slots=True)
 class Release:
-    """A lease gives rows back: these, and goes on, or all that are not published, and is void."""
+    """A lease gives back the rows in `ids` and stays open. Without `ids`, it gives back all
+    unpublished rows and is void."""
 
     lease: int
     why: str
@@ -91,7 +93,7 @@ class Release:
 
 @dataclass(slots=True)
 class Drop:
-    """A node does without rows at which it fails."""
+    """A node drops rows that it repeatedly failed on."""
 
     node: str
     ids: list[int]
@@ -100,7 +102,7 @@ class Drop:
 
 @dataclass(slots=True)
 class Lose:
-    """The columns of a group are lost or no longer wanted. `again` says whether its prompt is issued again."""
+    """The columns of a group are lost or not needed. If `again`, its prompt is issued again."""
 
     group: int
     why: str
@@ -109,7 +111,7 @@ class Lose:
 
 @dataclass(slots=True)
 class Offer:
-    """A group is offered to a node short of its quorum, whose deadline has passed."""
+    """A group is offered to a node whose quorum is short after its deadline."""
 
     node: str
     group: int
@@ -128,11 +130,12 @@ _RECORDS: Mapping[str, type[Event]] = {
     "lose": Lose,
     "offer": Offer,
 }
+# These names are part of the log format.
 _NAMES = {event: name for name, event in _RECORDS.items()}
 
 
 FEW = 8
-"""So many numbers are written one by one, without a look at what they have in common."""
+"""Lists up to this length are written in full, without looking for a shorter form."""
 
 
 def _numbers(numbers: list[int]) -> str:
@@ -140,7 +143,9 @@ def _numbers(numbers: list[int]) -> str:
 
 
 def _ids(ids: list[int]) -> str:
-    """Ids that follow each other are written as [first, number] (see `unpacked` in `log.py`): those of complete groups do."""
+    """Write runs of consecutive ids as [first, number] (see `unpacked` in `log.py`); complete
+    groups have such runs."""
+    # A cheap test of the first ids rejects most lists without runs.
     if len(ids) <= FEW or not (ids[1] - ids[0] == 1 or ids[2] - ids[1] == 1 or ids[3] - ids[2] == 1):
         return _numbers(ids)
     begins = [0, *(np.flatnonzero(np.diff(np.array(ids, np.int64)) != 1) + 1).tolist()]
@@ -155,7 +160,7 @@ def _ids(ids: list[int]) -> str:
 
 
 def _values(values: list[int]) -> str:
-    """Values that are all the same are written once."""
+    # A single int instead of a list; `unpacked` repeats it.
     same = len(values) > FEW and values.count(values[0]) == len(values)
     return str(values[0]) if same else _numbers(values)
 
@@ -191,11 +196,12 @@ _FIELDS = {
     ]
     for event in _NAMES
 }
-"""Event -> name, default, beginning and encoder of each field: the driver writes some events for each row."""
+"""Event -> name, default, prefix and encoder of each field. Precomputed, because the driver writes
+some events for each row."""
 
 
 def to_json(event: Event, graph: str) -> str:
-    """The record of an event in the log; fields that have their defaults are left out.
+    """Return the log record of an event, without fields that have their defaults.
 
     >>> to_json(Finish(3), "train")
     '{"do":"finish","graph":"train","lease":3}'
@@ -214,9 +220,10 @@ def to_json(event: Event, graph: str) -> str:
 
 
 def _publish_to_json(event: Publish, graph: str) -> str:
-    """The same for the event that is noted for each row that is generated."""
+    """`to_json` for Publish, which is logged for each generated row and must be fast."""
     head = f'{{"do":"publish","graph":{_quoted(graph)},"lease":{event.lease},"ids":'
     segment = "" if event.segment is None else f',"segment":{_of_segment(event.segment)}'
+    # The most frequent record: one sample of a generation.
     if len(event.ids) == 1 and event.parents and event.versions and event.finished == []:
         one = f'[{event.ids[0]}],"tokens":[{event.tokens[0]}]{segment}'
         return (
@@ -231,16 +238,16 @@ def _publish_to_json(event: Publish, graph: str) -> str:
 
 
 def from_record(record: Record) -> Event:
-    """The event of a record.
+    """Return the event of a record.
 
     >>> from_record({"do": "finish", "graph": "train", "lease": 3})
     Finish(lease=3, step=None)
 
     Raises:
-        LookupError: another version of Weft wrote it.
-        TypeError: it lacks what it needs.
+        LookupError: the record was written by another version of Weft.
+        TypeError: a field is missing or unknown.
     """
     kind = _RECORDS.get(record["do"])
     if kind is None:
-        raise LookupError(f"no event is called {record['do']!r}; there are {', '.join(_RECORDS)}")
+        raise LookupError(f"unknown event {record['do']!r}; known events are {', '.join(_RECORDS)}")
     return kind(**{name: value for name, value in record.items() if name not in ("do", "graph")})

@@ -1,8 +1,10 @@
-"""Both ends of the wire between nodes, over Arrow Flight: `SegmentServer` has the segments of a node, `SegmentClient` asks for them.
+"""Segment transfer between nodes, over Arrow Flight: `SegmentServer` serves a node's segments,
+`SegmentClient` fetches them.
 
-A message travels as opaque bytes, in pieces, after its schema. Tickets and actions are JSON. Every call shows the token of the
-run, and a server gives out only files of one folder that are named as segment files are. Between hosts everything, the token
-included, is encrypted (TLS): each server makes a certificate of its own (`certificate.py`), which the clients are given.
+A message is sent as opaque bytes, in pieces, after its schema. Tickets and actions are JSON. Every
+call has the token of the run, and a server only gives access to segment files of one folder.
+Between hosts, everything including the token is encrypted (TLS). Each server makes its own
+certificate, and clients trust only that.
 """
 
 from __future__ import annotations
@@ -40,22 +42,21 @@ from .segments import (
 )
 
 # Certificate
-#
-# A certificate for one server of one run. Its key never leaves the process; clients get the
-# certificate itself to trust.
 
 
 NAME = "weft"
-"""The name in every certificate. Clients trust the certificate itself, not the name."""
+"""Name in every certificate. Clients trust the certificate itself, not the name."""
 VALID = datetime.timedelta(days=3650)
-"""How long a certificate is valid."""
 EARLIER = datetime.timedelta(days=1)
-"""A certificate is valid from this long before it was made, because the clocks of nodes may differ."""
+"""Start of validity before the certificate was made, because clocks of nodes may differ."""
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate and its private key, both in PEM form."""
+    """A certificate for one server of one run, with its private key, both in PEM form.
+
+    The key never leaves the process.
+    """
 
     certificate: bytes
     key: bytes
@@ -65,7 +66,7 @@ class Certificate:
 
 
 def make_certificate() -> Certificate:
-    """Make a P-256 key and a certificate that is signed with it."""
+    """Make a P-256 key and a self-signed certificate."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -100,21 +101,22 @@ DAMAGED = b"damaged"
 
 
 class SegmentServer(pf.FlightServerBase):
-    """Gives other nodes the messages in one node's folder, and deletes files at their word.
+    """Serves the messages in one node's folder to other nodes, and deletes files on request.
 
     Args:
         folder: the node's folder.
-        node: the node's name. Files of other nodes are known here only as copies of their messages.
-        host: the address to listen on, on a free port; the default is reached from this machine alone.
-        token: the secret that every caller must show.
-        certificate: the server's own. None: nothing is encrypted, which is for one machine.
+        node: the node's name. For other nodes, the folder only has copies of their messages.
+        host: the address to listen on, on a free port. The default is only reachable from this
+            machine.
+        token: the secret that every caller must send.
+        certificate: the server's certificate. None disables encryption, for use on a single
+            machine.
 
     Raises:
         ValueError: the token is empty.
     """
 
     location: str
-    """Where it listens: `grpc://host:port`, or `grpc+tls://host:port`."""
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class SegmentServer(pf.FlightServerBase):
         certificate: Certificate | None = None,
     ) -> None:
         if not token:
-            raise ValueError("SegmentServer.token must not be empty: it keeps strangers out")
+            raise ValueError("SegmentServer.token is empty; set it, because it authenticates callers")
         scheme, address = ("grpc+tls" if certificate else "grpc"), f"[{host}]" if ":" in host else host
         secrets = [(certificate.certificate, certificate.key)] if certificate else None
         super().__init__(
@@ -145,6 +147,7 @@ class SegmentServer(pf.FlightServerBase):
             message, schema = self._reader.message(segment)
         except DamagedSegment as error:
             raise pf.FlightInternalError(str(error), DAMAGED) from None
+        # Pieces bound the size of each gRPC message.
         pieces = [schema.serialize()]
         pieces += [
             message.slice(i, min(PIECE_BYTES, message.size - i))
@@ -163,7 +166,6 @@ class SegmentServer(pf.FlightServerBase):
                 raise pf.FlightServerError(f"a segment server knows {known}, not {action.type!r}")
 
     def _verify(self, listed: Sequence[Sequence[Any]]) -> list[bytes]:
-        """For each of these segments what is wrong with it; empty where nothing is."""
         problems: list[bytes] = []
         for segment in map(Segment.from_json, listed):
             _check(segment.node, segment.file)
@@ -181,14 +183,14 @@ class SegmentServer(pf.FlightServerBase):
         for node, file in files:
             try:
                 delete_local(self.folder, self.node, node, file)
-            except OSError as error:  # the others are deleted all the same
+            except OSError as error:  # still delete the others
                 failed = error
         if failed is not None:
             raise failed
         return []
 
     def close(self) -> None:
-        """Stop listening, after the calls under way."""
+        """Stop listening once the current calls have finished."""
         self.shutdown()
         self._reader.close()
 
@@ -197,10 +199,11 @@ class SegmentClient:
     """A channel to the segment server of one node.
 
     Args:
-        location: where the server listens.
-        token: the server's.
-        certificate: the server's, as PEM; the client trusts no other. None: nothing is encrypted.
-        timeout_s: the longest that a call may take.
+        location: the server's address.
+        token: the server's token.
+        certificate: the server's certificate as PEM, the only one that the client trusts. None
+            disables encryption.
+        timeout_s: time limit of a call.
     """
 
     def __init__(
@@ -218,7 +221,7 @@ class SegmentClient:
         self.close()
 
     def fetch(self, segment: Segment) -> pa.Buffer:
-        """A message of the server's node, behind its schema.
+        """Fetch a message of the server's node, with its schema.
 
         Returns:
             The bytes of an Arrow IPC stream.
@@ -226,7 +229,7 @@ class SegmentClient:
         Raises:
             TimeoutError: the server cannot be reached, or did not answer in time.
             DamagedSegment: the server found the message damaged.
-            FlightUnauthenticatedError: the token is not the server's.
+            FlightUnauthenticatedError: the server has another token.
         """
         ticket = pf.Ticket(json.dumps(segment.to_json()).encode())
         try:
@@ -248,27 +251,27 @@ class SegmentClient:
         return sink.getvalue()
 
     def delete(self, files: Sequence[tuple[str, str]]) -> None:
-        """Have the server delete files, and its copies of messages of files of other nodes.
+        """Let the server delete files, including its copies of other nodes' messages.
 
         Args:
             files: at least one (node, file).
 
         Raises:
             TimeoutError: the server cannot be reached, or did not answer in time.
-            FlightUnauthenticatedError: the token is not the server's.
+            FlightUnauthenticatedError: the server has another token.
         """
         (node, file), more = files[0], f" and {len(files) - 1} more" if len(files) > 1 else ""
         with self._deadline(f"deleting file {file} of node {node!r}{more} at {self._location}"):
             list(self._client.do_action(pf.Action("delete", json.dumps(files).encode()), self._options()))
 
     def verify(self, segments: Sequence[Segment]) -> list[str]:
-        """Have the server read messages of its node.
+        """Let the server verify messages of its node.
 
         Args:
             segments: at least one.
 
         Returns:
-            For each what is wrong with it; empty where nothing is.
+            The problem of each segment; empty if it is intact.
 
         Raises:
             TimeoutError: the server cannot be reached, or did not answer in time.
@@ -288,7 +291,7 @@ class SegmentClient:
 
     @contextmanager
     def _deadline(self, what: str) -> Iterator[None]:
-        """Flight's errors of time say what was being done."""
+        """Convert Flight's timeouts to TimeoutErrors that name the operation."""
         try:
             yield
         except (pf.FlightTimedOutError, pf.FlightUnavailableError) as error:
@@ -307,6 +310,7 @@ class _TokenGate(pf.ServerMiddlewareFactory):
             (v for name, values in headers.items() if name.lower() == "authorization" for v in values),
             b"",
         )
+        # Constant time, so that the token cannot be guessed byte by byte.
         if not hmac.compare_digest(shown.encode() if isinstance(shown, str) else shown, self._wanted):
             raise pf.FlightUnauthenticatedError("the token is missing, or is not this run's")
 
@@ -321,44 +325,42 @@ def _check(node: object, file: object) -> None:
 
 
 def _row(piece: pa.Buffer) -> pa.RecordBatch:
-    """One row that holds these bytes, without a copy."""
+    """Return a one-row batch with these bytes, without a copy."""
     offsets = pa.py_buffer(np.array([0, piece.size], np.int64))
     array = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, offsets, piece])
     return pa.RecordBatch.from_arrays([array], schema=PIECES)
 
 
 # Peers
-#
-# Peers: how a process reaches the segments of other nodes. A node fetches each message at most
-# once.
 
 
 VERIFIED_AT_ONCE = 64
-"""Segments that a server is asked for in one call."""
+"""Most segments to verify in one call."""
 
 
 @dataclass(frozen=True)
 class Peers:
-    """The segment servers of a run. `Peers.fetch` is what a `SegmentReader` takes as its `fetch`."""
+    """The segment servers of a run. Pass `Peers.fetch` as the `fetch` of a `SegmentReader`."""
 
     locations: Mapping[str, str]
-    """Name of a node -> where its server listens."""
+    """Node name -> address of its server."""
     token: str
-    """The secret that all of them ask for."""
     certificates: Mapping[str, bytes] = field(default_factory=dict)
-    """Location -> the server's certificate, as PEM. A location without one is not encrypted."""
+    """Address -> the server's certificate, as PEM. Connections to other addresses are not
+    encrypted."""
     timeout_s: float = 60.0
-    """The longest that a fetch may take."""
 
     def client(self, location: str, timeout_s: float) -> SegmentClient:
-        """A channel to one of the servers."""
         return SegmentClient(location, self.token, self.certificates.get(location), timeout_s=timeout_s)
 
     def unreadable(self, segments: Iterable[Segment]) -> dict[Segment, str]:
-        """Those of the segments that cannot be read on their nodes, and why. Nodes that are no peers are passed over."""
+        """Return the segments that cannot be read on their nodes, with the reason. Skips nodes that
+        are not peers."""
         found: dict[Segment, str] = {}
         for node, own in itertools.groupby(
-            sorted(segments, key=_place), key=lambda segment: segment.node
+            # Sorted, because `groupby` needs the segments of a node next to each other.
+            sorted(segments, key=_place),
+            key=lambda segment: segment.node,
         ):
             if (location := self.locations.get(node)) is None:
                 continue
@@ -368,7 +370,7 @@ class Peers:
                     some, left = left[:VERIFIED_AT_ONCE], left[VERIFIED_AT_ONCE:]
                     try:
                         problems = client.verify(some)
-                    except TimeoutError as error:  # it is asked no more: each question may take as long
+                    except TimeoutError as error:  # give up: each further call may take as long
                         some, left = [*some, *left], []
                         problems = [str(error)] * len(some)
                     found |= {
@@ -379,21 +381,22 @@ class Peers:
         return found
 
     def fetch(self, segment: Segment, path: Path) -> None:
-        """Fetch a message to a file, unless it exists: of the processes of a node that want a message, one fetches it.
+        """Fetch a message to a file, unless it exists. A lock lets one process of the node fetch it
+        for all.
 
         Args:
-            segment: of another node.
-            path: the file, which then holds an Arrow IPC stream.
+            segment: a segment of another node.
+            path: the file to write, an Arrow IPC stream.
 
         Raises:
-            UserError: the node is none of these.
+            UserError: the node is not a peer.
             TimeoutError: the message did not arrive in time.
             DamagedSegment: the other node found the message damaged.
         """
         if (location := self.locations.get(segment.node)) is None:
             hint = nearest(segment.node, self.locations) or f"; there are {', '.join(self.locations)}"
             raise UserError(
-                f"segment {segment.file} lies on node {segment.node!r}, which is not a peer{hint}"
+                f"segment {segment.file} is on node {segment.node!r}, which is not a peer{hint}"
             )
         make_folder(path.parent)
         deadline = time.monotonic() + self.timeout_s
@@ -401,10 +404,12 @@ class Peers:
             self._wait_for(
                 lock, deadline, f"fetching file {segment.file} of node {segment.node!r} from {location}"
             )
+            # Another process fetched it while this one waited for the lock.
             if path.exists():
                 return
             with self.client(location, max(deadline - time.monotonic(), 1e-3)) as client:
                 stream = client.fetch(segment)
+            # Write under another name, so that readers only see complete copies.
             part = path.with_name(f"{path.name}.part")
             who = f"the copy of a message of node {segment.node!r}"
             with full_disk_named(path.parent, who, len(stream)), open(part, "wb") as file:
@@ -429,29 +434,28 @@ def _place(segment: Segment) -> tuple[str, str, int]:
 
 
 # Deletions
-#
-# Deletions: tells the other nodes which files have no live rows any more.
 
 
 MAX_FILES = 10_000
-"""Files that are remembered for a peer which does not answer; beyond, the oldest are forgotten."""
+"""Most files to remember for a peer that does not answer; the oldest are forgotten first."""
 MAX_PAUSE_S = 60.0
-"""Longest pause between two attempts to tell a peer that failed."""
+"""[s] Longest pause between two attempts after failures."""
 
 logger = logging.getLogger(__name__)
 
 
 class Deletions:
-    """Deletes files, and the copies of their messages, on all peers. A `SegmentStore` takes it as `delete_remote`.
+    """Deletes files, and copies of their messages, on all peers. Pass it as `delete_remote` of a
+    `SegmentStore`.
 
-    Nobody waits for it: its own thread tells each peer, over one channel, of all files that have gathered. A peer that does not
-    answer is tried again, with longer and longer pauses, and does not keep the others from being told. What it still holds costs
-    space on its own disk, no more.
+    Calls return at once. A thread sends each peer its gathered files over one channel. It retries
+    peers that do not answer with growing pauses, without delaying the others. Files that remain
+    there only cost disk space.
 
     Args:
-        peers: the servers to tell.
-        timeout_s: the longest that a peer may take.
-        pause_s: time in which files gather. After a failure, the pause before the next attempt doubles, up to `MAX_PAUSE_S`.
+        peers: the servers to call.
+        timeout_s: time limit of a call to a peer.
+        pause_s: time for gathering files. After a failure, the pause doubles up to `MAX_PAUSE_S`.
     """
 
     def __init__(self, peers: Peers, *, timeout_s: float = 5.0, pause_s: float = 0.2) -> None:
@@ -471,7 +475,7 @@ class Deletions:
             self._changed.notify()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Tell the peers that answer what is left, for no longer than this."""
+        """Send the remaining files to peers that answer, within this time limit."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -484,6 +488,7 @@ class Deletions:
                 files, self._files, closing = self._files, [], self._closing
             for peer in self._peers:
                 peer.files += files
+                # Forgotten files only cost disk space on the peer.
                 del peer.files[:-MAX_FILES]
                 if peer.files and (closing or peer.next_attempt <= time.monotonic()):
                     peer.tell()
@@ -494,13 +499,12 @@ class Deletions:
             time.sleep(self._pause_s)
 
     def _until_next_attempt(self) -> float | None:
-        """Seconds until a peer that failed is tried again."""
         due = [peer.next_attempt for peer in self._peers if peer.files]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
 
 class _PeerToTell:
-    """A peer, and the files that it has not deleted yet."""
+    """A peer, with the files that it has not deleted yet."""
 
     def __init__(self, peers: Peers, location: str, timeout_s: float, pause_s: float) -> None:
         self._peers, self._location, self._timeout_s = peers, location, timeout_s
@@ -514,7 +518,7 @@ class _PeerToTell:
             if self._client is None:
                 self._client = self._peers.client(self._location, self._timeout_s)
             self._client.delete(self.files)
-        except Exception as error:  # no failure of a deletion is a reason to end a run
+        except Exception as error:  # a failed deletion must not end the run
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
             self.next_attempt = time.monotonic() + self._pause_s
             logger.warning("%s; tried again in %.3g s", str(error).partition("\n")[0], self._pause_s)

@@ -1,6 +1,6 @@
-"""History: every row that a run ever issued or made, and why a group is where it is, read from the log.
+"""History of rows, read from the log: all rows that a run issued or made, and the state of a group.
 
-This is `weft buffer table` and `weft buffer why`. It reads only, also while the run goes on.
+This is `weft buffer table` and `weft buffer why`. It only reads, and also works during the run.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ HISTORY = pa.schema(
         ("graph", pa.string()),
         ("sample_id", pa.int64()),
         ("group_id", pa.int64()),
-        ("parent_id", pa.int64()),  # its own id where it was issued
+        ("parent_id", pa.int64()),  # its own id if it was issued
         ("level", pa.string()),  # the source, or the node that made it
         ("step", pa.int64()),
-        ("position", pa.int64()),  # of the source's row that it comes from
+        ("position", pa.int64()),  # row of the source that it comes from
         ("tokens", pa.int64()),
         ("version", pa.int64()),  # oldest policy version in it
         ("state", pa.string()),  # waiting, leased, done or dropped
         ("reason", pa.string()),  # why it was dropped
-        ("done", pa.list_(pa.string())),  # nodes that are through with it
+        ("done", pa.list_(pa.string())),  # nodes that have finished it
         ("leased", pa.list_(pa.string())),  # nodes that hold it
-        ("columns", pa.list_(_PART)),  # where the columns of a row in flight lie
+        ("columns", pa.list_(_PART)),  # segments of a row in flight
     ]
 )
-"""What `history` says of each row."""
+"""Columns of the table that `history` returns."""
 
 
 def buffer_folder(run: Path) -> Path:
-    """The folder with the log of a run, given its directory or that folder itself.
+    """Return the folder with the log of a run, given the run directory or that folder itself.
 
     Raises:
-        UserError: when there is none.
+        UserError: there is none.
     """
     for folder in (run / BUFFER, run):
         if (folder / LOG).is_file():
@@ -71,11 +71,12 @@ def buffer_folder(run: Path) -> Path:
 
 
 def history(folder: Path, notes: list[str] | None = None) -> pa.Table:
-    """Every row that was ever issued or made, finished ones too, from the log in a buffer's folder; see `HISTORY`.
+    """Return all rows that a run issued or made, including finished ones, from the log in a
+    buffer's folder (see `HISTORY`).
 
     Args:
         folder: the folder of the buffer.
-        notes: gets a line if records of the log are lost.
+        notes: gets a line for each gap in the log.
     """
     listing = _Listing()
     checker = Checker(on_finished=listing.add_finished, keep_parts=True)
@@ -86,8 +87,6 @@ def history(folder: Path, notes: list[str] | None = None) -> pa.Table:
 
 
 class _Listing:
-    """Rows of the log as columns."""
-
     def __init__(self) -> None:
         self.columns: dict[str, list[Any]] = {name: [] for name in HISTORY.names}
 
@@ -121,14 +120,14 @@ class _Listing:
 
 
 def why(folder: Path, group_id: int, graph: str | None = None) -> str:
-    """Explain the state of a group: a line for each node that has not finished it, or the end of the group and the fate of its rows.
-    A last line reports lost records of the log.
+    """Explain the state of a group: one line per node that has not finished it, or how it ended. A
+    last line reports gaps in the log.
 
     Args:
-        graph: where the group must be; None looks in all graphs (group ids are those of the run).
+        graph: the graph of the group; None searches all graphs (group ids are unique in the run).
 
     Raises:
-        UserError: there is no such graph, or the group is of another one.
+        UserError: there is no such graph, or the group belongs to another graph.
     """
     ended: list[tuple[str, str]] = []
 
@@ -166,7 +165,6 @@ def _place(group: CheckedGroup) -> str:
 
 
 def _end(group: CheckedGroup, rows: Mapping[int, CheckedRow], checker: Checker) -> str:
-    """When a group was finished, and what became of its rows."""
     step, dropped = checker.notes.get("step"), group.graph.dropped_of(group)
     after = f", after step {step}" if step is not None else ""
     ids = [id for level in group.levels for id in sorted(level)]
@@ -178,7 +176,7 @@ def _end(group: CheckedGroup, rows: Mapping[int, CheckedRow], checker: Checker) 
 
 
 def waits_for(ledger: Ledger, group_id: int) -> str:
-    """What a group waits for, a line per node that has not finished with it."""
+    """Return what a group waits for, one line per node that has not finished it."""
     group = ledger.live.groups.get(group_id)
     if group is None:
         return f"group {group_id} is not in flight: it is finished, or it was never issued"

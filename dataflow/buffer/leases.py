@@ -1,4 +1,4 @@
-"""Leases: the rows that nodes hold, the results that they publish, and the holders whose leases are void.
+"""Leases: the rows that nodes hold, and the results that they publish.
 
 claim ──> open ──finish──> finished
            └──release, or its deadline passes──> void: its rows are ready again, and its holder is refused
@@ -21,52 +21,58 @@ from .rows import Group, LevelRows, Part, Row, places_in
 from .segments import Segment
 
 REMEMBERED_LEASES = 1000
-"""Number of void leases that are remembered, so that a late holder is told why its lease is void."""
+"""Number of void leases to remember, so that a late holder gets the reason."""
 
 Fate = Literal["wait", "mask", "requeue", "drop"]
-"""What becomes of a group that is too old when an update claims it: it waits for a larger bound; it is trained on with every token
-masked (it still counts in its group's statistics); it is dropped and its prompt is issued again; or it is dropped."""
+"""How to handle a group that is too old when an update claims it: keep it waiting for a larger
+bound; train on it with every token masked (it still counts in group statistics); drop it and issue
+its prompt again; or drop it."""
 
 
 @dataclass(frozen=True)
 class Staleness:
-    """How old the rows of an update may be, checked when they are claimed."""
+    """Staleness bound of an update, checked when it claims rows."""
 
     version: int
-    """Version of the weights that the rows would train."""
+    """Policy version of the weights to train."""
     bound: int
-    """Largest `version` minus that of a row's oldest token."""
+    """Largest allowed `version` minus the version of a row's oldest token."""
     fate: Fate = "wait"
 
     def too_old(self, rows: LevelRows, mask: int) -> list[int]:
-        """Places of those of these rows that are too old."""
+        """Return the places of rows that are too old."""
         versions, oldest = rows.versions, self.version - self.bound
         return [
-            place for place in places_in(mask) if (v := versions[place]) is not None and 0 <= v < oldest
+            # Rows without a version come from no policy and never become stale.
+            place
+            for place in places_in(mask)
+            if (v := versions[place]) is not None and 0 <= v < oldest
         ]
 
 
 NONE = np.empty(0, np.int64)
-"""No sample ids."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """What a holder tells the ledger of the rows that it has written. In a map, group or filter, `ids` are rows of the lease that are
-    done; in an EXPAND, they are new rows."""
+    """Rows that a lease holder has written, as reported to the ledger.
+
+    In a map, group or filter, `ids` are rows of the lease that are done. In an EXPAND, they are new
+    rows.
+    """
 
     ids: np.ndarray
     """[rows] int64 sample ids."""
     num_tokens: np.ndarray
     """[rows] int64 tokens that these columns add to each row."""
     versions: np.ndarray | None = None
-    """[rows] int64 oldest policy version in each row, when the node generated it."""
+    """[rows] int64 oldest policy version in each row, if the node generated it."""
     parents: np.ndarray | None = None
-    """[rows] int64 sample ids of the rows that these were made from (EXPAND only)."""
+    """[rows] int64 sample ids of the parents of these rows (EXPAND only)."""
     finished: np.ndarray | None = None
-    """int64 sample ids of the parents that get no more rows (EXPAND only); None: no parent is finished."""
+    """int64 sample ids of the parents that get no more rows (EXPAND only)."""
     newest: int = -1
-    """Newest policy version of any token, when the node generated them; the log does without it."""
+    """Newest policy version of any token, if the node generated them. It is not logged."""
 
     @classmethod
     def of_lists(
@@ -77,7 +83,6 @@ class Published:
         parents: Sequence[int] | None,
         finished: Sequence[int] | None,
     ) -> Published:
-        """Make it from a record of the log or of a checkpoint."""
         made = [
             None if numbers is None else np.array(numbers, np.int64)
             for numbers in (versions, parents, finished)
@@ -86,7 +91,6 @@ class Published:
 
     @cached_property
     def lists(self) -> PublishedLists:
-        """The arguments of `of_lists`."""
         versions, parents, finished = self.versions, self.parents, self.finished
         return PublishedLists(
             self.ids.tolist(),
@@ -98,12 +102,12 @@ class Published:
 
     @property
     def ends_parents(self) -> bool:
-        """Whether it finishes parents."""
         return self.finished is not None and len(self.finished) > 0
 
     @classmethod
     def joined(cls, parts: Sequence[Published]) -> Published:
-        """What several ranks publish under one lease, one after the other. Either all of them generate, or expand, or none does."""
+        """Concatenate the reports of several ranks under one lease. Either all of them generate, or
+        expand, or none does."""
         if len(parts) == 1:
             return parts[0]
         first = parts[0]
@@ -122,12 +126,12 @@ class Published:
         )
 
     def not_of(self, parents: Container[int]) -> np.ndarray:
-        """[rows] bool: the row is not made from one of these parents."""
+        """[rows] bool: the row has none of these parents."""
         assert self.parents is not None
         return np.array([parent not in parents for parent in self.parents.tolist()], bool)
 
     def without(self, parents: Container[int]) -> Published:
-        """The same without the rows made from these parents."""
+        """Return a copy without the rows of these parents."""
         assert self.parents is not None
         kept = self.not_of(parents)
         finished = (
@@ -142,14 +146,14 @@ class Published:
 
 
 class Spread(NamedTuple):
-    """Where rows lie that several ranks wrote."""
+    """Segments of rows that several ranks wrote."""
 
     segments: Sequence[Segment]
     counts: Sequence[int]
-    """How many of the rows, in their order, lie in each segment."""
+    """Rows in each segment, in the order of the rows."""
 
     def only(self, kept: np.ndarray) -> Spread:
-        """The same for some of the rows.
+        """Return the segments of a subset of the rows.
 
         Args:
             kept: [rows] bool.
@@ -158,7 +162,7 @@ class Spread(NamedTuple):
         return Spread(self.segments, [int(part.sum()) for part in parts])
 
     def to_json(self) -> list[list[Any]]:
-        """As the log has it: the number of rows and the segment of each."""
+        """Return a list of [number of rows, *segment], as in the log."""
         return [
             [rows, *segment.to_json()] for segment, rows in zip(self.segments, self.counts, strict=True)
         ]
@@ -169,11 +173,11 @@ class Spread(NamedTuple):
 
 
 Written: TypeAlias = Segment | Spread | None
-"""Where the columns of published rows lie; None: nothing was written."""
+"""Where the columns of published rows are stored; None if nothing was written."""
 
 
 class PublishedLists(NamedTuple):
-    """The same as lists of Python's own numbers. The fields are those of `Published`; a driver makes one for each row."""
+    """`Published` as lists of Python numbers. The driver makes one for each row."""
 
     ids: list[int]
     num_tokens: list[int]
@@ -183,12 +187,16 @@ class PublishedLists(NamedTuple):
 
 
 Taken: TypeAlias = tuple[Group, int, int, Sequence[int]]
-"""Rows of one group in a lease: the group, their level, their mask, and their places in the order of their sample ids."""
+"""Rows of one group in a lease: the group, their level, their mask, and their places in the order
+of their sample ids."""
 
 
 @dataclass
 class Lease:
-    """Rows claimed by one node, in order of group and sample id. `token` is a fence: the holder of an old token is refused."""
+    """Rows claimed by one node, in order of group and sample id.
+
+    `token` is a fence: the ledger refuses holders of an old token.
+    """
 
     token: int
     node: Node
@@ -199,26 +207,27 @@ class Lease:
     num_tokens: np.ndarray
     """[rows] int64 tokens of each row when it was claimed."""
     holder: str = ""
-    """Who works on them, for messages."""
     deadline: float | None = None
-    """When the rows go back, in seconds of the ledger's clock."""
+    """Time when the rows are requeued, in seconds of the ledger's clock."""
     masked: frozenset[int] = frozenset()
-    """Rows that are too old to be trained on and are to be masked."""
+    """Rows that are too old to train on and must be masked."""
     open: dict[int, None] = field(default_factory=dict)
-    """Sample ids of the rows that are not published yet; of an EXPAND, the parents that are not finished."""
+    """Sample ids of rows that are not published yet; for an EXPAND, parents that are not finished."""
     given_up: set[int] = field(default_factory=set)
-    """Parents that a quorum finished without the rest of their rows: what is still made of them is let go."""
+    """Parents that a quorum finished early. New rows of them are discarded."""
     staged: list[tuple[list[int], Published, Segment | None]] = field(default_factory=list)
-    """What was published of it and does not count yet (nodes that take groups): rows (parents of an EXPAND) and data."""
+    """Published results of a node that takes groups: rows (parents of an EXPAND) and data. They
+    count once the lease is finished."""
 
     @classmethod
     def of(cls, token: int, node: Node, taken: Iterable[tuple[Group, int]], **others: Any) -> Lease:
-        """A lease of these rows, given by their groups and masks. All of them are open."""
+        """Make a lease of rows, given by their groups and masks. All of them are open."""
         level, own = node.level, list[Taken]()
         ids: list[int] = []
         tokens: list[int] = []
         for group, mask in taken:
             rows = group.levels[level]
+            # More than one bit is set.
             if mask & (mask - 1):
                 places = rows.in_order(mask)
                 ids += map(rows.ids.__getitem__, places)
@@ -238,22 +247,21 @@ class Lease:
 
     @property
     def rows(self) -> list[Row]:
-        """The rows, to look at; `ids` and the other columns say the same of all at once."""
+        """The rows as objects, for inspection; `ids` and the other columns are faster."""
         return [Row(group, level, place) for group, level, _, places in self.taken for place in places]
 
     @cached_property
     def row_of(self) -> dict[int, Row]:
-        """The same by their sample ids."""
         return dict(zip(self.ids.tolist(), self.rows, strict=True))
 
     @property
     def groups(self) -> list[Group]:
-        """The groups of the rows."""
         return [group for group, _, _, _ in self.taken]
 
     @property
     def first_children(self) -> np.ndarray:
-        """[rows] int64 first of the MAX_CHILDREN sample ids that are set aside for the rows made of each (EXPAND only)."""
+        """[rows] int64 first of the MAX_CHILDREN sample ids reserved for the children of each row
+        (EXPAND only)."""
         level = self.node.makes_level
         assert level is not None
         rows = [(group.levels[of], places) for group, of, _, places in self.taken]
@@ -263,13 +271,13 @@ class Lease:
 
     @property
     def versions(self) -> list[int | None]:
-        """Oldest policy version in each row; None where no policy made it."""
+        """Oldest policy version in each row; None if no policy made it."""
         rows = [(group.levels[level].versions, places) for group, level, _, places in self.taken]
         return [versions[place] for versions, places in rows for place in places]
 
     @property
     def step(self) -> int:
-        """The step in which its first row was issued."""
+        """Step that its first row was issued for."""
         return self.taken[0][0].issued_in
 
     @property
@@ -283,11 +291,10 @@ class Lease:
 
     @cached_property
     def _rows_of_groups(self) -> list[int]:
-        """How many rows each of `groups` has."""
         return [len(places) for _, _, _, places in self.taken]
 
     def of_groups(self, values: Sequence[int]) -> np.ndarray:
-        """[rows] int64 the value of each row's group.
+        """Repeat a value of each group for all of its rows, as [rows] int64.
 
         Args:
             values: one for each of `groups`.
@@ -296,7 +303,7 @@ class Lease:
 
     @cached_property
     def parent_ids(self) -> np.ndarray:
-        """[rows] int64 row that each was made of; a row of the source is its own parent."""
+        """[rows] int64 parent of each row; a row of the source is its own parent."""
         if self.node.level == SOURCE:
             return self.ids
         above = self.taken[0][0].levels[self.node.level].above if self.taken else SOURCE
@@ -309,19 +316,22 @@ class Lease:
         return np.array([ids[of[place]] for ids, of, places in parents for place in places], np.int64)
 
     def is_whole(self, published: Published) -> bool:
-        """Whether these are all rows of the lease, in their order, and none was published or given back before."""
+        """Return whether these are all rows of the lease, in order, with none published or given
+        back before."""
         ids = published.ids
+        # Checks lengths first, because this runs for every publish.
         whole = published.parents is None and len(self.open) == len(ids) == len(self.ids)
         return whole and (ids is self.ids or np.array_equal(ids, self.ids))
 
     def check(self, published: PublishedLists, rows: Mapping[int, Group]) -> None:
-        """Refuse what may not be published under this lease.
+        """Refuse rows that may not be published under this lease.
 
         Args:
             rows: the group of each sample id in flight.
 
         Raises:
-            LeaseError: rows or parents are not in the lease or were published before, or columns differ in length.
+            LeaseError: rows or parents are not in the lease or were published before, or columns
+                differ in length.
         """
         ids, tokens, versions, parents, finished = published
         makes, open = parents is not None, self.open
@@ -339,6 +349,7 @@ class Lease:
                 f"node {self.node.name!r} published columns of {sorted(lengths)} rows in lease {self.token}"
             )
         again = len(set(ids)) != len(ids) or (len(finished) > 1 and len(set(finished)) != len(finished))
+        # Children must be new: neither in flight nor staged in this lease.
         if makes and not again:
             staged = (
                 {id for _, before, _ in self.staged for id in before.ids.tolist()} if self.staged else ()
@@ -349,16 +360,14 @@ class Lease:
 
 
 class Leases:
-    """The leases of one graph that are neither finished nor released, oldest first, and the latest of those that were released."""
+    """Open leases of one graph, oldest first, and the most recent released ones."""
 
     def __init__(self) -> None:
         self._open: dict[int, Lease] = {}
         self._void: dict[int, str] = {}
-        """Token of a released lease -> why it was released."""
         self._deadlines: list[tuple[float, int]] = []
         """Heap of (when, token)."""
         self._num_groups: dict[str, int] = {}
-        """Node that takes groups -> how many it has leased."""
         self._given_up: list[tuple[int, int]] = []
         self.next_token = 1
 
@@ -372,15 +381,14 @@ class Leases:
         return self._open[token]
 
     def holds(self, lease: Lease) -> bool:
-        """Whether the lease is neither finished nor released."""
         return self._open.get(lease.token) is lease
 
     def is_void(self, token: int) -> bool:
-        """Whether a lease of this number was released, or is not granted yet (it was in a future that was given up)."""
+        """Return whether a lease with this token was released, or never granted after a rollback."""
         return token in self._void or token >= self.next_token
 
     def check(self, lease: Lease) -> None:
-        """Refuse a lease that is over.
+        """Refuse a lease that is not open.
 
         Raises:
             LeaseError: it was released or finished.
@@ -391,11 +399,10 @@ class Leases:
             raise LeaseError(f"{who} was released or finished before{f' ({why})' if why else ''}")
 
     def num_groups(self, node: Node) -> int:
-        """Groups that this node, which takes groups or batches, has claimed and not finished."""
+        """Return how many groups a node that takes groups or batches has leased."""
         return self._num_groups.get(node.name, 0)
 
     def begin(self, lease: Lease) -> None:
-        """A lease is open from here on."""
         self._open[lease.token] = lease
         if lease.node.operation.takes_groups:
             self._num_groups[lease.node.name] = self.num_groups(lease.node) + lease.num_groups
@@ -405,29 +412,30 @@ class Leases:
         for group, of, _, places in lease.taken if level is not None else ():
             rows = group.levels[of]
             under = rows.made_under = rows.made_under or {}
+            # `give_up` finds the lease of a parent here.
             under |= {(place, level): lease.token for place in places if rows.ids[place] in lease.open}
 
     def take_token(self) -> int:
-        """The token of a new lease."""
         self.next_token += 1
         return self.next_token - 1
 
     def finish(self, lease: Lease) -> None:
-        """A lease is over, and its rows are done."""
         del self._open[lease.token]
         if lease.node.operation.takes_groups:
             self._num_groups[lease.node.name] -= lease.num_groups
 
     def release(self, lease: Lease, why: str) -> None:
-        """A lease is void: its holder is refused, and told why."""
+        """Void a lease. Its holder is refused from here on, with this reason."""
         self.finish(lease)
+        # Keep the reason for a late holder.
         self._void[lease.token] = why
         if len(self._void) > REMEMBERED_LEASES:
             del self._void[next(iter(self._void))]
 
     def take_overdue(self, now: float) -> list[Lease]:
-        """Open leases whose deadline has passed, each said once."""
+        """Return open leases whose deadline has passed, each once."""
         overdue: list[Lease] = []
+        # Leases that ended earlier are still in the heap, and are skipped here.
         while self._deadlines and self._deadlines[0][0] <= now:
             _, token = heapq.heappop(self._deadlines)
             if token in self._open:
@@ -436,11 +444,11 @@ class Leases:
 
     @property
     def next_deadline(self) -> float | None:
-        """Time of the next deadline; None: no lease has one."""
+        """Time of the next deadline; None if no lease has one."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def give_up(self, parents: LevelRows, place: int, level: int) -> None:
-        """Note that a parent needs no more rows of a level, although its holder is still making them."""
+        """Stop waiting for more children of a parent, although its holder is still making them."""
         assert parents.made_under is not None
         lease, id = self._open[parents.made_under[place, level]], parents.ids[place]
         del lease.open[id]
@@ -448,21 +456,21 @@ class Leases:
         self._given_up.append((lease.token, id))
 
     def take_given_up(self) -> list[tuple[int, int]]:
-        """(token of a lease, parent in it) of rows that are not wanted any more though their holder works on them, each said once."""
+        """Return (lease token, parent) of rows that holders work on but that no node needs, each
+        once."""
         given_up, self._given_up = self._given_up, []
         return given_up
 
 
 # Pieces
-#
-# Pieces: where a consumer finds the columns of its rows.
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some columns of a consumer's rows, which one node wrote or the source has: `keys` say which rows of the segments are theirs.
+    """Columns of a consumer's rows that one node wrote, or that the source has.
 
-    `keys` are sample ids, or, when `by_position`, row numbers of the one segment that holds the source.
+    `keys` select the rows in the segments. They are sample ids, or row numbers of the source's
+    segment if `by_position`.
     """
 
     columns: tuple[str, ...]
@@ -471,14 +479,14 @@ class Piece:
     segments: tuple[Segment, ...]
     by_position: bool = False
     of_file: bool = False
-    """Whether the columns are the user's file's: they keep their types, whatever their names."""
+    """Whether the columns come from the user's file, and so keep their types."""
 
 
 class Pieces:
-    """Where the columns that a node reads of some rows lie: found once, and cut into the shares of ranks.
+    """Locations of the columns that a node reads, found once and split into shares for ranks.
 
     Args:
-        graph: of the node.
+        graph: the graph of the node.
         source: the segment with the rows of the graph's source.
         lease: the rows, and the node that reads them.
     """
@@ -492,7 +500,7 @@ class Pieces:
             by_writer.setdefault((writer, not writer and column in of_file), []).append(column)
         self._source, self._of_file = source, of_file
         self._found: list[tuple[tuple[str, ...], np.ndarray, list[Part] | None]] = []
-        """Columns, the keys of all rows, and the part of each; None: they are the source's."""
+        """Columns, the keys of all rows, and the part of each; None for columns of the source."""
         numbers = {other.name: i for i, other in enumerate(graph.nodes)}
         for (writer, _), columns in by_writer.items():
             if not writer:
@@ -512,25 +520,27 @@ class Pieces:
                     parts.append(rows.parts[i][own[0]])
                 else:
                     parts += map(rows.parts[i].__getitem__, own)
+                # The node reads columns of an ancestor, so keys are the ancestor's ids.
                 if level != node.level:
                     owners += map(rows.ids.__getitem__, own)
             ids = lease.ids if level == node.level else np.array(owners, np.int64)
             self._found.append((tuple(columns), ids, [part for part in parts if part is not None]))
 
     def of(self, share: Sequence[int]) -> list[Piece]:
-        """The pieces of some of the rows; see `cut`."""
+        """Return the pieces of some of the rows (see `cut`)."""
         return self.cut([share], np.array(share, np.int64))[0]
 
     def cut(self, shares: Sequence[Sequence[int]], index: np.ndarray) -> list[list[Piece]]:
-        """The pieces of each share of the rows.
+        """Return the pieces of each share of the rows.
 
         Args:
-            shares: of each, the indexes of its rows, in the order in which they are wanted.
-            index: all of these one after the other.
+            shares: for each share, the indexes of its rows in the wanted order.
+            index: all shares concatenated.
 
         Returns:
-            Of each share, one piece for each node that wrote some of the columns, and one for the source. Where no row is wanted, pieces
-            have no keys, and name a segment whose columns have the right types.
+            For each share, one piece per node that wrote some of the columns, and one for the
+            source. Pieces of an empty share have no keys, and name a segment whose columns have the
+            right types.
         """
         pieces: list[list[Piece]] = [[] for _ in shares]
         for columns, keys, parts in self._found:
@@ -549,6 +559,7 @@ class Pieces:
                         )
                     )
                 else:
+                    # An empty share still needs a segment, for the types of its columns.
                     of = dict.fromkeys([parts[k] for k in share or (0,)])
                     own.append(Piece(columns, ordered[begin:end], tuple([part.segment for part in of])))
                 begin = end
@@ -556,7 +567,7 @@ class Pieces:
 
 
 def _places_on(group: Group, at: int, places: Sequence[int], level: int) -> Sequence[int]:
-    """Places of the ancestors, on a level, of rows of the level `at`."""
+    """Map rows of level `at` to the places of their ancestors on `level`."""
     while at != level:
         rows = group.levels[at]
         at, places = (

@@ -1,21 +1,25 @@
-"""Ledger: the control plane of the sample buffer. It knows which columns of each row exist, where they are, and what each node has
-done with the row; it never holds a token. Every event costs O(1) per row and pushes readiness.
+"""Ledger: the control plane of the sample buffer.
 
-The law of rows:
+It knows which columns of each row exist, where they are, and which nodes have processed the row. It
+never holds tokens. Every event costs O(1) per row and updates which rows are ready.
 
-- A row is exactly one of waiting, leased, done or dropped, and each node consumes it at most once (`RowState`, in `rows.py`).
-- A row is ready for a node when everything in the node's `after` is done with it. A node that takes groups gets a group when no more
-  rows of it can come and all are ready, or when its quorum is there.
-- Rows made of a parent come one by one. The parent is finished by a separate event, by the end of its lease, or by a quorum that
-  does without the rest. A parent that is requeued keeps the rows that were made of it, and their ids.
-- A claim is a lease, and only the holder of its token may publish. What a node that takes groups publishes counts when its lease is
-  finished: a lease that is released before that gives complete groups back.
+Invariants:
 
-Each event (`events.py`) is noted in the log before it takes effect, and the ledger is what its events make of it: `replay` (`replay.py`)
-does them again. `ledger_state.py` saves and loads the same state, so that a log need not be read from its beginning.
+- Each row is exactly one of waiting, leased, done or dropped, and each node consumes it at most
+  once (`RowState`, in `rows.py`).
+- A row is ready for a node when all nodes in `after` are done with it. A node that takes groups
+  gets a group when all its rows exist and are ready, or when its quorum is reached.
+- Children arrive one by one. A parent is finished by a separate event, by the end of its lease, or
+  by a quorum that does not need more children. A requeued parent keeps its children and their ids.
+- A claim is a lease, and only the holder of its token may publish. Results of a node that takes
+  groups count when its lease is finished; a release before that gives complete groups back.
 
-Its parts own the state: rows and groups (`live`), what is ready of them (`readiness`), where their columns lie (`parts`), who holds
-them (`leases`), and how a claim chooses among them (`claims`).
+Each event (`events.py`) is logged before it takes effect, and the events determine the ledger's
+state. `recovery.py` replays them, and saves and loads the state, so that recovery need not read the
+whole log.
+
+The parts own the state: rows and groups (`live`), ready rows (`readiness`), column locations
+(`parts`), leases (`leases`), and the choice of rows for a claim (`claims`).
 """
 
 from __future__ import annotations
@@ -40,15 +44,8 @@ from .segments import Segment
 
 # Claims
 #
-# Claims: which rows a node gets, what becomes of groups that are too old for it, and what its
-# quorum does without.
-#
-# An update first sets aside every ready group that is too old for it. It then takes the groups
-# with the oldest tokens.
-#
-# A quorum is chosen when its group is claimed for the first time: the first n rows win. The others
-# are cancelled, and so is work for them that nobody else needs. A parent of which more rows were
-# to come is finished without them.
+# A quorum is chosen when its group is first claimed: the first n ready rows win. The others are
+# cancelled, with all work that only they need. Their parent is finished without more children.
 
 
 class Taking(NamedTuple):
@@ -57,27 +54,30 @@ class Taking(NamedTuple):
     taken: list[tuple[Group, int]]
     """Groups, each with the mask of its rows."""
     masked: frozenset[int] = frozenset()
-    """Ids of the rows among these whose tokens are masked because they are too old."""
+    """Ids of the taken rows to mask because they are too old."""
     too_old: list[int] | None = None
-    """Ids of the groups that were set aside because they are too old. None without a staleness bound."""
+    """Ids of groups that were set aside as too old. None without a staleness bound."""
     offered: bool = False
-    """Groups that were set aside before are ready again."""
+    """Whether groups that were set aside earlier are ready again."""
 
 
 class Claims:
-    """Chooses rows for the claims of one ledger."""
+    """Chooses rows for the claims of one ledger.
+
+    An update first sets aside all groups that are too old, then takes the groups with the oldest
+    tokens.
+    """
 
     def __init__(self, live: LiveRows, leases: Leases, ids: Ids) -> None:
         self._live = live
         self._leases = leases
         self._ids = ids
         self.stale: Counter[str] = Counter()
-        """Groups that were too old when an update claimed them, by their fate."""
+        """Fate -> groups that were too old when an update claimed them."""
 
     def take(
         self, i: int, max_rows: int | None, max_groups: int | None, staleness: Staleness | None = None
     ) -> Taking:
-        """Choose the rows that node i gets."""
         readiness, groups = self._live.readiness, self._live.groups
         if not self._live.wiring.takes_groups[i]:
             return Taking(readiness.take_rows(i, max_rows, groups))
@@ -105,15 +105,15 @@ class Claims:
         staleness: Staleness | None,
         too_old: Sequence[int] | None,
     ) -> Taking:
-        """Take the groups that a record of the log names, for node i, which takes groups.
+        """Take the groups that a log record names, for node i, which takes groups.
 
         Args:
             ids: sample ids of the rows in the record.
-            too_old: ids of the groups that it set aside; None in a log of format 5 or earlier, where groups were looked at in order of
-                their ids until there were enough.
+            too_old: ids of the groups that it set aside; None in logs of format 5 and earlier,
+                which checked groups in order of their ids.
 
         Raises:
-            ValueError: one of the groups is not ready for the node.
+            ValueError: a group is not ready for the node.
             LookupError: a row or group is not in flight.
         """
         groups = list(dict.fromkeys(self._live.group_of[id] for id in ids))
@@ -139,7 +139,7 @@ class Claims:
     def _too_old_by_id(
         self, i: int, taken: Sequence[Group], max_groups: int | None, staleness: Staleness
     ) -> list[int]:
-        """The groups that a claim of an earlier format set aside."""
+        """Return the groups that a claim of format 5 or earlier set aside."""
         if staleness.fate == "mask":
             return []
         full = max_groups is not None and len(taken) >= max_groups
@@ -152,7 +152,6 @@ class Claims:
     def _take_group(
         self, group: Group, i: int, staleness: Staleness | None, masked: list[int]
     ) -> tuple[Group, int]:
-        """Node i gets a ready group."""
         readiness, rows = self._live.readiness, group.levels[self._live.wiring.level[i]]
         mask = readiness.offered_rows(group, i)
         if staleness is not None and (old := staleness.too_old(rows, mask)):
@@ -165,7 +164,8 @@ class Claims:
         return group, mask
 
     def set_ids_aside(self, taken: Sequence[Taken], level: int) -> None:
-        """Sample ids for the rows of a level that will be made of these; a row of which some were made before keeps its own."""
+        """Reserve sample ids for the children of these rows. Rows with children keep the ids
+        reserved earlier."""
         new: list[tuple[LevelRows, int]] = []
         for group, of, _, places in taken:
             made = set(group.levels[level].parents)
@@ -180,11 +180,12 @@ class Claims:
         return bool(staleness.too_old(rows, self._live.readiness.offered_rows(group, i)))
 
     def _offer_again(self, i: int, staleness: Staleness, *, wait: bool = False) -> bool:
-        """Offer the groups again that wait for a larger bound, if this bound allows them or they are to wait no longer. Returns whether
-        there are any.
+        """Offer groups again that waited for a larger bound, if this bound allows them or the fate
+        is not `wait`. Return whether there are any.
 
         Args:
-            wait: keep groups that are still too old waiting, whatever the fate, as in logs of format 5 and earlier.
+            wait: keep groups that are still too old waiting, whatever the fate, as in logs of
+                format 5 and earlier.
         """
         readiness, waits = self._live.readiness, wait or staleness.fate == "wait"
         held = [self._live.groups[id] for id in sorted(readiness.too_old_groups[i])]
@@ -195,7 +196,6 @@ class Claims:
         return bool(again)
 
     def _set_aside(self, group: Group, i: int, staleness: Staleness) -> None:
-        """A ready group is too old for node i, which does not get it."""
         self.stale[staleness.fate] += 1
         self._live.readiness.withdraw_group(group, i)
         if staleness.fate == "wait":
@@ -208,7 +208,7 @@ class Claims:
         self._live.retire_if_finished(group)
 
     def _close_quorum(self, group: Group, i: int, chosen: int) -> None:
-        """The first n rows have won, if they had not before; the others of the group are cancelled."""
+        """Choose the quorum's rows once, and cancel the others."""
         if group.closed >> i & 1:
             return
         group.closed |= 1 << i
@@ -220,7 +220,7 @@ class Claims:
             self._cut_short(group, maker)
 
     def _cut_short(self, group: Group, i: int) -> None:
-        """Node i is done with the rows of its level, though more rows were to come of them: nobody would wait for these."""
+        """Finish the parents at node i: the chosen quorum does not need more of their children."""
         level, makes = self._live.wiring.level[i], self._live.graph.nodes[i].makes_level
         rows = group.levels[level]
         assert makes is not None
@@ -257,9 +257,9 @@ class Ledger:
         """
         Args:
             ids: shared by all graphs of a run.
-            source: where the rows of the graph's source lie.
-            name: what the graph is called in the log.
-            log: where every event is noted before it takes effect; None keeps no log.
+            source: segment with the rows of the graph's source.
+            name: name of the graph in the log.
+            log: where to log every event before it takes effect; None keeps no log.
             clock: seconds, for deadlines.
         """
         self.graph = graph
@@ -267,7 +267,7 @@ class Ledger:
         self.source = source
         self.log = log
         self.prompts_issued = 0
-        """Rows of the source that `issue` was called with so far: the place in the source."""
+        """Rows of the source issued so far, which is the position in the source."""
         self.ids = ids or Ids()
         self.live = LiveRows(graph, self.ids, clock)
         self.parts = self.live.parts
@@ -279,37 +279,37 @@ class Ledger:
 
     @property
     def readiness(self) -> Readiness:
-        """What the nodes can claim now."""
         return self.live.readiness
 
     def _note(self, event: Event) -> None:
         if self.log is not None:
             self.log.append_json(to_json(event, self.name))
 
-    # Rows come in
+    # Issue rows
 
     def set_source(self, segment: Segment) -> None:
-        """Where the rows of the graph's source lie from now on."""
         self._note(SetSource(segment.to_json()))
         self.source = segment
 
     def issue(self, positions: Sequence[int], num_tokens: Sequence[int], *, step: int) -> None:
-        """New rows from these rows of the source; each is the root of a group of its own.
+        """Issue rows of the source. Each starts a group.
 
         Args:
             positions: rows of the source.
-            num_tokens: tokens of each.
+            num_tokens: tokens of each row.
             step: the step that they are issued for.
         """
         positions, num_tokens = [int(p) for p in positions], [int(t) for t in num_tokens]
         if len(positions) != len(num_tokens):
-            raise ValueError(f"{len(positions)} rows were issued with the tokens of {len(num_tokens)}")
+            raise ValueError(
+                f"{len(positions)} rows were issued, but {len(num_tokens)} token counts were given"
+            )
         self._note(Issue(self.ids.next_id, self.ids.next_group, step, positions, num_tokens))
         self.prompts_issued += len(positions)
         for position, tokens in zip(positions, num_tokens, strict=True):
             self.live.issue(position, tokens, step)
 
-    # Rows are claimed
+    # Claim rows
 
     def claim(
         self,
@@ -322,16 +322,20 @@ class Ledger:
         staleness: Staleness | None = None,
         version: int | None = None,
     ) -> Lease | None:
-        """Lease ready rows to this node, in order of group and sample id; None when there are none. If `max_groups` excludes some
-        ready groups, an update gets the oldest ones.
+        """Lease ready rows to a node, in order of group and sample id; return None if there are
+        none.
+
+        If `max_groups` excludes some ready groups, an update gets the oldest ones.
 
         Args:
-            max_rows: most rows, of a node that takes rows.
-            max_groups: most groups, of a node that takes groups. With 0, groups that are too old are set aside, and none is leased.
-            holder: who works on them, for messages.
-            deadline_s: seconds from now after which the rows go back (see `expire`).
-            staleness: of an update: which groups are too old, and what becomes of them.
-            version: of a node that generates: of its weights now, which the groups are noted to begin with.
+            max_rows: most rows, for a node that takes rows.
+            max_groups: most groups, for a node that takes groups. With 0, only set aside groups
+                that are too old.
+            holder: name of the worker, for messages.
+            deadline_s: seconds from now until the rows are requeued (see `expire`).
+            staleness: for an update: the staleness bound, and the fate of older groups.
+            version: for a node that generates: its policy version, to note as the version of new
+                groups.
         """
         taking = self.claims.take(self._index[node.name], max_rows, max_groups, staleness)
         if not (taking.taken or taking.too_old or taking.offered):
@@ -351,10 +355,10 @@ class Ledger:
         return self._grant(asked, taking, deadline)
 
     def claim_again(self, event: Claim) -> None:
-        """Repeat a claim of the log.
+        """Replay a claim from the log.
 
         Raises:
-            ValueError: other rows are ready than the record names.
+            ValueError: the ready rows differ from the record.
         """
         i = self._index[event.node]
         self.leases.next_token = event.lease + 1
@@ -369,14 +373,13 @@ class Ledger:
             raise ValueError(f"lease {event.lease} of node {event.node!r} {what}")
 
     def set_too_old_aside(self, node: Node, staleness: Staleness) -> int:
-        """Set the ready groups aside that are too old for an update, so that it knows how many are left before it claims any. Returns
-        how many groups met their fate."""
+        """Set aside the ready groups that are too old for an update, so that it knows how many are
+        left. Return how many there were."""
         before = self.claims.stale.total()
         self.claim(node, max_groups=0, staleness=staleness)
         return self.claims.stale.total() - before
 
     def _grant(self, asked: Claim, taking: Taking, deadline: float | None) -> Lease | None:
-        """Note a claim, and lease what it takes."""
         node, level = self.graph[asked.node], self.graph[asked.node].level
         i, taken = self._index[node.name], taking.taken
         lease = Lease.of(
@@ -394,16 +397,17 @@ class Ledger:
         self.leases.begin(lease)
         return lease
 
-    # Rows are worked on
+    # Publish rows
 
     def publish(self, lease: Lease, published: Published, written: Written) -> None:
-        """Rows of a lease that its node has finished, all or some of them, with what it wrote.
+        """Report rows of a lease that the node has finished, with the columns that it wrote.
 
-        Of an EXPAND these are new rows, as they come; of the parents that are `finished` no more do. What comes of a parent that a
-        quorum has finished is let go.
+        For an EXPAND, these are new rows, and `finished` parents get no more. New rows of a parent
+        that a quorum finished are discarded.
 
         Raises:
-            LeaseError: for rows (or parents) that are not in the lease, or were published before; nothing is changed then.
+            LeaseError: rows (or parents) are not in the lease, or were published before. Nothing
+                changes then.
         """
         self.leases.check(lease)
         if lease.given_up and published.parents is not None:
@@ -446,11 +450,11 @@ class Ledger:
         *,
         at_once: bool,
     ) -> None:
-        """Rows are done, and rows made of these parents are there.
+        """Add new rows and mark rows as done.
 
         Args:
             through: the rows that are done.
-            at_once: they are all rows of the lease.
+            at_once: whether they are all rows of the lease.
         """
         node, i = lease.node, self._index[lease.node.name]
         parts = self._parts_of(node, written, len(published.ids))
@@ -491,7 +495,7 @@ class Ledger:
         self.live.finish(masks, i, order if ordered else None)
 
     def _masks(self, node: Node, ids: Iterable[int]) -> dict[Group, int]:
-        """The groups of rows of a node's level, with a mask of the rows that are among these."""
+        """Return the groups of rows of a node's level, each with the mask of these rows."""
         group_of, level = self.live.group_of, node.level
         masks: dict[Group, int] = {}
         for id in ids:
@@ -500,12 +504,12 @@ class Ledger:
         return masks
 
     def _parts_of(self, node: Node, written: Written, rows: int) -> list[Part]:
-        """Where the columns lie that were written of published rows: a part for each row, or one that all lie in. Empty if nothing was
-        written that anybody reads."""
+        """Return the parts that published rows were written to: one per row, or a single one for
+        all of them. Empty if no later node reads them."""
         if written is None:
             return []
         spread = written if isinstance(written, Spread) else Spread((written,), (rows,))
-        if not node.writes:  # nobody reads what a node wrote without saying so
+        if not node.writes:  # no node reads columns that this one does not declare
             for segment in spread.segments:
                 self.parts.discard(segment)
             return []
@@ -517,17 +521,17 @@ class Ledger:
             return parts
         return [part for part, number in zip(parts, spread.counts, strict=True) for _ in range(number)]
 
-    # Leases end
+    # End leases
 
     def finish(self, lease: Lease, *, step: int | None = None) -> None:
-        """The node is through with the lease. Rows that a FILTER did not publish are dropped; an EXPAND made nothing of
-        the parents that it did not mention.
+        """Finish a lease. A FILTER drops the rows that it did not publish; an EXPAND makes no
+        children for parents that it did not mention.
 
         Args:
-            step: of an update: the step that it is part of.
+            step: for an update: the step that it is part of.
 
         Raises:
-            LeaseError: when a map or group left rows out.
+            LeaseError: a map or group left rows out.
         """
         self.leases.check(lease)
         node, shape = lease.node, lease.node.operation.shape
@@ -554,11 +558,12 @@ class Ledger:
     def release(
         self, lease: Lease, why: str = "given back", *, ids: Collection[int] | None = None
     ) -> None:
-        """Give the rows of a lease back that were not published (of a node that takes groups: all of them): they are ready
-        again, and the lease is void.
+        """Requeue the unpublished rows of a lease, and void the lease. A node that takes groups
+        gives back all of its rows.
 
         Args:
-            ids: unpublished rows to give back, of a node that takes rows; the lease keeps the others. None: all of them.
+            ids: unpublished rows to give back, for a node that takes rows; the lease keeps the
+                others. None gives back all of them.
 
         Raises:
             LeaseError: the lease is void, or some of these rows are not in it.
@@ -593,7 +598,6 @@ class Ledger:
         self._give_back(list(ids), i)
 
     def _give_back(self, ids: Sequence[int], i: int) -> None:
-        """Rows that node i had claimed are ready for it as before."""
         node, wiring = self.graph.nodes[i], self.live.wiring
         for group, mask in self._masks(node, ids).items():
             rows = group.levels[node.level]
@@ -602,27 +606,29 @@ class Ledger:
                 self.readiness.set_version(group, None)  # its generation begins again
             self.readiness.offer_rows(group, mask.bit_count(), i)
             self.live.note_if_whole(group, i)
-            given_up = union([rows.cancelled[j] for j in wiring.served[i]]) & mask  # meanwhile
+            given_up = (
+                union([rows.cancelled[j] for j in wiring.served[i]]) & mask
+            )  # while they were leased
             if given_up:
                 self.live.skip(group, given_up, i)
                 self.live.retire_if_finished(group)
 
-    # Rows go
+    # Drop rows
 
     def drop(self, node: Node, ids: Iterable[int], why: str) -> int:
-        """Drop rows that are ready for a node but that it fails at. The nodes after it go on with the rest of their groups. A node that
-        takes groups loses all rows of these groups.
+        """Drop ready rows that a node fails on. Later nodes continue with the rest of their groups.
+        A node that takes groups drops all rows of these groups.
 
         Returns:
-            The number of rows that were dropped.
+            The number of dropped rows.
 
         Raises:
-            LeaseError: one of them is not ready for the node, or is claimed; nothing is changed then.
+            LeaseError: a row is not ready for the node, or is claimed. Nothing changes then.
         """
         i = self._index[node.name]
         if self.live.wiring.quorum[i]:
             raise LeaseError(
-                f"node {node.name!r} has a quorum: it takes what comes, and no row of it is dropped"
+                f"node {node.name!r} has a quorum, so rows cannot be dropped at it; release them"
             )
         level, takes_groups = node.level, self._takes_groups[i]
         there = [row for id in ids if (row := self.live.rows.get(id)) is not None]
@@ -630,7 +636,7 @@ class Ledger:
             ready = at == level and group.levels[level].ready(i) >> place & 1
             if not ready or (takes_groups and group.state(i) is not GroupState.READY):
                 who = f"row {group.levels[at].ids[place]} is dropped at node {node.name!r}"
-                raise LeaseError(f"{who}, for which it is not ready, or which has it")
+                raise LeaseError(f"{who}, but it is not ready there, or is leased")
         masks = self._masks(node, [row.id for row in there])
         offered = self.readiness.offered_rows
         found = [(group, offered(group, i) if takes_groups else mask) for group, mask in masks.items()]
@@ -648,14 +654,17 @@ class Ledger:
         return len(dropped)
 
     def lose(self, group_id: int, why: str, *, issue_again: bool = True) -> bool:
-        """Columns of a group cannot be read any more: its rows are dropped, and its prompt is issued again; or nobody wants
-        them any more. Returns whether it is issued again: what waited for its record alone is not.
+        """Drop the rows of a group whose columns are lost, or that is not needed. Issue its prompt
+        again, unless only recording was left to do.
+
+        Returns:
+            Whether its prompt was issued again.
 
         Raises:
-            LeaseError: when somebody works on it.
+            LeaseError: some of its rows are leased.
         """
         group = self.live.groups[group_id]
-        issue_again = issue_again and not group.rested  # what was trained on is not trained on again
+        issue_again = issue_again and not group.rested  # it was trained on already
         if group.num_leased:
             raise LeaseError(
                 f"group {group_id} of graph {self.name!r} is lost ({why}) while rows of it are leased"
@@ -667,18 +676,18 @@ class Ledger:
         self.live.retire_if_finished(group)
         return issue_again
 
-    # Time passes
+    # Deadlines
 
     def offer(self, node: Node, group: Group) -> None:
-        """A group whose quorum did not come in time is offered with the rows that did."""
+        """Offer the rows of a group whose quorum missed its deadline."""
         i = self._index[node.name]
         if group.state(i) is GroupState.GATHERING:
             self._note(Offer(node.name, group.id))
             self.readiness.offer_group(group, i)
 
     def expire(self) -> list[Lease]:
-        """What is due by the clock: leases past their deadline are released (and returned), and groups whose quorum did
-        not come in time are offered as they are."""
+        """Apply deadlines: release overdue leases and return them, and offer groups whose quorum is
+        late."""
         now, quorums = self._clock(), self.live.quorum_deadlines
         while quorums and quorums[0][0] <= now:
             _, i, id = heapq.heappop(quorums)
@@ -692,7 +701,7 @@ class Ledger:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `expire` has something to look at, in seconds of the clock."""
+        """Time when to call `expire` next, in seconds of the clock."""
         quorums = self.live.quorum_deadlines
         due = [quorums[0][0]] if quorums else []
         if self.leases.next_deadline is not None:
@@ -701,8 +710,6 @@ class Ledger:
 
 
 # Capacity
-#
-# Capacity: how many groups of a graph may be issued now, by rows, bytes and staleness.
 
 
 UNBOUNDED = 1 << 30
@@ -710,7 +717,7 @@ UNBOUNDED = 1 << 30
 
 @dataclass(frozen=True)
 class Capacity:
-    """How many groups may be issued now, and which bound allows no more."""
+    """Number of groups that may be issued, and the limit that allows no more."""
 
     groups: int
     reason: str = ""
@@ -726,23 +733,25 @@ def capacity(
     lag: int = 0,
     taken: int = 0,
 ) -> Capacity:
-    """How many groups of a ledger's graph may be issued now.
+    """Return how many groups of a ledger's graph may be issued.
 
-    Groups are assumed to be as large as the largest that was finished; bytes are no bound before the first is.
+    Assumes that each group is as large as the largest finished one; `max_bytes` has no effect
+    before a group is finished.
 
     Args:
-        ledger: what is in flight.
-        max_rows: bound on the rows in flight, of all levels together.
-        max_bytes: bound on the bytes of their columns.
-        groups_per_update: groups in an update. So many are admitted even where they turn out larger than the bounds
-            allow, since nothing becomes free before they are trained on.
-        staleness: updates that a row may lag the weights that it trains. Only as many groups are admitted as will be
-            trained within that: the bound is kept by waiting, not by discarding. None: no bound.
-        lag: updates by which the weights that generate now are behind those that are trained.
-        taken: groups that the update under way has claimed so far, finished or not.
+        ledger: the rows in flight.
+        max_rows: most rows in flight, on all levels together.
+        max_bytes: most bytes of their columns.
+        groups_per_update: groups in an update. One update's groups are always admitted, even beyond
+            the limits, because rows are only freed after training.
+        staleness: most updates that a row may lag the weights that it trains. Groups are only
+            admitted if they will be trained on within it, so that rows need not be discarded. None
+            sets no bound.
+        lag: number of updates that the generating weights are behind the trained ones.
+        taken: groups that the current update has claimed so far, finished or not.
 
     Returns:
-        The smallest of the bounds, never negative, and the reason for it.
+        The smallest of the limits, at least 0, and the reason.
     """
     updates = [n for n in ledger.graph.nodes if n.operation.updates]
     missing = (
@@ -778,7 +787,7 @@ def capacity(
 
 
 def expected_rows(graph: Graph) -> int:
-    """Rows that a group will have on all levels together, as far as the graph tells: by the argument `n` of its expansions."""
+    """Estimate the rows of a group on all levels together, from the argument `n` of its expansions."""
     sizes = {0: 1}
     for node in graph.nodes:
         if node.operation.shape is Shape.EXPAND and node.makes_level is not None:

@@ -1,5 +1,8 @@
-"""LiveRows: the rows and groups of a graph that are not finished, and what becomes of a row when a node is done with it, does
-without it, or drops it. Leases are `leases.py`, the log is the ledger's (`ledger.py`)."""
+"""LiveRows: unfinished rows and groups of a graph, and how they change when a node finishes, skips
+or drops rows.
+
+Leases are in `leases.py`; the ledger (`ledger.py`) writes the log.
+"""
 
 from __future__ import annotations
 
@@ -14,57 +17,46 @@ from .rows import Group, GroupState, Ids, Part, Row, places_in
 from .segments import Segment
 
 # Stored parts
-#
-# StoredParts: the segments that rows in flight lie in, their bytes, and those that no row needs
-# any more.
 
 
 class StoredParts:
-    """Counts the rows in flight of each part. A segment is freed with the last of them."""
+    """The segments that rows in flight need, with counts. A segment is freed with its last row."""
 
     def __init__(self) -> None:
         self._parts: dict[Part, None] = {}
         self._freed: list[Segment] = []
         self.num_bytes = 0
-        """Bytes of the segments that rows in flight lie in."""
         self.published_bytes = 0
-        """Bytes published so far."""
         self.finished_bytes = 0.0
-        """Those of finished groups: of a segment that several groups share, each has its rows' part."""
+        """Published bytes of finished groups. Groups that share a segment have their share by rows."""
         self.largest_group_bytes = 0
-        """Most bytes that a finished group had."""
 
     @property
     def segments(self) -> list[Segment]:
-        """Segments that rows in flight refer to."""
         return [part.segment for part in self._parts]
 
     def add(self, segment: Segment, rows: int) -> Part:
-        """A call wrote so many rows into a segment."""
+        """Add a segment that a call wrote, with its number of rows."""
         self.published_bytes += segment.num_bytes
         part = Part(segment, rows, rows)
         self.put(part)
-        if not rows:  # a call may write a segment without rows: nobody will ever need it
+        if not rows:  # no row will ever need it
             self.finished_bytes += segment.num_bytes
             self._free(part)
         return part
 
     def put(self, part: Part) -> None:
-        """Rows in flight lie in this part."""
         self._parts[part] = None
         self.num_bytes += part.segment.num_bytes
 
     def discard(self, segment: Segment) -> None:
-        """Note that no node will read a segment any more."""
         self._freed.append(segment)
 
     def finish(self, group: Group) -> None:
-        """All rows of a group are finished."""
+        """Count a finished group, and free the segments that only it needed."""
         num_bytes = 0.0
         columns = [column for rows in group.levels for _, column in sorted(rows.parts.items()) if column]
-        for column in (
-            columns
-        ):  # in an order that does not depend on who was through first: a copy frees in the same
+        for column in columns:  # in a fixed order, so that a replayed ledger frees in the same order
             for part, rows in _counted(column):
                 num_bytes += part.row_bytes * rows
                 part.in_flight -= rows
@@ -79,13 +71,12 @@ class StoredParts:
         self._freed.append(part.segment)
 
     def take_freed(self) -> list[Segment]:
-        """Segments that no row in flight refers to any more, each given once."""
+        """Return segments that no row in flight refers to, each once."""
         freed, self._freed = self._freed, []
         return freed
 
 
 def _counted(column: list[Part | None]) -> list[tuple[Part, int]]:
-    """Each part in a column, and how often it is there."""
     first = column[0]
     if first is not None and column.count(first) == len(column):
         return [(first, len(column))]
@@ -93,11 +84,10 @@ def _counted(column: list[Part | None]) -> list[tuple[Part, int]]:
 
 
 Orders: TypeAlias = Mapping[Group, Sequence[int]]
-"""Group -> places of its rows, in some order."""
 
 
 class RowsById(Mapping[int, Row]):
-    """The rows in flight by their sample ids, in the order in which they came, to look at one.
+    """View of the rows in flight by sample id, in order of arrival.
 
     Args:
         group_of: sample id -> its group.
@@ -120,53 +110,52 @@ class RowsById(Mapping[int, Row]):
 
 
 class LiveRows:
-    """Rows and groups by id, what is ready of them, and where their columns lie. A verb takes the rows of one group at a time, as a mask.
+    """Unfinished rows and groups of a graph. Methods take the rows of one group at a time, as a
+    mask.
 
-    - A row is ready for a node when everything in the node's `after` is done with it and its ancestors.
-    - A level of a group is complete when all that makes its rows is done with all that it makes them of.
-    - A group retires when nothing is left to do with it: its rows are counted as done or dropped, and forgotten.
+    - A row is ready for a node when all nodes in `after` are done with it and its ancestors.
+    - A level of a group is complete when its maker is done with all rows of the level above.
+    - A group retires when no work on it is left: its rows are counted as done or dropped, and
+      forgotten.
     """
 
     def __init__(self, graph: Graph, ids: Ids, clock: Callable[[], float]) -> None:
         """
         Args:
-            ids: of the run.
+            ids: id counters of the run.
             clock: seconds, for the deadlines of quorums.
         """
         self.graph = graph
         self.wiring = Wiring(graph)
         self.group_of: dict[int, Group] = {}
-        """Sample id of a row in flight -> its group."""
         self.rows = RowsById(self.group_of)
         self.groups: dict[int, Group] = {}
-        """In flight, by group id, oldest first."""
+        """Groups in flight by id, oldest first."""
         self.readiness = Readiness(self.wiring)
         self.parts = StoredParts()
         self.groups_of_step: Counter[int] = Counter()
-        """Groups at work, by the step in which they were issued."""
+        """Step of issue -> groups with work left, other than recording."""
         self.groups_behind = 0
-        """Groups with which nothing is left to do but what follows behind."""
+        """Groups with only background nodes (recorders) left to run."""
         self.largest_group = 0
-        """Most rows that a finished group had, on all levels."""
         self._whole: list[set[int]] = [set() for _ in graph.nodes]
-        """Node that takes rows -> groups of which rows may be ready for it and no more can become so. Others may be among them."""
+        """Node that takes rows -> groups that may have ready rows and get no more. Some may have
+        none."""
         self.quorum_deadlines: list[tuple[float, int, int]] = []
-        """Heap of (when, node, group) of quorums that were not reached yet."""
+        """Heap of (time, node, group) of quorums that are not reached yet."""
         self.issued = 0
-        """Rows that were ever issued or made."""
         self.done = 0
         """Retired rows that were not dropped."""
         self.dropped: Counter[str] = Counter()
-        """Rows dropped so far, by reason: the filter that dropped them, or "over-issued at", "late at", "stale at" a node."""
+        """Reason -> rows dropped so far. Reasons are the name of a filter, or "over-issued at",
+        "late at" or "stale at" a node."""
         self.finished = [0] * len(graph.nodes)
-        """Rows that each node was done with since this ledger was made."""
         self._ids = ids
         self._clock = clock
 
-    # Rows come
+    # Add rows
 
     def issue(self, position: int, tokens: int, step: int) -> None:
-        """A row of the source comes in, the root of a new group."""
         group = Group(
             self._ids.take_group(), position, step, tokens, self.wiring.above, len(self.graph.nodes)
         )
@@ -181,11 +170,10 @@ class LiveRows:
         self.retire_if_finished(group)
 
     def issue_again(self, group: Group) -> None:
-        """The prompt of a group that is lost or too old comes in once more."""
         self.issue(group.position, group.tokens, group.issued_in)
 
     def restore(self, group: Group) -> None:
-        """A group that was in flight when it was saved is in flight again; its quorums have their whole deadlines."""
+        """Add a saved group. Its quorums get their full deadlines again."""
         self.groups[group.id] = group
         self.groups_behind += group.rested
         for i in range(len(self.graph.nodes)):
@@ -205,15 +193,15 @@ class LiveRows:
         versions: Sequence[int] | None,
         parts: Sequence[Part],
     ) -> None:
-        """Node i has made rows, and what waits for nothing else may claim them.
+        """Add rows that node i made, and offer them to the next nodes.
 
         Args:
             i: the node.
             ids: sample ids of the rows.
-            parents: those of the rows that each is made of.
-            tokens: that each has more than its parent.
-            versions: oldest policy version in each; None: that of its parent.
-            parts: where the columns lie that the node wrote of each; one: all lie there; none: it wrote none.
+            parents: sample ids of their parents.
+            tokens: tokens that each row has beyond its parent's.
+            versions: oldest policy version in each row; None takes the parents' versions.
+            parts: parts that the node wrote: one per row, a single one for all rows, or none.
         """
         group_of, above, level = self.group_of, self.wiring.level[i], self.graph.nodes[i].makes_level
         assert level is not None
@@ -232,7 +220,6 @@ class LiveRows:
         self._begin(new, level)
 
     def _begin(self, new: Mapping[Group, int], level: int) -> None:
-        """New rows of a level may be claimed."""
         wiring = self.wiring
         nodes, behind, counted = wiring.on_level[level], wiring.behind_on_level[level], 0
         for group, mask in new.items():
@@ -246,7 +233,7 @@ class LiveRows:
         for group, mask in new.items():
             for i in nodes if group.closed else ():
                 if group.closed >> i & 1 and (late := mask & group.levels[level].awaiting(i)):
-                    # a quorum after another one does not see what is late at the first
+                    # a later quorum must not see rows that are late at an earlier one
                     self.cancel(group, late, i, f"late at {self.graph.nodes[i].name}")
             if wiring.may_be_cut_off[level]:
                 self._skip_what_is_cut_off(group, level, mask)
@@ -254,7 +241,7 @@ class LiveRows:
             self._offer_if_ready(new, i)
 
     def _skip_what_is_cut_off(self, group: Group, level: int, new: int) -> None:
-        """Skip the nodes that wait for something which the rows' ancestors will never be through: they were dropped before they came."""
+        """Skip nodes that wait for an ancestor that was dropped before these rows came."""
         rows = group.levels[level]
         for i in self.wiring.on_level[level]:
             cut = new & self.wiring.cut_off(group, i) if self.wiring.needs_above[i] else 0
@@ -267,10 +254,11 @@ class LiveRows:
                         self._finish_level_if_complete(group, node.makes_level)
 
     def _offer_if_ready(self, masks: Mapping[Group, int], i: int, order: Orders | None = None) -> None:
-        """Offer those of these rows to node i for which nothing else is left to be done before it.
+        """Offer rows to node i if all earlier nodes are done with them.
 
         Args:
-            order: the places of each group's rows in the order in which they came to be ready; None: in that in which they were made.
+            order: places of each group's rows in order of becoming ready; None means
+                in order of arrival.
         """
         wiring, level = self.wiring, self.wiring.level[i]
         needs, above, takes_groups = wiring.needs_of_row[i], wiring.needs_above[i], wiring.takes_groups[i]
@@ -310,11 +298,11 @@ class LiveRows:
         ready = group.num_ready(i)
         if ready == 1:
             self._set_quorum_deadline(group, i)
+        # A quorum takes at most its number of rows; later ones do not count.
         self.readiness.num_rows[i] += group.offered >> i & 1 and ready <= self.wiring.quorum[i]
         self._offer_group_if_ready(group, i)
 
     def _set_quorum_deadline(self, group: Group, i: int) -> None:
-        """From now on a quorum waits no longer than its deadline says for more rows of a group."""
         quorum = self.graph.nodes[i].operation.quorum
         if quorum and quorum.deadline_s is not None:
             heapq.heappush(self.quorum_deadlines, (self._clock() + quorum.deadline_s, i, group.id))
@@ -333,7 +321,8 @@ class LiveRows:
             self.readiness.offer_group(group, i)
 
     def _finish_level_if_complete(self, group: Group, level: int) -> None:
-        """Mark a level complete when nothing that makes its rows is left to do, then look one level further."""
+        """Mark a level complete when its maker has no work left, and continue with the levels
+        below."""
         i = self.wiring.maker[level]
         above = self.wiring.level[i]
         if group.complete[level] or not group.complete[above] or group.levels[above].awaiting(i):
@@ -348,7 +337,7 @@ class LiveRows:
                 self._finish_level_if_complete(group, makes)
 
     def cancel(self, group: Group, mask: int, i: int, reason: str) -> None:
-        """Node i has its quorum without these rows; work on them for the quorum alone is over, too, unless it is under way."""
+        """Drop rows that a quorum does not need, with pending work that only the quorum needs."""
         self.drop(group, mask, i, reason)
         rows = group.levels[self.wiring.level[i]]
         rows.cancelled[i] |= mask
@@ -356,11 +345,11 @@ class LiveRows:
             self.skip(group, mask & rows.awaiting(j) & ~rows.leased[j], j)
 
     def finish(self, masks: Mapping[Group, int], i: int, order: Orders | None = None) -> None:
-        """Node i is done with some rows.
+        """Mark rows as done at node i, and offer them to the next nodes.
 
         Args:
-            masks: of the rows of each group.
-            order: their places in the order in which they were finished; None: in that in which they were made.
+            masks: the rows of each group.
+            order: places in order of finishing; None means in order of arrival.
         """
         wiring, level = self.wiring, self.wiring.level[i]
         behind, counted = wiring.behind[i], 0
@@ -386,11 +375,12 @@ class LiveRows:
         for group in masks:
             if made is not None:
                 self._finish_level_if_complete(group, made)
+            # Only recording is left, or nothing.
             if group.open == group.behind:
                 self.retire_if_finished(group)
 
     def drop(self, group: Group, mask: int, i: int, reason: str) -> None:
-        """Take rows away from node i, which has not seen them, and from everything downstream of it."""
+        """Take rows away from node i, which has not seen them, and from all downstream nodes."""
         self.skip(group, mask, i)
         makes = self.graph.nodes[i].makes_level
         if makes is not None:
@@ -398,7 +388,7 @@ class LiveRows:
         self.drop_downstream(group, mask, i, reason)
 
     def drop_downstream(self, group: Group, mask: int, i: int, reason: str) -> None:
-        """Take rows, and what was made of them, away from everything downstream of node i."""
+        """Take rows and their descendants away from all nodes downstream of node i."""
         self.dropped[reason] += mask.bit_count()
         level = self.wiring.level[i]
         for j in self.wiring.downstream[i]:
@@ -412,7 +402,6 @@ class LiveRows:
                 self._finish_level_if_complete(group, node.makes_level)
 
     def skip(self, group: Group, mask: int, j: int) -> None:
-        """Node j will never see these rows."""
         if not mask:
             return
         rows, number = group.levels[self.wiring.level[j]], mask.bit_count()
@@ -426,16 +415,16 @@ class LiveRows:
         self.note_if_whole(group, j)
 
     def lose(self, group: Group, reason: str) -> None:
-        """Nothing more is done with a group: all its rows count as dropped, whatever was done with them."""
+        """Give up a group: all its rows count as dropped."""
         readiness = self.readiness
-        readiness.set_version(group, None)  # what becomes of it below is counted no more
+        readiness.set_version(group, None)  # the changes below must not count by version
         for i, node in enumerate(self.graph.nodes):
             if self.wiring.takes_groups[i]:
                 if group.state(i) is GroupState.TOO_OLD:
                     readiness.clear_too_old(group, i)
                 elif group.state(i) is GroupState.READY:
                     readiness.withdraw_group(group, i)
-            group.offered |= 1 << i  # never again
+            group.offered |= 1 << i  # so that it is never offered again
             self.skip(group, group.levels[node.level].awaiting(i), i)
         for level, complete in enumerate(group.complete):
             readiness.unfinished_levels[level] -= not complete
@@ -445,7 +434,7 @@ class LiveRows:
         self.dropped[reason] += group.num_rows
 
     def retire_if_finished(self, group: Group) -> None:
-        """Forget a group with which nothing is left to do."""
+        """Forget a group if no work on it is left."""
         if group.open != group.behind or not all(group.complete) or group.id not in self.groups:
             return
         if not group.rested:
@@ -465,7 +454,7 @@ class LiveRows:
         del self.groups[group.id]
 
     def _rest(self, group: Group) -> None:
-        """Nothing is left to do with a group but what follows behind."""
+        """Mark a group that only has background nodes (recorders) left to run."""
         group.rested = True
         self.groups_behind += 1
         self.groups_of_step[group.issued_in] -= 1
@@ -475,25 +464,26 @@ class LiveRows:
             if behind:
                 self._offer_group_if_ready(group, i)
 
-    # What may be asked
+    # Queries
 
     @property
     def groups_at_work(self) -> int:
-        """How many groups still have work for a node that does not follow behind."""
+        """How many groups have work left, other than recording."""
         return len(self.groups) - self.groups_behind
 
     @property
     def ids_at_work(self) -> list[int]:
-        """Ids of the groups at work, oldest first."""
         return [id for id, group in self.groups.items() if not group.rested]
 
     def positions_before(self, nodes: Iterable[Node]) -> list[int]:
-        """Rows of the source of those groups in flight that none of these nodes has claimed, oldest first."""
+        """Return the source rows of groups in flight that none of these nodes has claimed, oldest
+        first."""
         mask = sum(1 << self.wiring.index[node.name] for node in nodes)
         return [group.position for group in self.groups.values() if not group.claimed & mask]
 
     def note_if_whole(self, group: Group, i: int) -> None:
-        """Note if rows of a group may be ready for node i, which takes rows, and no more rows of it can become ready there."""
+        """Note a group if all its rows have reached node i (which takes rows), and some may be
+        ready."""
         if self.wiring.takes_groups[i] or not group.complete[self.wiring.level[i]]:
             return
         rows = group.levels[self.wiring.level[i]]
@@ -501,27 +491,33 @@ class LiveRows:
             self._whole[i].add(group.id)
 
     def is_awaited(self, node: Node) -> bool:
-        """Whether a quorum may be waiting for rows of a node."""
         return any(self.wiring.quorum[j] for j in self.wiring.downstream[self.wiring.index[node.name]])
 
     def lacks_siblings(self, node: Node) -> bool:
-        """Whether rows are ready for a node that takes rows, each of a group of which more rows may come to it, and no quorum may be
-        waiting for one of them."""
+        """Return whether all ready rows of a node (which takes rows) should wait for siblings.
+
+        That is the case if more rows of each group may come to the node, and no quorum waits for
+        it.
+        """
         i = self.wiring.index[node.name]
         if not self.readiness.num_rows[i] or self.is_awaited(node):
             return False
         level, whole = self.wiring.level[i], self._whole[i]
+        # Entries may be stale: drop those without ready rows.
         while whole:
             id = next(iter(whole))
             group = self.groups.get(id)
             if group is not None and group.levels[level].ready(i):
                 return False
-            whole.discard(id)  # it is looked at once, and noted again if a row is given back
+            whole.discard(id)  # noted again if a row is given back
         return True
 
     def ready_in_step(self, node: Node) -> tuple[int, int]:
-        """The step of what a claim on this node would get first, and how much it could get of that step alone: rows, or groups,
-        whichever the node takes. It looks at all that is ready for the node."""
+        """Return the step of the first row or group that a claim would get, and how many of that
+        step are ready.
+
+        It scans all that is ready for the node.
+        """
         i = self.wiring.index[node.name]
         groups, level = self.groups, self.wiring.level[i]
         step, number = -1, 0
@@ -539,7 +535,8 @@ class LiveRows:
         return step, number
 
     def oldest_too_old(self, node: Node) -> int | None:
-        """Oldest policy version among the groups that are too old for this node and wait; None: there is none."""
+        """Return the oldest policy version among the groups that wait as too old for a node; None
+        if there are none."""
         i = self.wiring.index[node.name]
         versions = (
             group.levels[node.level].versions[place]
@@ -549,7 +546,7 @@ class LiveRows:
         return min((v for v in versions if v is not None and v >= 0), default=None)
 
     def groups_in(self, segments: Collection[Segment]) -> list[tuple[int, Segment]]:
-        """Groups with columns in one of these segments, each with the first that it has."""
+        """Return the groups with columns in these segments, each with the first such segment."""
         found: dict[int, Segment] = {}
         for group in self.groups.values() if segments else ():
             columns = (column for rows in group.levels for column in rows.parts.values())
@@ -562,12 +559,14 @@ class LiveRows:
         return list(found.items())
 
     def is_in_training(self, group_id: int) -> bool:
-        """Whether an update has begun with a group, and something other than what follows behind is still to be done with it."""
+        """Return whether an update has claimed a group that still has work left other than
+        recording."""
         group = self.groups[group_id]
         return not group.rested and any(group.claimed >> i & 1 for i in self.wiring.updates)
 
     def counts(self) -> dict[str, int]:
-        """The conservation law: every row ever issued is exactly one of waiting, leased, done, or dropped."""
+        """Return counts of rows. Each issued row is exactly one of waiting, leased, done or
+        dropped."""
         groups = self.groups.values()
         leased = sum([group.num_leased for group in groups])
         dropped_live = sum([group.num_dropped for group in groups])

@@ -1,10 +1,11 @@
-"""Readiness: what the nodes of a graph can claim now, and what is left for them to do.
+"""Readiness: the rows and groups that each node can claim, and its remaining work.
 
     a row at a node that takes rows        RowState:    blocked ──offer_rows─> ready ──take_rows──> leased ──> done
     a group at a node that takes groups    GroupState:  gathering ──offer_group──> ready ──claim_group──> claimed
-                                                                too old <──set_too_old──┘
+                                                            too old <──set_too_old──┘
 
-Invariant: all of it follows from the groups in flight. What `Readiness.of` makes of them is what was kept event by event.
+Invariant: the state kept event by event equals what `Readiness.of` computes from the groups in
+flight.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from ..graph import SOURCE, Graph, Node
 from .rows import Group, GroupState, Row, mask_of, places_in
 
 # Wiring
-#
-# Wiring: how the nodes of a graph depend on each other, as the ledger needs it. Nodes are numbers:
-# their places in `graph.nodes`.
 
 
 class Wiring:
-    """What the structure of a graph implies. Lists are indexed by node or by level; bit i of a mask is node i."""
+    """Dependencies between the nodes of a graph.
+
+    Nodes are indexes into `graph.nodes`. Lists are indexed by node or by level; bit i of a mask is
+    node i.
+    """
 
     def __init__(self, graph: Graph) -> None:
         nodes = graph.nodes
@@ -40,57 +42,60 @@ class Wiring:
         self.takes_groups = [n.operation.takes_groups for n in nodes]
         self.behind = [n.operation.behind for n in nodes]
         self.quorum = [n.operation.quorum.n if n.operation.quorum else 0 for n in nodes]
-        """Number of rows in each node's quorum; 0 for a node without one."""
+        """Rows in each node's quorum; 0 without a quorum."""
         self.updates = [i for i, n in enumerate(nodes) if n.operation.updates]
         self.above = [SOURCE, *(graph.parent_level(lv) for lv in range(1, self.num_levels))]
-        """Level -> the level of the rows that its rows are made of."""
+        """Level -> the level of its parents."""
         needs = [self._needs(n) for n in nodes]
         self.needs_of_row = [[j for lv, j in needs[i] if lv == n.level] for i, n in enumerate(nodes)]
-        """For each node, those that must be done with a row before the row is ready."""
+        """Node -> nodes that must be done with a row before it is ready."""
         self.needs_above = [[(lv, j) for lv, j in needs[i] if lv != n.level] for i, n in enumerate(nodes)]
-        """For each node, (level, node) of those that must be done with an ancestor of the row."""
+        """Node -> (level, node) of nodes that must be done with an ancestor of a row before it is
+        ready."""
         self.first_on_level = [[i for i in own if not self.needs_of_row[i]] for own in self.on_level]
-        """Level -> its nodes that a new row may be ready for."""
+        """Level -> nodes that a new row may be ready for."""
         self.may_be_cut_off = [any(self.needs_above[i] for i in own) for own in self.on_level]
-        """Level -> whether one of its nodes waits for something to be done with an ancestor of its rows."""
+        """Level -> whether one of its nodes depends on ancestors of its rows."""
         self.behind_on_level = [sum(self.behind[i] for i in own) for own in self.on_level]
-        """Level -> how many of its nodes follow behind."""
         self.then = [
             [j for j, m in enumerate(nodes) if n.name in m.after and n.makes_level != m.level]
             for n in nodes
         ]
-        """For each node, the nodes that a row may become ready for when it is done: on the row's level, and on deeper ones."""
+        """Node -> nodes that may become ready when it finishes a row, on the same level or deeper
+        ones."""
         self.downstream = [self._downstream(n) for n in nodes]
-        """For each node, the nodes that see only the rows that it lets through: its dependents, and theirs. The nodes that see the rows it
-        makes are not included: existing rows go on when it makes no more."""
+        """Node -> nodes that only see rows that it lets through: its dependents, and theirs. Nodes
+        that see the rows it makes are not included, because existing rows continue if it makes no
+        more."""
         self.upstream_only = [self._upstream_only(i) if self.quorum[i] else [] for i in range(len(nodes))]
-        """For each quorum, the nodes of its level whose results are only used by it and by what comes after it."""
+        """Quorum -> nodes of its level whose results only the quorum and its downstream nodes use."""
         self.served = [
             [i for i, own in enumerate(self.upstream_only) if j in own] for j in range(len(nodes))
         ]
-        """For each node, the quorums that it is upstream-only of."""
+        """Node -> quorums that it is upstream-only of."""
         self.makes_for = [self._makes_for(i) if self.quorum[i] else None for i in range(len(nodes))]
-        """For each quorum, the node that makes its rows, if only the quorum, its upstream-only nodes and what comes after it use them."""
+        """Quorum -> the node that makes its rows, if only the quorum, its upstream-only nodes and
+        its downstream nodes use them."""
 
     def ends_in_quorum(self, i: int) -> bool:
-        """Whether rows that node i finishes may become ready for a quorum, which takes them in the order in which they do."""
+        """Return whether rows that node i finishes may go to a quorum, so that their order matters."""
         return any(self.quorum[j] for j in self.then[i])
 
     def through_above(self, group: Group, i: int, mask: int) -> int:
-        """Those of these rows with whose ancestors all nodes are done that node i waits for."""
+        """Return the rows whose ancestors are done at all nodes that node i waits for."""
         for level, j in self.needs_above[i]:
             mask &= self.below(group, level, group.levels[level].done[j], self.level[i])
         return mask
 
     def cut_off(self, group: Group, i: int) -> int:
-        """Mask of the rows of which node i waits for a node that will never be done with an ancestor."""
+        """Return the mask of rows that never become ready for node i, because an ancestor was
+        skipped."""
         mask = 0
         for level, j in self.needs_above[i]:
             mask |= self.below(group, level, group.levels[level].skipped[j], self.level[i])
         return mask
 
     def has_passed(self, row: Row, name: str) -> bool:
-        """Whether a node is done with a row or its ancestor."""
         node = self.graph[name]
         if self._makes_ancestor(node, row.level):
             return True
@@ -98,7 +103,8 @@ class Wiring:
         return bool(owner.group.levels[owner.level].done[self.index[name]] >> owner.place & 1)
 
     def below(self, group: Group, level: int, mask: int, made: int) -> int:
-        """Mask of the rows of the level `made` that come from these rows of a level: the rows themselves, or their descendants."""
+        """Return the mask of the rows on level `made` that descend from these rows, or the rows
+        themselves."""
         path: list[int] = []
         while made not in (SOURCE, level):
             path.append(made)
@@ -114,7 +120,6 @@ class Wiring:
         return mask
 
     def _needs(self, node: Node) -> list[tuple[int, int]]:
-        """Level and number of the nodes that must be done with a row, or its ancestor, before the row is ready for a node."""
         found: set[tuple[int, int]] = set()
         for name in node.after:
             before = self.graph[name]
@@ -131,7 +136,7 @@ class Wiring:
 
     def _downstream(self, node: Node) -> list[int]:
         reached = {node.name}
-        for other in self.graph.nodes:  # recorded in an order in which dependencies come first
+        for other in self.graph.nodes:  # dependencies come first
             made = self._makes_ancestor(node, other.level)
             if any(a in reached and not (a == node.name and made) for a in other.after):
                 reached.add(other.name)
@@ -143,9 +148,7 @@ class Wiring:
     def _upstream_only(self, i: int) -> list[int]:
         served = {i, *self.downstream[i]}
         found: list[int] = []
-        for j in reversed(
-            range(len(self.graph.nodes))
-        ):  # recorded before node i or after it, on a branch of its own
+        for j in reversed(range(len(self.graph.nodes))):  # a branch may also come after node i
             node = self.graph.nodes[j]
             users = self._users(node)
             alike = (
@@ -167,50 +170,48 @@ class Wiring:
 
 
 FEW = 8
-"""Groups that are fewer than one in so many of a heap are pushed on it one by one; of more, the heap is made anew."""
+"""If a heap is more than this times as large as the list of new groups, push them one by one;
+otherwise heapify all."""
 
 
 YOUNGEST = 1 << 62
-"""Sorts rows that no policy generated behind all others: they never become too old."""
+"""Sort key for rows that no policy generated: after all others, because they never become too old."""
 
 
 class Readiness:
-    """Counts and queues by node, kept at each event.
+    """Counts and queues by node, updated at each event.
 
-    An entry of a queue whose row or group was taken away stays until it comes up, and counts for nothing.
+    Stale entries stay in a queue until they reach its head, and are not counted.
     """
 
     def __init__(self, wiring: Wiring) -> None:
         number = len(wiring.graph.nodes)
         self._wiring = wiring
         self.row_queues: list[list[int]] = [[] for _ in range(number)]
-        """Heaps of the ids of groups that may have rows which are ready: a node claims those of the oldest group first."""
+        """Heaps of ids of groups that may have ready rows. A node claims rows of the oldest group
+        first."""
         self.fresh_row_queues: list[list[int]] = [[] for _ in range(number)]
-        """The same of groups whose rows have come since the last claim, in no order yet."""
+        """Groups that got ready rows since the last claim, unsorted."""
         self.in_row_queues: list[set[int]] = [set() for _ in range(number)]
-        """All of these, to look one up."""
         self.group_queues: list[list[tuple[int, int]]] = [[] for _ in range(number)]
-        """Heaps of (age, group id), as `_order` sorts them."""
+        """Heaps of (age, group id), sorted by `_order`."""
         self.num_rows = [0] * number
-        """Rows that are ready; of a node that takes groups, those of groups that are ready."""
+        """Ready rows; for a node that takes groups, rows of ready groups."""
         self.num_groups = [0] * number
-        """Groups that are ready."""
         self.num_unclaimed = [0] * number
         """Groups in flight that a node which takes groups has not claimed."""
         self.too_old_groups: list[set[int]] = [set() for _ in range(number)]
-        """Groups that are too old and wait for a larger bound."""
         self.unclaimed_of: list[Counter[int]] = [Counter() for _ in range(number)]
-        """Of an update: unclaimed groups by the version at which their generation began."""
+        """For an update: version when generation began -> unclaimed groups."""
         self.offered_of: list[Counter[int]] = [Counter() for _ in range(number)]
-        """The groups among these that were offered."""
+        """The part of `unclaimed_of` that was offered."""
         self.todo = [0] * number
-        """Rows in flight that a node has still to finish."""
         self.unfinished_levels = [0] * wiring.num_levels
-        """Number of groups in which more rows of a level can come."""
+        """Number of groups that can get more rows on a level."""
 
     @classmethod
     def of(cls, wiring: Wiring, groups: Iterable[Group]) -> Readiness:
-        """The readiness of these groups, computed from the states of their rows."""
+        """Compute the readiness of groups from the states of their rows."""
         readiness = cls(wiring)
         for group in groups:
             readiness._add(group)
@@ -234,7 +235,7 @@ class Readiness:
             elif state is GroupState.READY:
                 self._enqueue(group, i)
 
-    # Groups and rows come and go
+    # Open and close groups
 
     def open_group(self) -> None:
         for level in range(1, len(self.unfinished_levels)):
@@ -248,13 +249,14 @@ class Readiness:
             self.num_unclaimed[i] -= takes_groups and not group.claimed >> i & 1
 
     def set_version(self, group: Group, version: int | None) -> None:
-        """The generation of a group begins under the weights of this version; None: it has not begun."""
+        """Set the policy version when a group's generation began; None if it has not begun."""
         self.tally(group, -1)
         group.version = version
         self.tally(group, 1)
 
     def tally(self, group: Group, by: int) -> None:
-        """Take a group out of the counts by version (-1) before what they count changes, and in again (1) afterwards."""
+        """Remove a group from the counts by version (-1) before a change, and add it again (1)
+        afterwards."""
         if group.version is None:
             return
         for i in self._wiring.updates:
@@ -267,7 +269,6 @@ class Readiness:
     # Rows
 
     def offer_rows(self, group: Group, number: int, i: int) -> None:
-        """So many rows of a group are ready for node i."""
         if group.id not in self.in_row_queues[i]:
             self.in_row_queues[i].add(group.id)
             self.fresh_row_queues[i].append(group.id)
@@ -276,9 +277,10 @@ class Readiness:
     def take_rows(
         self, i: int, number: int | None, known: Mapping[int, Group]
     ) -> list[tuple[Group, int]]:
-        """At most so many of the rows that are ready for node i, in the order of their groups and ids: masks of the rows by group."""
+        """Take up to `number` ready rows for node i, in order of group and id, as masks by group."""
         queue, fresh, level = self.row_queues[i], self.fresh_row_queues[i], self._wiring.level[i]
         taken: list[tuple[Group, int]] = []
+        # Taking everything needs no heap.
         if number is None or number >= self.num_rows[i]:
             ids, self.row_queues[i], self.in_row_queues[i] = sorted(queue + fresh), [], set()
             number = self.num_rows[i]
@@ -320,7 +322,7 @@ class Readiness:
     # Groups
 
     def offered_rows(self, group: Group, i: int) -> int:
-        """The rows of a group that node i, to which it is offered, gets."""
+        """Return the rows of a group that node i gets when it claims the group."""
         quorum = self._wiring.quorum[i]
         if quorum:
             return mask_of((group.order or {})[i][:quorum])
@@ -328,12 +330,11 @@ class Readiness:
         return rows.all & ~rows.skipped[i]
 
     def num_offered(self, group: Group, i: int) -> int:
-        """How many these are."""
+        """Return how many rows node i gets when it claims the group."""
         quorum = self._wiring.quorum[i]
         return min(group.num_ready(i), quorum) if quorum else self.offered_rows(group, i).bit_count()
 
     def offer_group(self, group: Group, i: int) -> None:
-        """A group is ready for node i."""
         self.tally(group, -1)
         group.offered |= 1 << i
         self.tally(group, 1)
@@ -345,12 +346,16 @@ class Readiness:
         self.num_rows[i] += self.num_offered(group, i)
 
     def _order(self, group: Group, i: int) -> tuple[int, int]:
-        """Sort key of the groups that node i claims. An update takes the groups with the oldest tokens first, because they are the first
-        to become too old. Group ids do not tell the age: a group that is generated again is younger than its id."""
+        """Return the sort key of a group in the queue of node i.
+
+        An update takes the groups with the oldest tokens first, because they become too old first.
+        Group ids do not tell the age, because a group may be generated again.
+        """
         return (self.oldest_version(group, i) if i in self._wiring.updates else 0), group.id
 
     def oldest_version(self, group: Group, i: int) -> int:
-        """Oldest policy version in the rows that a group offers to node i; YOUNGEST if no policy generated them."""
+        """Return the oldest policy version in the rows that a group offers to node i; YOUNGEST if
+        no policy generated them."""
         versions = group.levels[self._wiring.level[i]].versions
         offered = places_in(self.offered_rows(group, i))
         return min(
@@ -358,42 +363,39 @@ class Readiness:
         )
 
     def first_group(self, i: int, known: Mapping[int, Group]) -> Group | None:
-        """The next ready group of node i, or None."""
         queue = self.group_queues[i]
         while queue:
             group = known.get(queue[0][1])
             if group is not None and group.state(i) is GroupState.READY:
                 return group
+            # A stale entry: the group was claimed, dropped or set aside.
             heapq.heappop(queue)
         return None
 
     def ready_ids(self, i: int, known: Mapping[int, Group]) -> list[int]:
-        """Ids of the groups in flight that are ready for node i, which takes groups, in order of their ids."""
+        """Return the sorted ids of the groups that are ready for node i, which takes groups."""
         queued = {id for _, id in self.group_queues[i]}
         return sorted(id for id in queued if id in known and known[id].state(i) is GroupState.READY)
 
     def withdraw_group(self, group: Group, i: int) -> None:
-        """A group is not ready for node i any more. Its entry in the queue counts for nothing."""
+        """Mark a group as no longer ready for node i. Its queue entry becomes stale."""
         self.num_rows[i] -= self.num_offered(group, i)
         self.num_groups[i] -= 1
 
     def set_too_old(self, group: Group, i: int) -> None:
-        """A group that was withdrawn is too old for node i, and waits for a larger bound."""
+        """Mark a withdrawn group as too old for node i, so that it waits for a larger bound."""
         group.too_old |= 1 << i
         self.too_old_groups[i].add(group.id)
 
     def clear_too_old(self, group: Group, i: int) -> None:
-        """A group waits no longer for a larger bound of node i."""
         group.too_old &= ~(1 << i)
         self.too_old_groups[i].remove(group.id)
 
     def claim_group(self, group: Group, i: int) -> None:
-        """Node i has a group that was withdrawn."""
         self._set_claimed(group, group.claimed | 1 << i)
         self.num_unclaimed[i] -= 1
 
     def unclaim_group(self, group: Group, i: int) -> None:
-        """Node i gives a group back, which is ready for it again."""
         self._set_claimed(group, group.claimed & ~(1 << i))
         self.num_unclaimed[i] += 1
         self.offer_group(group, i)
@@ -403,26 +405,29 @@ class Readiness:
         group.claimed = mask
         self.tally(group, 1)
 
-    # What may be asked
+    # Queries
 
     def ready(self, node: Node) -> int:
-        """Rows that a claim on this node could get now."""
+        """Return how many rows a claim on this node could get."""
         return self.num_rows[self._wiring.index[node.name]]
 
     def ready_groups(self, node: Node) -> int:
-        """Groups that a claim on this node could get now (nodes that take groups or batches)."""
+        """Return how many groups a claim on this node could get (nodes that take groups or
+        batches)."""
         return self.num_groups[self._wiring.index[node.name]]
 
     def unclaimed(self, node: Node) -> int:
-        """Groups in flight that this node (which takes groups or batches) has not claimed."""
+        """Return how many groups in flight this node (which takes groups or batches) has not
+        claimed."""
         return self.num_unclaimed[self._wiring.index[node.name]]
 
     def too_old(self, node: Node) -> int:
-        """Groups that are too old for this node and wait for a larger bound."""
+        """Return how many groups are too old for this node and wait for a larger bound."""
         return len(self.too_old_groups[self._wiring.index[node.name]])
 
     def settled(self, node: Node) -> bool:
-        """Everything issued so far that will reach this node is ready for it, and none of it is leased."""
+        """Return whether all rows issued so far that will reach this node are ready there, and none
+        is leased."""
         i = self._wiring.index[node.name]
         if self._wiring.quorum[i]:
             return self.num_groups[i] == self.num_unclaimed[i] > 0
@@ -433,12 +438,16 @@ class Readiness:
         )
 
     def exhausted(self, node: Node) -> bool:
-        """Nothing issued so far is left for this node to do."""
+        """Return whether this node has no work left for the rows issued so far."""
         return self.todo[self._wiring.index[node.name]] == 0 and self.unfinished_levels[node.level] == 0
 
     def not_offered_until(self, node: Node) -> list[tuple[int, int]]:
-        """Groups that this node (which updates) has not claimed and that were not offered to it: for each version at which the
-        generation of some unclaimed group began, how many of them began at it or before, in the order of the versions."""
+        """Count the unclaimed groups that were not yet offered to an update, by version.
+
+        Returns:
+            For each version of an unclaimed group, ascending: the number of such groups that began
+                at this version or before.
+        """
         i = self._wiring.index[node.name]
         unclaimed, offered = self.unclaimed_of[i], self.offered_of[i]
         versions = sorted(unclaimed)

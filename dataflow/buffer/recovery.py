@@ -1,4 +1,4 @@
-"""Restored state: what a log and its checkpoints say of a run, for recovery and for looking only."""
+"""Recovery: save, load and replay the state of the ledgers, from the log and its checkpoints."""
 
 from __future__ import annotations
 
@@ -37,16 +37,12 @@ from .segments import Segment
 
 # Ledger state
 #
-# The state of a ledger as records, and back: what a checkpoint holds, so that a log need not be
-# read from its beginning.
-#
-# Saved are only facts: rows, their masks and parts, open leases. The counts of a group (`count`)
-# and what is ready (`Readiness.of`) follow. A group's rows are saved as the ledger holds them, a
-# list for each column, so that nothing is done row by row when they are loaded.
+# A checkpoint has only facts: rows, their masks and parts, open leases. Counts and readiness are
+# computed on load. Rows are saved as columns, so that loading does no work per row.
 
 
 def save(ledger: Ledger) -> Iterator[Record]:
-    """Records that `load` makes the same ledger of: one for itself, one for each group in flight, one for each lease."""
+    """Yield records that `load` restores the ledger from: totals, each group in flight, each lease."""
     live, parts = ledger.live, ledger.parts
     yield {
         "do": "ledger",
@@ -74,7 +70,7 @@ def save(ledger: Ledger) -> Iterator[Record]:
             "node": lease.node.name,
             "held": [
                 [g.id, f"{mask:x}"] for g, _, mask, _ in lease.taken if g.id in live.groups
-            ],  # others are finished
+            ],  # without finished groups
             "open": list(lease.open),
             "holder": lease.holder,
             "given_up": sorted(lease.given_up),
@@ -88,7 +84,8 @@ def save(ledger: Ledger) -> Iterator[Record]:
 def _group_record(ledger: Ledger, group: Group, numbers: dict[Part, int]) -> Record:
     """
     Args:
-        numbers: of the parts that were saved before; a group brings those that it is the first to need.
+        numbers: part -> number, for the parts saved so far. New parts are added, and saved with
+            this group.
     """
     parts: list[Any] = []
     for rows in group.levels:
@@ -119,7 +116,8 @@ def _group_record(ledger: Ledger, group: Group, numbers: dict[Part, int]) -> Rec
 
 
 def _level_record(rows: LevelRows, nodes: Iterable[int], numbers: dict[Part, int]) -> Record:
-    """The rows of a level: `states` has for each node the masks of those that are done, offered, leased, skipped and cancelled."""
+    """Return the record of a level. `states` has the masks of each node: done, offered, leased,
+    skipped and cancelled."""
     masks = ((i, (rows.done, rows.offered, rows.leased, rows.skipped, rows.cancelled)) for i in nodes)
     return {
         "ids": rows.ids,
@@ -136,7 +134,8 @@ def _level_record(rows: LevelRows, nodes: Iterable[int], numbers: dict[Part, int
 
 
 def load(ledger: Ledger, records: Iterable[Record]) -> None:
-    """Restore a new ledger from the records. Leases lose their deadlines: their holders are called again, or are gone."""
+    """Restore a new ledger from records. Leases lose their deadlines, because their holders are
+    called again or gone."""
     live, parts = ledger.live, list[Part]()
     for record in records:
         match record["do"]:
@@ -203,7 +202,7 @@ def _load_group(ledger: Ledger, record: Record, parts: list[Part]) -> None:
 
 
 def count(wiring: Wiring, group: Group) -> None:
-    """Work the counts of a group out from the states of its rows, as they stand after every event."""
+    """Compute the counts of a group from the states of its rows."""
     group.open = group.behind = group.claimed = 0
     for i, node in enumerate(wiring.graph.nodes):
         rows = group.levels[node.level]
@@ -212,7 +211,7 @@ def count(wiring: Wiring, group: Group) -> None:
         group.behind += todo * wiring.behind[i]
         if wiring.takes_groups[i] and rows.done[i] | rows.leased[i]:
             group.claimed |= 1 << i
-    for level in range(wiring.num_levels):  # a level is above those that are made of it
+    for level in range(wiring.num_levels):  # parents come before children
         above = wiring.above[level]
         group.complete[level] = level == SOURCE or (
             group.complete[above] and not group.levels[above].awaiting(wiring.maker[level])
@@ -221,22 +220,19 @@ def count(wiring: Wiring, group: Group) -> None:
 
 
 # Checkpoint file
-#
-# The file of a checkpoint of the ledgers. It holds their state as records, which checksums chain
-# as in a log.
 
 
 FORMAT = 2
-"""Format of the records of a ledger's state. In format 1, which was not written down, a row was a list of its own. A state of another
-format is passed over: the log says the same, and takes longer to read."""
+"""Format of the records of a ledger's state. Checkpoints of other formats are skipped, and recovery
+reads more of the log instead."""
 
 
 def write_checkpoint(
     path: Path, position: Position, records: Iterable[Record], *, disk: Disk | None = None
 ) -> None:
-    """Write a state as records; `path` is replaced atomically.
+    """Write a checkpoint file atomically. Checksums chain its records, as in a log.
 
-    The first line names the position in the log that the state belongs to, and the last line gives the number of records.
+    The first line has the log position of the state; the last has the number of records.
     """
     checksum, lines = 0, []
     for record in [_start(position), *records]:
@@ -247,10 +243,11 @@ def write_checkpoint(
 
 
 def read_checkpoint(path: Path) -> tuple[Position, list[dict[str, Any]]]:
-    """The position and the records of a checkpoint.
+    """Read the position and the records of a checkpoint.
 
     Raises:
-        ValueError: the checkpoint is damaged, or of another version of Weft; the message names the file and the place.
+        ValueError: the checkpoint is damaged, or from another version of Weft. The message names
+            the file and the place.
     """
     reader = LogReader(path)
     records = list(reader)
@@ -266,7 +263,8 @@ def read_checkpoint(path: Path) -> tuple[Position, list[dict[str, Any]]]:
 
 
 def is_sound_checkpoint(path: Path, position: Position) -> bool:
-    """Whether a file is the complete checkpoint of a position. Only its checksums are verified, and its first and last records parsed."""
+    """Return whether a file is the complete checkpoint of a position. Verifies all checksums, but
+    only parses the first and last records."""
     first = last = b""
     checksum, number = 0, 0
     try:
@@ -287,14 +285,14 @@ def is_sound_checkpoint(path: Path, position: Position) -> bool:
 
 
 def checkpoint_position(path: Path) -> Position:
-    """The position of a checkpoint. Only the first line of the file is read.
+    """Read the position of a checkpoint from its first line.
 
     Raises:
-        ValueError: its first line is damaged, or of another version of Weft.
+        ValueError: the first line is damaged, or from another version of Weft.
     """
     first = next(iter(LogReader(path)), {})
     if first.get("do") != "checkpoint":
-        raise ValueError(f"{path} does not begin as a checkpoint does")
+        raise ValueError(f"{path} does not begin with a checkpoint record")
     _check_format(path, first)
     return Position(first["offset"], first["checksum"])
 
@@ -317,36 +315,32 @@ def _check_format(path: Path, start: Record) -> None:
         )
 
 
-# Folder
+# Files of the sample buffer
 #
-# Where the sample buffer keeps its files in the directory of a run.
-#
-# runs/NAME/buffer/ledger.log                       every event since the oldest checkpoint that is kept, or an earlier one
-# runs/NAME/buffer/history/ledger-*.log.zst         the events before that
+# runs/NAME/buffer/ledger.log                       events since the oldest kept checkpoint, or earlier
+# runs/NAME/buffer/history/ledger-*.log.zst         earlier events
 # runs/NAME/buffer/ledger-000000123456.checkpoint   the state at that position of the log
-# runs/NAME/buffer/segments/NODE/                   the columns of rows in flight, on each node
+# runs/NAME/buffer/segments/NODE/                   columns of rows in flight, on each node
 
 
 def ledger_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of the ledgers in a buffer's folder, latest first."""
+    """Return the ledger checkpoints in a buffer's folder, latest first."""
     return sorted(folder.glob("ledger-*.checkpoint"), reverse=True)
 
 
 def checkpoint_path(folder: Path, position: Position) -> Path:
-    """The checkpoint of this position of the log; it need not exist."""
+    """Return the path of the checkpoint at a log position, whether or not it exists."""
     return folder / f"ledger-{position.offset:012d}.checkpoint"
 
 
 # Replay
-#
-# Replay: a ledger does again what the records of a log say, by the verbs that noted them.
 
 
 def replay(ledger: Ledger, record: Record) -> None:
-    """Do again what a record says; nothing is logged.
+    """Apply a log record to a ledger, without logging it.
 
     Raises:
-        ValueError: when this ledger is not where it was when the record was written.
+        ValueError: the ledger is not in the state that it had when the record was written.
     """
     log, ledger.log = ledger.log, None
     try:
@@ -393,15 +387,14 @@ class RestoredState:
     ids: Ids
     notes: dict[str, Any]
     end: Position
-    """Behind the last record that was read."""
+    """Position after the last record that was read."""
     checkpoints: list[Path]
-    """The checkpoints that are sound and not behind the end, latest first."""
+    """Valid checkpoints up to `end`, latest first."""
     damage: list[str]
-    """What was found damaged, and what is used instead."""
+    """Damage found, and the state used instead."""
     unwritten: list[str] = field(default_factory=list)
     """Graphs that the log does not name, because the run ended while it was being created."""
     pinned: set[Segment] = field(default_factory=set)
-    """Segments that the latest checkpoint refers to."""
 
 
 def restore(
@@ -411,16 +404,16 @@ def restore(
     at: Position | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> RestoredState:
-    """The ledgers of a run as its log says they were. Reads only, and may do so while the run goes on.
+    """Restore the ledgers of a run from its log. Only reads, so it also works during the run.
 
     Args:
-        folder: the folder of the buffer, which holds the log.
-        graphs: the graphs of the run; None takes their outlines from the log, for looking only.
-        at: the position to go back to; None: the end of what is sound.
+        folder: the folder of the buffer, with the log.
+        graphs: the graphs of the run; None takes their outlines from the log, for read-only use.
+        at: the log position to go back to; None is the end of the valid part.
         clock: seconds since any moment, for deadlines.
 
     Raises:
-        UserError: the graphs are not those of the run.
+        UserError: the graphs differ from the graphs of the run.
         RecoveryError: the log does not fit the ledgers.
     """
     damage: list[str] = []
@@ -432,7 +425,7 @@ def restore(
         load(ledger, [r for r in state if r.get("graph") == name])
     restored.pinned = segments_of(restored.ledgers.values())
     begun = bool(state)
-    if start != at:  # a checkpoint of this position says everything
+    if start != at:  # else the checkpoint is the complete state
         begun |= _replay_log(restored, folder / LOG, at, graphs, clock)
     if at is not None and restored.end != at:
         damage.append(
@@ -456,7 +449,8 @@ def _replay_log(
     graphs: Mapping[str, Graph] | None,
     clock: Callable[[], float],
 ) -> bool:
-    """Replay the log from the end of the restored state to a position. Returns whether anything had begun there."""
+    """Replay the log up to a position. Return whether it has records other than the beginning of a
+    run."""
     begun = False
     reader = LogReader(log, restored.end)
     for record in reader:
@@ -490,9 +484,9 @@ def _take(
         case "note":
             restored.notes[record["key"]] = record["value"]
         case "ledger" | "group" | "lease":
-            pass  # the state of a ledger: loaded together
+            pass  # `load` restores these together
         case "epoch":
-            pass  # of a writer
+            pass  # only the log's writer needs it
         case _:
             replay(restored.ledgers[record["graph"]], record)
 
@@ -514,7 +508,7 @@ def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -
             if n != m
         ]
         raise UserError(
-            f"graph {name!r} is not what it was when the run was started; see {', '.join(changed) or 'its source'}"
+            f"graph {name!r} differs from when the run was started; check {', '.join(changed) or 'its source'}"
         )
     return now
 
@@ -529,7 +523,7 @@ def _latest_checkpoint(
             position = checkpoint_position(path)
             if at is not None and position.offset > at.offset:
                 continue
-            # Only the one that is used is parsed; of the others it is enough that they are sound.
+            # Parse only the checkpoint to use; verifying checksums is enough for the others.
             if best is None or not is_sound_checkpoint(path, position):
                 position, state = read_checkpoint(path)
                 best = best or ((position, state) if has_position(folder / LOG, position) else None)
@@ -538,8 +532,8 @@ def _latest_checkpoint(
             continue
         if not has_position(folder / LOG, position):
             damage.append(
-                f"{path} is of byte {position.offset} of the log, which has no record with its checksum there: part of it "
-                "is missing, or it went on otherwise"
+                f"{path} is at byte {position.offset} of the log, but the log has no record with its checksum there: "
+                "part of the log is missing, or was replaced"
             )
             continue
         sound.append(path)
@@ -548,6 +542,6 @@ def _latest_checkpoint(
 
 
 def segments_of(ledgers: Iterable[Ledger]) -> set[Segment]:
-    """The segments that rows in flight refer to, with those of the sources."""
+    """Return the segments that rows in flight and sources refer to."""
     sources = {ledger.source for ledger in ledgers if ledger.source is not None}
     return sources.union(*(ledger.parts.segments for ledger in ledgers))

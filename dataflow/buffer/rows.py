@@ -1,4 +1,4 @@
-"""Rows: what the ledger keeps of each row and group. No token is among it."""
+"""Rows and groups as the ledger keeps them: ids, states and locations, but no tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..graph import SOURCE
 from .segments import Segment
 
 MAX_CHILDREN = 4096
-"""Most rows that one row may be expanded into: sample ids are set aside before it is known."""
+"""Most children of one row. Sample ids are reserved before their number is known."""
 
 
 class Ids:
-    """Identities of one run: sample ids unique over all its graphs, group ids in order of issue.
+    """Id counters of a run: sample ids are unique over all graphs, group ids are in order of issue.
 
     >>> ids = Ids()
     >>> ids.take(3), ids.take(1), ids.take_group(), ids.take_group()
@@ -26,7 +26,7 @@ class Ids:
         self.next_group = next_group
 
     def take(self, number: int) -> int:
-        """The first of `number` consecutive sample ids that nobody else gets."""
+        """Reserve `number` consecutive sample ids and return the first."""
         first, self.next_id = self.next_id, self.next_id + number
         return first
 
@@ -36,7 +36,7 @@ class Ids:
 
 
 class RowState(enum.Enum):
-    """What a node has to do with a row of its level.
+    """State of a row at a node of its level.
 
     BLOCKED ──offer──> READY ──claim──> LEASED ──publish──> DONE
        │                │ ^───release─────┘
@@ -44,17 +44,18 @@ class RowState(enum.Enum):
     """
 
     BLOCKED = "blocked"
-    """It waits for other nodes, or for the rest of its group."""
+    """Waiting for other nodes, or for the rest of its group."""
     READY = "ready"
-    """All that the node waits for is done with the row; a node that takes groups also waits for the others of the group."""
+    """All earlier nodes are done with the row. For a node that takes groups, the rest of the group
+    is ready as well."""
     LEASED = "leased"
     DONE = "done"
     DROPPED = "dropped"
-    """The node never sees it: a filter left it out, a quorum did without it, it was too old, or it was lost."""
+    """The node never sees it: a filter or a quorum left it out, it was too old, or it was lost."""
 
 
 class GroupState(enum.Enum):
-    """Where a group stands at a node that takes groups or batches.
+    """State of a group at a node that takes groups or batches.
 
     GATHERING ──offer──> READY ──claim──> CLAIMED
                          │ ^ │ ^──release───┘
@@ -64,20 +65,21 @@ class GroupState(enum.Enum):
     """
 
     GATHERING = "gathering"
-    """More of its rows may become ready."""
     READY = "ready"
-    """Complete, or its quorum is reached, and a claim gets it."""
+    """Complete, or its quorum is reached. A claim can take it."""
     TOO_OLD = "too_old"
-    """Too old for the bound of the claims so far, and waiting for a larger one."""
+    """Too old for the bound of all claims so far, and waiting for a larger one."""
     CLAIMED = "claimed"
-    """Leased, or done."""
     DROPPED = "dropped"
-    """It was offered, and none of its rows is left."""
+    """It was offered, but none of its rows is left."""
 
 
 class Part:
-    """What one call of a node wrote, as the ledger keeps it: the segment, how many rows it has, and how many of them are in flight.
-    All rows of the call share it; when the last of them is finished, the segment is freed."""
+    """The segment that one call of a node wrote, shared by all rows of the call.
+
+    It counts the rows written and the rows in flight. When the last row is finished, the segment is
+    freed.
+    """
 
     __slots__ = ("in_flight", "row_bytes", "segment", "written")
 
@@ -89,13 +91,14 @@ class Part:
 
 
 def places_in(mask: int) -> Sequence[int]:
-    """The numbers of the bits that are set, ascending.
+    """Return the positions of the set bits, ascending.
 
     >>> list(places_in(0b10110)), list(places_in(0b111)), list(places_in(0))
     ([1, 2, 4], [0, 1, 2], [])
     """
     if not mask & (mask - 1):
         return (mask.bit_length() - 1,) if mask else ()
+    # All low bits are set: the common case of a complete group.
     if not mask & (mask + 1):
         return range(mask.bit_length())
     places: list[int] = []
@@ -107,7 +110,7 @@ def places_in(mask: int) -> Sequence[int]:
 
 
 def mask_of(places: Iterable[int]) -> int:
-    """The mask with these bits set.
+    """Return the mask with these bits set.
 
     >>> bin(mask_of([1, 2, 4]))
     '0b10110'
@@ -119,8 +122,11 @@ def mask_of(places: Iterable[int]) -> int:
 
 
 class LevelRows:
-    """The rows of one level of a group, as columns. A row's place is its number in the order in which they came; bit k of a mask is the
-    row at place k. So what a node does with all of them, or with some, is one operation on an integer."""
+    """The rows of one level of a group, as columns.
+
+    A row's place is its number in order of arrival; bit k of a mask is the row at place k. One
+    integer operation thus updates any set of rows.
+    """
 
     __slots__ = (
         "_places",
@@ -142,26 +148,26 @@ class LevelRows:
 
     def __init__(self, above: int, num_nodes: int) -> None:
         self.above = above
-        """The level of the rows that these are made of."""
         self.ids: list[int] = []
         self.parents: list[int] = []
-        """Place of the row that each was made of; 0 of a row of the source."""
+        """Place of each row's parent; 0 for a row of the source."""
         self.tokens: list[int] = []
         self.versions: list[int | None] = []
-        """Oldest policy version in each; None where no policy made it."""
+        """Oldest policy version in each row; None if no policy made it."""
         none = [0] * num_nodes
         self.done, self.offered, self.leased, self.skipped = none, none.copy(), none.copy(), none.copy()
         """Node -> mask of the rows in this state there."""
         self.cancelled = none.copy()
-        """Node with a quorum -> mask of those that it does without; they are among the skipped there."""
+        """Node with a quorum -> mask of the rows that it cancelled, a subset of `skipped`."""
         self.lost = 0
-        """Mask of those that are given up whatever was done with them."""
+        """Mask of rows that were given up, whatever their state at each node."""
         self.parts: dict[int, list[Part | None]] = {}
-        """Node -> where the columns lie that it wrote of each row."""
+        """Node -> part with the columns that it wrote for each row."""
         self.aside: dict[tuple[int, int], int] | None = None
-        """(place, level) -> where the MAX_CHILDREN sample ids begin that are set aside for the rows of this level made of that row."""
+        """(place, level) -> first of the MAX_CHILDREN sample ids reserved for that row's children
+        on that level."""
         self.made_under: dict[tuple[int, int], int] | None = None
-        """(place, level) -> token of the latest lease under which rows of this level are made of that row."""
+        """(place, level) -> token of the latest lease that makes that row's children on that level."""
         self._places: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -169,31 +175,31 @@ class LevelRows:
 
     @property
     def all(self) -> int:
-        """Mask of all rows."""
         return (1 << len(self.ids)) - 1
 
     def place(self, id: int) -> int:
-        """Place of a row that is here."""
         if len(self.ids) <= SEARCHED:
             return self.ids.index(id)
         known = self._places
+        # Index only the rows that were added since the last call.
         for place in range(len(known), len(self.ids)):
             known[self.ids[place]] = place
         return known[id]
 
     def add(self, id: int, parent: int, tokens: int, version: int | None) -> int:
-        """One more row has come; returns the mask with its bit."""
+        """Add a row and return the mask with its bit."""
         bit = 1 << len(self.ids)
         self.ids.append(id)
         self.parents.append(parent)
         self.tokens.append(tokens)
         self.versions.append(version)
+        # Keep the columns as long as `ids`.
         for column in self.parts.values():
             column.append(None)
         return bit
 
     def put(self, part: Part, i: int, mask: int) -> None:
-        """Node i has written columns of these rows to one part."""
+        """Note that node i wrote columns of these rows to one part."""
         if mask == self.all:
             self.parts[i] = [part] * len(self.ids)
         else:
@@ -202,37 +208,41 @@ class LevelRows:
                 column[place] = part
 
     def column(self, i: int) -> list[Part | None]:
-        """Where the columns lie that node i wrote of each row, for more of them to be filled in."""
+        """Return the parts that node i wrote, one per row, as a list to fill in."""
         column = self.parts.get(i)
         if column is None:
             column = self.parts[i] = [None] * len(self.ids)
         return column
 
     def awaiting(self, i: int) -> int:
-        """Mask of the rows that node i has still to finish: they are blocked, ready or leased there."""
+        """Return the mask of rows that are blocked, ready or leased at node i."""
         return self.all & ~(self.done[i] | self.skipped[i])
 
     def ready(self, i: int) -> int:
-        """Mask of the rows that are ready for node i, which takes rows."""
+        """Return the mask of rows that are ready for node i, which takes rows."""
         return self.offered[i] & ~(self.done[i] | self.leased[i] | self.skipped[i])
 
     def in_order(self, mask: int) -> Sequence[int]:
-        """Places of some rows, in the order of their sample ids."""
+        """Return the places of some rows, in the order of their sample ids."""
         if not mask & (mask - 1):
             return (mask.bit_length() - 1,) if mask else ()
         return sorted(places_in(mask), key=self.ids.__getitem__)
 
     def first_child(self, place: int, level: int) -> int:
-        """The first of the sample ids that are set aside for the rows of a level made of a row; -1: there are none."""
+        """Return the first sample id reserved for a row's children on a level; -1 if none is
+        reserved."""
         return -1 if self.aside is None else self.aside.get((place, level), -1)
 
 
 SEARCHED = 64
-"""So many rows are looked through for an id; of more, an index is kept."""
+"""Levels with more rows than this use an index to find an id; smaller ones search the list."""
 
 
 class Group:
-    """All rows that come from one issued row, on every level. Lists are indexed by level; bit i of a mask is node i."""
+    """All rows that come from one issued row, on every level.
+
+    Lists are indexed by level; bit i of a mask is node i.
+    """
 
     __slots__ = (
         "behind",
@@ -258,36 +268,33 @@ class Group:
     ) -> None:
         """
         Args:
-            above: level -> the level of the rows that its rows are made of.
+            above: level -> the level of its parents.
         """
         self.id = id
         self.position = position
-        """Row of the source that was issued."""
         self.issued_in = step
-        """The step in which it was issued."""
         self.trained_in: int | None = None
-        """The step whose update trained it, the last one if several did."""
+        """Step of the last update that trained on it."""
         self.tokens = tokens
-        """Tokens of the issued row when it was issued."""
         self.version: int | None = None
         """Policy version of the weights when its generation began."""
         self.levels = [LevelRows(level, num_nodes) for level in above]
         self.complete = [False] * len(above)
-        """No more rows of this level can come."""
+        """Whether all rows of each level exist."""
         self.offered = self.too_old = self.claimed = self.closed = 0
-        """Masks of the nodes that it was offered to, for which it is too old and waits, that have claimed it, and that have chosen
-        their quorum of it."""
+        """Masks of nodes: the group was offered to them; it waits because it is too old; they
+        claimed it; they chose their quorum from it."""
         self.open = 0
-        """(row, node) pairs not yet done or skipped."""
+        """Number of (row, node) pairs that are not done or skipped."""
         self.behind = 0
-        """The pairs among them whose node follows behind."""
+        """The part of `open` at nodes that only record rows."""
         self.rested = False
-        """Nothing is left to do with it but what follows behind."""
+        """Whether only recording is left to do."""
         self.order: dict[int, list[int]] | None = None
-        """Node with a quorum -> places of its rows in the order in which they became ready."""
+        """Node with a quorum -> places of its rows in order of becoming ready."""
 
     def state(self, i: int) -> GroupState:
-        """Its state at node i, which takes groups."""
+        """Return its state at node i, which takes groups."""
         if self.claimed >> i & 1:
             return GroupState.CLAIMED
         if self.too_old >> i & 1:
@@ -297,47 +304,43 @@ class Group:
         return GroupState.READY if self.num_ready(i) else GroupState.DROPPED
 
     def num_ready(self, i: int) -> int:
-        """Rows that were offered to node i, which takes groups, and not taken away from it."""
+        """Return how many rows node i, which takes groups, can claim."""
         return sum([(rows.offered[i] & ~rows.skipped[i]).bit_count() for rows in self.levels])
 
     @property
     def num_rows(self) -> int:
-        """On all levels."""
         return sum([len(rows.ids) for rows in self.levels])
 
     @property
     def num_leased(self) -> int:
-        """Rows that some node has."""
         return sum([union(rows.leased).bit_count() for rows in self.levels])
 
     @property
     def num_dropped(self) -> int:
-        """Rows that some node never sees, and that none has."""
+        """Number of rows that some node never sees and that are not leased."""
         return sum(
             [(union(rows.skipped, rows.lost) & ~union(rows.leased)).bit_count() for rows in self.levels]
         )
 
     def find(self, id: int) -> Row:
-        """A row of it, by its sample id."""
         for level, rows in enumerate(self.levels):
             if id in rows.ids:
                 return Row(self, level, rows.place(id))
         raise KeyError(id)
 
     def rows(self, level: int) -> list[Row]:
-        """The rows of a level, in the order in which they came."""
         return [Row(self, level, place) for place in range(len(self.levels[level].ids))]
 
 
 def union(masks: Iterable[int], mask: int = 0) -> int:
-    """The mask of what is in any of these."""
+    """Return the bitwise or of these masks."""
     for one in masks:
         mask |= one
     return mask
 
 
 class Row(NamedTuple):
-    """One row, to look at: its group knows everything of it."""
+    """View of one row; its group has the data."""
 
     group: Group
     level: int
@@ -357,23 +360,21 @@ class Row(NamedTuple):
 
     @property
     def version(self) -> int | None:
-        """Oldest policy version in it; None where no policy made it."""
+        """Oldest policy version in it; None if no policy made it."""
         return self._level.versions[self.place]
 
     @property
     def position(self) -> int:
-        """Row of the source that it comes from."""
         return self.group.position
 
     @property
     def parent(self) -> Row | None:
-        """The row that it was made of; None: it is of the source."""
         rows = self._level
         return None if self.level == SOURCE else Row(self.group, rows.above, rows.parents[self.place])
 
     def state(self, i: int) -> RowState:
-        """Its state at node i, which is of its level."""
         rows, place = self._level, self.place
+        # A row may have several bits, so the order of these checks matters.
         if rows.done[i] >> place & 1:
             return RowState.DONE
         if rows.leased[i] >> place & 1:
@@ -383,7 +384,7 @@ class Row(NamedTuple):
         return RowState.READY if rows.offered[i] >> place & 1 else RowState.BLOCKED
 
     def ancestor(self, level: int) -> Row:
-        """The row of a level that this one comes from, or itself."""
+        """Return the row of a level that this one comes from, or itself."""
         row = self
         while row.level != level:
             row = row.parent
@@ -391,13 +392,13 @@ class Row(NamedTuple):
         return row
 
     def part(self, i: int) -> Part | None:
-        """Where the columns lie that node i wrote of it."""
         column = self._level.parts.get(i)
         return column[self.place] if column else None
 
     def made(self, level: int) -> list[Row]:
-        """The rows of a level that were made of this row so far."""
+        """Return the children of this row on a level."""
         rows = self.group.levels[level]
+        # No node makes rows of that level from this one.
         if rows.above != self.level:
             return []
         return [
@@ -408,7 +409,8 @@ class Row(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Its number among the rows made of its parent: the same whoever makes it, and when; 0 for a row of the source."""
+        """Its index among its parent's children, independent of worker and time; 0 for a row of the
+        source."""
         if self.level == SOURCE:
             return 0
         rows = self._level
@@ -416,12 +418,15 @@ class Row(NamedTuple):
         return 0 if first < 0 else self.id - first
 
     def draw(self, makes_level: int) -> list[int]:
-        """What tells the rows of a level that are made of this row from all others of its group, on any placement and under any
-        schedule (sample ids depend on both): the level, then of each row on the way to the source its number among its
-        siblings, and its level. Empty for the first expansion of a row of the source.
+        """Return a path that identifies this row's children on a level within the group.
+
+        Unlike sample ids, the path depends on neither placement nor schedule, so it can seed random
+        draws. It has the level of the children, then the index and level of each row on the way to
+        the source. It is empty for the first expansion of a row of the source.
         """
         path, row = [makes_level], self
         while row.level != SOURCE:
             path += [row.number, row.level]
             row = row.ancestor(row.group.levels[row.level].above)
+        # Samples of a prompt are identified by their number alone.
         return [] if path == [1] else path

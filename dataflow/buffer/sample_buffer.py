@@ -1,7 +1,7 @@
-"""SampleBuffer: the ledgers of a run's graphs, the log that they write, and the files of this node's segments.
+"""The sample buffer: ledgers, the log that they write, and the segment files of this node.
 
-It lives in the driver. Worker processes write and read segments; their references to them pass through here.
-`folder.py` says where its files are.
+It lives in the driver. Workers write and read segments; the driver only passes references to them.
+`runs/files.py` has the file layout.
 """
 
 from __future__ import annotations
@@ -39,47 +39,53 @@ from .segment_store import Pins, SegmentStore
 from .segments import Segment, verify_segment, with_file
 
 KEEP_CHECKPOINTS = 2
-"""Checkpoints of the ledgers that are kept where nobody says how many checkpoints of models there will be."""
+"""Checkpoints of the ledgers to keep if the caller does not say."""
 CUT_BYTES = 4 << 20
-"""When so many bytes of the log lie before all checkpoints that are kept, they are compressed into the folder `history`: fewer would make
-many small parts, more would leave a large log to be copied."""
+"""[bytes] Compress the log before the oldest kept checkpoint into `history` once it has this size.
+Fewer bytes would make many small parts; more would leave a large log to copy."""
 
 
 class BufferConfig(Config):
-    """How much the sample buffer may hold, and how durable it is."""
+    """Capacity and durability of the sample buffer."""
 
     max_rows: int | None = Field(default=None, ge=1)
-    """[rows] How many of one graph may be in flight, prompts and samples together; more prompts are issued when some are finished. None:
-    no bound. Set it where rows pile up before a slow node."""
+    """[rows] Most rows of one graph in flight, prompts and samples together. More prompts are
+    issued as rows finish. None sets no limit. Set it if rows pile up before a slow node."""
     max_bytes: int | None = Field(default=None, ge=1)
-    """[bytes] Columns of rows in flight of one graph, at most. None: no bound. Set it where `memory_low` warns, or the disk of segments
-    is small."""
+    """[bytes] Most bytes of columns in flight for one graph. None sets no limit. Set it if
+    `memory_low` warns, or if the disk for segments is small."""
     on_stale: Fate = "wait"
-    """The fate of a group that is too old for the schedule when an update could take it: `wait`, `mask`, `requeue` or `drop`. With
-    `wait`, updates wait for late groups. A group that is too old nevertheless, because a resume lowered the bound, is requeued and
-    reported. Choose another where late groups hold up training; to drop them favours short responses."""
+    """How to handle a group that exceeds the staleness bound when an update could take it: `wait`,
+    `mask`, `requeue` or `drop`. With `wait`, updates wait for late groups, so groups exceed the
+    bound only after a resume lowers it; those are requeued and reported. Choose another if late
+    groups hold up training; `drop` favours short responses."""
     lease_deadline_s: float | None = Field(default=None, gt=0)
-    """[s] Time after which rows are requeued that a worker claimed and did not finish. None: only the driver's deadlines apply. Set it
-    where a rank is at times much slower than others."""
+    """[s] Requeue rows that a worker claimed but did not finish within this time. None applies only
+    the driver's deadlines. Set it if a rank is sometimes much slower than others."""
     memory_bytes: int | None = Field(default=None, ge=1)
-    """[bytes] Segments that stay in memory on a node, at most. Older ones are written to disk and read back when they are needed. None
-    leaves that to the kernel. Set it where the page cache is wanted by others."""
+    """[bytes] Most bytes of segments to keep in memory on each node. Older segments are written to
+    disk and read back on demand. None leaves this to the kernel. Set it if other programs need the
+    page cache."""
     scratch: Path | None = None
-    """A folder that is local to each node. The segments of a run lie in a folder of its own there, which is removed when the run is over
-    or was killed. None: where all processes are on one machine, segments lie in the directory of the run; on a cluster, among the
-    temporary files of each node (`TMPDIR`). Set it where these lie on a slow or small disk."""
+    """Node-local folder for segments. Each run gets a subfolder, which is removed when the run ends
+    or was killed. With None, segments are stored in the run directory on a single machine, and in
+    the temporary folder of each node (`TMPDIR`) on a cluster. Set it if those are on a slow or
+    small disk."""
 
     retired: ClassVar[Mapping[str, str]] = {
-        "file_bytes": "files of segments have 16 MiB",
+        "file_bytes": "segment files always have 16 MiB",
         "sync_interval_s": "the log is synced every half second",
         "keep_checkpoints": "rows are kept for as many checkpoints as CheckpointConfig(keep=...) says",
-        "cut_bytes": "the log is cut by 4 MiB",
+        "cut_bytes": "the log is archived in parts of 4 MiB",
     }
 
 
 @dataclass
 class SampleBuffer:
-    """Ledgers by the name of their graph. `create` makes the buffer of a new run, `recover` that of a run that goes on."""
+    """Ledgers by graph name, with their log and segments.
+
+    `create` makes the buffer of a new run; `recover` restores the buffer of an earlier run.
+    """
 
     folder: Path
     node: str
@@ -91,25 +97,23 @@ class SampleBuffer:
     notes: dict[str, Any] = field(default_factory=dict)
     """Small values that recovery restores together with the rows: policy versions, the step."""
     damage: list[str] = field(default_factory=list)
-    """What was found damaged at recovery, and what was done about it."""
+    """Damage found at recovery, and how it was handled."""
     disk: Disk = field(default_factory=Disk)
     scratch: Scratch | None = None
-    """Where segments lie, if not in the folder of the buffer."""
     keep_checkpoints: int = KEEP_CHECKPOINTS
-    """How many checkpoints of the ledgers are kept, beside those that a model's checkpoint needs."""
+    """Ledger checkpoints to keep besides the ones that model checkpoints need."""
 
     def __post_init__(self) -> None:
         self._pins = Pins(self.store)
         self.cutting = LogCutting(self.log, CUT_BYTES)
         self._saved_at = self.log.position.offset
-        """Byte of the log of the latest checkpoint, or where the log began to be written by this process."""
+        """Byte offset in the log of the latest checkpoint, or where this process started to write."""
 
     @property
     def segments(self) -> Path:
-        """The folder of this node's segments."""
         return _root(self.folder, self.scratch) / self.node
 
-    # Life
+    # Create, recover, close
 
     @classmethod
     def create(
@@ -127,33 +131,35 @@ class SampleBuffer:
         sync_interval_s: float = SYNC_INTERVAL_S,
         keep_checkpoints: int = KEEP_CHECKPOINTS,
     ) -> SampleBuffer:
-        """A new buffer in a folder that has none.
+        """Create a buffer in a folder that has none.
 
         Args:
-            folder: the folder of the buffer, made when missing.
-            graphs: by their names in the run.
-            config: the bounds and durability of the buffer.
-            node: the name of the driver's node.
-            disk: where the log is written; a test passes one that fails.
+            folder: folder of the buffer, created if missing.
+            graphs: graphs by their names in the run.
+            config: capacity and durability of the buffer.
+            node: name of the driver's node.
+            disk: where to write the log; a test passes one that fails.
             clock: seconds since any moment, for deadlines.
-            fence: keeps the log to one writer.
-            ids: the first ids to give out, where an earlier log gave out those before.
-            scratch: where segments lie; None: in the folder of the buffer.
-            sync_interval_s: seconds of the log that a loss of power may cost. The death of a process costs nothing.
-            keep_checkpoints: how many checkpoints of the ledgers are kept, beside those that a model's checkpoint needs.
+            fence: ensures that the log has a single writer.
+            ids: first ids to assign, if an earlier log used the ones before.
+            scratch: where to store segments; None stores them in `folder`.
+            sync_interval_s: seconds of the log that a power loss may cost. A killed process loses
+                nothing.
+            keep_checkpoints: ledger checkpoints to keep besides the ones that model checkpoints need.
 
         Raises:
-            UserError: the folder has a log already.
+            UserError: the folder already has a log.
         """
         if (folder / LOG).exists() and any(True for _ in LogReader(folder / LOG)):
             raise UserError(
-                f"{folder} holds the buffer of a run already; SampleBuffer.recover() goes on with it"
+                f"{folder} already has the buffer of a run; resume it with SampleBuffer.recover()"
             )
         root = _root(folder, scratch) if scratch is None else scratch.hold()
         _make_folders(folder, root, node)
         disk = disk or Disk()
         log = Log(folder / LOG, sync_interval_s=sync_interval_s, disk=disk, clock=clock, fence=fence)
         ids = ids or Ids()
+        # A resumed run without its log continues the ids of the old one.
         if ids.next_id:
             log.append({"do": "ids", "next_id": ids.next_id, "next_group": ids.next_group})
         ledgers = {
@@ -195,22 +201,22 @@ class SampleBuffer:
         sync_interval_s: float = SYNC_INTERVAL_S,
         keep_checkpoints: int = KEEP_CHECKPOINTS,
     ) -> SampleBuffer:
-        """The buffer of a run that ended, in the state that its log describes. Leases are released: their holders are gone.
+        """Restore the buffer of an earlier run from its log, and release all leases.
 
-        A torn or damaged tail of the log is cut off and kept beside it. A damaged checkpoint is passed over. A group whose
-        columns cannot be read any more is issued again. `damage` names each of these.
+        A torn or damaged end of the log is cut off and kept in a separate file. Damaged checkpoints
+        are skipped. Groups whose columns cannot be read are requeued. `damage` lists each of these.
 
         Args:
-            folder: the folder of the buffer.
-            graphs: the graphs of the run; None takes their outlines from the log, for looking only.
+            folder: folder of the buffer.
+            graphs: graphs of the run; None takes their outlines from the log, for read-only use.
             config, node, disk, clock, scratch, sync_interval_s, keep_checkpoints: as in `create`.
-            at: the position to go back to, of a checkpoint that belongs to a saved model; None: the end.
-            check: raises DamagedSegment for columns that cannot be read; None reads the folders of all nodes that can be here. Of other
-                nodes, `drop_lost` is told later.
-            fence: keeps the log to one writer.
+            at: log position to go back to, from the checkpoint of a saved model; None is the end.
+            check: raises DamagedSegment for columns that cannot be read. None reads the folders of
+                all nodes that are visible here; call `drop_lost` later for other nodes.
+            fence: ensures that the log has a single writer.
 
         Raises:
-            UserError: there is no log, or the graphs are not those of the run.
+            UserError: the folder has no log, or the log has other graphs.
             RecoveryError: the log does not fit the ledgers.
         """
         if not (folder / LOG).exists():
@@ -238,14 +244,16 @@ class SampleBuffer:
         buffer._release_leases()
         buffer._drop_damaged(check or buffer._verify)
         buffer._register_segments(restored.pinned)
+        # The releases above must be on disk before any worker starts.
         buffer.commit(sync=True)
         return buffer
 
     def close(self, *, going_on: bool = False) -> None:
-        """Sync the log to disk. Where no row is left in flight, delete the folder of segments.
+        """Sync the log to disk. Delete the segments if no row is in flight.
 
         Args:
-            going_on: whether a run will go on from a checkpoint. Then segments that it refers to are kept, too.
+            going_on: whether a run will resume from a checkpoint. If so, keep the segments that the
+                checkpoint needs.
         """
         try:
             try:
@@ -255,7 +263,7 @@ class SampleBuffer:
                 self.cutting.close()
                 self.log.close()
         except OSError as error:
-            if not is_full(error):  # the log is sound as far as it goes, and no more was promised
+            if not is_full(error):  # on a full disk, the log is valid up to its last complete record
                 raise
         if self.scratch is not None:
             self.scratch.release(over=not going_on)
@@ -266,10 +274,10 @@ class SampleBuffer:
         if not pinned and not any(ledger.live.groups for ledger in self.ledgers.values()):
             shutil.rmtree(self.folder / SEGMENTS, ignore_errors=True)
 
-    # The steps of recovery
+    # Recovery
 
     def _remove_checkpoints_but(self, kept: Collection[Path]) -> None:
-        """Remove those of a future that was given up, damaged ones, and those that were never completed."""
+        """Remove checkpoints that are damaged, incomplete, or later than the restored position."""
         for path in self.folder.glob("*.checkpoint*"):
             if path not in kept:
                 remove(path)
@@ -279,14 +287,14 @@ class SampleBuffer:
             self.log.append(graph_record(name, self.ledgers[name].graph.outline()))
 
     def _release_leases(self) -> None:
-        """Release all leases, since their holders are gone. The ledgers write to the log from here on."""
+        """Release all leases, because their holders are gone. From here on, the ledgers write to
+        the log."""
         for ledger in self.ledgers.values():
             ledger.log = self.log
             for lease in ledger.leases:
                 ledger.release(lease, "the run was started again")
 
     def _drop_damaged(self, check: Callable[[Segment], None]) -> None:
-        """Issue the groups again whose segments cannot be read."""
         lost: dict[Segment, str] = {}
         for segment in segments_of(self.ledgers.values()):
             try:
@@ -294,7 +302,7 @@ class SampleBuffer:
             except DamagedSegment as error:
                 lost[segment] = str(error)
         for ledger in self.ledgers.values():
-            if ledger.source in lost:  # the driver, which has the graphs, writes it again
+            if ledger.source in lost:  # the driver writes it again from the graph
                 ledger.source = None
         self.damage += self.drop_lost(lost)
 
@@ -304,8 +312,10 @@ class SampleBuffer:
             verify_segment(folder, segment)
 
     def _register_segments(self, pinned: set[Segment]) -> None:
-        """Tell the store which segments are needed, by rows or by the latest checkpoint, and recycle all other files."""
+        """Register the segments that rows or the latest checkpoint need, and recycle all other
+        files."""
         for ledger in self.ledgers.values():
+            # Replay freed these already; `sweep` removes their files.
             ledger.parts.take_freed()
             ledger.leases.take_given_up()
         live = segments_of(self.ledgers.values())
@@ -313,15 +323,17 @@ class SampleBuffer:
             self.store.published(segment)
         for path in ledger_checkpoints(self.folder)[:1]:
             self._pins.add(path.name, pinned)
+        # Freed once their checkpoint is removed.
         self._pins.free(pinned - live)
         self.store.sweep()
         for node, writer in {(s.node, s.file.split(".")[0]) for s in live | pinned}:
             self.store.writer_ended(writer, node)
 
-    # Rows that are lost
+    # Lost rows
 
     def elsewhere(self) -> list[Segment]:
-        """The segments of rows in flight that recovery could not look at, since they lie on other machines."""
+        """Return segments of rows in flight that are on other machines, so that recovery could not
+        check them."""
         if self.scratch is None:
             return []
         root, here = self.segments.parent, self.node
@@ -333,13 +345,14 @@ class SampleBuffer:
         ]
 
     def drop_lost(self, lost: Mapping[Segment, str]) -> list[str]:
-        """Issue the groups again that have columns in these segments. For recovery, before any call is made.
+        """Requeue the groups that have columns in lost segments. Call it at recovery, before any
+        worker call.
 
         Args:
             lost: segment -> why it cannot be read.
 
         Returns:
-            What became of each group, a line each.
+            One line for each group, saying how it was handled.
         """
         said: list[str] = []
         for ledger in self.ledgers.values():
@@ -352,15 +365,15 @@ class SampleBuffer:
         return said
 
     def unreachable(self, nodes: Collection[str], *, live: bool = True) -> dict[str, dict[int, Segment]]:
-        """The groups in flight that have columns on other nodes than these.
+        """Return the groups in flight that have columns on nodes other than the given ones.
 
         Args:
-            nodes: the names of those on which segments can be read.
-            live: the run goes on as it is: a group that an update has begun with stays, since to train on it once more would be wrong.
-                The update has read it, or fails by itself.
+            nodes: names of the nodes whose segments can be read.
+            live: skip groups that an update has begun to train on, because training on them twice
+                would be wrong. The update either has their columns or fails by itself.
 
         Returns:
-            Graph -> group -> the first of its segments there.
+            Graph -> group -> its first segment that cannot be read.
         """
         found: dict[str, dict[int, Segment]] = {}
         for name, ledger in self.ledgers.items():
@@ -375,10 +388,10 @@ class SampleBuffer:
         return found
 
     def drop_unreachable(self, nodes: Collection[str], *, live: bool = True) -> list[tuple[str, int]]:
-        """Issue the `unreachable` groups again. Nobody may hold rows of them.
+        """Requeue the `unreachable` groups. No row of them may be leased.
 
         Returns:
-            (graph, group) of each group that is issued again.
+            (graph, group) of each requeued group.
         """
         return [
             (name, group)
@@ -387,10 +400,9 @@ class SampleBuffer:
             if self.ledgers[name].lose(group, f"node {segment.node} is gone")
         ]
 
-    # While the run goes on
+    # During the run
 
     def set_source(self, name: str, segment: Segment) -> None:
-        """Say where the rows of a graph's source lie."""
         before = self.ledgers[name].source
         if segment == before:
             return
@@ -400,27 +412,27 @@ class SampleBuffer:
             self._pins.free_later(before)
 
     def publish(self, ledger: Ledger, lease: Lease, published: Published, written: Written) -> None:
-        """Publish rows as `Ledger.publish` does, and keep the files of their segments as long as rows lie in them."""
+        """Publish rows as `Ledger.publish` does, and keep their segment files while rows need them."""
         ledger.publish(lease, published, written)
         for segment in written.segments if isinstance(written, Spread) else (written,):
             if segment is not None:
                 self.store.published(segment)
 
     def note(self, key: str, value: Any) -> None:
-        """Write a value to the log that recovery restores (see `notes`).
+        """Write a value to the log, so that recovery restores it (see `notes`).
 
         Args:
             key: its name.
-            value: anything that JSON has.
+            value: any JSON value.
         """
         self.notes[key] = value
         self.log.append({"do": "note", "key": key, "value": value})
 
     def commit(self, *, sync: bool = False) -> None:
-        """Write all events so far to the log, then free the segments that no row needs any more.
+        """Write all pending events to the log, then free segments that no row needs.
 
         Args:
-            sync: whether the events must survive a loss of power when this returns.
+            sync: whether the events must survive a power loss once this returns.
         """
         self.log.commit(sync=sync)
         self.cutting.finish()
@@ -429,18 +441,20 @@ class SampleBuffer:
         )
 
     def checkpoint(self, kept: Collection[Position] = ()) -> Position:
-        """Save the state of the ledgers, so that recovery starts from here. What no checkpoint needs of the log any more is archived.
+        """Save the state of the ledgers as a starting point for recovery, and archive the log that
+        no checkpoint needs.
 
-        Everything on this node that the checkpoint refers to is on disk when this returns.
+        When this returns, everything on this node that the checkpoint refers to is on disk.
 
         Args:
-            kept: positions whose checkpoints stay, however old, since those of models refer to them.
+            kept: positions whose checkpoints must stay, because model checkpoints refer to them.
 
         Returns:
-            The position of the log that it belongs to.
+            The log position of the checkpoint.
         """
         self.commit(sync=True)
         here = {s.file for g in self.ledgers.values() for s in g.parts.segments if s.node == self.node}
+        # The log refers to these columns, so they must be on disk first.
         for file in sorted(here):
             with_file(self.segments / file, os.fdatasync)
         position = self.log.position
@@ -459,18 +473,18 @@ class SampleBuffer:
         for old in dropped:
             remove(old)
         self._pins.drop(*(old.name for old in dropped))
-        with suppress(ValueError, OSError):  # a damaged one: what lies before it stays
+        with suppress(ValueError, OSError):  # a damaged checkpoint: keep the log before it
             self.cutting.begin(checkpoint_position(present[: self.keep_checkpoints][-1]))
         return position
 
     def shorten_log(self) -> None:
-        """Make a checkpoint when the log has grown by CUT_BYTES since the last one, for a run that makes none of its models: without
-        checkpoints the file of the log would grow with the age of the run."""
+        """Make a checkpoint if the log has grown by CUT_BYTES since the last one. Runs without
+        model checkpoints call this, so that their log stays small."""
         if self.log.position.offset - self._saved_at >= CUT_BYTES:
             self.checkpoint()
 
     def drop_checkpoint(self, position: Position) -> None:
-        """Delete the checkpoint of this position, where there is one: no run will go back to it."""
+        """Delete the checkpoint of this position, if there is one."""
         path = checkpoint_path(self.folder, position)
         path.unlink(missing_ok=True)
         self._pins.drop(path.name)
@@ -484,7 +498,8 @@ class SampleBuffer:
         lag: int = 0,
         taken: int = 0,
     ) -> Capacity:
-        """How many groups of this graph may be issued now, under the bounds of the configuration: see `capacity`."""
+        """Return how many groups of a graph may be issued, within the configured limits (see
+        `capacity`)."""
         return capacity(
             self.ledgers[name],
             max_rows=self.config.max_rows,
@@ -497,7 +512,7 @@ class SampleBuffer:
 
 
 def _root(folder: Path, scratch: Scratch | None) -> Path:
-    """The folder that has a folder for the segments of each node."""
+    """Return the folder with one subfolder of segments per node."""
     return folder / SEGMENTS if scratch is None else scratch.path
 
 

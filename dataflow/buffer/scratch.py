@@ -1,11 +1,13 @@
-"""Scratch: the folder of a run on a node's own disk. It holds the segments of that node when the run may use several machines.
+"""Scratch: a run's folder on a node's local disk. It has the node's segments if the run may use
+several machines.
 
-    SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/           the run's name, its directory (as a checksum), and one of its beginnings
-    SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/in_use     each process of the run on this machine locks it until the process ends
+    SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/           the run's name, a checksum of its directory, and a random part
+    SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/in_use     each process of the run on this machine locks it until it ends
     SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/NODE/      the segments of a node
 
-A small program (`scratch_watch.py`) removes the folder when no process has held it for GRACE_S. So nothing stays behind, however the run
-ended. A run that is started again within that time finds its rows. A run that is started later makes them again.
+A small program (`scratch_watch.py`) removes the folder once no process has held it for GRACE_S,
+however the run ended. A run that is restarted within that time finds its rows; a later restart
+makes them again.
 """
 
 from __future__ import annotations
@@ -31,44 +33,44 @@ from ..runs.files import Disk, make_folder
 from ..safe_files import read_json
 
 NOTE = "scratch.json"
-"""The file in the buffer's folder that says what the scratch folder of the run is called."""
+"""File in the buffer's folder with the name of the run's scratch folder."""
 IN_USE = "in_use"
 OVER = "over"
-"""A file that marks the run as over. No process will use the folder again."""
+"""File that marks the run as over. No process will use the folder again."""
 GRACE_S = 30.0
-"""Seconds for which the folder of a run is kept after the last process released it."""
+"""[s] Keep a run's folder this long after the last process released it."""
 HOLD_S = 10.0
-"""Longest wait for a folder that is being removed."""
+"""[s] Longest wait for a folder that is being removed."""
 LEAST_BYTES = 1 << 30
-"""Free space below which the user is told."""
+"""Warn if less space is free."""
 MOUNTS = Path("/proc/self/mounts")
 NETWORK = frozenset(
     """9p afs beegfs ceph cifs coda gfs2 glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs pvfs2 smb3 smbfs virtiofs
     wekafs""".split()  # noqa: SIM905
 )
-"""Kinds of file systems that other machines serve. So are those that begin with `fuse.`, except for the ones in `LOCAL_FUSE`."""
+"""Network file systems. Types that begin with `fuse.` count as network, except for `LOCAL_FUSE`."""
 LOCAL_FUSE = ("fuse.fuse-overlayfs", "fuse.lxcfs", "fuse.overlayfs")
 
 _held: dict[Path, int] = {}
-"""Folder -> the file descriptor with this process's lock."""
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Names the folder of a run on every machine."""
+    """Name of a run's scratch folder on every machine."""
 
     name: str
     parent: Path | None = None
-    """Where it lies; None: among the temporary files of the machine (`TMPDIR`)."""
+    """Parent folder; None is the machine's temporary folder (`TMPDIR`)."""
     grace_s: float = GRACE_S
 
     @classmethod
     def of(cls, buffer: Path, parent: Path | None) -> Scratch:
-        """The scratch folder of a run. Its name is noted in the folder of the buffer, so that each start uses the same one.
+        """Return the scratch folder of a run. Its name is stored in the buffer's folder, so that
+        each start uses the same one.
 
         Args:
-            buffer: the folder, in the directory of the run.
-            parent: the folder that the user chose; None: the machine's own for temporary files.
+            buffer: the buffer's folder, in the run directory.
+            parent: the folder that the user chose; None is the machine's temporary folder.
         """
         noted, made = buffer / NOTE, None
         with suppress(OSError, ValueError, LookupError, TypeError):
@@ -86,24 +88,22 @@ class Scratch:
 
     @property
     def path(self) -> Path:
-        """The folder on this machine."""
         return (self.parent or Path(tempfile.gettempdir())).absolute() / self.name
 
     def is_noted_in(self, buffer: Path) -> bool:
-        """Whether this machine sees the folder of the run's buffer, in which this name is noted."""
         try:
             return read_json(buffer / NOTE)["name"] == self.name
         except (OSError, ValueError, LookupError, TypeError):
             return False
 
     def hold(self) -> Path:
-        """Make the folder, and hold it until this process releases it or ends.
+        """Create the folder, and hold it until this process releases it or ends.
 
         Returns:
             The folder.
 
         Raises:
-            UserError: it cannot be made, or belongs to somebody else.
+            UserError: it cannot be created, or belongs to another user.
         """
         path, deadline = self.path, time.monotonic() + HOLD_S
         while path not in _held:
@@ -120,7 +120,7 @@ class Scratch:
                 ) from None
             if _lock(descriptor, path / IN_USE):
                 _held[path] = descriptor
-                (path / OVER).unlink(missing_ok=True)  # of an earlier start: the run goes on
+                (path / OVER).unlink(missing_ok=True)  # from an earlier start
                 _watch(path, self.grace_s)
                 break
             os.close(descriptor)
@@ -135,7 +135,8 @@ class Scratch:
         """Release the folder.
 
         Args:
-            over: the run does not go on. The folder is removed when its last process on this machine has ended.
+            over: whether the run is over. If so, the folder is removed when its last process on
+                this machine ends.
         """
         if (descriptor := _held.pop(self.path, None)) is None:
             return
@@ -144,17 +145,18 @@ class Scratch:
         os.close(descriptor)
 
     def remove_earlier(self, run: Path) -> None:
-        """Remove the folders on this machine that earlier beginnings of a run left and no process holds."""
+        """Remove folders of earlier runs in this directory from this machine, unless a process
+        holds them."""
         for path in self.path.parent.glob(f"{_prefix(run)}*"):
             if path != self.path and path not in _held:
-                with suppress(
-                    FileNotFoundError, BlockingIOError
-                ):  # its watcher has removed it meanwhile; it is held
+                # its watcher may have removed it, or a process holds it
+                with suppress(FileNotFoundError, BlockingIOError):
                     _remove_free(path)
 
 
 def noted_folder(buffer: Path) -> Path | None:
-    """The folder of a run's segments on the machine where it began; None if they lie in the folder of its buffer."""
+    """Return the scratch folder on the machine where the run began; None if segments are in the
+    buffer's folder."""
     try:
         return Path(read_json(buffer / NOTE)["path"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -162,31 +164,31 @@ def noted_folder(buffer: Path) -> Path | None:
 
 
 def notes(folder: Path, needed_bytes: int | None = None) -> list[str]:
-    """Warnings about a folder for segments, a line each. It may lie on a network file system, or have little room.
+    """Return warnings about a folder for segments: a network file system, or little free space.
 
     Args:
-        folder: it need not exist yet.
-        needed_bytes: how much may lie there; None: unknown.
+        folder: the folder, which need not exist yet.
+        needed_bytes: bytes that may be needed, if known.
     """
     there = next(path for path in (folder, *folder.parents) if path.exists())
     lines: list[str] = []
     kind = file_system(there)
     if is_network(kind):
         served = f"which is on a network file system ({kind}): each column is written and read through it"
-        lines.append(f"segments lie in {folder}, {served}; {_SETTING}")
+        lines.append(f"segments are stored in {folder}, {served}; {_SETTING}")
     free, needed = shutil.disk_usage(there).free, needed_bytes or LEAST_BYTES
     if free < needed:
         room = f"where {free / 1e9:.1f} GB are free, of {needed / 1e9:.1f} GB that may be needed"
-        lines.append(f"segments lie in {folder}, {room}; {_SETTING}")
+        lines.append(f"segments are stored in {folder}, {room}; {_SETTING}")
     return lines
 
 
 def file_system(path: Path, mounts: Path = MOUNTS) -> str:
-    """The kind of the file system that a path lies on, such as "ext4" or "nfs4"; empty if it is unknown.
+    """Return the file system type of a path, such as "ext4" or "nfs4"; empty if unknown.
 
     Args:
         path: an existing path.
-        mounts: the list of what is mounted.
+        mounts: the file with the list of mounts.
     """
     try:
         lines = mounts.read_text(errors="replace").splitlines()
@@ -196,15 +198,14 @@ def file_system(path: Path, mounts: Path = MOUNTS) -> str:
     for line in lines:
         _, at, kind, *_ = line.split(" ")
         at = at.encode().decode("unicode_escape")  # a space is \040
-        if path.is_relative_to(at) and len(at) >= len(
-            best[0]
-        ):  # of two mounts at one place the later one is seen
+        # Of two mounts at the same place, the later one is visible.
+        if path.is_relative_to(at) and len(at) >= len(best[0]):
             best = at, kind
     return best[1]
 
 
 def is_network(kind: str) -> bool:
-    """Whether other machines serve file systems of this kind.
+    """Return whether a file system of this type is on other machines.
 
     >>> [is_network(kind) for kind in ("ext4", "nfs4", "fuse.sshfs", "fuse.fuse-overlayfs")]
     [False, True, True, False]
@@ -221,7 +222,7 @@ def _prefix(run: Path) -> str:
 
 
 def _lock(descriptor: int, path: Path) -> bool:
-    """Take a shared lock on a file. Returns False if the file is being removed or was removed."""
+    """Take a shared lock on a file. Return False if the file is being removed or was removed."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(descriptor), path.stat())
@@ -230,10 +231,10 @@ def _lock(descriptor: int, path: Path) -> bool:
 
 
 def _remove_free(path: Path) -> None:
-    """Remove a folder that no process holds. A folder of another user is left alone.
+    """Remove a folder that no process holds, unless it belongs to another user.
 
     Raises:
-        FileNotFoundError, BlockingIOError: it is gone; a process holds it.
+        FileNotFoundError, BlockingIOError: it does not exist, or a process holds it.
     """
     if not path.is_dir() or path.stat().st_uid != os.geteuid():
         return
@@ -247,7 +248,8 @@ def _remove_free(path: Path) -> None:
 
 
 def _watch(path: Path, grace_s: float) -> None:
-    """Start the program that removes the folder. It outlives this process. If several are started, all but one end at once."""
+    """Start the program that removes the folder. It outlives this process. If several run, all but
+    one exit at once."""
     program = Path(__file__).with_name("scratch_watch.py")
     command: Sequence[str] = [sys.executable, "-I", "-S", str(program), str(path), str(grace_s)]
     quiet = subprocess.DEVNULL

@@ -1,4 +1,4 @@
-"""SegmentStore: decides, in the driver, which segment files are no longer needed."""
+"""SegmentStore: find segment files that are no longer needed, in the driver."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ logger = logging.getLogger(__name__)
 
 
 class SegmentStore:
-    """Counts the live segments of each file, and recycles or deletes complete files that have none.
+    """Counts the live segments of each file, and recycles or deletes complete files without any.
 
-    The replies of a writer arrive in order, so a segment in file k + 1 of a stream says that file k is complete.
+    Replies of a writer arrive in order, so a segment in file k + 1 of a stream shows that file k is
+    complete.
 
     Args:
-        folder: the folder of the node that this process runs on.
+        folder: the folder of this process's node.
         node: the name of that node.
-        delete_remote: called as `(node, file)` for each file that is dropped. Other nodes may hold copies of messages
-            of local files, too. `Deletions` is one; None where there is one node.
-        max_free_bytes: bytes of files that are kept for writers to overwrite; beyond, the oldest are deleted.
+        delete_remote: called as `(node, file)` for each dropped file, because other nodes may have
+            copies of its messages (see `Deletions`). None if there is one node.
+        max_free_bytes: bytes of free files to keep for writers to overwrite; the oldest are deleted
+            first.
     """
 
     def __init__(
@@ -40,13 +42,10 @@ class SegmentStore:
             delete_remote,
             max_free_bytes,
         )
-        self._live: dict[
-            tuple[str, str, int], _LiveFiles
-        ] = {}  # by node, writer and number of the stream
+        self._live: dict[tuple[str, str, int], _LiveFiles] = {}  # by node, writer and stream number
         self._ended: set[tuple[str, str]] = set()
 
     def published(self, segment: Segment) -> None:
-        """A live row refers to this segment."""
         stream, sequence = _stream_of(segment)
         files = self._live.get(stream)
         if files is None:
@@ -57,13 +56,11 @@ class SegmentStore:
             return
         files.latest = max(before, sequence)
         files.offsets.setdefault(sequence, set()).add(segment.offset)
-        if before < files.latest and not files.offsets.get(
-            before, {0}
-        ):  # complete now, and empty already
+        if before < files.latest and not files.offsets.get(before, {0}):  # complete, and empty
             self._delete(stream, before)
 
     def freed(self, segments: Iterable[Segment]) -> None:
-        """No live row refers to these segments any more.
+        """Note that no live row refers to these segments.
 
         Raises:
             ValueError: a segment was never published, or was freed before.
@@ -79,22 +76,23 @@ class SegmentStore:
                 self._delete(stream, sequence)
 
     def writer_ended(self, writer_name: str, node: str) -> None:
-        """This writer appends nothing more, and all its replies were seen: all its files are complete."""
+        """Mark all files of a writer as complete, once all its replies have arrived."""
         self._ended.add((node, writer_name))
         streams = [s for s in self._live if s[:2] == (node, writer_name)]
         for stream in streams:
             for sequence in [k for k, offsets in self._live[stream].offsets.items() if not offsets]:
                 self._delete(stream, sequence)
-        if node == self.node:  # and those in which nothing was published
+        if node == self.node:  # also recycle files without published segments
             self._sweep(f"{writer_name}.*.arrows")
 
     def sweep(self) -> int:
-        """Recycle all files of this node without a live segment. For recovery, before any writer starts.
+        """Recycle all files of this node without live segments. Call it at recovery, before any
+        writer starts.
 
         Returns:
-            How many files.
+            The number of files.
         """
-        for unfinished in (self.folder / FREE).glob(f"*{NEW}"):  # its writer died while it made a file
+        for unfinished in (self.folder / FREE).glob(f"*{NEW}"):  # its writer died while creating it
             unfinished.unlink()
         return self._sweep("*.arrows")
 
@@ -121,33 +119,32 @@ class SegmentStore:
     def _recycle(self, node: str, file: str) -> None:
         try:
             delete_local(self.folder, self.node, node, file, self.max_free_bytes)
-        except OSError as error:  # the file stays and takes space: no reason to end a run
+        except OSError as error:  # the file only costs disk space
             logger.warning("file %s of node %r cannot be recycled: %s", file, node, error)
         if self.delete_remote is not None:
             self.delete_remote(node, file)
 
 
 class _LiveFiles:
-    """The files of one stream of a writer."""
-
     def __init__(self) -> None:
         self.offsets: dict[int, set[int]] = {}
-        """Sequence number of a file -> offsets of the segments in it that a row refers to."""
+        """Sequence number of a file -> offsets of its live segments."""
         self.latest = -1
-        """The file that may still be appended to: only it can be empty."""
+        """The file that may still grow; only this one can be empty."""
 
 
 def delete_local(
     folder: Path, here: str, node: str, file: str, max_free_bytes: int = MAX_FREE_BYTES
 ) -> None:
-    """Drop a segment file: recycle it on its own node, and delete the fetched copies of its messages on any other.
+    """Drop a segment file: recycle it on its own node, or delete fetched copies of its messages on
+    another node.
 
     Args:
-        folder: the folder of the node that this process runs on.
+        folder: the folder of this process's node.
         here: the name of that node.
         node: the node of the file.
-        file: its name. It need not exist any more.
-        max_free_bytes: bytes of files that are kept for writers to overwrite.
+        file: its name; the file need not exist.
+        max_free_bytes: bytes of free files to keep for writers to overwrite.
     """
     if node != here:
         shutil.rmtree(folder / FETCHED / node / file, ignore_errors=True)
@@ -159,7 +156,7 @@ def _stream_of(segment: Segment) -> tuple[tuple[str, str, int], int]:
     return _stream(segment.node, segment.file)
 
 
-@lru_cache(maxsize=1 << 14)  # a driver is told of some segments for each row, in few files
+@lru_cache(maxsize=1 << 14)  # the driver gets segments for each row, in few files
 def _stream(node: str, file: str) -> tuple[tuple[str, str, int], int]:
     match = FILE.fullmatch(file)
     if match is None:
@@ -172,29 +169,28 @@ def _file_name(stream: tuple[str, str, int], sequence: int) -> str:
 
 
 # Pins
-#
-# Pins: segments that checkpoints of the ledgers refer to, which outlive their rows as long as the
-# checkpoint is kept.
 
 
 class Pins:
-    """Stands between the ledgers, which free segments, and the store, which recycles their files."""
+    """Keeps segments that ledger checkpoints refer to, after their rows are finished.
+
+    The ledgers free segments through it, and it passes them on to the store.
+    """
 
     def __init__(self, store: SegmentStore) -> None:
         self._store = store
         self._of: dict[str, set[Segment]] = {}
         self._freed: list[Segment] = []
-        """Segments that no row needs any more, to be freed when no checkpoint needs them either."""
+        """Segments that no row needs, to free once no checkpoint needs them."""
         self.segments: set[Segment] = set()
-        """All segments that a checkpoint refers to."""
 
     def add(self, checkpoint: str, segments: Iterable[Segment]) -> None:
-        """A checkpoint of this name refers to these segments."""
         self._of[checkpoint] = set(segments)
         self.segments |= self._of[checkpoint]
 
     def drop(self, *checkpoints: str) -> None:
-        """These checkpoints are gone: free what only they referred to. Names that have no pins are ignored."""
+        """Remove checkpoints, and free segments that only they pinned. Names without pins are
+        ignored."""
         for checkpoint in checkpoints:
             self._of.pop(checkpoint, None)
         self.segments = set().union(*self._of.values())
@@ -202,12 +198,12 @@ class Pins:
         self.free(freed)
 
     def free(self, segments: Iterable[Segment]) -> None:
-        """No row needs these segments any more: free them now, or when the last checkpoint that refers to them goes."""
+        """Free segments that no row needs, once no checkpoint needs them."""
         free_now: list[Segment] = []
         for segment in segments:
             (self._freed if segment in self.segments else free_now).append(segment)
         self._store.freed(free_now)
 
     def free_later(self, segment: Segment) -> None:
-        """No row needs this segment once the log is on disk as far as it stands: free it after the next checkpoint."""
+        """Free a segment after the next checkpoint, when the current log is on disk."""
         self._freed.append(segment)

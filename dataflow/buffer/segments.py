@@ -1,15 +1,18 @@
-"""Segments: the data plane of the sample buffer. Columns of rows in append-only Arrow files of a node.
+"""Segments: the data plane of the sample buffer. Columns of rows, in append-only Arrow files on
+each node.
 
-A file holds messages of one schema and is, at every moment, a valid Arrow IPC stream that any Arrow tool opens:
+A file has messages of one schema and is always a valid Arrow IPC stream:
 
     schema | message | message | end-of-stream marker | free space
 
-The kernel's page cache is the shared memory: a message is copied once, by `write`, and consumers map the file. The bytes
-belong to the node: they outlive the process that wrote them. The kernel's write-back, and `spill`, move the excess to disk.
+The kernel's page cache is the shared memory: `write` copies a message once, and consumers map the
+file. Files survive the process that wrote them. Write-back by the kernel, and `spill`, move the
+excess to disk.
 
-Overwriting the pages of an existing file is twice as fast as filling a new one, so files are recycled. `SegmentStore`
-(`segment_store.py`) moves a file without live rows into the folder `free`. A writer (`segment_writer.py`) takes it over
-unless a process still maps it: each mapping holds a shared lock on its file. So an array that was read never changes.
+Overwriting the pages of an existing file is twice as fast as filling a new one, so files are
+recycled. `SegmentStore` (`segment_store.py`) moves files without live rows to the folder `free`. A
+`SegmentWriter` takes over a file unless a process still maps it: each mapping holds a shared lock.
+Arrays that were read thus never change.
 """
 
 from __future__ import annotations
@@ -39,9 +42,6 @@ from ..errors import DamagedSegment, UserError
 from ..runs.files import make_folder
 
 # Segment files
-#
-# The files that hold segments: how they are made, overwritten, recycled and evicted. `segments.py`
-# says what they contain.
 
 
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -56,19 +56,19 @@ _libc = ctypes.CDLL(None)
 
 
 class StreamFile:
-    """The open file of one schema of a writer, and what Arrow needs to make its messages."""
+    """The open file of one schema of a writer, with the Arrow writer that encodes its messages."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self.schema = schema
         self.descriptor, self.path, self.sequence, self.end, self.capacity = -1, Path(), -1, 0, 0
         self._pieces = _Pieces()
         self._writer = pa.ipc.new_stream(pa.PythonFile(self._pieces, "w"), schema)
-        self.message(
-            pa.RecordBatch.from_pylist([], schema=schema)
-        )  # Arrow writes the schema with the first message
+        # Arrow writes the schema with the first message.
+        self.message(pa.RecordBatch.from_pylist([], schema=schema))
 
     def message(self, record: pa.RecordBatch) -> list[Any]:
-        """The pieces of a message: the buffers of its columns, not copied, between small pieces of metadata and padding."""
+        """Encode a message as pieces: the buffers of its columns, not copied, with metadata and
+        padding between them."""
         self._writer.write_batch(record)
         return self._pieces.take()
 
@@ -80,8 +80,6 @@ class StreamFile:
 
 
 class _Pieces:
-    """A file object that keeps what Arrow writes."""
-
     closed = False
 
     def __init__(self) -> None:
@@ -101,7 +99,8 @@ class _Pieces:
 
 
 def chunks(pieces: Iterable[Any]) -> Iterator[list[Any]]:
-    """The pieces in order, in chunks for one system call each: at most `CHUNK_BYTES` bytes and 512 pieces."""
+    """Split pieces into chunks for one system call each: at most `CHUNK_BYTES` bytes and 512
+    pieces."""
     chunk, left = [], CHUNK_BYTES
     for piece in pieces:
         start, size = 0, len(piece)
@@ -117,7 +116,8 @@ def chunks(pieces: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def write_all(descriptor: int, chunk: list[Any], position: int) -> int:
-    """Write a chunk at `position`; returns the position behind it. (`pwritev` may write less than it was given.)"""
+    """Write a chunk at `position` and return the position after it. (`pwritev` may write less than
+    it was given.)"""
     end = position + sum(map(len, chunk))
     while (position := position + os.pwritev(descriptor, chunk, position)) < end:
         chunk = [memoryview(b"".join(chunk))[position - end :]]
@@ -125,14 +125,16 @@ def write_all(descriptor: int, chunk: list[Any], position: int) -> int:
 
 
 def new_file(path: Path, capacity: int, start: bytes) -> int:
-    """Open a file of this size that begins with `start`: a free file that no process maps, or a fresh one.
+    """Open a file of this size that begins with `start`: a free file that no process maps, or a new
+    one.
 
-    It gets its name after its start was written, so a reader never finds the contents of another file under the name.
+    The file gets its name after `start` is written, so that readers never see the contents of
+    another file under it.
 
     Args:
         path: its name.
         capacity: its size in bytes.
-        start: the bytes of the schema and the marker that ends the stream.
+        start: the bytes of the schema and the end-of-stream marker.
 
     Returns:
         An open descriptor, which holds a shared lock.
@@ -148,13 +150,11 @@ def new_file(path: Path, capacity: int, start: bytes) -> int:
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), free.stat()):  # else another writer was quicker
+            if os.path.samestat(os.fstat(descriptor), free.stat()):  # else another writer took it
                 os.ftruncate(descriptor, capacity)
                 write_all(descriptor, [start], 0)
                 os.rename(free, path)
-                fcntl.flock(
-                    descriptor, fcntl.LOCK_SH
-                )  # while this writer may write, no other takes it over
+                fcntl.flock(descriptor, fcntl.LOCK_SH)  # keeps other writers from taking it over
                 return descriptor
         except (BlockingIOError, FileNotFoundError):
             pass
@@ -178,7 +178,7 @@ def new_file(path: Path, capacity: int, start: bytes) -> int:
 
 @contextmanager
 def full_disk_named(folder: Path, who: str, num_bytes: int) -> Iterator[None]:
-    """Make the `OSError` of a full disk say who needed how many bytes, and where."""
+    """Add to the `OSError` of a full disk who needed how many bytes, and where."""
     try:
         yield
     except OSError as error:
@@ -192,7 +192,8 @@ def full_disk_named(folder: Path, who: str, num_bytes: int) -> Iterator[None]:
 
 
 def recycle(path: Path, max_free_bytes: int) -> None:
-    """Move a file to the free ones, and delete the oldest free files beyond `max_free_bytes` and `MAX_FREE_FILES`."""
+    """Move a file to the free ones, and delete the oldest free files beyond `max_free_bytes` and
+    `MAX_FREE_FILES`."""
     try:
         make_folder(path.parent / FREE)
         os.rename(path, path.parent / FREE / path.name)
@@ -208,12 +209,13 @@ def recycle(path: Path, max_free_bytes: int) -> None:
 
 
 def spill(folder: Path, memory_bytes: int) -> int:
-    """Evict the oldest files of a node's folder from memory until the others fit `memory_bytes`. All stay readable.
+    """Evict the oldest files of a node's folder from memory until the rest fit in `memory_bytes`.
+    All stay readable.
 
-    Pages that a process maps at the moment stay in memory, and so do files on tmpfs.
+    Pages that a process has mapped stay in memory, and so do files on tmpfs.
 
     Returns:
-        Bytes of the files evicted; 0 when all fit.
+        Bytes of the evicted files; 0 if all fit.
     """
     resident = []
     for path in [*folder.glob("*.arrows"), *(folder / FETCHED).glob("*/*/*")]:
@@ -230,7 +232,7 @@ def spill(folder: Path, memory_bytes: int) -> int:
 
 
 def _free_files(folder: Path) -> list[tuple[int, int, Path]]:
-    """The free files of a node's folder: last written (ns), size (bytes), path."""
+    """Return (last write in ns, size in bytes, path) of the free files in a node's folder."""
     found = []
     with os.scandir(folder / FREE) as entries:
         for entry in entries:
@@ -242,7 +244,7 @@ def _free_files(folder: Path) -> list[tuple[int, int, Path]]:
 
 
 def with_file(path: Path, do: Callable[[int], Any]) -> Any:
-    """`do(descriptor)`, or None when the file is gone: then nothing refers to it."""
+    """Return `do(descriptor)`, or None if the file is gone, so that nothing refers to it."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -254,7 +256,7 @@ def with_file(path: Path, do: Callable[[int], Any]) -> Any:
 
 
 def _resident_since(descriptor: int) -> tuple[int, int] | None:
-    """When a file was last written (ns), and its bytes without holes; None when it is not in memory."""
+    """Return (last write in ns, bytes without holes) of a file; None if it is not in memory."""
     status = os.fstat(descriptor)
     return (
         (status.st_mtime_ns, min(status.st_size, status.st_blocks * 512))
@@ -264,7 +266,8 @@ def _resident_since(descriptor: int) -> tuple[int, int] | None:
 
 
 def is_resident(descriptor: int) -> bool:
-    """Whether the first page of a file, which every reader needs, is in memory. (`RWF_NOWAIT` would load it.)"""
+    """Return whether the first page of a file, which every reader needs, is in memory.
+    (`RWF_NOWAIT` would load it.)"""
     if not os.fstat(descriptor).st_size:
         return False
     with mmap.mmap(descriptor, 1, access=mmap.ACCESS_READ) as page:
@@ -285,7 +288,7 @@ FILE = re.compile(r"([A-Za-z0-9_-]+)\.(\d+)\.(\d{6,})\.arrows")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Where the columns of some rows lie: one Arrow IPC message in a file of a node.
+    """Reference to the columns of some rows: one Arrow IPC message in a file of a node.
 
     >>> Segment.from_json(["n0", "rollout-0.0.000001.arrows", 712, 4096, 17]).num_bytes
     4096
@@ -299,7 +302,6 @@ class Segment:
     """xxh3_64 of the message's bytes."""
 
     def to_json(self) -> list[Any]:
-        """The reference as it stands in the ledger's log."""
         return [self.node, self.file, self.offset, self.num_bytes, self.checksum]
 
     @classmethod
@@ -308,20 +310,22 @@ class Segment:
 
 
 RETRY_PAUSE_S = 0.5
-"""Seconds between two attempts to fetch a message from a node that does not answer."""
+"""[s] Pause between two attempts to fetch a message from a node that does not answer."""
 Fetch = Callable[[Segment, Path], None]
-"""Copies a message of another node to a file, as an Arrow IPC stream, unless the file exists; `Peers.fetch` does it."""
+"""Copies a message of another node to a file, as an Arrow IPC stream, unless the file exists (see
+`Peers.fetch`)."""
 
 
 class SegmentReader:
-    """Reads segments as batches over mapped files, without a copy. Segments of other nodes are fetched once per node.
+    """Reads segments as batches over mapped files, without a copy. Fetches segments of other nodes
+    once per node.
 
     Args:
-        folder: the folder of the node that this process runs on.
+        folder: the folder of this process's node.
         node: the name of that node.
-        fetch: fetches messages from other nodes. None: there is one node, or the others are not known yet.
-        retry_s: for so long a message is asked for again whose node does not answer, since its server may be started again. `fetch` may
-            be replaced meanwhile.
+        fetch: fetches messages from other nodes. None if there are none, or none are known yet.
+        retry_s: time to retry fetching from a node that does not answer, because its server may be
+            restarting. `fetch` may be replaced during that time.
     """
 
     MAX_MAPPINGS = 64
@@ -334,25 +338,25 @@ class SegmentReader:
         self._lock = threading.Lock()
 
     def read(self, segment: Segment) -> Batch:
-        """The batch that was appended; its arrays lie in the mapped file and never change.
+        """Read a batch. Its arrays are in the mapped file and never change.
 
         Raises:
-            DamagedSegment: the file is missing or too short, or the bytes are not those that were written. The checksum
-                is compared the first time that this reader sees the message.
+            DamagedSegment: the file is missing, too short, or damaged. The checksum is compared
+                when this reader first reads the message.
             TimeoutError: another node did not send the message in time.
-            UserError: the segment lies on a node that is not a peer.
+            UserError: the segment is on a node that is not a peer.
         """
         message, schema = self.message(segment)
         return Batch(pa.ipc.read_record_batch(message, schema))
 
     def message(self, segment: Segment) -> tuple[pa.Buffer, pa.Schema]:
-        """The bytes of a message, proved by its checksum, and the schema to read them with. Raises as `read`."""
+        """Return the verified bytes of a message, and its schema. Raises the errors of `read`."""
         if segment.node == self.node:
             mapping = self._mapping(self.folder / segment.file, segment)
             return mapping.message(segment, segment.offset), mapping.schema
         if self.fetch is None:
             raise UserError(
-                f"segment {segment.file} lies on node {segment.node!r}; this reader is on {self.node!r} and has no peers"
+                f"segment {segment.file} is on node {segment.node!r}; this reader is on {self.node!r} and has no peers"
             )
         path = fetched_path(self.folder, segment)
         for attempt in (1, 2):
@@ -382,7 +386,7 @@ class SegmentReader:
                 time.sleep(min(RETRY_PAUSE_S, self.retry_s))
 
     def close(self) -> None:
-        """Drop the mappings; each lives on as long as an array into it does."""
+        """Drop the mappings. Each one stays as long as an array uses it."""
         with self._lock:
             self._mappings.clear()
 
@@ -402,7 +406,7 @@ def verify_segment(folder: Path, segment: Segment) -> None:
     """Read a message of this node and compare its checksum, without building a batch.
 
     Raises:
-        DamagedSegment: what is wrong.
+        DamagedSegment: the message is missing or damaged.
     """
     path, left, position = folder / segment.file, segment.num_bytes, segment.offset
     digest = xxhash.xxh3_64()
@@ -426,12 +430,13 @@ def verify_segment(folder: Path, segment: Segment) -> None:
 
 
 def fetched_path(folder: Path, segment: Segment) -> Path:
-    """Where a node keeps its copy of another node's message; the copy is an Arrow IPC stream."""
+    """Return where a node keeps its copy of another node's message, as an Arrow IPC stream."""
     return folder / FETCHED / segment.node / segment.file / str(segment.offset)
 
 
 class _Mapping:
-    """A file mapped into this process, under a shared lock that lasts as long as the mapping or an array into it."""
+    """A file mapped into this process. It holds a shared lock while the mapping or an array into it
+    exists."""
 
     def __init__(self, path: Path, segment: Segment) -> None:
         self.path = path
@@ -440,9 +445,8 @@ class _Mapping:
                 fcntl.flock(file, fcntl.LOCK_SH)
                 if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     raise FileNotFoundError
-                self._map = mmap.mmap(
-                    file.fileno(), 0, access=mmap.ACCESS_READ
-                )  # duplicates the descriptor
+                # mmap duplicates the descriptor, and with it the lock.
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise DamagedSegment(segment, path, "the file is missing") from None
         except ValueError:
@@ -459,9 +463,8 @@ class _Mapping:
         self._verified: set[tuple[int, int, int]] = set()
 
     def message(self, segment: Segment, offset: int) -> pa.Buffer:
-        if offset + segment.num_bytes > (
-            size := self._map.size()
-        ):  # of the file; beyond it a mapping is deadly
+        # Reading a mapping beyond the end of its file kills the process.
+        if offset + segment.num_bytes > (size := self._map.size()):
             raise DamagedSegment(segment, self.path, f"the file is too short: it ends at {size}")
         if offset + segment.num_bytes > len(self._map):
             raise DamagedSegment(
@@ -482,24 +485,23 @@ def _compare(segment: Segment, path: Path, checksum: int) -> None:
 
 
 # Segment writer
-#
-# SegmentWriter: appends batches to the segment files of this process. `segments.py` says what is
-# in a file.
 
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class SegmentWriter:
-    """Appends batches to files in this node's folder. A name is used once, ever: a restarted worker takes another.
+    """Appends batches to files in this node's folder. Each name can be used once: a restarted
+    worker needs a new one.
 
     Args:
-        folder: the node's folder, made when missing.
-        node: the name that the references carry.
-        name: the name of this writer, unique in the cluster: letters, digits, `_` and `-`.
-        file_bytes: the size of a file. A message that does not fit begins the next one; a larger message has its own.
-        memory_bytes: how much of the folder stays in memory; the rest is spilled each time a file is full. None leaves
-            that to the kernel.
+        folder: the node's folder, created if missing.
+        node: the node's name in references.
+        name: the writer's name, unique in the cluster: letters, digits, `_` and `-`.
+        file_bytes: size of a file. A message that does not fit starts the next file; a larger
+            message gets its own file.
+        memory_bytes: most bytes of the folder to keep in memory; the rest is spilled when a file is
+            full. None leaves this to the kernel.
 
     Raises:
         UserError: the name has other characters, or was used in this folder before.
@@ -534,18 +536,19 @@ class SegmentWriter:
         Only the rows of a slice are written. Dictionary-encoded columns are decoded.
 
         Args:
-            batch: [rows], of any columns.
+            batch: [rows], with any columns.
 
         Returns:
-            Where the rows lie.
+            Reference to the rows.
 
         Raises:
-            OSError: the disk is full. Nothing is published, and the next append overwrites what was written.
+            OSError: the disk is full. Nothing is published, and the next append overwrites the
+                partial write.
         """
         record = batch.record
         with self._lock:
             stream = self._stream(record.schema)
-            if stream is None:  # a new schema, or one with dictionaries, which no stream has
+            if stream is None:  # a new schema, or one with dictionaries
                 record = _decoded(record)
                 stream = self._stream(record.schema)
             if stream is None:
@@ -556,7 +559,7 @@ class SegmentWriter:
                 return self._write(stream, pieces, num_bytes)
 
     def close(self) -> None:
-        """Truncate the open files to what was written into them."""
+        """Truncate the open files to their contents."""
         with self._lock:
             for stream in self._streams:
                 stream.leave()
@@ -567,7 +570,7 @@ class SegmentWriter:
     def _write(self, stream: StreamFile, pieces: list[Any], num_bytes: int) -> Segment:
         if stream.descriptor < 0 or stream.end + num_bytes + len(END_OF_STREAM) > stream.capacity:
             self._next_file(stream, num_bytes)
-        # The first eight bytes come last: until then they are the marker that ends the stream.
+        # Write the first eight bytes last. Until then, the end-of-stream marker is in their place.
         start = b"".join(pieces[:3])  # continuation marker, length, metadata
         digest = xxhash.xxh3_64(start[:8])
         position = stream.end + 8
@@ -595,7 +598,7 @@ class SegmentWriter:
 
 
 def _decoded(record: pa.RecordBatch) -> pa.RecordBatch:
-    """Without dictionaries, which would be messages of their own."""
+    """Decode dictionary columns, because dictionaries would be separate messages."""
     for i, field in enumerate(record.schema):
         if (plain := _plain(field.type)) != field.type:
             record = record.set_column(i, field.with_type(plain), record.column(i).cast(plain))

@@ -1,6 +1,6 @@
-"""SQL: queries over the tables of a run, answered by DuckDB.
+"""SQL queries over the tables of a run, with DuckDB.
 
-This is `weft buffer sql`. It reads only, also while the run goes on.
+This is `weft buffer sql`. It only reads, and also works during the run.
 """
 
 from __future__ import annotations
@@ -34,19 +34,15 @@ from .segments import Segment, SegmentReader
 
 # Query process
 #
-# The process of one query in SQL, seen from the process that asks. `sql_process.py` is its
-# program.
-#
 #     prepared ──ask──> asked ──> answered, or ended by the kernel
-#         └── nobody asks for PREPARED_S, or whoever started it ends: gone
+#         └── no query within PREPARED_S, or its parent ends: gone
 #
-# A process takes a third of a second to start. One can be started before it is needed (`prepare`);
-# it costs its memory (about 100 MB) for as long as it waits, and each query takes the one that
-# waits, or a new one.
+# A process takes a third of a second to start, so `prepare` can start one in advance. It uses
+# about 100 MB while it waits. Its program is `sql_process.py`.
 
 
 PREPARED_S = 600
-"""Seconds that a process waits for a query."""
+"""[s] Time that a process waits for a query."""
 GRACE_S = 5.0
 """Seconds that the process of a query has to end after its time."""
 TAKEN_S = 60.0
@@ -55,7 +51,7 @@ _PROGRAM = Path(__file__).with_name("sql_process.py")
 
 
 class QueryProcess:
-    """A process that answers one query, and ends."""
+    """A process that answers one query, then ends."""
 
     def __init__(self) -> None:
         self._child = ChildProcess(
@@ -73,7 +69,7 @@ class QueryProcess:
     def ask(
         self, asked: Mapping[str, Any], tables: Mapping[str, pa.Table], timeout_s: float
     ) -> tuple[dict[str, Any], pa.Table] | None:
-        """Ask the query, wait for the answer, and end the process.
+        """Send a query, wait for the answer, and end the process.
 
         Args:
             asked: the query and its limits.
@@ -121,33 +117,34 @@ class QueryProcess:
 def ask(
     asked: Mapping[str, Any], tables: Mapping[str, pa.Table], timeout_s: float
 ) -> tuple[dict[str, Any], pa.Table]:
-    """Ask the process that waits, or a new one; see `QueryProcess.ask`."""
+    """Send a query to the prepared process, or to a new one (see `QueryProcess.ask`)."""
     waiting = _waiting.taken()
     answered = None if waiting is None else waiting.ask(asked, tables, timeout_s)
     if answered is None:
         answered = QueryProcess().ask(asked, tables, timeout_s)
     if answered is None:
         raise UserError(
-            "the process of the query ended before it had read it; is there memory left on this machine?"
+            "the process of the query ended before it read the query; check that this machine has free memory"
         )
     return answered
 
 
 def prepare() -> None:
-    """Have a process wait for the next query, if DuckDB is installed and none waits. It ends by itself after PREPARED_S."""
+    """Start a process for the next query, if DuckDB is installed and none waits. It ends by itself
+    after PREPARED_S."""
     if find_spec("duckdb") is not None:
         _waiting.fill()
 
 
 def end_prepared() -> None:
-    """End the process that waits for a query, if there is one."""
+    """End the prepared process, if there is one."""
     waiting = _waiting.taken()
     if waiting is not None:
         waiting.close()
 
 
 class _Waiting:
-    """At most one process that waits for a query."""
+    """Holds at most one prepared process."""
 
     def __init__(self) -> None:
         self._lock, self._process = threading.Lock(), None
@@ -175,7 +172,7 @@ MAX_ROWS = 100_000
 TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 86400.0
 AT_ONCE = 2
-"""Queries that one process answers at the same time."""
+"""Most queries to run at the same time."""
 _running = threading.BoundedSemaphore(AT_ONCE)
 
 
@@ -189,26 +186,27 @@ def query(
     memory_bytes: int | None = None,
     known: Mapping[str, Callable[[], pa.Table | None]] = MappingProxyType({}),
 ) -> pa.Table:
-    """Answer a query over the tables of a run with DuckDB, in a process of its own, which is killed when its time is over.
+    """Answer a query over the tables of a run with DuckDB, in a separate process with a time limit.
 
-    The tables are `rows` (see `HISTORY`), `columns` (what nodes wrote for the rows in flight), `samples`, `metrics` and `timeline`,
-    as far as the run has them. DuckDB has access to nothing else: it can neither read nor write files, nor load extensions, and the
-    query cannot change that.
+    The tables are `rows` (see `HISTORY`), `columns` (columns of rows in flight), `samples`,
+    `metrics` and `timeline`, if the run has them. DuckDB can access nothing else: the query cannot
+    read or write files, load extensions, or change these limits.
 
     Args:
         run: the folder of the run, or of its buffer.
         sql: the query.
-        notes: gets a line for each part that could not be read, and one when the answer is cut.
-        max_rows: the answer is cut after this many rows.
-        timeout_s: the query is stopped after this many seconds, at most a day.
-        memory_bytes: most memory that DuckDB may take; None: what it takes by itself.
-        known: tables that the caller has read already, by name; they stand for those of the run.
+        notes: gets a line for each part that could not be read, and one if the answer is cut.
+        max_rows: most rows of the answer; the rest is cut.
+        timeout_s: time limit in seconds, at most a day.
+        memory_bytes: memory limit of DuckDB; None is DuckDB's default.
+        known: tables that the caller has already read, by name; they replace the tables of the run.
 
     Returns:
         The answer; an empty table for a statement without one.
 
     Raises:
-        UserError: DuckDB is not installed, cannot answer, or takes too long; or AT_ONCE other queries are under way.
+        UserError: DuckDB is not installed, cannot answer, or takes too long, or AT_ONCE other
+            queries are running.
     """
     if find_spec("duckdb") is None:
         raise UserError("SQL needs DuckDB, which is not installed: pip install 'weft[inspect]'")
@@ -245,13 +243,13 @@ def query(
 
 
 def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | None]]:
-    """Name of a table -> what reads it; None where the run has none."""
+    """Return name -> reader of each table. A reader returns None if the run has no such table."""
     try:
         folder = buffer_folder(run)
     except UserError:
         if not is_run(run):
             raise
-        folder = None  # its log is gone; what else there is can be asked
+        folder = None  # without a log, query the other tables
     except OSError as error:
         notes.append(f"left out: {error}")
         folder = None
@@ -276,7 +274,8 @@ def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | No
 
 
 def columns(folder: Path, notes: list[str] | None = None) -> pa.Table:
-    """The columns of the rows in flight, written by nodes and by the source: graph, sample_id, and every column that can be read.
+    """Return the columns of rows in flight: graph, sample_id, and all readable columns of nodes and
+    sources.
 
     Args:
         folder: the folder of the buffer.
@@ -299,14 +298,13 @@ def columns(folder: Path, notes: list[str] | None = None) -> pa.Table:
 
 
 class _Reader:
-    """Reads segments as tables, wherever they are on this machine."""
-
     def __init__(self, folder: Path, notes: list[str]) -> None:
         self._folder, self._notes = noted_folder(folder) or folder / SEGMENTS, notes
         self._readers: dict[str, SegmentReader] = {}
 
     def table(self, graph: str, rows: Sequence[CheckedRow], source: Sequence[Any] | None) -> pa.Table:
-        """The columns of these rows of one level, in this order; null where a node has not written yet."""
+        """Return the columns of rows of one level, in this order; null if a node has not written
+        yet."""
         ids = [row.id for row in rows]
         table = pa.table({"graph": pa.array([graph] * len(ids)), "sample_id": pa.array(ids, pa.int64())})
         if source is not None and (found := self._read(Segment.from_json(source))) is not None:
@@ -341,7 +339,7 @@ class _Reader:
 
 
 def _with_columns(table: pa.Table, other: pa.Table) -> pa.Table:
-    """The table with the columns of another, which a node wrote: they take the place of the file's of the same name."""
+    """Add the columns that a node wrote. They replace columns of the file with the same name."""
     for name in other.column_names:
         if name not in table.column_names:
             table = table.append_column(name, other[name])
@@ -351,14 +349,16 @@ def _with_columns(table: pa.Table, other: pa.Table) -> pa.Table:
 
 
 def recorded_or_archived(run: Path, notes: list[str] | None = None) -> pa.Table | None:
-    """The samples that a run recorded, with their graph and step, or those of its archive; None if there are neither."""
+    """Return the recorded samples of a run, or its archived samples, with graph and step; None if
+    there are neither."""
     notes = [] if notes is None else notes
     found = recorded_samples(run, notes)
     return _readable(run / SAMPLES_ARCHIVE, read_parquet, notes) if found is None else found
 
 
 def _with_length(samples: pa.Table | None) -> pa.Table | None:
-    """Samples with the `length` of each response, as the pages of a dashboard have it, unless they have a column of that name."""
+    """Add the `length` of each response, as in the dashboard, unless there is a column of that
+    name."""
     if samples is None or "response_ids" not in samples.column_names or "length" in samples.column_names:
         return samples
     return samples.append_column(

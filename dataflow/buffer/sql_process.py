@@ -1,7 +1,8 @@
-"""The program of the process that answers one query in SQL: `query_process.py` starts it, by its path, and ends it.
+"""Program of the process that answers one SQL query. `sql.py` starts it by its path, and ends it.
 
-DuckDB can be interrupted between two pieces of its work only: neither in a function, nor in the parser or the binder. A process can
-always be killed. This one has an alarm that it never handles, so that the kernel ends it in time, and may take only so much memory.
+DuckDB can only be interrupted between two pieces of work, not in a function, the parser or the
+binder. A process can always be killed: this one has an unhandled alarm, so that the kernel ends it
+in time, and a memory limit.
 
 It reads one line of JSON, prints `true`, and reads the tables of the query as Arrow streams; it prints one line of JSON, and then
 the answer as a stream. While it waits for the first line, it ends when the pipe is closed, or after as many seconds as its argument says.
@@ -23,12 +24,12 @@ import duckdb
 import pyarrow as pa
 
 LOCKED = (
-    "python_enable_replacements = false",  # else a name in the query may be a variable of this program
+    "python_enable_replacements = false",  # else the query could read variables of this program
     "enable_external_access = false",  # files, other databases, extensions
     "lock_configuration = true",
 )
 SPARE_BYTES = 2 << 30
-"""Address space beyond what DuckDB may take: for stacks of threads, arenas, and the answer."""
+"""Address space beyond DuckDB's limit, for stacks of threads, arenas, and the answer."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -37,7 +38,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(int(sys.argv[1]))
-    with contextlib.suppress(OSError, AttributeError):  # this is no Linux
+    with contextlib.suppress(OSError, AttributeError):  # not on Linux
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     source = sys.stdin.buffer
     line = source.readline()
@@ -71,7 +72,7 @@ def main() -> None:
 
 
 def _bound(more: int) -> None:
-    """Let this process take so much address space more than it has."""
+    """Limit the address space of this process to its current size plus `more` bytes."""
     pages = (
         int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
     )
@@ -81,7 +82,8 @@ def _bound(more: int) -> None:
 
 
 def _cut(answer: Any, max_rows: int) -> tuple[bool, pa.Table]:
-    """Whether an answer of DuckDB was longer, and its first rows; an empty table where a statement has none."""
+    """Return whether an answer of DuckDB was cut, and its first rows; an empty table for a
+    statement without an answer."""
     if answer is None:
         return False, pa.table({})
     table = answer.limit(max_rows + 1).to_arrow_table()
@@ -93,7 +95,7 @@ def _cut(answer: Any, max_rows: int) -> tuple[bool, pa.Table]:
 
 
 def _is_readable(column: Any) -> bool:
-    """Whether Python has these values: its dates end with the year 9999."""
+    """Return whether Python can represent these values: its dates end with the year 9999."""
     if not (pa.types.is_temporal(column.type) or pa.types.is_nested(column.type)):
         return True
     try:

@@ -1,1 +1,1 @@
-"""Reading data: files of prompts and preferences, the column names of other trainers' files, and the tokenizer that renders them."""
+"""Read prompts and preferences from files in common formats, and render them with the tokenizer."""

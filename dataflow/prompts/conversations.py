@@ -1,4 +1,4 @@
-"""Conversations: rows of messages as prompts and responses, through the chat template."""
+"""Convert rows of messages to prompts and responses, with the chat template."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ from .images import refuse_places, with_places
 from .tokenizer import Tokenizer
 
 # Messages
-#
-# Messages: conversations, tools and template variables of rows as Python values, in one form for
-# all formats.
 
 
 Messages = list[dict[str, Any]]
 
 SYSTEM_ROLES = ("system", "developer")
-"""Roles of a message that a conversation may begin with. No second one should follow it."""
+"""Roles that only the first message of a conversation should have."""
 
 ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool")
 
@@ -34,7 +31,6 @@ _SHAREGPT = {
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
     **{role: role for role in SYSTEM_ROLES},
 }
-"""ShareGPT's `from` -> role."""
 
 _OF_RENDERING = {
     "messages",
@@ -48,13 +44,16 @@ _OF_RENDERING = {
 
 
 def read_messages(table: pa.Table, path: str, origin: Origin) -> list[Messages]:
-    """Read a column of conversations, or of single messages, as lists of `{"role": ..., "content": ...}` without null fields.
+    """Read a column of conversations, or of single messages, as lists of `{"role": ..., "content":
+    ...}` without null fields.
 
     Raises:
-        UserError: a row has no messages, or a message has no role or no content. The error names the row.
+        UserError: a row has no messages, or a message has no role or no content. The error names
+            the row.
     """
     dialogues: list[Messages] = []
     for row, value in enumerate(find_column(table, path, origin, "column").to_pylist()):
+        # A single message counts as a list of one.
         messages = [value] if isinstance(value, Mapping) else value
         if not messages:
             raise UserError(
@@ -78,6 +77,7 @@ def _message(value: Any) -> dict[str, Any]:
                 f"is from {said!r}; ShareGPT's names are {', '.join(_SHAREGPT)}{nearest(said, _SHAREGPT)}"
             )
         message = {"role": _SHAREGPT[said], "content": message.pop("value", None), **message}
+        # `value` may be missing, which leaves a null content.
         message = _without_nulls(message)
     if "role" not in message:
         raise UserError(f"has no role: {short(message)}")
@@ -107,7 +107,8 @@ def read_variables(table: pa.Table, origin: Origin) -> list[Any] | None:
     """Read the column `chat_template_kwargs`, if there is one.
 
     Raises:
-        UserError: a row's value is not an object, or sets a variable of the renderer. The error names the row.
+        UserError: a row's value is not an object, or sets a variable of the renderer. The error
+            names the row.
     """
     found = _read_json(table, "chat_template_kwargs", origin)
     for row, variables in enumerate(found or ()):
@@ -123,13 +124,13 @@ def read_variables(table: pa.Table, origin: Origin) -> list[Any] | None:
 
 
 def same_message(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two messages are equal but for white space."""
+    """Return whether two messages are equal except for white space."""
     rest = [{key: value for key, value in each.items() if key != "content"} for each in (one, other)]
     return rest[0] == rest[1] and same_text(one.get("content"), other.get("content"))
 
 
 def same_text(one: Any, other: Any) -> bool:
-    """Whether two contents of messages are equal but for white space."""
+    """Return whether the contents of two messages are equal except for white space."""
     return _words(one) == _words(other)
 
 
@@ -142,7 +143,8 @@ def _words(content: Any) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop null fields. Arrow gives every struct of a column all fields, but templates test whether a field exists."""
+    """Drop null fields. Arrow gives every struct of a column all fields, but templates test whether
+    a field exists."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -160,7 +162,8 @@ def _read_json(table: pa.Table, name: str, origin: Origin) -> list[Any] | None:
 def _from_json(value: Any) -> Any:
     """Parse JSON text, or a list of such texts (TRL's form for tools of different shapes).
 
-    The user wrote the nulls in JSON text, but a null in a struct may come from a field of another row.
+    Nulls in JSON text were written by the user and are kept. Nulls in structs may only fill up
+    fields of other rows.
     """
     if isinstance(value, str):
         return json.loads(value) if value.strip() else None
@@ -170,34 +173,34 @@ def _from_json(value: Any) -> Any:
 
 
 Gap = tuple[int, int]
-"""(start, end) characters of a response that are excluded from training: turns of users and tools, and headers between turns."""
+"""(start, end) characters of a response that are not trained: turns of users and tools, and headers
+between turns."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Rows as the text that is tokenised."""
+    """Rows as the text to tokenise."""
 
     prompts: list[str]
     responses: dict[str, list[str]]
-    """By column of their tokens."""
     chat: bool
-    """Whether the texts went through the chat template, which writes all special tokens."""
+    """Whether the chat template made the texts. It writes all special tokens."""
     has_bos: bool = False
-    """Whether plain prompts begin with the token that begins a sequence already."""
+    """Whether plain prompts already begin with the beginning-of-sequence token."""
     whole: bool = False
-    """Whether there are no prompts: each text is one sequence to model."""
+    """Whether each text is one sequence to model, without a prompt."""
     own_system: int = 0
     """Rows whose own system message takes precedence over the setting `system`."""
     gaps: Mapping[str, Sequence[Sequence[Gap]]] = field(default_factory=dict)
-    """Untrained parts of each response, in order, by column and row. A column without gaps may be missing."""
+    """Untrained parts of each response, in order, by column and row. A column without gaps may be
+    missing."""
     rows: Sequence[int] | None = None
-    """Source row of each row. None if every source row makes one row."""
+    """Source row of each row; None if every source row makes one row."""
     turns: int = 0
-    """Assistant turns in the rows."""
     trained_turns: int = 0
 
     def keeping(self, kept: Sequence[int]) -> Texts:
-        """Some of the rows, by number."""
+        """Return a subset of the rows, by index."""
         return replace(
             self,
             prompts=[self.prompts[row] for row in kept],
@@ -209,9 +212,11 @@ class Texts:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The messages of one row: a prompt and its responses, by column. A response begins with an assistant message.
+    """The messages of one row: a prompt, and its responses by column. A response begins with an
+    assistant message.
 
-    With `begun`, the prompt ends inside an assistant turn. The first message of each response is then that complete turn.
+    With `begun`, the prompt ends inside an assistant turn, and each response begins with that
+    complete turn.
     """
 
     prompt: Messages
@@ -227,7 +232,7 @@ class Exchange:
 
 @dataclass
 class _Run:
-    """Assistant turns that share one row because each turn's text extends the text before it."""
+    """Assistant turns in one row. Each turn's text extends the text before it."""
 
     prompt: str
     response: str
@@ -237,22 +242,20 @@ class _Run:
 
 @dataclass(frozen=True)
 class Conversations:
-    """Renders the messages of rows."""
+    """Renders rows of messages with the chat template."""
 
     origin: Origin
     tokenizer: Tokenizer
     system: str | None = None
     """System prompt for rows without one."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, for all rows."""
     tools: Sequence[Any] | None = None
     """Functions that the model may call, by row."""
     own_variables: Sequence[Any] | None = None
     """Further variables of the template, by row."""
     own_systems: Sequence[str | None] | None = None
-    """System prompts from a column, by row."""
     images: Sequence[int] | None = None
-    """Number of images, by row. None if the source has no images."""
+    """Number of images, by row; None if the source has no images."""
 
     def render(
         self, exchanges: Sequence[Exchange], columns: Mapping[str, str], *, split: bool = False
@@ -262,11 +265,13 @@ class Conversations:
         Args:
             exchanges: the messages of each row. All have the same responses.
             columns: file column of each response.
-            split: turn a conversation into several rows if the template changes earlier turns when later ones follow. Each turn is then
-                trained after the same text as in generation. Without `split`, such a row is an error.
+            split: make several rows of a conversation if the template changes earlier turns when
+                later ones follow, so that each turn is trained after the same text as in
+                generation. Without `split`, this is an error.
 
         Raises:
-            UserError: the template rejects the messages of a row, or its rendering cannot be divided. The message names the row.
+            UserError: the template rejects the messages of a row, or its rendering cannot be split
+                into prompt and response. The message names the row.
         """
         prompts: list[str] = []
         responses: dict[str, list[str]] = {name: [] for name in columns}
@@ -314,7 +319,8 @@ class Conversations:
     def _runs(
         self, row: int, prompt: str, first: str, before: Messages, response: Messages
     ) -> list[_Run]:
-        """Collect the assistant turns of a response. A turn joins the previous run if its prompt extends the text of that run.
+        """Collect the assistant turns of a response. A turn joins the previous run if its prompt
+        extends the text of that run.
 
         Args:
             prompt: text of the prompt.
@@ -329,6 +335,7 @@ class Conversations:
             text = self._finished(row, conversation[: k + 1])
             opened = self._prompt(row, conversation[:k], [text])
             run = runs[-1]
+            # The template kept the earlier turns, so this turn extends the row.
             if opened.startswith(ended):
                 start = len(run.prompt)
                 run.gaps.append((len(ended) - start, len(opened) - start))
@@ -342,11 +349,14 @@ class Conversations:
     def _prompt(
         self, row: int, messages: Messages, finished: Sequence[str], *, begun: bool = False
     ) -> str:
-        """Render the prompt with the header for generation, and check that all finished turns begin with it.
+        """Render the prompt with the header for generation, and check that all finished turns begin
+        with it.
 
-        Some templates open the turn for generation with text that finished turns lack (`<think>`). The prompt then ends with the header
-        of finished turns. It never ends elsewhere, such as inside a tag that happens to begin like another.
+        Some templates open a turn for generation with text that finished turns lack (`<think>`).
+        The prompt then ends with the header of finished turns, and never elsewhere, such as inside
+        a tag that starts like another.
         """
+        # With `begun`, the last message is an unfinished assistant turn.
         prompt = self._text(row, messages, add_generation_prompt=not begun, continue_last=begun)
         if all(text.startswith(prompt) for text in finished):
             return prompt
@@ -362,13 +372,14 @@ class Conversations:
         )
 
     def _header(self, row: int, messages: Messages) -> str:
-        """The text before the content of a finished assistant's turn."""
+        # Unlikely to occur in messages.
         mark = "WEFT_ANSWERS_HERE"
         text = self._text(row, [*messages, {"role": "assistant", "content": mark}])
         return text[: text.rfind(mark)] if mark in text else text
 
     def _finished(self, row: int, messages: Messages) -> str:
-        """Render messages up to the token that ends the last turn. Generation stops there, but templates add a newline."""
+        """Render messages up to the token that ends the last turn, where generation stops.
+        Templates often add a newline."""
         text = self._text(row, messages)
         stripped = text.rstrip("\n")
         return stripped if stripped.endswith(self.tokenizer.special_texts) else text
@@ -383,6 +394,7 @@ class Conversations:
             raise UserError(f"{self.origin(row)}: {error}") from None
         for message in messages:
             role = message["role"]
+            # Templates silently skip roles that they do not know.
             if role not in ROLES and not any(role in source for source in chat.sources.values()):
                 raise UserError(
                     f"{self.origin(row)}: a message has the role {role!r}, which the chat template does not know; roles are "
@@ -391,7 +403,8 @@ class Conversations:
         return text
 
     def _with_system(self, row: int, messages: Messages) -> tuple[Messages, bool]:
-        """Add the system prompt. Also returns whether the row's own one takes precedence over the setting `system`."""
+        """Add the system prompt. Also return whether the row's own one takes precedence over the
+        setting `system`."""
         has_own = messages[0]["role"] in SYSTEM_ROLES
         column = self.own_systems[row] if self.own_systems else None
         if column is not None and column.strip():
@@ -405,7 +418,6 @@ class Conversations:
         return [_system(self.system), *messages], False
 
     def _placed(self, row: int, prompt: Messages, responses: Sequence[Messages]) -> Messages:
-        """Put the places of the row's images into the prompt."""
         try:
             for response in responses:
                 refuse_places(response)
@@ -419,7 +431,7 @@ class Conversations:
 
 @dataclass(frozen=True)
 class Divider:
-    """Divides rows of messages into prompts and responses."""
+    """Splits rows of messages into prompts and responses."""
 
     origin: Origin
 
@@ -431,8 +443,9 @@ class Divider:
     ) -> list[Exchange]:
         """Pair prompts with their responses.
 
-        A response is either the assistant's turn or a whole conversation that repeats the prompt. The prompt is used once. A prompt that
-        ends with an assistant turn begins the response (TRL's rule).
+        A response is either the assistant's turn, or a whole conversation that repeats the prompt,
+        which is then used once. If a prompt ends with an assistant turn, the response continues it
+        (TRL's rule).
 
         Args:
             responses: messages by token column.
@@ -465,10 +478,11 @@ class Divider:
     def pairs(
         self, chosen: Sequence[Messages], rejected: Sequence[Messages], columns: Mapping[str, str]
     ) -> list[Exchange]:
-        """Divide pairs of whole conversations after the messages that both begin with.
+        """Split pairs of whole conversations after the messages that both begin with.
 
         Raises:
-            UserError: the conversations of a row have no common prompt, or do not end with the assistant's turn.
+            UserError: the conversations of a row have no common prompt, or do not end with the
+                assistant's turn.
         """
         return [
             self._divided(row, {"chosen_ids": list(pair[0]), "rejected_ids": list(pair[1])}, columns, 1)
@@ -476,13 +490,14 @@ class Divider:
         ]
 
     def last_turns(self, dialogues: Sequence[Messages], column: str, answered: bool) -> list[Exchange]:
-        """Divide conversations before their last message if it is the assistant's. Otherwise they are prompts.
+        """Split conversations before their last message if it is the assistant's. Otherwise they
+        are prompts.
 
         Args:
-            answered: whether the first of all rows ends with the assistant's turn.
+            answered: whether the first row ends with the assistant's turn.
 
         Raises:
-            UserError: another row ends otherwise, or holds only a response.
+            UserError: another row ends differently, or has only a response.
         """
         for row, messages in enumerate(dialogues):
             if (messages[-1]["role"] == "assistant") != answered:
@@ -500,7 +515,8 @@ class Divider:
         return [Exchange(messages[:-1], {"response_ids": messages[-1:]}) for messages in dialogues]
 
     def all_turns(self, dialogues: Sequence[Messages], column: str) -> list[Exchange]:
-        """Divide conversations before their first assistant turn. Messages after the last assistant turn are dropped.
+        """Split conversations before their first assistant turn. Messages after the last assistant
+        turn are dropped.
 
         Raises:
             UserError: a conversation has no assistant turn, or begins with one.
@@ -521,8 +537,10 @@ class Divider:
         return made
 
     def _whole(self, row: int, prompt: Messages, response: Messages, column: str) -> tuple[Messages, int]:
-        """Return the whole conversation of a response, and the index of the first message after its prompt."""
+        """Return the whole conversation of a response, and the index of the first message after its
+        prompt."""
         systems = sum(message["role"] in SYSTEM_ROLES for message in prompt[:1])
+        # The response may repeat the prompt with or without its system message.
         for asked, added in ((prompt, []), (prompt[systems:], prompt[:systems])):
             at = _find(response, asked)
             if at is not None and (at == 0 or not added):
@@ -537,10 +555,10 @@ class Divider:
     def _divided(
         self, row: int, wholes: dict[str, Messages], columns: Mapping[str, str], start: int
     ) -> Exchange:
-        """Divide conversations before an assistant turn, after the longest shared beginning.
+        """Split conversations before an assistant turn, after the longest shared beginning.
 
         Args:
-            start: smallest index for the division.
+            start: smallest index for the split.
         """
         self._check_ends(row, wholes, columns)
         first, *others = wholes.values()
@@ -554,6 +572,7 @@ class Divider:
             shared = start
         if shared < start:
             self._no_prompt(row, names, len(wholes))
+        # Go back to a place where all responses begin with an assistant turn.
         for end in range(min(shared, most), start - 1, -1):
             if all(whole[end]["role"] == "assistant" for whole in wholes.values()):
                 return Exchange(first[:end], {name: whole[end:] for name, whole in wholes.items()})
@@ -578,7 +597,8 @@ class Divider:
 
 
 def _continued(prompt: Messages, response: Messages) -> Messages:
-    """Complete the assistant turn that ends the prompt with the response. Returns no messages if the response does not continue it."""
+    """Complete the assistant turn that ends the prompt with the response. Return no messages if the
+    response does not continue it."""
     *before, last = prompt
     repeats = len(response) > len(before) and all(map(same_message, response, before))
     turn, *rest = response[len(before) :] if repeats else response
@@ -596,7 +616,6 @@ def _continued(prompt: Messages, response: Messages) -> Messages:
 
 
 def _find(conversation: Messages, part: Messages) -> int | None:
-    """Index of the first occurrence of some messages in a conversation."""
     places = range(len(conversation) - len(part) + 1) if part else ()
     return next((k for k in places if all(map(same_message, conversation[k:], part))), None)
 
@@ -610,7 +629,8 @@ def _system(content: str) -> dict[str, Any]:
 
 
 def _end(text: str, other: str, characters: int = 30) -> str:
-    """Excerpt of a text around its first difference from another text, for error messages."""
+    """Return an excerpt of a text around its first difference from another text, for error
+    messages."""
     same = next(
         (k for k, (a, b) in enumerate(zip(text, other, strict=False)) if a != b),
         min(len(text), len(other)),

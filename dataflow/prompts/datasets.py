@@ -1,4 +1,4 @@
-"""Rows of a source, whatever it is: files, a folder, or a data set by its Hugging Face id."""
+"""Read rows from files, a folder, or a Hugging Face data set."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from ..errors import UserError, nearest
 from .files import ACCEPTED_ROWS, Origin, described, file_kind, is_readable, read_files
 
 # Folders
-#
-# The files of a data set in a folder: which of them are one split, and which subset they belong
-# to.
 
 
 SPLITS = {
@@ -24,31 +21,32 @@ SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Splits, and the words in the names of files and folders that mean them."""
+"""Splits, and the words for them in names of files and folders."""
 
 _OTHER = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""What `datasets` keeps beside the rows."""
 
 
 @dataclass(frozen=True)
 class DataPart:
-    """The part of a data set that is read: its files, and what was chosen on the way."""
+    """The part of a data set to read: its files, and the defaults that chose them."""
 
     files: tuple[Path, ...]
     split: str | None = None
-    """None: the files have no splits."""
+    """Name of the split; None if the files have no splits."""
     choices: tuple[str, ...] = ()
-    """Defaults that were taken: `split 'train' of train, test`."""
+    """Defaults that were used: `split 'train' of train, test`."""
 
 
 def find_part(folder: Path, subset: str | None, split: str | None) -> DataPart:
-    """The files of one split of a folder, sorted by name.
+    """Find the files of one split in a folder, sorted by name.
 
-    A split is known by a word in the names of files (`train-00000-of-00002.parquet`) or folders (`test/`); subsets are other folders
-    that hold files. Without `split`, a folder with several gives `train`.
+    A word in the names of files (`train-00000-of-00002.parquet`) or folders (`test/`) identifies a
+    split. Other folders with files are subsets. Without `split`, a folder with several splits gives
+    `train`.
 
     Raises:
-        UserError: there are no files to read, or they are not of one kind, or it is not clear which subset or split is meant.
+        UserError: the folder has no readable files, or files of several kinds, or the subset or
+            split is ambiguous.
     """
     subsets = _subsets(folder)
     choices: list[str] = []
@@ -72,12 +70,12 @@ def find_part(folder: Path, subset: str | None, split: str | None) -> DataPart:
         split, choice = choose("split", named, split, str(folder), ("train",))
         choices += choice
         if None in splits:
-            choices.append(f"files that are named after no split are not read: {_names(splits[None])}")
+            choices.append(f"files without a split in their name are not read: {_names(splits[None])}")
         files = splits[split]
     kinds = sorted({file_kind(file) for file in files})
     if len(kinds) > 1:
         raise UserError(
-            f"{folder}: holds files of several kinds ({_names(files)}); give the list of those that are meant, in place of the folder"
+            f"{folder}: holds files of several kinds ({_names(files)}); pass a list of files instead of the folder"
         )
     return DataPart(tuple(files), split or next(iter(splits)), tuple(choices))
 
@@ -85,13 +83,13 @@ def find_part(folder: Path, subset: str | None, split: str | None) -> DataPart:
 def choose(
     what: str, known: Sequence[str], wanted: str | None, where: str, usual: Sequence[str]
 ) -> tuple[str, list[str]]:
-    """The subset or split to read: the wanted one, else the only one, else a usual one.
+    """Choose the subset or split to read: the wanted one, else the only one, else a usual one.
 
     Returns:
-        Its name, and what to tell the user where a default was taken.
+        Its name, and lines to tell the user if a default was used.
 
     Raises:
-        UserError: there is no such one, or several and none of them usual.
+        UserError: the wanted one does not exist, or there are several and none is usual.
 
     >>> choose("split", ["train", "test"], None, "sums", ["train"])
     ('train', ["split 'train' of train, test"])
@@ -109,14 +107,16 @@ def choose(
     for name in usual:
         if name in known:
             return name, [f"{what} {name!r} of {', '.join(known)}"]
-    raise UserError(f"{where}: has the {what}s {', '.join(known)}; say which: {what}={known[0]!r}")
+    raise UserError(
+        f"{where}: has the {what}s {', '.join(known)}; choose one, such as {what}={known[0]!r}"
+    )
 
 
 def _files(folder: Path, above: tuple[Path, ...] = ()) -> list[Path]:
-    """Files to read in a folder, and in the folders in it that are named after a split or are called `data`.
+    """Return the readable files in a folder, and in its folders named `data` or after a split.
 
     Args:
-        above: the folders that it lies in, by their real paths; a link that leads back to one of them is not followed.
+        above: real paths of the parent folders; links back to one of them are not followed.
     """
     above = (*above, folder.resolve())
     found = [p for p in folder.iterdir() if p.is_file() and is_readable(p) and p.name not in _OTHER]
@@ -124,13 +124,14 @@ def _files(folder: Path, above: tuple[Path, ...] = ()) -> list[Path]:
         if inner.name == "data" or _split_of(Path(inner.name)):
             found += _files(inner, above)
     if not found:
-        raise UserError(f"{str(folder)!r} is a folder that holds no file which can be read as prompts")
+        raise UserError(f"{str(folder)!r} is a folder without readable prompt files")
     return sorted(found)
 
 
 def _subsets(folder: Path) -> Mapping[str, list[Path]]:
-    """Files by subset: the folders in this one, where it has no files of its own."""
+    """Return subset -> files: the inner folders, if this folder has no readable files itself."""
     inner = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    # Files next to the folders: the folders are not subsets.
     if any(p.is_file() and is_readable(p) and p.name not in _OTHER for p in folder.iterdir()):
         return {}
     if any(p.name == "data" or _split_of(Path(p.name)) for p in inner):
@@ -143,12 +144,13 @@ def _subsets(folder: Path) -> Mapping[str, list[Path]]:
 
 
 def _split_of(path: Path) -> str | None:
-    """The split that a path within the folder is named after; the file's own name counts most.
+    """Return the split in a path's name, preferring the file's own name.
 
     >>> _split_of(Path("data/train-00000-of-00002.parquet")), _split_of(Path("dev/a.jsonl")), _split_of(Path("a.jsonl"))
     ('train', 'validation', None)
     """
     for part in reversed(path.parts):
+        # Whole words only: `latest.jsonl` is not a test split.
         words = re.split(r"[^a-z]+", part.lower())
         for split, names in SPLITS.items():
             if any(name in words for name in names):
@@ -160,14 +162,11 @@ def _names(files: Sequence[Path]) -> str:
     return ", ".join(file.name for file in files[:5]) + (", ..." if len(files) > 5 else "")
 
 
-# Hub
-#
-# Data sets by their Hugging Face id, through the library `datasets`: from the local cache, else
-# from the network.
+# Hugging Face hub
 
 
 TIMEOUT_S = 10.0
-"""How long the hub may take to say whether it has a data set."""
+"""[s] Time limit for asking the hub about a data set."""
 
 
 @dataclass(frozen=True)
@@ -175,41 +174,43 @@ class HubSplit:
     """A split of a data set."""
 
     name: str
-    """What it is called in messages."""
     table: pa.Table
     split: str
     choices: tuple[str, ...]
-    """Defaults that were taken."""
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether this is meant as the id of a data set: OWNER/NAME, and no folder OWNER is here.
+    """Return whether a name looks like the id of a data set: OWNER/NAME, without a local folder
+    OWNER.
 
     >>> is_hub_id("openai/gsm8k"), is_hub_id("data/train.jsonl"), is_hub_id("train.parquet")
     (True, False, False)
     """
+    # A local folder OWNER makes the name a path.
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is None or Path(name).parent.is_dir():
         return False
     return re.search(r"\.(parquet|jsonl?|csv|tsv|arrow|gz)$", name) is None
 
 
 def read_hub(name: str, subset: str | None, split: str | None) -> HubSplit:
-    """The rows of a split of a data set, mapped from the cache of `datasets`.
+    """Read a split of a data set, mapped from the cache of `datasets`.
 
     Args:
         name: OWNER/NAME.
-        subset: configuration of the data set; default: the only one, else `default` or `main`.
-        split: default: the only one, else `train`.
+        subset: configuration of the data set; the default is the only one, else `default` or
+            `main`.
+        split: the default is the only one, else `train`.
 
     Raises:
-        UserError: `datasets` is missing, there is no such data set, subset or split, or neither network nor cache has it.
+        UserError: `datasets` is not installed, there is no such data set, subset or split, or
+            neither network nor cache has it.
     """
     try:
         import datasets
         import datasets.config
     except ModuleNotFoundError:
         raise UserError(
-            f"{name!r} is no file or folder here; data sets by their Hugging Face id need the library datasets: "
+            f"{name!r} is not a file or folder; to read it from the Hugging Face hub, install the library datasets: "
             "pip install 'weft[datasets]'"
         ) from None
     source = _cached(name)
@@ -220,11 +221,7 @@ def read_hub(name: str, subset: str | None, split: str | None) -> HubSplit:
     def ask(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         try:
             return call(source, *arguments, **more)
-        except (
-            OSError,
-            ValueError,
-            RuntimeError,
-        ) as error:  # no network after all; files that cannot be read
+        except (OSError, ValueError, RuntimeError) as error:  # no network, or unreadable files
             raise UserError(f"data set {name!r}: {_first_line(error)}") from None
 
     subset, chosen = choose(
@@ -237,7 +234,8 @@ def read_hub(name: str, subset: str | None, split: str | None) -> HubSplit:
 
 
 def _cached(name: str) -> str | None:
-    """The folder of a data set in the hub's local cache, where it holds files beside its card."""
+    """Return the folder of a data set in the hub's local cache, if it has files other than its
+    card."""
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -254,7 +252,7 @@ def _cached(name: str) -> str | None:
 
 
 def _check_reachable(name: str, cache: Path) -> None:
-    """One question to the hub, so that no answer is an error now and not after many attempts."""
+    """Ask the hub once, so that a missing network fails at once instead of after many retries."""
     import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -262,20 +260,18 @@ def _check_reachable(name: str, cache: Path) -> None:
         huggingface_hub.HfApi().dataset_info(name, timeout=TIMEOUT_S)
     except GatedRepoError as error:
         raise UserError(
-            f"data set {name!r} asks for an agreement on its page first, and for `hf auth login`: {_first_line(error)}"
+            f"data set {name!r} is gated; accept its terms on its page, then run `hf auth login`: {_first_line(error)}"
         ) from None
     except RepositoryNotFoundError:
         raise UserError(
-            f"{name!r} is no file or folder here, and no data set on the Hugging Face hub"
+            f"{name!r} is not a file or folder, and not a data set on the Hugging Face hub"
         ) from None
-    except (
-        Exception
-    ) as error:  # no network, offline mode, a time-out: the client's library decides on the classes
+    except Exception as error:  # no network, offline mode, or a timeout; the class depends on the client
         if (cache / name.replace("/", "___")).is_dir():
             return
         raise UserError(
-            f"{name!r} is no file or folder here; as a data set it is not in the local Hugging Face cache, and the hub cannot be "
-            f"reached ({_first_line(error)}). Where there is a network, `hf download --repo-type dataset {name}` puts it there"
+            f"{name!r} is not a file or folder, and not a data set in the local Hugging Face cache; the hub cannot be "
+            f"reached ({_first_line(error)}); on a machine with network access, run `hf download --repo-type dataset {name}`"
         ) from None
 
 
@@ -285,21 +281,19 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as they were read."""
+    """The rows of a source, with their origin."""
 
     name: str
-    """A short name of the source."""
     table: pa.Table
     origin: Origin
     choices: tuple[str, ...] = ()
-    """Defaults that were taken: a subset, a split."""
 
 
 def check_paths(source: object) -> None:
     """Refuse anything but a list of paths.
 
     Raises:
-        UserError: rows of a program, say, which `Prompts.from_rows` takes.
+        UserError: for example, the source is rows, which `Prompts.from_rows` takes.
     """
     paths = source if isinstance(source, Sequence) else None
     if paths is None or not all(isinstance(path, str | Path) for path in paths):
@@ -312,16 +306,16 @@ def check_paths(source: object) -> None:
 def read_rows(
     source: str | Path | Sequence[str | Path], subset: str | None, split: str | None, limit: int | None
 ) -> Rows:
-    """Read a source.
+    """Read the rows of a source.
 
     Args:
-        source: a file, files (their rows one after the other), a folder, or a Hugging Face id.
-        subset: of a folder or data set.
-        split: of a folder or data set.
-        limit: read no more than this many rows.
+        source: a file, files (read one after the other), a folder, or a Hugging Face id.
+        subset: subset, for a folder or data set.
+        split: split, for a folder or data set.
+        limit: most rows to read.
 
     Raises:
-        UserError: with the file or id, the rule, the value and the nearest right name.
+        UserError: naming the file or id, the rule, the value and the nearest valid name.
     """
     alone = isinstance(source, (str, Path))
     if not alone:

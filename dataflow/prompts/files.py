@@ -1,4 +1,5 @@
-"""Files of rows as Arrow tables: Parquet, JSONL, JSON, CSV, and data sets that `datasets` saved to disk."""
+"""Read files of rows as Arrow tables: Parquet, JSONL, JSON, CSV, TSV, and data sets saved by
+`datasets`."""
 
 from __future__ import annotations
 
@@ -22,8 +23,6 @@ from ..json_values import exact_array, joined
 from ..untrusted_text import beginning
 
 # Origin
-#
-# Origin: the file and the line or row that each row of a table came from, for messages.
 
 
 COMPRESSED = ".gz"
@@ -31,17 +30,18 @@ COMPRESSED = ".gz"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where each row of a table came from: runs of rows, each from one file (or data set)."""
+    """The file and the line or row that each row of a table came from, for messages."""
 
     runs: tuple[tuple[str, int], ...]
-    """(file, its first row), in order."""
+    """(file, number of its first row), in order."""
     start: int = 0
-    """The row that is number 0 here, where only a part of the rows is looked at."""
+    """Number of the first row, if the table is a part of the rows."""
     rows: Sequence[int] | None = None
-    """Row behind each number, counted from `start`. None: the number itself."""
+    """Original row of each row, counted from `start`; None if they are the same."""
 
     def __call__(self, row: int) -> str:
-        """The place of a row: `train.jsonl, line 7`, or `train.parquet, row 7` (both count from 1)."""
+        """Return the place of a row: `train.jsonl, line 7`, or `train.parquet, row 7` (both count
+        from 1)."""
         row = self.start + (row if self.rows is None else self.rows[row])
         file, first = next(run for run in reversed(self.runs) if run[1] <= row)
         if file_kind(Path(file)) == ".jsonl":
@@ -51,11 +51,9 @@ class Origin:
         return f"{file}, row {row - first + 1}"
 
     def at(self, start: int) -> Origin:
-        """For a part of the rows, which begins at row `start`."""
         return replace(self, start=self.start + start)
 
     def of(self, rows: Sequence[int] | None) -> Origin:
-        """For rows that were made of these rows."""
         return replace(self, rows=rows)
 
     @property
@@ -64,12 +62,13 @@ class Origin:
 
 
 def file_kind(path: Path) -> str:
-    """The ending that says how a file is read: `.jsonl` for `train.jsonl` and for `train.jsonl.gz`."""
+    """Return the suffix that determines the format: `.jsonl` for `train.jsonl` and
+    `train.jsonl.gz`."""
     return Path(path.stem).suffix if path.suffix == COMPRESSED else path.suffix
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not blank, each with its number, from 1."""
+    """Yield the non-blank lines of a file with their numbers, from 1."""
     with gzip.open(path) if path.suffix == COMPRESSED else path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if number == 1:
@@ -78,24 +77,24 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-# Damage
-#
-# What is wrong with a file that cannot be read: the first line or row that breaks a rule.
+# Damaged files
 
 
 MAX_NESTING = 100
-"""Levels of objects and lists in a row; the parsers, which call themselves for each, end the process at some tens of thousands."""
+"""Most levels of nested objects and lists in a row. Parsers are recursive and would crash the
+process at some ten thousand levels."""
 _STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
 _CLOSING_QUOTE = re.compile(rb'[^"]*(?:""[^"]*)*"(?!")')
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def refuse_deep(place: str, text: bytes) -> None:
-    """Refuse JSON that is nested too deeply, before it is parsed.
+    """Refuse deeply nested JSON before it is parsed.
 
     Raises:
         UserError: it has more than MAX_NESTING levels.
     """
+    # A fast check that almost all rows pass.
     if text.count(b"[") + text.count(b"{") <= MAX_NESTING:
         return
     level = 0
@@ -107,7 +106,8 @@ def refuse_deep(place: str, text: bytes) -> None:
 
 
 def refuse_surrogates(key: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Refuse halves of characters, which no file and no tokenizer can hold.
+    """Refuse lone surrogates (halves of characters), which neither files nor tokenizers can
+    represent.
 
     Args:
         key: the column.
@@ -121,12 +121,12 @@ def refuse_surrogates(key: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -
         if half is not None:
             raise UserError(
                 f"{place}: {key!r} holds the lone surrogate {half!a}, which is half of a character: the text was cut or decoded "
-                "wrongly; repair it, or take it out with text.encode(errors='ignore').decode()"
+                "wrongly; repair it, or remove it with text.encode(errors='ignore').decode()"
             )
 
 
 def lone_surrogate(value: object) -> str | None:
-    """The first half of a character in a text, or in the texts of a list or an object, if there is one.
+    """Return the first lone surrogate in a text, or in the texts of a list or an object.
 
     >>> lone_surrogate(["a" + chr(0xD83D)]), lone_surrogate("a\U0001f600") is None
     ('\\ud83d', True)
@@ -141,7 +141,7 @@ def lone_surrogate(value: object) -> str | None:
 
 
 def refuse_foreign(key: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Refuse values of a column that no data file can hold.
+    """Refuse values of a column that JSON cannot represent.
 
     Raises:
         UserError: names the first such value.
@@ -156,13 +156,13 @@ def refuse_foreign(key: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> N
 
 
 def explain_csv(path: Path, data: bytes, delimiter: str) -> None:
-    """Read row by row what pyarrow could not read, to name the row and its line.
+    """Parse a CSV file that pyarrow cannot read, to name the bad row and its line.
 
     Args:
         data: the bytes of the file.
 
     Raises:
-        UserError: for the first row that is not UTF-8, or has another number of fields than the header.
+        UserError: for the first row that is not UTF-8, or has more or fewer fields than the header.
     """
     for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
         try:
@@ -183,7 +183,7 @@ def explain_csv(path: Path, data: bytes, delimiter: str) -> None:
 
 
 def refuse_open_quote(path: Path, data: bytes, delimiter: str) -> None:
-    """Refuse CSV that ends inside quotes: the file was cut off, or a quote too many takes the rows behind it for one field.
+    """Refuse CSV that ends inside quotes, because the file was cut off or has an extra quote.
 
     Args:
         data: the bytes of the file.
@@ -205,18 +205,17 @@ def refuse_open_quote(path: Path, data: bytes, delimiter: str) -> None:
 
 
 def refuse_mixed(name: str, values: Iterable[Any], origin: Callable[[int], str]) -> None:
-    """Name the first value whose type is not that of the same field in the rows before it.
+    """Refuse a column whose values have different types.
 
     Args:
         name: the column.
-        values: one for each row.
+        values: one value per row.
         origin: row -> its place, for messages.
 
     Raises:
-        UserError: for that value; none is raised where all types agree.
+        UserError: naming the first value whose type differs from the same field in earlier rows.
     """
     seen: dict[str, tuple[str, int]] = {}
-    """Field -> its type, and the row where it was first seen."""
 
     def visit(name: str, value: Any, row: int) -> None:
         kind = _json_type(value)
@@ -240,7 +239,7 @@ def refuse_mixed(name: str, values: Iterable[Any], origin: Callable[[int], str])
 
 
 def short(value: Any) -> str:
-    """A value as JSON, in at most 60 characters."""
+    """Return a value as JSON, in at most 60 characters."""
     text = _SURROGATE.sub(
         lambda half: ascii(half[0])[1:-1], json.dumps(value, ensure_ascii=False, default=str)
     )
@@ -248,7 +247,7 @@ def short(value: Any) -> str:
 
 
 def start_of(text: str) -> str:
-    """The beginning of a text, in at most 80 characters."""
+    """Return the beginning of a text, in at most 80 characters."""
     return beginning(text, 80)
 
 
@@ -271,28 +270,30 @@ def _json_type(value: Any) -> str:
 
 
 _ONE_BLOCK = 2**28
-"""Bytes up to which a file is parsed as one block. A row must fit into a block: in larger files, one of `_BLOCK` bytes."""
+"""[bytes] Parse files up to this size as one block. Larger files use blocks of `_BLOCK` bytes, and
+each row must fit in a block."""
 _BLOCK = 2**26
 _ROWS = 8192
-"""Rows of JSON that are Python objects at a time."""
+"""Rows of JSON to hold as Python objects at a time."""
 
 
 ACCEPTED_ROWS = "a list of dictionaries, a datasets.Dataset, a pandas DataFrame, or an Arrow table"
-"""Rows of a program that can be read."""
+"""Types of rows in memory that can be read."""
 
 
 @runtime_checkable
 class HasArrow(Protocol):
-    """A `datasets.Dataset`: slices of it are Arrow tables when it is asked for that format."""
+    """A `datasets.Dataset`. In this format, slices of it are Arrow tables."""
 
     def with_format(self, type: str) -> Any: ...
 
 
 def read_files(paths: Sequence[Path], limit: int | None = None) -> tuple[pa.Table, Origin]:
-    """The rows of all files, one file after the other; at most `limit` rows.
+    """Read all files, one after the other, up to `limit` rows.
 
     Raises:
-        UserError: a file is missing, empty, broken, of an unknown kind, or has other columns than the first.
+        UserError: a file is missing, empty, broken or of an unknown kind, or has other columns than
+            the first.
     """
     if not paths:
         raise UserError("no prompt file was given: the list of paths is empty")
@@ -311,15 +312,16 @@ def read_files(paths: Sequence[Path], limit: int | None = None) -> tuple[pa.Tabl
 
 
 def table_of(rows: Any, name: str, limit: int | None = None) -> pa.Table:
-    """Rows of a program as a table that gives back each value; a key that a row lacks is null there.
+    """Convert rows in memory to a table without changing values. Missing keys become null.
 
     Args:
         rows: dictionaries, a `datasets.Dataset`, a pandas data frame, or an Arrow table.
-        name: how messages call the rows.
-        limit: read no more than this many rows.
+        name: name of the rows in messages.
+        limit: most rows to read.
 
     Raises:
-        UserError: they are something else, or there are none; or a value is neither Arrow's nor JSON's.
+        UserError: the rows have another type, or none exist, or a value has neither an Arrow nor a
+            JSON type.
 
     >>> table_of([{"a": 1}, {"a": 2, "b": "x"}], "rows").to_pylist()
     [{'a': 1, 'b': None}, {'a': 2, 'b': 'x'}]
@@ -345,7 +347,7 @@ def table_of(rows: Any, name: str, limit: int | None = None) -> pa.Table:
 
 
 def is_rows(value: object) -> bool:
-    """Whether a value is rows of a program, and no path or list of paths."""
+    """Return whether a value is rows in memory, not a path or a list of paths."""
     if isinstance(value, str | Path):
         return False
     listed = isinstance(value, Sequence) and any(isinstance(row, Mapping) for row in value)
@@ -353,13 +355,12 @@ def is_rows(value: object) -> bool:
 
 
 def is_frame(value: object) -> bool:
-    """Whether a value is a pandas data frame."""
     kind = type(value)
     return kind.__name__ == "DataFrame" and kind.__module__.partition(".")[0] == "pandas"
 
 
 def _table_of_frame(frame: Any, name: str) -> pa.Table:
-    """A pandas data frame as a table without its index; missing values are null."""
+    """Convert a pandas data frame to a table without its index; missing values become null."""
     columns: dict[str, pa.Array] = {}
     for place, key in enumerate(frame.columns):
         if not isinstance(key, str):
@@ -385,7 +386,7 @@ def _table_of_frame(frame: Any, name: str) -> pa.Table:
 
 
 def _is_missing(value: object) -> bool:
-    """Whether pandas counts a value as missing: None, nan, `pandas.NA` or `pandas.NaT`."""
+    """Return whether pandas counts a value as missing: None, nan, `pandas.NA` or `pandas.NaT`."""
     return (
         value is None
         or (isinstance(value, float) and value != value)
@@ -394,7 +395,7 @@ def _is_missing(value: object) -> bool:
 
 
 def described(value: object) -> str:
-    """The type of a value in words.
+    """Return the type of a value in words.
 
     >>> described(3), described(pa.array([1]))
     ('an int', 'a pyarrow.Int64Array')
@@ -411,12 +412,12 @@ def described(value: object) -> str:
 
 
 def is_readable(path: Path) -> bool:
-    """Whether a file is of a kind that can be read, by its name."""
+    """Return whether a file's name has a known format."""
     return file_kind(path) in _READERS
 
 
 def _check_file(path: Path) -> None:
-    """Refuse what is not a file of a known kind, before any of the files is read."""
+    """Refuse missing or unknown files before any file is read."""
     if not path.exists():
         folder = path.parent
         if not folder.is_dir():
@@ -431,9 +432,7 @@ def _check_file(path: Path) -> None:
             hint += "; the id of a data set is OWNER/NAME"
         raise UserError(f"prompt file {str(path)!r} does not exist{hint}")
     if path.is_dir():
-        raise UserError(
-            f"{str(path)!r} is a folder; a list of paths names the files in it, a folder is given alone"
-        )
+        raise UserError(f"{str(path)!r} is a folder; list the files in it, or pass the folder alone")
     if not is_readable(path):
         kind = file_kind(path)
         hint = (
@@ -454,7 +453,8 @@ def _read(path: Path, limit: int | None) -> pa.Table:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
     if table.num_rows == 0:
         raise UserError(f"{path}: the file has no rows")
-    # What other libraries noted about the columns (pandas' index, datasets' features) is not true of ours.
+    # Drop metadata of other libraries (pandas' index, datasets' features), which does not apply
+    # here.
     return table.replace_schema_metadata(None)
 
 
@@ -462,9 +462,8 @@ def _read_parquet(path: Path, limit: int | None) -> pa.Table:
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(
-            path
-        ) as file:  # not read_table, which takes columns from folder names
+        # `read_table` would add columns from folder names.
+        with pyarrow.parquet.ParquetFile(path) as file:
             if limit is None:
                 return file.read()
             batches: list[pa.RecordBatch] = []
@@ -478,7 +477,7 @@ def _read_parquet(path: Path, limit: int | None) -> pa.Table:
 
 
 def _read_arrow(path: Path, limit: int | None) -> pa.Table:
-    """An Arrow stream, as `datasets` saves it, or an Arrow file; mapped into memory, not read."""
+    """Memory-map an Arrow stream, as `datasets` saves it, or an Arrow file."""
     source = pa.memory_map(str(path))
     try:
         try:
@@ -500,7 +499,7 @@ def _read_json_lines(path: Path, limit: int | None) -> pa.Table:
 
 
 def _parsed(place: str, line: bytes) -> Any:
-    """A line as Python has it: pyarrow's own reader changes values, and ends the process at some files."""
+    """Parse a line of JSON. pyarrow's own reader changes values, and crashes on some files."""
     refuse_deep(place, line)
     try:
         return json.loads(line.decode().strip())
@@ -511,11 +510,11 @@ def _parsed(place: str, line: bytes) -> Any:
 
 
 def _table(rows: Iterable[tuple[str, Any]], source: str, where: str = "") -> pa.Table:
-    """Rows as a table that gives back each value.
+    """Convert rows to a table without changing values.
 
     Args:
         rows: the place of each row, and the row.
-        where: an object is to be, for messages.
+        where: where to expect an object, for messages.
     """
     parts: list[pa.Table] = []
     rows = iter(rows)
@@ -564,10 +563,11 @@ def _column(key: Any, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> pa.Array
 
 
 def _read_json(path: Path, limit: int | None) -> pa.Table:
-    """One array of objects, or objects one after the other."""
+    """Read a JSON array of objects, or concatenated objects."""
     data = _bytes(path)
     refuse_deep(str(path), data)
     try:
+        # Accepts a byte order mark.
         text = data.decode("utf-8-sig")
         array = text.lstrip().startswith("[")
         rows = itertools.islice((_elements if array else _objects)(text), limit)
@@ -585,11 +585,10 @@ _decode = json.JSONDecoder().raw_decode
 
 
 def _after_blank(text: str, at: int) -> int:
-    return _BLANK.match(text, at).end()  # type: ignore[union-attr]  # it matches no characters, too
+    return _BLANK.match(text, at).end()  # type: ignore[union-attr]  # it always matches
 
 
 def _objects(text: str) -> Iterator[Any]:
-    """Values one after the other."""
     at = _after_blank(text, 0)
     while at < len(text):
         value, end = _decode(text, at)
@@ -598,7 +597,6 @@ def _objects(text: str) -> Iterator[Any]:
 
 
 def _elements(text: str) -> Iterator[Any]:
-    """The elements of a JSON array."""
     at = _after_blank(text, _after_blank(text, 0) + 1)
     while not text.startswith("]", at):
         element, end = _decode(text, at)
@@ -613,7 +611,7 @@ def _elements(text: str) -> Iterator[Any]:
 
 
 def _read_csv(path: Path, limit: int | None, delimiter: str = ",") -> pa.Table:
-    """CSV with a header. It has no types: every column is text."""
+    """Read CSV with a header. CSV has no types, so every column is text."""
     import pyarrow.csv
 
     data = _bytes(path)
@@ -624,8 +622,9 @@ def _read_csv(path: Path, limit: int | None, delimiter: str = ",") -> pa.Table:
         raise UserError(f"{path}: the header has {twice!r} twice ({', '.join(header)})")
     if len(header) == 1 and ";" in header[0]:
         raise UserError(
-            f"{path}: the header is {header[0]!r}; fields are parted by {delimiter!r}, not by ';'"
+            f"{path}: the header is {header[0]!r}; fields are separated by {delimiter!r}, not by ';'"
         )
+    # pyarrow could read all rows after an open quote as one field.
     refuse_open_quote(path, data, delimiter)
     try:
         table = pyarrow.csv.read_csv(
@@ -662,7 +661,6 @@ _READERS: dict[str, Callable[[Path, int | None], pa.Table]] = {
 
 
 def _concat(tables: Sequence[pa.Table], files: Sequence[str]) -> pa.Table:
-    """The rows of all tables, with the columns of the first."""
     first = tables[0]
     for table, file in zip(tables[1:], files[1:], strict=True):
         for there, here, whose, other in ((first, table, file, files[0]), (table, first, files[0], file)):

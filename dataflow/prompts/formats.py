@@ -1,4 +1,5 @@
-"""Formats: which columns hold prompts and responses in common data sets, and in the data of TRL, verl, OpenRLHF and slime."""
+"""Formats: the columns for prompts and responses in common data sets, and in data for TRL, verl,
+OpenRLHF and slime."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ from .files import Origin, start_of
 
 @dataclass(frozen=True)
 class Format:
-    """Which columns of a file mean what.
+    """The roles of a file's columns.
 
-    `dialogue` is a column of whole conversations: one that ends with the assistant's turn is a prompt and its response.
-    A name with a dot reaches into a struct column.
+    `dialogue` is a column of whole conversations. If one ends with the assistant's turn, it becomes
+    a prompt and its response. A name with a dot selects a field of a struct column.
     """
 
     name: str
@@ -38,9 +39,8 @@ class Format:
     context: str | None = None
     """Text to append to the prompt after a blank line."""
     system: str | None = None
-    """System prompts."""
     marks: tuple[str, ...] = ()
-    """Further columns that the format is known by."""
+    """Further columns that identify the format."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -52,14 +52,13 @@ class Format:
 
     @property
     def responses(self) -> dict[str, str]:
-        """File columns of responses, by token column."""
+        """Token column -> column of the file, for responses."""
         if self.chosen and self.rejected:
             return {"chosen_ids": self.chosen, "rejected_ids": self.rejected}
         return {"response_ids": self.response} if self.response else {}
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Columns of text or messages."""
         return self.columns[: len(self.columns) - len(self.marks)]
 
     def __str__(self) -> str:
@@ -97,14 +96,14 @@ FORMATS = (
     Format("problems", prompt="problem"),
     Format("TRL language modeling", text="text"),
 )
-"""Known formats, the most specific first: a file has the first one whose columns it all has."""
+"""Known formats, the most specific first. A file has the first format whose columns it has."""
 
 SYSTEM_COLUMNS = ("system", "system_prompt")
-"""Columns for system prompts, in any format."""
 
 
 def find_format(table: pa.Table, origin: Origin, columns: Mapping[str, str | None]) -> Format:
-    """The format of a file, with the column of its system prompts if there is one; see `_find_format`."""
+    """Return the format of a file, with its column of system prompts if there is one (see
+    `_find_format`)."""
     format = _find_format(table, origin, columns)
     used = {*format.columns, columns["answer"]} - {format.system}
     found = [name for name in SYSTEM_COLUMNS if name in table.column_names and name not in used]
@@ -113,13 +112,16 @@ def find_format(table: pa.Table, origin: Origin, columns: Mapping[str, str | Non
 
 
 def _find_format(table: pa.Table, origin: Origin, columns: Mapping[str, str | None]) -> Format:
-    """The format that the arguments describe, or else the first known one whose columns the file has.
+    """Return the format that the arguments describe, or the first known format whose columns the
+    file has.
 
     Args:
-        columns: the columns that the user named, by role: `prompt`, `answer`, `response`. That of the answers is checked by `find_answers`.
+        columns: the columns that the user named, by role: `prompt`, `answer`, `response`.
+            `find_answers` checks the answer column.
 
     Raises:
-        UserError: there is no such column, or no known format has these columns; the message names the nearest.
+        UserError: there is no such column, or no known format has these columns; the message names
+            the nearest.
     """
     names = table.column_names
     prompt, response = columns["prompt"], columns["response"]
@@ -133,9 +135,8 @@ def _find_format(table: pa.Table, origin: Origin, columns: Mapping[str, str | No
             )
         said = f"prompt={prompt!r}" + (f", response={response!r}" if response else "")
         whole = response is None and not is_text(find_column(table, prompt, origin, "prompt").type)
-        if (
-            whole and prompt != "prompt"
-        ):  # OpenRLHF's `--input_key`; only TRL's own `prompt` may hold half a response
+        # As OpenRLHF's `--input_key`. Only TRL's `prompt` may have half a response.
+        if whole and prompt != "prompt":
             return Format(said, dialogue=prompt)
         return Format(said, prompt=prompt, response=response)
     for format in FORMATS:
@@ -146,6 +147,7 @@ def _find_format(table: pa.Table, origin: Origin, columns: Mapping[str, str | No
                 f"{origin.files}: columns 'role' and 'text' make each row one message (OpenAssistant's trees); a row must be a whole "
                 "conversation, in a column 'messages'. To train on the texts alone, leave out 'role'"
             )
+        # OpenRLHF's `input` may be text or messages.
         if format.dialogue == "input" and is_text(table.schema.field("input").type):
             format = dataclasses.replace(format, prompt="input", dialogue=None)
         if format.columns == ("prompt",) and response is None and (whole := _conversations(table)):
@@ -165,13 +167,13 @@ def _find_format(table: pa.Table, origin: Origin, columns: Mapping[str, str | No
 
 
 def _conversations(table: pa.Table) -> str | None:
-    """Find a column of whole conversations."""
     found = [name for name in ("messages", "conversations") if name in table.column_names]
     return next((name for name in found if pa.types.is_nested(table.schema.field(name).type)), None)
 
 
 def refuse_quoted_messages(table: pa.Table, format: Format, origin: Origin) -> None:
-    """Refuse a column of prompts or responses whose texts are all lists of messages, written as JSON or as Python writes them.
+    """Refuse columns of prompts or responses whose texts are all lists of messages, in JSON or
+    Python syntax.
 
     Raises:
         UserError: naming the column.
@@ -184,18 +186,17 @@ def refuse_quoted_messages(table: pa.Table, format: Format, origin: Origin) -> N
             as_text(column), r"""^\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:"""
         ) == len(column):
             raise UserError(
-                f"{origin.files}: the texts of column {name!r} are lists of messages, such as {start_of(column[0].as_py())}; read them "
-                f"into objects (json.loads) and give these as rows. To take the text as it is, set prompt={format.prompt!r}"
+                f"{origin.files}: the texts of column {name!r} are lists of messages, such as {start_of(column[0].as_py())}; parse them "
+                f"(json.loads) and pass the rows to Prompts.from_rows, or set prompt={format.prompt!r} to use the text unchanged"
             )
 
 
 def _has_turns(column: pa.ChunkedArray) -> bool:
-    """Whether every text begins with a turn of HH-RLHF."""
     return is_text(column.type) and count_matches(as_text(column), r"^\n\nHuman:") == len(column)
 
 
 def _unknown(table: pa.Table, origin: Origin) -> UserError:
-    """No known format has these columns: what was found, and what the nearest format lacks."""
+    """Return the error for unknown columns: the columns found, and the columns missing for the nearest format."""
     names = table.column_names
     best = max(
         FORMATS, key=lambda format: sum(_likest(column, names)[0] - 0.7 for column in format.columns)
@@ -204,19 +205,20 @@ def _unknown(table: pa.Table, origin: Origin) -> UserError:
     hint = ""
     for column in best.columns:
         if column not in names:
+            # Only suggest names that are similar enough to be typing errors.
             likeness, likest = _likest(column, names)
             hint += f"; it needs {column!r}" + (f", did you mean {likest!r}?" if likeness >= 0.7 else "")
     return UserError(
         f"{origin.files}: no known format has these columns: found {found}; the nearest format is {best}{hint}; "
-        "rename the column, or say which holds the prompt (prompt='...'); docs/data.md shows all formats"
+        "rename the column, or name the prompt column (prompt='...'); docs/data.md shows all formats"
     )
 
 
 def _likest(wanted: str, found: Sequence[str]) -> tuple[float, str]:
-    """How like the wanted name the likest of the found ones is (0 to 1), and that one."""
+    """Return the similarity (0 to 1) of the most similar name to the wanted one, and that name."""
 
     def likeness(name: str) -> float:
-        part = 0.9 if wanted in name.split("_") else 0.0  # `chosen_response` is like `chosen`
+        part = 0.9 if wanted in name.split("_") else 0.0  # `chosen_response` is similar to `chosen`
         alike = min(0.9, difflib.SequenceMatcher(None, wanted, name).ratio())
         return 1.0 if name == wanted else max(part, alike)
 
@@ -224,7 +226,7 @@ def _likest(wanted: str, found: Sequence[str]) -> tuple[float, str]:
 
 
 def find_column(table: pa.Table, path: str, origin: Origin, role: str) -> pa.ChunkedArray:
-    """A column, or with dots in the path a field of a struct column."""
+    """Return a column, or a field of a struct column if the path has dots."""
     if path in table.column_names:
         return table.column(path)
     name, *fields = path.split(".")
@@ -246,7 +248,7 @@ def find_column(table: pa.Table, path: str, origin: Origin, role: str) -> pa.Chu
 
 
 def column_kind(kind: pa.DataType, column: str, origin: Origin) -> Literal["text", "messages"]:
-    """Tell text from messages (a list of messages, or one). Refuses all other types."""
+    """Return whether a type is text or messages (one or a list). Refuse all other types."""
     if is_text(kind):
         return "text"
     item = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
@@ -273,12 +275,13 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A column of text as plain strings; large ones stay large, they may not fit."""
+    """Return a column of text as plain strings. Large strings stay large, because they may not fit."""
     return column if pa.types.is_large_string(column.type) else column.cast(pa.string())
 
 
 def count_matches(column: pa.ChunkedArray, pattern: str) -> int:
-    """Texts of a column in which a regular expression (of RE2) is found; asked of Arrow, without a Python string for each row."""
+    """Count the texts that match a regular expression (RE2). Arrow does it without a Python string
+    per row."""
     found = pc.call_function("match_substring_regex", [column], pc.MatchSubstringOptions(pattern))
     return pc.call_function("sum", [found]).as_py() or 0
 
@@ -295,9 +298,7 @@ def type_name(kind: pa.DataType) -> str:
 
 # Answer marks
 #
-# The marks of a final answer, in worked solutions as in responses: `\boxed{}` and `####`.
-#
-# Both functions scan a text once, so a text of 100,000 characters costs no more than its length.
+# Both functions scan a text once, so that long texts stay cheap.
 
 
 _BOX = re.compile(
@@ -306,16 +307,15 @@ _BOX = re.compile(
 
 
 def boxes(text: str) -> list[tuple[int, int, str]]:
-    r"""Start, end and content of each `\boxed{...}` or `\fbox{...}`, in the order of the text.
+    r"""Return start, end and content of each `\boxed{...}` or `\fbox{...}`, in text order.
 
-    A box that is never closed is left out. Of nested boxes only the innermost counts.
+    Unclosed boxes are skipped. Of nested boxes, only the innermost counts.
 
     >>> boxes(r"first \boxed{\frac{1}{2}}, then \boxed 7 and \boxed{")
     [(6, 25, '\\frac{1}{2}'), (32, 40, '7')]
     """
     closing = _closing_braces(text)
     places: list[tuple[int, int, int, int]] = []
-    """Start and end of a box, and of what is in it."""
     for match in _BOX.finditer(text):
         inside = match.span("bare")
         if match["bare"] is None and match.end() in closing:
@@ -329,14 +329,14 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
 
 
 def after_hashes(text: str, *, at_end: bool = False) -> str | None:
-    """The rest of the line after the last `####`, which is where GSM8K has its answers.
+    """Return the rest of the line after the last `####`, where GSM8K has its answers.
 
     Args:
         text: a worked solution or a response.
-        at_end: only where no line follows, so that a heading of a section does not count.
+        at_end: only accept the last line, so that a section heading does not count.
 
     Returns:
-        The answer, or None where the text marks none.
+        The answer, or None if the text marks none.
 
     >>> after_hashes("6 * 7 = 42\\n#### 42")
     '42'
@@ -349,7 +349,7 @@ def after_hashes(text: str, *, at_end: bool = False) -> str | None:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Place of each brace that opens -> place of the one that closes it."""
+    """Return offset of each opening brace -> offset of its closing brace."""
     closing: dict[int, int] = {}
     opened: list[int] = []
     for match in re.finditer(r"\\[{}]|[{}]", text):
@@ -361,13 +361,11 @@ def _closing_braces(text: str) -> dict[int, int]:
 
 
 # Answers
-#
-# Finds the column of ground truths with the values of the file, and takes the final answer out of
-# a worked solution.
 
 
 _COLUMNS = ("reward_model.ground_truth", "answer", "solution", "ground_truth", "label")
-"""Where a ground truth is looked for: verl's place, the names of TRL's and verifiers' data, the label of OpenRLHF and slime."""
+"""Columns to search for ground truths: of verl, of data for TRL and verifiers, and the labels of
+OpenRLHF and slime."""
 
 _CHUNK = 8192
 
@@ -379,15 +377,15 @@ class Answers:
     """The ground truths of all rows."""
 
     column: str
-    """The column, or `a.b` for a field, that they were taken from."""
     values: pa.ChunkedArray
-    """Text, or the values of the file as `JsonType`, or what JSON cannot hold (dates, say) in its own type."""
+    """Text, or the values of the file as `JsonType`, or values without a JSON form (such as dates)
+    in their own type."""
     after_hashes: int = 0
-    """Rows whose answer is what follows `####`."""
+    """Rows whose answer comes after `####`."""
     boxed: int = 0
-    r"""Rows whose answer is what the last `\boxed{}` holds."""
+    r"""Rows whose answer is the content of the last `\boxed{}`."""
     first_whole: int | None = None
-    """The first row that is taken as written, though others were shortened; None: there is none."""
+    """The first row that was not shortened although others were, or None."""
 
     @property
     def shortened(self) -> int:
@@ -402,12 +400,12 @@ class Answers:
 def find_answers(
     table: pa.Table, format: Format, origin: Origin, answer: str | None, extract: bool
 ) -> Answers | None:
-    """The ground truth of each row as it is in the file, or None where the rows have none.
+    """Return the ground truth of each row as in the file, or None if the rows have none.
 
     Args:
         table: the rows, with the values of the file.
-        answer: the column; None: the first known one that the rows have.
-        extract: take the final answer out of a worked solution (`final_answer`).
+        answer: the column; None uses the first known one in the rows.
+        extract: extract the final answer of worked solutions (`final_answer`).
 
     Raises:
         UserError: there is no such column.
@@ -430,6 +428,7 @@ def find_answers(
             if after_hashes is None and in_box is None:
                 whole = start + row if whole is None and text is not None else whole
                 continue
+            # GSM8K's mark takes precedence over boxes.
             values[row] = after_hashes or in_box
             hashes, boxed = hashes + (after_hashes is not None), boxed + (in_box is not None)
         chunks.append(json_array(values) if is_json(column.type) else pa.array(values, column.type))
@@ -437,12 +436,13 @@ def find_answers(
 
 
 def final_answer(text: str) -> str | None:
-    r"""The final answer of a worked solution: what follows `####` in its last line, else what its last `\boxed{}` holds.
+    r"""Return the final answer of a worked solution: after `####` in its last line, or in its last
+    `\boxed{}`.
 
-    Commas between thousands after `####` are left out, as GSM8K's own rule has it.
+    Commas between thousands after `####` are removed, as in GSM8K's own rule.
 
     Returns:
-        The answer, or None where the text marks none.
+        The answer, or None if the text marks none.
 
     >>> final_answer("5 * 200 = 1000, and 2 more.\n#### 1,002")
     '1002'
@@ -455,19 +455,19 @@ def final_answer(text: str) -> str | None:
 
 
 def _after_hashes(text: str) -> str | None:
-    """The answer after `####` at the end of a solution, without commas between thousands."""
+    """Return the answer after `####` at the end of a solution, without commas between thousands."""
     answer = after_hashes(text, at_end=True)
     return answer.replace(",", "") if answer and _THOUSANDS.fullmatch(answer) else answer
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{}` that is closed."""
     found = boxes(text)
     return found[-1][2].strip() or None if found else None
 
 
 def _is_json_text(text: str) -> bool:
-    """Whether a text is an object or a list in JSON: data for a grader, not a solution to take an answer from."""
+    """Return whether a text is a JSON object or list, which is data for a grader and not a worked
+    solution."""
     if not text.lstrip().startswith(("{", "[")):
         return False
     try:
@@ -477,7 +477,6 @@ def _is_json_text(text: str) -> bool:
 
 
 def _may_be_worked(column: pa.ChunkedArray) -> bool:
-    """Whether any text of a column marks a final answer."""
     texts = column.cast(pa.string()) if is_json(column.type) else column
     return count_matches(texts, r"####|\\boxed|\\fbox") > 0
 
@@ -491,7 +490,7 @@ def _usual_column(table: pa.Table, format: Format) -> str | None:
         kind = table.schema.field(name).type
         if inner and not _has_field(table.column(name), inner):
             continue
-        if pa.types.is_boolean(kind):  # a label of unpaired preferences: liked or not
+        if pa.types.is_boolean(kind):  # a label of unpaired preferences
             continue
         return path
     return None
@@ -504,7 +503,8 @@ def _has_field(column: pa.ChunkedArray, name: str) -> bool:
 
 
 def _values(table: pa.Table, path: str, origin: Origin) -> pa.ChunkedArray:
-    """A column, or with dots in the path a field of a column of objects: text as plain strings, other values as JSON where it has them."""
+    """Return a column or a nested field (with dots in the path): text as plain strings, other
+    values as JSON if possible."""
     name, *fields = path.split(".")
     if (
         path not in table.column_names

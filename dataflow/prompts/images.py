@@ -1,7 +1,8 @@
-"""Images of prompts: the column of a file that holds them, and their places in messages.
+"""Images of prompts: find their column, and place them in messages.
 
-Rows keep images encoded (PNG, JPEG, ...). A model's own processor (`workers/models/images.py`) decides what the model sees of an image
-and how many tokens it takes. A prompt has one placeholder for each image, which the chat template writes.
+Rows keep images encoded (PNG, JPEG, ...). The model's processor (`workers/models/images.py`)
+decides how the model sees an image, and how many tokens it takes. The chat template writes one
+placeholder per image.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from .files import Origin, short
 from .formats import is_text, type_name
 
 COLUMNS = ("images", "image")
-"""Where images are looked for: the names of TRL, verl and OpenRLHF, and that of `datasets`."""
+"""Columns to search for images: the names of TRL, verl, OpenRLHF and `datasets`."""
 PROGRAM = "it is PostScript, which is a program, and is not run"
 _MARK = re.compile(r"(<image>)")
-"""The place of an image in a text: verl's mark."""
+"""Mark for the place of an image in a text, as in verl."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,12 @@ class Images:
     """The images of all rows."""
 
     column: str
-    """The column that they were taken from."""
     values: pa.Array
     """[rows] lists of encoded images."""
 
     @property
     def counts(self) -> np.ndarray:
-        """[rows] images of each row."""
+        """[rows] number of images in each row."""
         return np.diff(self.values.offsets.to_numpy())
 
     def __str__(self) -> str:
@@ -51,12 +51,14 @@ class Images:
 
 
 def find_images(table: pa.Table, origin: Origin) -> Images | None:
-    """The images of rows; None: they have none.
+    """Return the images of rows, or None.
 
-    A column may hold bytes, or structs with a field `bytes` as `datasets` writes them, one or a list of them in each row.
+    A column has bytes, or structs with a field `bytes` as written by `datasets`; one or a list of
+    them per row.
 
     Raises:
-        UserError: what the column holds is no encoded image; or it has too many pixels; the message names the row.
+        UserError: a value is not an encoded image, or it has too many pixels. The message names the
+            row.
     """
     found = [name for name in COLUMNS if name in table.column_names and _holds_any(table.column(name))]
     if not found:
@@ -81,7 +83,7 @@ def _holds_any(column: pa.ChunkedArray) -> bool:
 
 
 def _as_lists(chunk: pa.Array) -> pa.Array:
-    """A list of images for each row; what is no image is null."""
+    """Return a list of images for each row; values that are not images become null."""
     if pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type):
         counts, items = chunk.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), chunk.flatten()
     else:
@@ -115,9 +117,10 @@ def _what_instead(kind: pa.DataType) -> str:
 
 
 def why_unreadable(encoded: pa.Buffer) -> str:
-    """Why bytes are not an image of a size that models are shown, by their header; empty: they are one."""
+    """Check the header of an encoded image. Return the problem, or an empty string."""
     from PIL import Image
 
+    # Pillow only warns about large images; treat this as an error.
     with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
         try:
             with Image.open(pa.BufferReader(encoded)) as image:
@@ -125,20 +128,20 @@ def why_unreadable(encoded: pa.Buffer) -> str:
         except (Image.DecompressionBombWarning, Image.DecompressionBombError):
             return f"it has more than the {Image.MAX_IMAGE_PIXELS:,} pixels that Pillow takes for safe"
         except Exception as error:  # a decoder can fail in any way
-            return f"it is no image that Pillow can read ({short(str(error)) if str(error) else 'its header is cut off'})"
+            return f"it is not an image that Pillow can read ({short(str(error)) if str(error) else 'its header is cut off'})"
 
 
 def with_places(messages: Sequence[dict[str, Any]], images: int) -> list[dict[str, Any]]:
-    """Messages with a content block of type `image` at the place of each image, for the chat template.
+    """Return messages with a content block of type `image` for each image, for the chat template.
 
-    Places are the blocks of this type that the messages have, or else the marks `<image>` in their texts (verl's), or else the beginning of
-    the user's first message (TRL's rule).
+    The places are such blocks in the messages, or else the marks `<image>` in their texts (as in
+    verl), or else the beginning of the first user message (as in TRL).
 
     Args:
-        images: that the row has.
+        images: number of images in the row.
 
     Raises:
-        UserError: there are more or fewer places than images.
+        UserError: the number of places differs from the number of images.
 
     >>> with_places([{"role": "user", "content": "What is it?"}], 1)
     [{'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'What is it?'}]}]
@@ -159,6 +162,7 @@ def with_places(messages: Sequence[dict[str, Any]], images: int) -> list[dict[st
             raise UserError(
                 f"the row has {_counted(images)}, and no message of the user to put them into"
             )
+        # TRL puts all images before the text of the first user message.
         first["content"] = [{"type": "image"}] * images + _blocks(first)
     elif places != images:
         raise UserError(
@@ -168,12 +172,12 @@ def with_places(messages: Sequence[dict[str, Any]], images: int) -> list[dict[st
 
 
 def refuse_places(messages: Sequence[dict[str, Any]]) -> None:
-    """Refuse content blocks of type `image` where no image can be: in responses, and in rows without images."""
+    """Refuse content blocks of type `image` in responses, and in rows without images."""
     for message in messages:
         if any(block.get("type") == "image" for block in _blocks(message)):
             raise UserError(
-                f"a message of role {message.get('role')!r} has a content block of type 'image', and no image belongs to it: images are "
-                "those of the prompt, in the column 'images'"
+                f"a message of role {message.get('role')!r} has a content block of type 'image', but no image belongs to it: images "
+                "must be in the prompt, and in the column 'images'"
             )
 
 
@@ -193,7 +197,6 @@ def _has_mark(message: dict[str, Any]) -> bool:
 
 
 def _parted(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """The content of a message with an image block for each mark."""
     return [part for block in _blocks(message) for part in _parts(block)]
 
 

@@ -3,8 +3,8 @@
     prompts = Prompts.read("gsm8k_train.parquet", "models/qwen2-tiny", max_prompt_tokens=512)
     print(prompts.understood)
 
-Files are read by pyarrow and tokenised by the `tokenizers` library, so that whatever is wrong with them is known
-before torch is imported. docs/data.md shows every format.
+pyarrow reads the files and the `tokenizers` library tokenizes them, so that errors show before
+torch is imported. docs/data.md shows every format.
 """
 
 from __future__ import annotations
@@ -33,40 +33,43 @@ from .tokenizer import Tokenizer
 from .understanding import Observer, Understanding
 
 _WRITTEN = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
-"""Columns of tokens. Files with such a column are refused: another tokenizer may have made its tokens."""
+"""Token columns. Files with one are refused, because another tokenizer may have made its tokens."""
 
 _MASKS = ("response_mask", "chosen_mask", "rejected_mask")
 
 _RENAMED = (*map(str, IDENTITY), *_MASKS)
-"""Columns that Weft adds to rows. A file's column of this name is kept as `file_NAME`."""
+"""Columns that Weft adds to rows. A file's column with this name is kept as `file_NAME`."""
 
 _MEDIA = ("video", "videos", "audio", "audios")
-"""Columns in which TRL, verl and OpenRLHF look for what goes to a model beside text and images."""
+"""Columns for other media in TRL, verl and OpenRLHF."""
 
 _PART = 8192
-"""Rows that are text in Python at a time: the others are Arrow's, before and after."""
+"""Rows to hold as Python text at a time; the rest stays in Arrow."""
 
 
 @dataclass(frozen=True)
 class Prompts:
     """A source of rows: one row per prompt, tokenised, in the order of the file.
 
-    Columns of `table`, each a single chunk (with 64-bit offsets where it has over 2 GiB), in this order:
+    Columns of `table`, each a single chunk (with 64-bit offsets above 2 GiB), in this order:
 
-    - `prompt_ids` (list of int32): the tokens of the prompt. What goes through the chat template has the header of the assistant's
-      turn at its end; plain text gets the special tokens that the tokenizer adds by default.
-    - `response_ids`, or `chosen_ids` and `rejected_ids` (lists of int32), where the format has responses: the tokens
-      that follow those of `prompt_ids`, with the token that ends a response.
-    - `response_mask`, or `chosen_mask` and `rejected_mask` (lists of uint8), where a response has several turns: 1 for each token that is
-      trained, 0 in the turns of others.
+    - `prompt_ids` (list of int32): tokens of the prompt. Prompts in the chat template end with the
+      header of the assistant's turn; plain text has the special tokens that the tokenizer adds by
+      default.
+    - `response_ids`, or `chosen_ids` and `rejected_ids` (lists of int32), if the format has
+      responses: the tokens after `prompt_ids`, with the token that ends a response.
+    - `response_mask`, or `chosen_mask` and `rejected_mask` (lists of uint8), if a response has
+      several turns: 1 for trained tokens, 0 for turns of others.
     - `prompt` (string): the text of the prompt, after the chat template.
-    - `images` (list of large binary), where rows have images: each row's, encoded as they were, in the order of their placeholders in
-      `prompt_ids`, of which each has one.
-    - `answer`, where the format has a ground truth: the final answer, if it is a worked solution; else the value of the file. Text is a
-      string; numbers, booleans, lists and objects are JSON text on disk and values in Python (`JsonType`).
-    - every other column of the file, as it is. Values that no Arrow type holds exactly are a `JsonType`. Messages in a column called
-      `prompt` are kept as `prompt_messages`, worked solutions in a column called `answer` as `full_answer`. A column with the name of a
-      Weft column gets the prefix `file_` (`file_parent_id`). So does a column `prompt` that is not the source of the prompts.
+    - `images` (list of large binary), if rows have images: the encoded images of each row, in the
+      order of their placeholders in `prompt_ids`, one for each.
+    - `answer`, if the format has a ground truth: the final answer of a worked solution, or the
+      value of the file. Text is a string; numbers, booleans, lists and objects are JSON text on
+      disk and values in Python (`JsonType`).
+    - all other columns of the file, unchanged. Values without an exact Arrow type are a `JsonType`.
+      Messages in a column `prompt` are kept as `prompt_messages`, worked solutions in a column
+      `answer` as `full_answer`. A column with the name of a Weft column gets the prefix `file_`
+      (`file_parent_id`), and so does a column `prompt` that is not the source of the prompts.
 
     >>> from tokenizers import Tokenizer as Backend, models, pre_tokenizers
     >>> backend = Backend(models.WordLevel({"<unk>": 0, "2": 1, "+": 2}, unk_token="<unk>"))
@@ -81,15 +84,15 @@ class Prompts:
     name: str
     table: pa.Table = field(repr=False)
     format: str = ""
-    """The format that was found."""
     dropped: int = 0
-    """Rows left out: by `filter`, or because a text was longer than `max_prompt_tokens`, than the model can read, or than is tokenised."""
+    """Rows dropped by `filter`, or because a text exceeded `max_prompt_tokens`, the model's
+    context, or the limit for tokenising."""
     too_long: TooLong = field(default="error", repr=False)
-    """Whether a prompt that is longer than the model which answers it can read is refused or dropped."""
+    """Whether to refuse or drop prompts that exceed the context of the model that answers them."""
     file_columns: frozenset[str] = field(default=frozenset(), repr=False)
-    """Columns that were kept as they are in the file: they belong to the user, whatever their names."""
+    """Columns of the file that were kept unchanged. They belong to the user, whatever their names."""
     understood: Understanding | None = field(default=None, repr=False)
-    """What was understood of the rows that were read; None: the table was not read here."""
+    """How the rows were read; None if the table was not read here."""
 
     @classmethod
     def read(
@@ -104,16 +107,19 @@ class Prompts:
         """Read prompts from files, a folder, or a data set of the Hugging Face hub.
 
         Args:
-            path: a file, or several (their rows one after the other): `.parquet`, `.jsonl` (one object per line), `.json` (the same, or
-                one array of objects), `.csv`, `.tsv` (with a header), `.arrow`; the text files may be compressed (`.jsonl.gz`). Or a
-                folder of them. Or a Hugging Face id, from the local cache, else the network (the extra `datasets`).
+            path: a file or a list of files: `.parquet`, `.jsonl` (one object per line), `.json`
+                (the same, or one array of objects), `.csv` or `.tsv` (with a header), `.arrow`.
+                Text files may be compressed (`.jsonl.gz`). Or a folder of files. Or a Hugging Face
+                id, from the local cache or the network (needs the extra `datasets`).
             tokenizer: the model's folder, a Hugging Face hub id, or a loaded `Tokenizer`.
-            split: of a folder or data set: `train`, `test`, ...; default: the only one, else `train`.
-            subset: of a folder or data set; default: the only one, else `default` or `main`.
+            split: split of a folder or data set: `train`, `test`, ...; the default is the only one,
+                else `train`.
+            subset: subset of a folder or data set; the default is the only one, else `default` or
+                `main`.
             settings: the fields of `ReadSettings`.
 
         Raises:
-            UserError: with the file, the row, the rule, the value, and the nearest right thing.
+            UserError: naming the file, the row, the rule, the value, and the nearest valid value.
 
         >>> import json, pathlib, tempfile
         >>> from tokenizers import Tokenizer as Backend, models
@@ -138,12 +144,12 @@ class Prompts:
         name: str = "rows",
         **settings: Unpack[ReadArguments],
     ) -> Prompts:
-        """Prompts from rows of a program, in any of the formats that files may have.
+        """Make prompts from rows in memory, in any of the formats for files.
 
         Args:
             rows: dictionaries, a `datasets.Dataset`, a pandas data frame, or an Arrow table.
             tokenizer: as for `read`.
-            name: of the source.
+            name: name of the source.
             settings: the fields of `ReadSettings`.
 
         Raises:
@@ -163,6 +169,7 @@ class Prompts:
         format = find_format(
             table, origin, {"prompt": how.prompt, "answer": how.answer, "response": how.response}
         )
+        # `prompt` will hold the rendered text, so rename the file's column.
         if format.prompt != "prompt" and "prompt" in names:
             names = ["file_prompt" if name == "prompt" else name for name in names]
             exact, table = exact.rename_columns(names), table.rename_columns(names)
@@ -172,6 +179,7 @@ class Prompts:
             name = column.partition(".")[0]
             if is_json(table.schema.field(name).type):
                 refuse_mixed(name, table.column(name).to_pylist(), origin)
+        # After the checks above, because loading may download files.
         tokenizer = Tokenizer.load(source)
         rendering = Rendering.of(table, format, origin, tokenizer, how)
         answers = find_answers(exact, format, origin, how.answer, how.extract_answer)
@@ -183,11 +191,13 @@ class Prompts:
             part, there = table.slice(start, _PART), origin.at(start)
             counts = None if images is None else images.counts[start : start + _PART].tolist()
             texts = rendering.texts(part, there, counts)
+            # Drop these before tokenising, which would take minutes.
             if how.too_long == "drop" and (long := too_many_characters(texts)):
                 dropped += len(long)
                 texts = texts.keeping([row for row in range(len(texts.prompts)) if row not in long])
                 if not texts.prompts:
                     continue
+            # One conversation may become several rows.
             of_part = np.arange(len(part)) if texts.rows is None else np.asarray(texts.rows)
             ids = tokenise(texts, there, tokenizer)
             observer.see(
@@ -217,7 +227,7 @@ class Prompts:
     def _up_to_setting(
         self, lengths: np.ndarray, how: ReadSettings, origin: Origin, source_rows: np.ndarray
     ) -> Prompts:
-        """Without the prompts that are longer than `max_prompt_tokens`, or an error about them."""
+        """Drop prompts that are longer than `max_prompt_tokens`, or raise an error."""
         limit = how.max_prompt_tokens
         if limit is None:
             return self._compact()
@@ -225,7 +235,7 @@ class Prompts:
         if len(long) and (how.too_long == "error" or len(long) == len(lengths)):
             more = f" ({len(long)} of {len(lengths)} rows are longer)"
             way = "raise max_prompt_tokens" + (
-                ", or say too_long='drop'" if len(long) < len(lengths) else ""
+                ", or set too_long='drop'" if len(long) < len(lengths) else ""
             )
             raise UserError(
                 f"{origin(int(source_rows[long[0]]))}: the prompt has {lengths[long[0]]} tokens, max_prompt_tokens is {limit}{more}; {way}"
@@ -237,12 +247,12 @@ class Prompts:
         )
 
     def up_to(self, tokens: int) -> Prompts:
-        """Without the prompts that are longer, where these are rows to `drop`; all of them are an error."""
+        """Drop prompts with more tokens, if `too_long` is `drop` and some prompts are left."""
         reason = f"longer than {tokens} tokens, which leaves the model no room for a response"
         return self.keeping_short(_lengths(self.table, "prompt_ids") <= tokens, reason)
 
     def keeping_short(self, kept: np.ndarray, reason: str) -> Prompts:
-        """Without the rows that are too long for a model, where these are rows to `drop`; all of them are an error.
+        """Drop rows that are too long for a model, if `too_long` is `drop` and some rows are left.
 
         Args:
             kept: [rows] bool, False for rows that are too long.
@@ -253,16 +263,17 @@ class Prompts:
         return self._keeping(kept, reason)
 
     def hold_out(self, rows: int, seed: int = 0) -> tuple[Prompts, Prompts]:
-        """Two sources that share no prompt: the rows to train on, and `rows` drawn at random to evaluate on.
+        """Split off rows for evaluation. Returns two sources without common prompts: the rows to
+        train on, and `rows` random ones to evaluate on.
 
-        A prompt that stands in the data more than once and is drawn is evaluated on alone.
+        If a drawn prompt occurs several times, its other rows are dropped.
 
         Args:
-            rows: held out, at least 1 and fewer than there are.
-            seed: of the draw.
+            rows: number of rows to hold out, at least 1 and fewer than there are.
+            seed: seed of the draw.
 
         Raises:
-            UserError: `rows` is no integer, or leaves nothing to train on, or nothing to evaluate on.
+            UserError: `rows` is not an integer, or leaves nothing to train or evaluate on.
 
         >>> from tokenizers import Tokenizer as Backend, models
         >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))
@@ -278,6 +289,7 @@ class Prompts:
         drawn = np.zeros(len(self), bool)
         drawn[np.random.default_rng(seed).permutation(len(self))[: max(rows, 0)]] = True
         held_out, asked = self.table.filter(pa.array(drawn)), self._asked
+        # Remove all copies of held-out prompts, so that evaluation stays unseen.
         taken = {one for one, is_drawn in zip(asked, drawn, strict=True) if is_drawn}
         rest = self.table.filter(pa.array([one not in taken for one in asked], pa.bool_()))
         if rows < 1 or not len(rest):
@@ -297,8 +309,8 @@ class Prompts:
             keep: called with each row as a dictionary of its columns.
 
         Raises:
-            UserError: the function does not return True or False, or keeps no row. An error inside the function is raised unchanged,
-                with a note that names the row.
+            UserError: the function does not return True or False, or keeps no row. An error inside
+                the function is raised unchanged, with a note that names the row.
 
         >>> from tokenizers import Tokenizer as Backend, models
         >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))
@@ -326,8 +338,8 @@ class Prompts:
             reverse: largest keys first.
 
         Raises:
-            UserError: two keys cannot be compared, or a key is nan. An error inside the function is raised unchanged, with a note that
-                names the row.
+            UserError: two keys cannot be compared, or a key is nan. An error inside the function is
+                raised unchanged, with a note that names the row.
 
         >>> from tokenizers import Tokenizer as Backend, models
         >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))
@@ -358,13 +370,14 @@ class Prompts:
                 try:
                     answer = function(row)
                 except Exception as error:
+                    # Keep the user's traceback, and add the row.
                     error.add_note(f"{self.name}, row {number}")
                     raise
                 yield answer
 
     @property
     def _asked(self) -> list[tuple[Hashable, ...]]:
-        """By row, what tells its prompt from others: the text, and the images that it is about."""
+        """By row, a key that identifies its prompt: the text, and hashes of its images."""
         texts = self.table["prompt"].to_pylist()
         if str(IMAGES) not in self.columns:
             return [(text,) for text in texts]
@@ -386,7 +399,6 @@ class Prompts:
         return rest._compact()
 
     def _compact(self) -> Prompts:
-        """With a single chunk per column."""
         return replace(self, table=pa.Table.from_batches([Batch.of_table(self.table).record]))
 
     @property
@@ -401,6 +413,7 @@ def _with_useful_masks(made: pa.Table) -> pa.Table:
     """Drop the masks if they exclude no token."""
     masks = [name for name in _MASKS if name in made.column_names]
     trained = (chunk.flatten() for name in masks for chunk in made.column(name).chunks)
+    # Masks of all ones cost memory and mean nothing.
     useful = any(len(values) and not values.to_numpy().all() for values in trained)
     return made if useful else made.drop_columns(masks)
 
@@ -408,7 +421,7 @@ def _with_useful_masks(made: pa.Table) -> pa.Table:
 def _with_the_rest(
     made: pa.Table, table: pa.Table, answers: Answers | None, images: Images | None
 ) -> pa.Table:
-    """The columns that were made, and those of the file that none of them takes the place of."""
+    """Return the new columns, and the columns of the file that they do not replace."""
     columns: dict[str, pa.ChunkedArray] = dict(zip(made.column_names, made.columns, strict=True))
     if answers is not None:
         columns["answer"] = answers.values
@@ -424,7 +437,6 @@ def _with_the_rest(
 
 
 def _lengths(table: pa.Table, column: str) -> np.ndarray:
-    """[rows] tokens of a column."""
     return Batch.of_table(table.select([column])).lengths(column)
 
 
@@ -444,6 +456,6 @@ def _refuse_columns(table: pa.Table, origin: Origin) -> None:
         row = next((row for row, value in enumerate(values) if value.as_py() not in (None, [], "")), None)
         if row is not None:
             raise UserError(
-                f"{origin(row)}: column {column!r} holds what a model would have to see or hear, and Weft gives models text and images; "
-                "leave the column out, or rename it if only a reward function is to have it"
+                f"{origin(row)}: column {column!r} holds video or audio, which Weft does not support; "
+                "leave the column out, or rename it if only a reward function should have it"
             )

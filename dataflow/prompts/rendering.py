@@ -1,4 +1,4 @@
-"""Rows as the text that is tokenised: whether the chat template is applied is decided once, for all rows."""
+"""Convert rows to text and tokens. One decision about the chat template holds for all rows."""
 
 from __future__ import annotations
 
@@ -22,40 +22,34 @@ from .tokenizer import Tokenizer
 Kind = Literal["text", "messages"]
 
 _TURNS = re.compile(r"\n\n(Human|Assistant):")
-"""Where a turn begins in the texts of HH-RLHF."""
+"""Start of a turn in the texts of HH-RLHF."""
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """How the rows of a table become text.
+    """How to convert the rows of a table to text.
 
-    A row is either plain text or messages throughout. Where the chat template is applied, text beside messages, and a plain-text
-    prompt, is the content of one message.
+    A row is either all plain text or all messages. With the chat template, plain text (a prompt, or
+    text next to messages) becomes the content of one message.
     """
 
     format: Format
     tokenizer: Tokenizer
     kinds: Mapping[str, Kind]
-    """By column."""
     chat: bool
-    """Whether the rows go through the chat template."""
     reason: str
-    """Why they do, or do not."""
     has_bos: bool = False
-    """Whether plain texts begin with the token that begins a sequence already."""
+    """Whether plain texts already begin with the beginning-of-sequence token."""
     repeats: bool = False
     """Whether every text response repeats its prompt, which is then removed."""
     answered: bool = False
-    """Whether conversations end with the assistant's turn."""
     train_on: TrainOn = "last"
-    """Assistant turns of conversations to train."""
     system: str | None = None
     variables: Mapping[str, Any] | None = None
-    """Of the chat template, for all rows."""
+    """Variables of the chat template, for all rows."""
 
     @property
     def many_turns(self) -> bool:
-        """Whether responses may have several turns."""
         marked = self.format.name == "HH-RLHF"
         return marked or any(self.kinds[path] == "messages" for path in self.format.responses.values())
 
@@ -66,7 +60,8 @@ class Rendering:
         """Decide for all rows of a table.
 
         Raises:
-            UserError: a column is neither text nor messages; or a setting does not go with the columns or the template.
+            UserError: a column is neither text nor messages, or a setting does not fit the columns
+                or the template.
         """
         columns = [path for path in (format.prompt, format.dialogue, *format.responses.values()) if path]
         kinds: dict[str, Kind] = {
@@ -76,7 +71,7 @@ class Rendering:
         if format.dialogue and kinds[format.dialogue] == "text":
             raise UserError(
                 f"{origin.files}: column {format.dialogue!r} is text, in the format {format} it is messages; "
-                f"say prompt={format.dialogue!r} to use the text as a prompt"
+                f"set prompt={format.dialogue!r} to use the text as a prompt"
             )
         if settings.train_on == "all" and not format.dialogue:
             raise UserError(
@@ -105,14 +100,15 @@ class Rendering:
         )
 
     def texts(self, table: pa.Table, origin: Origin, images: Sequence[int] | None = None) -> Texts:
-        """Prompts and responses of the rows of a table, or of some of them.
+        """Return prompts and responses of the rows of a table, or of a part of it.
 
         Args:
-            images: by row, how many it has; None: no row of the source has any. Where no template is applied, prompts have their own
-                placeholders.
+            images: number of images in each row; None if the source has none. Without a template,
+                prompts have their own placeholders.
 
         Raises:
-            UserError: a row lacks its text or messages, or the chat template refuses it; the message names the row.
+            UserError: a row lacks its text or messages, or the chat template refuses it. The
+                message names the row.
         """
         format = self.format
         if format.text:
@@ -172,7 +168,6 @@ class Rendering:
         return rows.render(divider.with_prompts(asked, answers, parts), parts)
 
     def _prompts(self, table: pa.Table, origin: Origin) -> list[str]:
-        """Prompts of text, each with its context."""
         assert self.format.prompt
         prompts = _strings(table, self.format.prompt, origin, empty="refuse")
         if self.format.context is None:
@@ -191,7 +186,6 @@ class Rendering:
         ]
 
     def _answers(self, table: pa.Table, path: str, origin: Origin, prompts: Sequence[str]) -> list[str]:
-        """Responses of text, without the prompt that they repeat."""
         texts = _strings(table, path, origin)
         if not self.repeats:
             return texts
@@ -199,7 +193,7 @@ class Rendering:
 
 
 def _repeat_prompts(table: pa.Table, format: Format, origin: Origin, kinds: Mapping[str, Kind]) -> bool:
-    """Whether every response repeats its prompt, and is therefore the whole text."""
+    """Return whether every response repeats its prompt, and is therefore the whole text."""
     paths = [format.prompt, *format.responses.values()]
     if len(paths) < 2 or format.context or any(kinds.get(path or "") != "text" for path in paths):
         return False
@@ -222,7 +216,7 @@ def _needs_template(
     wanted: bool | None,
     repeats: bool,
 ) -> tuple[bool, str]:
-    """Whether the rows go through the chat template, and why."""
+    """Return whether to apply the chat template, and the reason."""
     messages = next((path for path, kind in kinds.items() if kind == "messages"), None)
     if messages is not None:
         text = next((path for path, kind in kinds.items() if kind == "text"), None)
@@ -241,6 +235,7 @@ def _needs_template(
             if format.text
             else "the prompt is what both responses begin with",
         )
+    # The user's setting takes precedence over the heuristics below.
     if wanted is not None:
         return wanted, f"chat={wanted}"
     if not tokenizer.chat:
@@ -260,7 +255,8 @@ def _needs_template(
 
 
 def _have_bos(table: pa.Table, format: Format, origin: Origin, tokenizer: Tokenizer) -> bool:
-    """Whether every plain text begins with the beginning-of-sequence token, because a template was applied before."""
+    """Return whether every plain text begins with the beginning-of-sequence token, because a
+    template was applied before."""
     bos = tokenizer.special_tokens.get("bos_token")
     paths = [path for path in (format.prompt or format.text,) if path] or list(format.responses.values())
     if not bos:
@@ -271,7 +267,7 @@ def _have_bos(table: pa.Table, format: Format, origin: Origin, tokenizer: Tokeni
 
 
 def _refuse_template_settings(settings: ReadSettings, reason: str) -> None:
-    """Settings of the chat template where it is not applied: they would do nothing, in silence."""
+    """Refuse settings of the chat template if it is not applied, because they would be ignored."""
     for name in ("system", "thinking", "chat_template_kwargs"):
         value = getattr(settings, name)
         if value is not None and value != {} and not (name == "thinking" and value is False):
@@ -281,7 +277,8 @@ def _refuse_template_settings(settings: ReadSettings, reason: str) -> None:
 
 
 def _refuse_template_columns(table: pa.Table, format: Format, origin: Origin, reason: str) -> None:
-    """Refuse system prompts and tools without a chat template: the model would not see them."""
+    """Refuse system prompts and tools without a chat template, because the model would not see
+    them."""
     for column in (format.system, "tools", "chat_template_kwargs"):
         values = table.column(column) if column is not None and column in table.column_names else ()
         row = next(
@@ -297,7 +294,7 @@ def _refuse_template_columns(table: pa.Table, format: Format, origin: Origin, re
 def _strings(
     table: pa.Table, path: str, origin: Origin, empty: Literal["refuse", "allow"] = "allow"
 ) -> list[str]:
-    """A text column as Python strings; null is refused, and blank text too if the caller asks for that."""
+    """Return a text column as Python strings. Refuse null, and optionally blank text."""
     texts = as_text(find_column(table, path, origin, "column")).to_pylist()
     for row, text in enumerate(texts):
         if text is None or (empty == "refuse" and not text.strip()):
@@ -306,10 +303,10 @@ def _strings(
 
 
 def _split_texts(pairs: Mapping[str, Sequence[str]], origin: Origin, has_bos: bool) -> Texts:
-    """Divide pairs of texts without a prompt column.
+    """Split pairs of texts without a prompt column.
 
-    The prompt is the shared beginning, up to its last mark `Assistant:` (HH-RLHF) or, without marks, its last complete word. With marks,
-    the turns `Human:` in a response are gaps.
+    The prompt is the shared beginning, up to its last mark `Assistant:` (HH-RLHF) or, without
+    marks, its last complete word. With marks, the turns `Human:` in a response are gaps.
     """
     prompts: list[str] = []
     tails: dict[str, list[str]] = {name: [] for name in pairs}
@@ -320,7 +317,8 @@ def _split_texts(pairs: Mapping[str, Sequence[str]], origin: Origin, has_bos: bo
         if marks:
             cut = marks[-1]
         else:
-            # Cut before the last white space of the common beginning: no word is split, and tokens begin with their space.
+            # Cut before the last white space of the common beginning, so that no word is split and
+            # tokens begin with their space.
             words = re.match(r"(.*\S)\s", start, re.DOTALL)
             if words is None:
                 raise UserError(
@@ -352,31 +350,30 @@ def _turns_of_others(response: str, origin: Origin, row: int) -> list[Gap]:
 
 
 def common_start(texts: Sequence[str]) -> str:
-    """The longest string that all texts begin with.
+    """Return the longest string that all texts begin with.
 
     >>> common_start(["the sky", "the sea"])
     'the s'
     """
-    low, high = min(texts), max(texts)  # what these two share, everything between them shares
+    low, high = min(texts), max(texts)  # all texts share the common start of these two
     end = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
     return low[:end]
 
 
 # Tokens
-#
-# Tokens of prompts and responses: parted where one ends and the other begins, with the token that
-# ends a response.
 
 
 MAX_CHARACTERS = 4_000_000
-"""Longest text that is tokenised: a million tokens of English. Tokenizers take minutes for longer ones."""
+"""Longest text to tokenise, about a million tokens of English. Tokenizers take minutes for longer
+ones."""
 
 
 def tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa.Array]:
-    """The `*_ids` columns of rows, lists of int32, and for responses that may have gaps a `*_mask`, lists of uint8.
+    """Return the `*_ids` columns of rows (lists of int32), and a `*_mask` (lists of uint8) for
+    responses that may have gaps.
 
     Raises:
-        UserError: a prompt or response has no tokens; the message names the row.
+        UserError: a prompt or response has no tokens. The message names the row.
     """
     origin, special = origin.of(texts.rows), not (texts.chat or texts.has_bos)
     for row, name in too_many_characters(texts).items():
@@ -394,7 +391,8 @@ def tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa
     if not texts.responses and not texts.whole:
         return {"prompt_ids": ragged_array(values, offsets, pa.int32())}
     prompts = np.split(values, offsets[1:-1])
-    # Templates write the token that ends a turn; plain text has none, and a model must learn to stop.
+    # Templates write the token that ends a turn. Plain text has none, and a model must learn to
+    # stop.
     stop = None if texts.chat else _stop_token(tokenizer)
     if texts.whole:
         return _whole(prompts, texts, origin, tokenizer, stop)
@@ -410,7 +408,7 @@ def tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa
                 )
     columns = {"prompt_ids": _lists(prompts), **{name: _lists(rows) for name, rows in responses.items()}}
     for name, rows in masks.items():
-        # The end-of-sequence token that was appended is trained.
+        # Train the appended end-of-sequence token.
         longer = [
             np.pad(mask, (0, len(ids) - len(mask)), constant_values=1)
             for mask, ids in zip(rows, responses[name], strict=True)
@@ -420,7 +418,7 @@ def tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa
 
 
 def too_many_characters(texts: Texts) -> dict[int, str]:
-    """Rows with a text that is too long to tokenise, in order, and the column of that text."""
+    """Return row -> column of its first text that is too long to tokenise, in order."""
     found: dict[int, str] = {}
     for name, column in {"prompt_ids": texts.prompts, **texts.responses}.items():
         for row, text in enumerate(column):
@@ -430,7 +428,7 @@ def too_many_characters(texts: Texts) -> dict[int, str]:
 
 
 def mask_of(ids: str) -> str:
-    """Name of the mask for a column of tokens.
+    """Return the name of the mask for a token column.
 
     >>> mask_of("response_ids")
     'response_mask'
@@ -443,8 +441,8 @@ def _masks(
 ) -> dict[str, list[np.ndarray]]:
     """Mask the tokens of gaps: [tokens] uint8 for each row, by column.
 
-    A response with gaps is tokenised again, part by part, and replaced in `responses`. Generation tokenises turns the same way, and no
-    token crosses the end of a turn.
+    A response with gaps is tokenised again part by part, as in generation, and replaced in
+    `responses`. No token then crosses the end of a turn.
     """
     masks: dict[str, list[np.ndarray]] = {}
     for name, all_gaps in texts.gaps.items():
@@ -471,7 +469,7 @@ def _masks(
                 masks[name][row] = np.repeat(
                     np.arange(len(parts)) % 2 == 0, [len(part) for part in parts]
                 ).astype(np.uint8)
-            else:  # the tokenizer adds a space before each part
+            else:  # the tokenizer adds a space to each part
                 masks[name][row] = _mask_by_place(
                     rows[row],
                     texts.prompts[row],
@@ -490,7 +488,7 @@ def _mask_by_place(
     encoding = tokenizer.backend.encode(prompt + response, add_special_tokens=False)
     if encoding.ids[-len(ids) :] != ids.tolist():
         raise UserError(
-            f"{place}: the tokenizer divides this row differently with and without its prompt; its turns cannot be told apart"
+            f"{place}: the tokenizer splits this row differently with and without its prompt, so its turns cannot be told apart"
         )
     spans = np.array(encoding.offsets[-len(ids) :]) - len(prompt)
     mask = np.ones(len(ids), np.uint8)
@@ -506,8 +504,10 @@ def _text(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 def _responses(
     prompts: list[np.ndarray], texts: Texts, origin: Origin, tokenizer: Tokenizer, special: bool
 ) -> dict[str, list[np.ndarray]]:
-    """The tokens of responses, by column. A prompt whose last token reaches into a response is shortened in place."""
-    # Prompt and response are tokenised together, so that the response's first word is split as in running text.
+    """Return the tokens of responses, by column. If a prompt's last token reaches into a response,
+    shorten the prompt in place."""
+    # Tokenise prompt and response together, so that the response's first word is split as in
+    # running text.
     wholes = {
         name: _rows(
             tokenizer, [prompt + tail for prompt, tail in zip(texts.prompts, tails, strict=True)], special
@@ -536,10 +536,11 @@ def _responses(
 def _part(
     prompt: np.ndarray, wholes: Mapping[str, np.ndarray], tails: Mapping[str, str], tokenizer: Tokenizer
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Prompt and responses of a row where a token reaches from one into the other.
+    """Split a row whose prompt and response share a token.
 
-    The prompt keeps its own tokens, as in generation, and responses are tokenised by themselves. Where that would
-    change the text (some tokenizers begin every text with a space), the token that reaches over goes to the responses.
+    The prompt keeps its own tokens, as in generation, and responses are tokenised separately. If
+    that changes the text (some tokenizers begin every text with a space), the shared token goes to
+    the responses.
     """
     alone = {name: _rows(tokenizer, [tail], False)[0] for name, tail in tails.items()}
     decode = tokenizer.backend.decode
@@ -558,7 +559,8 @@ def _part(
 def _whole(
     rows: list[np.ndarray], texts: Texts, origin: Origin, tokenizer: Tokenizer, stop: int | None
 ) -> dict[str, pa.Array]:
-    """Language modeling: the first token of a text is its context, all others are predicted."""
+    """Return columns for language modeling: the first token of a text is its prompt, the others are
+    trained."""
     if stop is not None:
         rows = [_stopped(row, stop) for row in rows]
     for index, row in enumerate(rows):
@@ -566,6 +568,7 @@ def _whole(
             raise UserError(
                 f"{origin(index)}: the text {short(texts.prompts[index])} has fewer than two tokens"
             )
+    # Show the first token as the prompt.
     texts.prompts[:] = tokenizer.backend.decode_batch(
         [row[:1].tolist() for row in rows], skip_special_tokens=False
     )
@@ -576,19 +579,19 @@ def _whole(
 
 
 def _stopped(response: np.ndarray, stop: int) -> np.ndarray:
-    """The response with the token that stops generation at its end."""
+    """Append the stop token to a response, unless it ends with it."""
     ended = len(response) > 0 and response[-1] == stop
     return response if ended else np.concatenate([response, np.array([stop], np.int32)])
 
 
 def _stop_token(tokenizer: Tokenizer) -> int | None:
-    """The token that ends plain text."""
     eos, after = tokenizer.token_id("eos_token"), tokenizer.added[1]
     return after[-1] if eos is None and after else eos
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str], special: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and offsets of texts, without end tokens that the tokenizer adds, and without a second beginning token.
+    """Return ids and offsets of texts, without end tokens from the tokenizer and without a second
+    beginning token.
 
     Args:
         special: whether the tokenizer adds special tokens at the beginning.
@@ -601,6 +604,7 @@ def _encode(tokenizer: Tokenizer, texts: list[str], special: bool) -> tuple[np.n
         return values, offsets
     kept, lengths = np.ones(len(values), bool), np.diff(offsets)
     for place in range(1, len(after) + 1):
+        # End tokens are added later, only to responses.
         kept[offsets[1:] - place] = False
     lengths = lengths - len(after)
     for row in twice:
@@ -617,5 +621,4 @@ def _rows(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[np.ndar
 
 
 def _lists(rows: Sequence[np.ndarray], kind: pa.DataType = pa.int32()) -> pa.Array:
-    """An array of lists, one per row."""
     return ragged_array(np.concatenate(rows), np.cumsum([0, *map(len, rows)]), kind)

@@ -1,4 +1,4 @@
-"""ReadSettings: how rows are read as prompts."""
+"""ReadSettings: how to read rows as prompts."""
 
 from __future__ import annotations
 
@@ -15,41 +15,47 @@ TrainOn = Literal["last", "all"]
 
 
 class ReadSettings(Config):
-    """How rows are read as prompts. `Prompts.read` and `Prompts.from_rows` take each of these by its name."""
+    """How to read rows as prompts. `Prompts.read` and `Prompts.from_rows` take these as keyword
+    arguments."""
 
     prompt: str | None = None
-    """Column to take prompts from; `a.b` is a field of a struct. None: as the format of the rows has it. Set it where the rows have no
-    known format."""
+    """Column of the prompts; `a.b` is a field of a struct. None uses the column of the detected
+    format. Set it if the rows have no known format."""
     answer: str | None = None
-    """Column to take the ground truth from. None: as the format of the rows has it. Set it where the column has another name."""
+    """Column of the ground truth. None uses the column of the detected format. Set it if the column
+    has another name."""
     response: str | None = None
-    """Column to take responses from, for supervised training. None: as the format of the rows has it. Set it where the column has another
-    name."""
+    """Column of the responses, for supervised training. None uses the column of the detected
+    format. Set it if the column has another name."""
     train_on: TrainOn = "last"
-    """Assistant turns of a conversation to train: the "last" one, or "all". Set it to "all" to learn from every assistant turn. Turns of
-    users and tools are never trained."""
+    """Assistant turns of a conversation to train: the "last" one, or "all". Set it to "all" to
+    learn from every assistant turn. Turns of users and tools are never trained."""
     extract_answer: bool = True
-    r"""Take the final answer out of a worked one: what follows `####`, or what `\boxed{}` holds. Set it to False where a grader wants the
-    whole."""
+    r"""Extract the final answer of worked solutions: the text after `####`, or the content of
+    `\boxed{}`. Set it to False if a grader needs the whole solution."""
     chat: bool | None = None
-    """Send a plain-text prompt as a user's message, through the chat template. None: where the tokenizer has a template, unless the texts
-    hold special tokens of the tokenizer already. Messages always go through the template. Set it to False for a base model."""
+    """Send a plain-text prompt as a user's message, through the chat template. None does so if the
+    tokenizer has a template, unless the texts already have special tokens. Messages always go
+    through the template. Set it to False for a base model."""
     system: str | None = None
-    """System prompt of every prompt whose messages do not begin with one. Set it to say what form an answer should have."""
+    """System prompt for prompts whose messages do not begin with one. Set it to specify the form of
+    answers."""
     thinking: bool | None = None
-    """Whether the template lets the model think before it answers; None: as the template does by itself. Set it to False for short
-    responses."""
+    """Whether the template lets the model think before it answers. None uses the template's
+    default. Set it to False for short responses."""
     chat_template_kwargs: Mapping[str, Any] = Field(default_factory=dict)
-    """Further variables of the chat template. A row's own column of this name counts more. Set it for what a model's template asks for."""
+    """Further variables of the chat template. A row's own column of this name takes precedence. Set
+    it for variables that a model's template needs."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """[tokens] Longest prompt allowed, inclusive. None: what the context of the model leaves. Lower it where a few long prompts cost the
-    memory of all."""
+    """[tokens] Longest allowed prompt, inclusive. None allows what the model's context leaves.
+    Lower it if a few long prompts determine the memory use."""
     too_long: TooLong = "error"
-    """Handling of longer prompts: "error" refuses them, "drop" leaves them out. The same holds for rows that do not fit into the context
-    of a model of the run: prompts without room for a response, and prompts with a response that is too long. The driver finds them
-    before it starts any worker. Choose "drop" if there is enough data without them."""
+    """How to handle longer prompts: "error" refuses them, "drop" leaves them out. It also applies
+    to rows that exceed the context of a model of the run: prompts without room for a response, and
+    prompts with a response that is too long. The driver finds them before it starts any worker.
+    Choose "drop" if there is enough data without them."""
     limit: int | None = Field(default=None, ge=1)
-    """[rows] How many are read at most. None: all. Set it for a trial."""
+    """[rows] Most rows to read. None reads all. Set it for a trial."""
 
     @field_validator("system", "chat_template_kwargs")
     @classmethod

@@ -1,7 +1,9 @@
-"""The tokenizer of a model folder, read without `transformers`: prompts are checked before torch is imported.
+"""The tokenizer of a model folder, without `transformers`, so that prompts are checked before torch
+is imported.
 
-`AutoTokenizer` needs three seconds and torch; the same `tokenizer.json` through the `tokenizers` library needs
-neither. The ids are those of `AutoTokenizer` and its `apply_chat_template`; tests/dataflow/prompts/test_tokenizer.py compares.
+`AutoTokenizer` takes three seconds and imports torch; reading `tokenizer.json` with the
+`tokenizers` library avoids both. The ids equal those of `AutoTokenizer` and its
+`apply_chat_template` (see tests/dataflow/prompts/test_tokenizer.py).
 """
 
 from __future__ import annotations
@@ -28,17 +30,15 @@ if TYPE_CHECKING:
 
 
 # Chat template
-#
-# ChatTemplate: messages to text, in the Jinja environment that chat templates are written for.
 
 
 _THINKING = ("enable_thinking", "thinking")
-"""Variables by which templates let a model think or not: of Qwen3 and GLM, and of DeepSeek and Granite."""
+"""Template variables that switch thinking: in Qwen3 and GLM, and in DeepSeek and Granite."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The chat templates of a tokenizer.
+    """The chat templates of a tokenizer, rendered in a sandbox.
 
     >>> template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     >>> template += "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -51,7 +51,6 @@ class ChatTemplate:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """Named tokens (`eos_token`, ...), visible to the template."""
     name: str = "the tokenizer"
-    """What the tokenizer is called in messages."""
 
     def __bool__(self) -> bool:
         return bool(self.sources)
@@ -65,18 +64,19 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Messages as text, through the chat template; what `apply_chat_template(tokenize=False)` returns.
+        """Render messages as text, like `apply_chat_template(tokenize=False)`.
 
         Args:
-            messages: `{"role": ..., "content": ...}`, oldest first. Content is text, or blocks of type `text` and `image`; the template
-                writes the placeholders of images.
+            messages: `{"role": ..., "content": ...}`, oldest first. Content is text, or blocks of
+                type `text` and `image`; the template writes the placeholders of images.
             add_generation_prompt: end with the header of the assistant's turn.
-            continue_last: end inside the last message, so that generation goes on with it.
-            tools: JSON schemas of functions, for templates that know about tools.
+            continue_last: end inside the last message, so that generation continues it.
+            tools: JSON schemas of functions, for templates that support tools.
             variables: further variables of the template (`enable_thinking=False`).
 
         Raises:
-            UserError: there is no template, or it refuses the messages, or the content of a message is neither text nor such blocks.
+            UserError: there is no template, or it refuses the messages, or the content of a message
+                is neither text nor such blocks.
         """
         messages = [_with_text(message) for message in messages]
         mark = "WEFT_CONTINUES_HERE "
@@ -92,7 +92,7 @@ class ChatTemplate:
             )
         except UserError:
             raise
-        except Exception as error:  # a template can fail in any way that an expression can
+        except Exception as error:  # templates can raise any error
             raise self._broken(error) from None
         if not continue_last:
             return text
@@ -101,18 +101,19 @@ class ChatTemplate:
             raise UserError(
                 f"the chat template of {self.name} leaves out the last message, which should be continued"
             )
-        # A template that trims the message trimmed the mark's space too: then trim as it would have.
+        # If the template trimmed the message, it also trimmed the mark's space: trim here as well.
         return text[:end] if text.startswith(mark, end) else text[:end].rstrip()
 
     def variables(self, thinking: bool | None, others: Mapping[str, Any]) -> dict[str, Any]:
-        """The variables that a user sets, by the template's own names.
+        """Return the template variables for the user's settings.
 
         Args:
-            thinking: whether the model may think; None: the template's default.
+            thinking: whether the model may think; None is the template's default.
             others: variables by name.
 
         Raises:
-            UserError: the template reads no such variable; or it has no switch for thinking, and thinking is wanted.
+            UserError: the template does not read such a variable, or thinking is wanted but the
+                template has no switch for it.
         """
         reads = self._reads
         for name in others:
@@ -138,7 +139,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _reads(self) -> set[str]:
-        """Every variable that a template looks at, those that it sets by itself left out."""
+        """Every variable that the templates read and do not set themselves."""
         from jinja2 import meta
 
         found: set[str] = set()
@@ -168,8 +169,12 @@ class ChatTemplate:
 
 
 def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with its content as one string; blocks of text alone are joined, and blocks with images among them are left to the
-    template. Most templates would write down other content as Python does, and a model be trained on that."""
+    """Return the message with its text blocks joined into one string. Blocks with images among them
+    are left to the template.
+
+    Other content is refused: most templates would write its Python form, and the model would be
+    trained on it.
+    """
     content, role = message.get("content"), message.get("role")
     if content is None or isinstance(content, str):
         return dict(message)
@@ -197,13 +202,14 @@ def _compiled(source: str) -> jinja2.Template:
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    """The environment that chat templates are written for (that of `transformers`), sandboxed."""
+    """Return a sandboxed environment like the one of `transformers`, for which chat templates are
+    written."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks what the assistant wrote; here it changes nothing."""
+        """Supports `{% generation %}`, which marks the assistant's text, without an effect."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -223,7 +229,7 @@ def _environment() -> jinja2.Environment:
         separators: Any = None,
         sort_keys: bool = False,
     ) -> str:
-        # Jinja's own filter escapes HTML, which a model should not see.
+        # Jinja's own filter escapes HTML, which models should not see.
         return json.dumps(
             value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
@@ -238,12 +244,11 @@ def _environment() -> jinja2.Environment:
 
 
 def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    """The message with `mark` at the end of its text."""
     content = message.get("content")
     if content is None:
-        raise UserError("the last message is the assistant's, to be continued, and has no text")
+        raise UserError("the last message is the assistant's and should be continued, but has no text")
     if not isinstance(content, str):
-        raise UserError("the last message is the assistant's, to be continued, and has images in it")
+        raise UserError("the last message is the assistant's and should be continued, but has images")
     return {**message, "content": content + mark}
 
 
@@ -265,13 +270,11 @@ _FILES = (
     "*.jinja",
     "additional_chat_templates/*",
 )
-_CHUNK = (
-    8192  # texts per call: bounds the memory held by encodings, and is plenty for the library's threads
-)
+_CHUNK = 8192  # texts per call; limits the memory of encodings, and keeps the library's threads busy
 
 
 class Tokenizer:
-    """Text to token ids, and messages to text.
+    """Converts text to token ids, and messages to text.
 
     Args:
         backend: the tokenizer itself.
@@ -294,7 +297,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         name: str = "the tokenizer",
     ) -> None:
-        # A file may come with padding or truncation switched on; lengths here are always the real ones.
+        # A tokenizer.json may enable padding or truncation, but lengths here must be the real ones.
         backend.no_padding()
         backend.no_truncation()
         self.backend = backend
@@ -307,10 +310,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: str | Path | Tokenizer) -> Tokenizer:
-        """The tokenizer of a model folder, or of a Hugging Face hub id (from the local cache, else downloaded).
+        """Load the tokenizer of a model folder, or of a Hugging Face hub id (from the local cache,
+        else downloaded).
 
         Raises:
-            UserError: no such folder or model, or no readable `tokenizer.json` in it.
+            UserError: there is no such folder or model, or it has no readable `tokenizer.json`.
         """
         if isinstance(source, Tokenizer):
             return source
@@ -338,9 +342,7 @@ class Tokenizer:
             ) from None
 
         config = _json(folder / "tokenizer_config.json")
-        if (
-            "added_tokens_decoder" not in config
-        ):  # models saved long ago keep special tokens in a file of their own
+        if "added_tokens_decoder" not in config:  # old models have a separate file of special tokens
             config |= _json(folder / "special_tokens_map.json")
         named = {name: _text(config[name]) for name in NAMED_TOKENS if config.get(name)}
         _add_missing(backend, config, named)
@@ -355,13 +357,13 @@ class Tokenizer:
         return f"Tokenizer({self.name!r}, {self.backend.get_vocab_size()} tokens, {templates})"
 
     def token_id(self, name: str) -> int | None:
-        """The id of a named token (`eos_token`), or None when the tokenizer has no such token."""
         token = self.special_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)
 
     @functools.cached_property
     def added(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ids that the tokenizer adds before a text and after it: a token that begins a sequence, one that ends it, separators."""
+        """Token ids that the tokenizer adds before and after a text, such as beginning-of-sequence
+        tokens and separators."""
         number = self.backend.num_special_tokens_to_add(is_pair=False)
         for probe in ("a", "0", "the", "\u4e00") if number else ():
             encoding = self.backend.encode(probe, add_special_tokens=True)
@@ -374,7 +376,8 @@ class Tokenizer:
 
     @functools.cached_property
     def end_tokens(self) -> dict[int, str]:
-        """Ids that end a response in training data -> what writes them: `eos_token` behind plain text, the chat template behind a turn."""
+        """Ids that end a response in training data -> their source: `eos_token` after plain text,
+        the chat template after a turn."""
         ends: dict[int, str] = {}
         if (eos := self.token_id("eos_token")) is not None:
             ends[eos] = "the tokenizer's eos_token"
@@ -382,7 +385,7 @@ class Tokenizer:
             turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
             try:
                 text = self.chat.render(turns).rstrip()
-            except UserError:  # a template for other messages
+            except UserError:  # the template needs other messages
                 return ends
             last = max(
                 (special for special in self.special_texts if text.endswith(special)),
@@ -395,7 +398,6 @@ class Tokenizer:
 
     @functools.cached_property
     def special_texts(self) -> tuple[str, ...]:
-        """The texts of all special tokens."""
         added = self.backend.get_added_tokens_decoder().values()
         return tuple(
             dict.fromkeys(
@@ -406,14 +408,16 @@ class Tokenizer:
     def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Token ids of many texts at the library's speed (all cores, no padding, no truncation).
+        """Encode many texts at the library's speed (all cores, no padding, no truncation).
 
         Args:
             texts: B strings.
-            add_special_tokens: add what the tokenizer adds by default (a beginning-of-sequence token, say).
+            add_special_tokens: add the tokens that the tokenizer adds by default, such as a
+                beginning-of-sequence token.
 
         Returns:
-            `(ids, offsets)`: ids `[T]` int32 of all texts in a row, offsets `[B + 1]` int64; `([], [0])` for no texts.
+            `(ids, offsets)`: ids `[T]` int32 of all texts concatenated, offsets `[B + 1]` int64;
+            `([], [0])` for no texts.
         """
         values: list[NDArray[np.int32]] = []
         lengths = np.zeros(len(texts) + 1, np.int64)
@@ -428,18 +432,20 @@ class Tokenizer:
         return (np.concatenate(values) if values else np.zeros(0, np.int32)), np.cumsum(lengths)
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Texts of rows of token ids, special tokens skipped."""
+        """Return the texts of rows of token ids, without special tokens."""
         return self.backend.decode_batch(rows, skip_special_tokens=True)
 
     def decode_ragged(self, values: np.ndarray, offsets: np.ndarray) -> list[str]:
-        """Texts of the rows of a ragged column, special tokens skipped; no token becomes a Python object of a list."""
+        """Return the texts of the rows of a ragged column, without special tokens. Avoids a Python
+        object per token."""
         ids = np.ascontiguousarray(values, np.uint32).data
         cuts = offsets.tolist()
         return self.decode([ids[start:end] for start, end in itertools.pairwise(cuts)])
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Jinja source by name. Template files, where there are any, take the place of the ones in the configuration."""
+    """Return Jinja source by name. Template files take precedence over templates in the
+    configuration."""
     files = (
         {"default": folder / "chat_template.jinja"} if (folder / "chat_template.jinja").is_file() else {}
     )
@@ -455,7 +461,8 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def _add_missing(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]
 ) -> None:
-    """Adds tokens that the configuration declares and `tokenizer.json` lacks, in the order of their ids."""
+    """Add tokens that the configuration declares but `tokenizer.json` lacks, in the order of their
+    ids."""
     import tokenizers
 
     have = {token.content for token in backend.get_added_tokens_decoder().values()}

@@ -1,4 +1,4 @@
-"""Understanding: how a data set is read, for the user to check before anything is trained on it."""
+"""Understanding: a summary of how a data set was read, for the user to check before training."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from .rendering import Rendering, mask_of
 from .settings import ReadSettings
 
 EXAMPLES = 3
-"""Rows that are shown."""
+"""Rows to print."""
 
 _SHOWN = 240
-"""Characters to print of a prompt. Responses get half as many, answers and system prompts a quarter."""
+"""Characters to print of a prompt. Responses get half as many, answers and system prompts a
+quarter."""
 
 _NAMED = 8
 """Unused columns to print. The others are counted."""
@@ -37,7 +38,7 @@ _UNREAD_FIELDS = ("weight", "train", "mask", "masked", "loss")
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long the rows are, in tokens."""
+    """Distribution of lengths in tokens."""
 
     shortest: int
     p50: int
@@ -47,7 +48,7 @@ class Lengths:
 
     @classmethod
     def of(cls, tokens: npt.ArrayLike) -> Lengths:
-        """Summarise the rows' numbers of tokens; there must be at least one row.
+        """Summarise token counts of rows; there must be at least one row.
 
         >>> Lengths.of(range(1, 101))
         Lengths(shortest=1, p50=51, p90=91, p99=100, longest=100)
@@ -56,11 +57,13 @@ class Lengths:
         return cls(*(int(value) for value in quantiles))
 
     def limit(self, multiple: int = 64) -> int:
-        """A limit for such rows: the 99th percentile, rounded up to a multiple, and no more than the longest needs.
+        """Return a limit for such rows: the 99th percentile, rounded up to a multiple, but not
+        above the longest.
 
         >>> Lengths(10, 60, 90, 130, 5000).limit(), Lengths(10, 60, 90, 130, 135).limit(), Lengths(1, 2, 3, 4, 9).limit()
         (192, 135, 9)
         """
+        # `-(-a // b)` rounds up.
         return min(-(-self.p99 // multiple) * multiple, self.longest)
 
     def __str__(self) -> str:
@@ -73,57 +76,49 @@ class Example:
 
     prompt: str
     response: str | None = None
-    """The response that is trained on (of a pair, the chosen one), where rows have any."""
+    """The trained response (the chosen one of a pair), if any."""
     answer: Any = None
-    """As a reward function gets it."""
     rejected: str | None = None
-    """The other response of a pair."""
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Parts of each response with several turns, by token column. Trained and untrained parts alternate; the first is trained."""
+    """Parts of each response with several turns, by token column. Trained and untrained parts
+    alternate; the first is trained."""
 
 
 @dataclass(frozen=True)
 class Understanding:
-    """What was understood of a data set; `str` of it is what a run prints at its start.
+    """How a data set was read. A run prints `str` of it at the start.
 
-    Lengths are those of all rows that were read, the dropped ones too.
+    Lengths include dropped rows.
     """
 
     source: str
     """Files, or the id of a data set with its subset and split."""
     rows: int
-    """Rows that were read."""
     format: str
     columns: Mapping[str, str]
-    """Column of the source -> its type."""
     roles: Mapping[str, str]
-    """`prompt`, `answer`, `response`, ... -> the column that it is taken from."""
+    """Role (`prompt`, `answer`, `response`, ...) -> its column."""
     trains: str
-    """Part of a row that training learns from."""
     chat: bool
-    """Whether the chat template was applied."""
     chat_reason: str
     prompts: Lengths
     examples: tuple[Example, ...]
     variables: Mapping[str, object]
-    """Of the chat template, as the user set them."""
+    """Variables of the chat template that the user set."""
     system: str | None = None
     own_system: int = 0
-    """Rows that kept a system message of their own."""
     responses: Lengths | None = None
     extraction: str = ""
-    """How answers were taken out of worked solutions."""
     choices: tuple[str, ...] = ()
-    """Defaults that were taken: `subset 'main' of main, socratic`."""
+    """Defaults that were used: `subset 'main' of main, socratic`."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Reason -> rows that were left out."""
     images: str = ""
-    """How many images there are, in how many rows; empty: none."""
+    """Number of images and of rows with images; empty without images."""
     notes: tuple[str, ...] = ()
     """Warnings: empty responses, equal pairs, ignored fields."""
 
     def without(self, rows: int, reason: str) -> Understanding:
-        """With rows that were left out later."""
+        """Return a copy that counts more dropped rows."""
         return replace(self, dropped={**self.dropped, reason: self.dropped.get(reason, 0) + rows})
 
     def __str__(self) -> str:
@@ -181,7 +176,7 @@ class Understanding:
 
 
 class Observer:
-    """Collects what is understood while rows are read, part by part."""
+    """Collects the summary while rows are read, part by part."""
 
     def __init__(self, rendering: Rendering, settings: ReadSettings) -> None:
         self._rendering = rendering
@@ -191,7 +186,7 @@ class Observer:
         self._empty = self._equal = 0
 
     def see(self, texts: Texts, ids: Mapping[str, pa.Array], answers: pa.ChunkedArray | None) -> None:
-        """Look at a part of the rows.
+        """Add a part of the rows.
 
         Args:
             texts: their texts.
@@ -202,17 +197,19 @@ class Observer:
         self._turns += texts.turns
         self._trained_turns += texts.trained_turns
         self._rows += len(texts.prompts)
+        # Extra rows of conversations that the template forced apart.
         self._split += len(texts.prompts) - len(set(texts.rows)) if texts.rows is not None else 0
         self._count_odd(texts)
         decode = self._rendering.tokenizer.backend.decode
         for row in range(min(EXAMPLES - len(self._examples), len(texts.prompts))):
-            # From the tokens, not from the text: what the model sees.
+            # Decode the tokens, because they are what the model sees.
             tokens = {name: column[row].as_py() for name, column in ids.items()}
             shown = {
                 name: decode(values, skip_special_tokens=False)
                 for name, values in tokens.items()
                 if name.endswith("_ids")
             }
+            # `prompt_ids` is always the first column.
             prompt, *responses = shown.values()
             response, rejected, *_ = (*responses, None, None)
             parts = {
@@ -229,7 +226,6 @@ class Observer:
             self._examples.append(Example(prompt, response, answer, rejected, parts))
 
     def _count_odd(self, texts: Texts) -> None:
-        """Count empty responses and equal pairs."""
         columns = list(texts.responses.values())
         stops = self._rendering.tokenizer.special_texts
         for column in columns:
@@ -238,7 +234,6 @@ class Observer:
             self._equal += sum(one == other for one, other in zip(*columns, strict=True))
 
     def _trains(self) -> str:
-        """Describe the trained part of a row."""
         format, rendering = self._rendering.format, self._rendering
         if format.text:
             return "every token of a text but the first"
@@ -294,13 +289,13 @@ class Observer:
         lengths: Mapping[str, npt.ArrayLike],
         images: Images | None = None,
     ) -> Understanding:
-        """What was understood of all rows.
+        """Return the summary of all rows.
 
         Args:
-            rows: as they were read.
-            answers: of the rows.
-            lengths: [rows] tokens, by column of tokens.
-            images: of the rows, if they have any.
+            rows: the source rows.
+            answers: answers of the rows.
+            lengths: [rows] token counts, by token column.
+            images: images of the rows, if any.
         """
         rendering, format = self._rendering, self._rendering.format
         responses = [np.asarray(value) for name, value in lengths.items() if name != "prompt_ids"]
@@ -347,7 +342,6 @@ def _roles(
 
 
 def _fields_of(table: pa.Table, column: str | None) -> list[str]:
-    """Fields of the messages in a column."""
     kind = table.schema.field(column).type if column in table.column_names else None
     if kind is not None and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         kind = kind.value_type
@@ -355,7 +349,6 @@ def _fields_of(table: pa.Table, column: str | None) -> list[str]:
 
 
 def _has_arguments(kind: pa.DataType) -> bool:
-    """Whether a type contains an object named `arguments`."""
     return any(
         (kind.field(k).name == "arguments" and pa.types.is_struct(kind.field(k).type))
         or _has_arguments(kind.field(k).type)
@@ -369,7 +362,6 @@ def _without_end(text: str, ends: tuple[str, ...]) -> str:
 
 
 def _extraction(answers: Answers | None, rows: Rows, extract: bool) -> str:
-    """How the answers were taken, in a sentence."""
     if answers is None:
         return ""
     missing = answers.missing
@@ -394,7 +386,6 @@ def _extraction(answers: Answers | None, rows: Rows, extract: bool) -> str:
 
 
 def _example_lines(number: int, example: Example) -> list[str]:
-    """Format a row: one quoted part per line."""
     lines = [f"  row {number}     prompt   {_shown(example.prompt, _SHOWN)}"]
     texts = {"response_ids": example.response}
     if example.rejected is not None:
@@ -421,7 +412,7 @@ def _clipped(text: str) -> str:
 
 
 def _shown(text: object, characters: int) -> str:
-    """A text on one line, its middle left out where it is long.
+    """Return a text on one line, with the middle of a long text left out.
 
     >>> _shown("a" * 20 + chr(10) + "b" * 20, 20)
     "'aaaaaaa ... bbbbbbb'"

@@ -1,9 +1,10 @@
-"""Alerts: what a person has to know of a run, in `alerts.jsonl` of its directory: symptoms, deaths, replacements, memory that runs out.
+"""Alerts of a run, in `alerts.jsonl` of its directory: symptoms, dead processes, replacements, low
+memory.
 
     {"time": 1763851200.2, "step": 12, "name": "no_signal", "text": "...", "ends": false}
 
-The file is appended to, a JSON object in each line, in the order in which things happened, over all starts of the run. docs/watching.md has
-the table of names.
+Each line is a JSON object. Lines are appended in order, over all starts of the run.
+docs/watching.md lists the names.
 """
 
 from __future__ import annotations
@@ -23,21 +24,19 @@ from ..untrusted_text import redacted
 from .files import ALERTS
 
 MOST_BYTES = 32 << 20
-"""Most bytes of the alerts file that are read, the last: a damaged file may have any number."""
+"""Read at most this many bytes from the end of the file, because a damaged file may have any size."""
 MAX_PENDING = 1000
-"""Alerts that are kept while the file cannot be written; the oldest are given up."""
+"""Most alerts to keep while the file cannot be written; the oldest are dropped."""
 
 
 @dataclass(frozen=True)
 class Alert:
-    """One thing that a person has to know."""
+    """An event that the user should know about."""
 
     name: str
-    """What it is, such as `no_signal` or `replaced`."""
     text: str
-    """In words, with what to try."""
     step: int = 0
-    """Steps that were over."""
+    """Number of finished steps."""
     time: float = 0.0
     """Seconds since 1970."""
     ends: bool = False
@@ -55,19 +54,18 @@ class Alerts:
     def __init__(self, run: Path, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock = run / ALERTS, clock
         self._pending: deque[Alert] = deque(maxlen=MAX_PENDING)
-        """Those that are not on the disk: it was full, say."""
+        """Alerts that are not written yet, for example because the disk was full."""
         self.step = 0
-        """Steps that are over."""
+        """Number of finished steps."""
 
     def add(self, name: str, text: str, *, ends: bool = False) -> Alert:
-        """Note something. If it cannot be written now, it is written with the next; an alert never ends a run."""
+        """Add an alert. If it cannot be written, it is written with the next one. Never raises."""
         alert = Alert(name, redacted(text), self.step, self._clock(), ends)
         self._pending.append(alert)
         self.flush()
         return alert
 
     def flush(self) -> None:
-        """Write what could not be written before."""
         if not self._pending:
             return
         lines = "".join(f"{json.dumps(asdict(alert))}\n" for alert in self._pending)
@@ -85,10 +83,11 @@ class Alerts:
 
     @staticmethod
     def _append(descriptor: int, lines: bytes) -> None:
-        """Append lines completely, or not at all. What a killed process has left of a line is ended first."""
+        """Append all lines or none. First end a partial line that a killed process left."""
         before = os.fstat(descriptor).st_size
         torn = before > 0 and os.pread(descriptor, 1, before - 1) != b"\n"
         try:
+            # One system call, so that a kill leaves at most one partial line.
             os.writev(descriptor, [b"\n" * torn, lines])
             if os.fstat(descriptor).st_size != before + torn + len(lines):
                 raise OSError("the disk is full")
@@ -98,19 +97,20 @@ class Alerts:
 
 
 MAX_STEP = 1 << 53
-"""A larger number of steps is damage: it is no exact number in a page."""
+"""Larger step numbers count as damage, because JavaScript cannot represent them exactly."""
 
 
 def read_alerts(run: Path) -> list[Alert]:
-    """The alerts of a run, oldest first, those in the last MOST_BYTES of its file; none where it has none.
+    """Return the alerts in the last MOST_BYTES of a run's file, oldest first; empty without a file.
 
-    A line that is no alert (torn by a full disk, say) is left out.
+    Invalid lines, for example from a full disk, are skipped.
 
     Args:
-        run: its directory.
+        run: the run directory.
     """
     try:
         with open_file(run / ALERTS) as file:
+            # May start in the middle of a line, which is then skipped as invalid.
             file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_BYTES))
             lines = file.read(MOST_BYTES).decode(errors="replace").splitlines()
     except (OSError, UserError):
@@ -127,7 +127,7 @@ def read_alerts(run: Path) -> list[Alert]:
 
 
 def _is_sound(alert: Alert) -> bool:
-    """Whether what a line says is what a driver writes: anybody may have edited it."""
+    """Return whether an alert has valid fields, because a user may have edited the file."""
     named = isinstance(alert.name, str) and isinstance(alert.text, str)
     counted = isinstance(alert.step, int) and 0 <= alert.step <= MAX_STEP
     return named and counted and isinstance(alert.time, int | float) and math.isfinite(alert.time)

@@ -1,4 +1,4 @@
-"""RunDirectory: what a run leaves behind, under `runs/NAME/`."""
+"""RunDirectory: create, reopen and write the directory of a run, `runs/NAME/`."""
 
 from __future__ import annotations
 
@@ -63,32 +63,34 @@ from .tables import (
 
 TABLES = tuple(name + ending for name in (METRICS, TIMELINE) for ending in (PARQUET, STREAM))
 FILES = (CONFIG, MERMAID, GRAPH, *TABLES)
-"""Files of a run that are meant for people. A run can be resumed without them."""
+"""Files of a run for people. A run can be resumed without them."""
 FOLDERS = (BUFFER, f"{BUFFER}/{SEGMENTS}", CHECKPOINTS, LOGS, SAMPLES, SKIPPED)
 RESUMES = ("none", "latest", "weights")
 """Values of `resume` that cannot name a run."""
 MAX_NAME_BYTES = 200
-"""File systems allow 255, and something is appended to a name."""
+"""File systems allow 255 bytes; the rest is for suffixes."""
 RECENT = 64
-"""Steps whose metrics are remembered, for what is measured of them later."""
+"""Recent steps whose metrics are kept in memory, for metrics that are measured later."""
 
 
 class RunDirectory:
-    """`config.json`, `graph.mmd`, metrics and timeline (`dataflow/runs/tables.py`), `samples/`, `logs/`, `checkpoints/`."""
+    """The directory of a run: `config.json`, `graph.mmd`, metrics and timeline (`tables.py`),
+    `samples/`, `logs/`, `checkpoints/`."""
 
     flush_interval_s = 0.5
-    """Longest delay, in seconds, before new metrics and timeline entries are on disk."""
+    """[s] Longest delay until new metrics and timeline entries are on disk."""
 
     def __init__(
         self, path: Path, lock: RunLock | None = None, *, origin: str = "begins with step 1"
     ) -> None:
         self.path = path
         self.lock = lock
-        """The process that writes into a run holds its lock."""
+        """Lock of the run; None for reading only."""
         self.notes: list[str] = []
-        """Lines to print at the start: why the run starts or resumes at this step, and which damaged files were set aside."""
+        """Lines to print at the start: why the run starts or resumes at this step, and which
+        damaged files were set aside."""
         self.origin = origin
-        """The step at which the run starts or resumes, and the reason."""
+        """The first step of this start of the run, and the reason."""
         self._disk = Disk()
         self._metrics = TableStream(path / f"{METRICS}{STREAM}", VALUES, disk=self._disk)
         self._timeline = TableStream(path / f"{TIMELINE}{STREAM}", CALLS, disk=self._disk)
@@ -97,22 +99,23 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path, name: str | None, *, aside: bool = False, why: str = "") -> RunDirectory:
-        """A new directory; a used one is never written into.
+        """Create a new run directory. It never reuses one.
 
         Args:
             root: the folder of all runs.
-            name: of the run; default: the time.
+            name: name of the run; the default is the time.
             aside: move a used directory of that name to `NAME.begun-1` (or -2, ...).
-            why: the run begins anew, although it was to go on.
+            why: the reason why the run starts from the beginning, if it was meant to resume.
 
         Raises:
-            UserError: when `name` is taken already.
+            UserError: `name` is taken.
         """
         require_folder(root, f"root {str(root)!r}", private=False)
         path = _unused(root.resolve()) if name is None else root.resolve() / name
         if aside and is_used(path):
             set_run_aside(path)
         require_folder(path, f"run directory {str(root / path.name)!r}")
+        # Take the lock before checking, so that two drivers cannot both start here.
         lock = hold(path)
         if is_used(path):
             lock.give_back()
@@ -130,14 +133,15 @@ class RunDirectory:
     def reopen(
         cls, path: Path, step: int, time_s: float, position: Position, lock: RunLock, *, origin: str
     ) -> RunDirectory:
-        """The directory of a run that goes on. What is damaged is set aside and named in `notes`: none of it is needed to go on.
+        """Open the directory of a run that resumes. Damaged files are set aside and named in
+        `notes`; none of them is needed.
 
         Args:
-            step: after which it goes on; metrics and calls of later steps are forgotten.
+            step: last step to keep; metrics and calls of later steps are dropped.
             time_s: seconds from the start of the run to the end of that step.
-            position: in the log of the buffer.
-            lock: of the run, which this process holds.
-            origin: where the run goes on, and why there.
+            position: position in the buffer's log.
+            lock: lock of the run, held by this process.
+            origin: where the run resumes, and why.
         """
         directory = cls(path, lock, origin=origin)
         directory._set_aside_what_is_no_file()
@@ -148,6 +152,7 @@ class RunDirectory:
             if metrics
             else {}
         )
+        # Some metrics are lost: fill the gaps from the log.
         if any(earlier not in rows for earlier in range(step + 1)):
             rows = {
                 row["step"]: row for row in samples_by_step(path / BUFFER / LOG, step, position)
@@ -163,16 +168,18 @@ class RunDirectory:
         return directory
 
     def give_up_rows(self) -> None:
-        """Set the log aside, and the samples, which count by what the log says: the run goes on without its rows in flight."""
+        """Set aside the log and the samples, whose validity depends on the log. The run resumes
+        without its rows in flight."""
         for name in (BUFFER, SAMPLES):
             if (self.path / name).exists():
                 aside = set_aside(self.path / name, "given-up")
+                # Segments are useless without the log, and large.
                 shutil.rmtree(aside / SEGMENTS, ignore_errors=True)
                 self.origin += f"; {name} is in {aside.name}"
         self.notes.append(self.origin)
 
     def _set_aside_what_is_no_file(self) -> None:
-        """Each name must be of its kind: a file, or a folder. (A link counts as what it points to, if there is such a thing.)"""
+        """Set aside folders in place of files, and the reverse. A link counts as its target."""
         for name in (*FILES, *(name + PARTIAL for name in FILES)):
             if os.path.lexists(self.path / name) and not (self.path / name).is_file():
                 self._set_aside(name, "it is not a file")
@@ -194,18 +201,20 @@ class RunDirectory:
 
     @property
     def starts(self) -> int:
-        """How often the run was started again: a name that a writer of segments had is never used again."""
+        """How often the run was restarted. It makes the names of segment writers unique."""
         return self.lock.epoch - 1 if self.lock else 0
 
     def check(self, *, sure: bool = False) -> None:
-        """Before anything is written; raises TakenOverError when another driver goes on with the run. See `RunLock.check`."""
+        """Check before a write; raise TakenOverError if another driver took over the run. See
+        `RunLock.check`."""
         if self.lock is not None:
             self.lock.check(sure=sure)
 
     def _read(
         self, name: str, read: Callable[[Path], pa.Table | None], columns: Sequence[str]
     ) -> pa.Table | None:
-        """Metrics or timeline, which have these columns; None, and a note, where they are damaged or gone."""
+        """Read metrics or timeline with these columns. If damaged or missing, add a note and return
+        None."""
         stream, path = self.path / f"{name}{STREAM}", self.path / f"{name}{PARQUET}"
         path = stream if stream.exists() else path
         try:
@@ -215,15 +224,16 @@ class RunDirectory:
             elif missing := [column for column in columns if column not in table.column_names]:
                 raise ValueError(f"it has no column {missing[0]!r}")
             return table
-        except (OSError, ValueError) as error:  # pyarrow's errors are among them
+        except (OSError, ValueError) as error:  # includes errors of pyarrow
             self._set_aside(path.name, error)
             return None
 
     def forget_samples(self, is_void: Callable[[str, int], bool]) -> None:
-        """Remove samples of void leases, and files that were never finished.
+        """Remove samples of void leases, and unfinished files.
 
         Args:
-            is_void: whether a lease (its graph and number) no longer counts, because the run was restored to an earlier step.
+            is_void: whether a lease (graph and number) does not count, because the run was restored
+                to an earlier step.
         """
         for part in sample_files(self.path):
             if is_void(part.graph, part.lease):
@@ -235,11 +245,11 @@ class RunDirectory:
         """Write `config.json`, `graph.mmd` and `graph.json`, without secrets.
 
         Args:
-            config: the resolved configuration; values that JSON lacks are written as text.
-            graphs: of the run, by name; the one of training is drawn in Mermaid.
+            config: the resolved configuration; values without a JSON form are written as text.
+            graphs: the graphs of the run by name; the training graph is drawn in Mermaid.
 
         Raises:
-            TakenOverError: another driver goes on with the run.
+            TakenOverError: another driver took over the run.
         """
         self.check()
         plain = json.loads(
@@ -254,13 +264,13 @@ class RunDirectory:
         )
 
     def add_metrics(self, row: Mapping[str, float]) -> Mapping[str, float]:
-        """Note metrics of a step. They reach the disk with the next `flush`.
+        """Add metrics of a step. The next `flush` writes them to disk.
 
         Args:
             row: metrics by name, with the number of the step under "step".
 
         Returns:
-            All metrics of that step, those that were noted before among them.
+            All metrics of that step so far.
         """
         for value in values_from(row):
             self._metrics.add(**value)
@@ -271,38 +281,36 @@ class RunDirectory:
         return known
 
     def add_call(self, **entry: Any) -> None:
-        """Note a call that has ended in the timeline; `entry` has the columns of `run_tables.CALLS`."""
+        """Add a finished call to the timeline; `entry` has the columns of `tables.CALLS`."""
         self._timeline.add(**entry)
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """Metrics of every step, read from the disk."""
         if rows := by_step(self._metrics.read()):
             return rows
         table = read_metrics(self.path)
         return [present(row) for row in table.to_pylist()] if table is not None else []
 
     def values(self, name: str) -> dict[int, float]:
-        """Step -> one metric, where it was measured; while the run goes on, from any thread."""
+        """Return step -> value of one metric. Thread-safe, also during the run."""
         return values_of(self._metrics.read(), name)
 
     @property
     def timeline(self) -> list[dict[str, Any]]:
-        """Every call that has ended, read from the disk."""
         if calls := self._timeline.read().to_pylist():
             return calls
         table = read_timeline(self.path)
         return table.to_pylist() if table is not None else []
 
     def flush(self, *, when_due: bool = False) -> None:
-        """Append what was noted since to the files of metrics and timeline.
+        """Append new metrics and timeline entries to their files.
 
         Args:
-            when_due: only if what is on the disk is older than `flush_interval_s`.
+            when_due: only write if the files are older than `flush_interval_s`.
 
         Raises:
-            TakenOverError: another driver goes on with the run.
-            OSError: the disk is full, say. To flush again is allowed.
+            TakenOverError: another driver took over the run.
+            OSError: for example, the disk is full. You may flush again.
         """
         if when_due and time.monotonic() - self._flushed <= self.flush_interval_s:
             return
@@ -312,7 +320,7 @@ class RunDirectory:
         self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Make Parquet files of metrics and timeline: the run is over."""
+        """Convert metrics and timeline to Parquet at the end of the run."""
         self.check()
         for stream in (self._metrics, self._timeline):
             stream.close()
@@ -320,14 +328,14 @@ class RunDirectory:
 
 
 def check_name(name: object, what: str) -> None:
-    """Refuse a name that is part of paths (of a run, a worker group, an evaluation) and leads elsewhere.
+    """Refuse a name (of a run, a worker group, an evaluation) that is not safe as part of a path.
 
     Args:
         name: as the user gave it.
-        what: the argument that it was given as, for the message.
+        what: the argument's name, for the message.
 
     Raises:
-        UserError: the rule, and the nearest name that is right.
+        UserError: the name is invalid; the message suggests a valid one.
     """
     text = str(name)
     leads_on = (
@@ -347,10 +355,11 @@ def check_name(name: object, what: str) -> None:
 
 
 def check_run_name(name: object, what: str) -> None:
-    """Refuse an invalid name for a run: see `check_name`. Also refuses the values of `resume`, which would be ambiguous.
+    """Refuse an invalid name for a run (see `check_name`), or one that is ambiguous as a value of
+    `resume`.
 
     Raises:
-        UserError: the rule, and the nearest name that is right.
+        UserError: the name is invalid; the message suggests a valid one.
     """
     check_name(name, what)
     if str(name).casefold() in RESUMES:
@@ -364,7 +373,7 @@ def check_rights(run: Path) -> None:
     """Refuse a run whose folders this user may not read and write.
 
     Args:
-        run: its directory, which need not be there.
+        run: the run directory, which need not exist.
 
     Raises:
         UserError: naming the first such folder.
@@ -377,16 +386,16 @@ def check_rights(run: Path) -> None:
 
 
 def hold(run: Path) -> RunLock:
-    """Take the lock of a run that is there.
+    """Take the lock of an existing run.
 
     Args:
-        run: its directory.
+        run: the run directory.
 
     Returns:
-        The lock. Its epoch is larger than all before, also when the folder of the lock was removed.
+        The lock. Its epoch is larger than all earlier ones, even if the lock folder was removed.
 
     Raises:
-        UserError: somebody else holds it.
+        UserError: another process holds it.
     """
     return RunLock.take(run, after=0 if epochs(run) else _last_epoch(run))
 
@@ -399,10 +408,10 @@ def _last_epoch(run: Path) -> int:
 
 
 def set_run_aside(path: Path) -> Path:
-    """Move what stands where a run is to be to `NAME.begun-1` (or -2, ...); returns where it is then.
+    """Move a run directory to `NAME.begun-1` (or -2, ...), and return its new path.
 
     Raises:
-        UserError: its driver lives.
+        UserError: its driver is alive.
     """
     lock = hold(path) if path.is_dir() else None
     aside = set_aside(path, "begun")
@@ -412,7 +421,8 @@ def set_run_aside(path: Path) -> Path:
 
 
 def make_aside(run: Path) -> Path:
-    """Make a private folder `NAME.begun-1` (or -2, ...) for what is in the directory of a run, which stays; returns the folder."""
+    """Make a private folder `NAME.begun-1` (or -2, ...) for the contents of a run directory that
+    stays in place, and return it."""
     for number in itertools.count(1):
         with suppress(FileExistsError):
             folder = run.with_name(f"{run.name}.begun-{number}")
@@ -422,12 +432,12 @@ def make_aside(run: Path) -> Path:
 
 
 def is_used(path: Path) -> bool:
-    """Whether a run was begun there."""
+    """Return whether a run was started there."""
     return path.exists() and (not path.is_dir() or any(inside.name != LOCK for inside in path.iterdir()))
 
 
 def _unused(root: Path) -> Path:
-    """Make a new folder, named after the time; of two that ask at once each gets its own."""
+    """Make a new folder named after the time. Concurrent calls get different folders."""
     taken = root / time.strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
         path = taken if number == 1 else taken.with_name(f"{taken.name}-{number}")
@@ -438,15 +448,15 @@ def _unused(root: Path) -> Path:
 
 
 def require_folder(path: Path, what: str, *, private: bool = True) -> None:
-    """Make a folder, and those above it.
+    """Make a folder, including its parents.
 
     Args:
-        path: of the folder, which may be there already.
-        what: names it in messages, as the user gave it.
-        private: other users may not look into it.
+        path: the folder, which may exist.
+        what: its name in messages, as the user gave it.
+        private: deny access to other users.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: the folder cannot be made.
     """
     try:
         if private:
@@ -454,6 +464,7 @@ def require_folder(path: Path, what: str, *, private: bool = True) -> None:
         else:
             path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        # Callers handle a full disk.
         if is_full(error):
             raise
         at = next((p for p in (path, *path.parents) if os.path.lexists(p)), path)
@@ -466,7 +477,8 @@ def require_folder(path: Path, what: str, *, private: bool = True) -> None:
 
 
 def _plain(value: object) -> Any:
-    """Configuration values as JSON: models by field, functions and classes by name, paths as text."""
+    """Convert configuration values to JSON: models by field, functions and classes by name, paths
+    as text."""
     if isinstance(value, Config):
         return {name: getattr(value, name) for name in type(value).model_fields}
     if hasattr(value, "__qualname__"):

@@ -1,4 +1,5 @@
-"""RunFacts: what the directory of a run says of it, whatever state it is in: live, ended, killed, damaged, or empty."""
+"""RunFacts: the state of a run from its directory, whether it is live, ended, killed, damaged or
+empty."""
 
 from __future__ import annotations
 
@@ -23,46 +24,46 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 MOST_CONFIG = 16 << 20
-"""Most bytes of a configuration that are read: it is read each time that somebody asks for the run."""
+"""Most bytes to read of a configuration, because it is read on each request."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run as its directory shows it."""
+    """The state of a run as its directory shows it."""
 
     path: Path
     life: Life
     holder: Holder | None
     config: Mapping[str, Any]
-    """As the run was started; empty where it cannot be read."""
+    """Configuration at the start; empty if it cannot be read."""
     last: Mapping[str, float]
     """Metrics of the last step; empty before the first."""
     alerts: tuple[Alert, ...]
     damage: tuple[str, ...]
-    """What could not be read."""
 
     @property
     def step(self) -> int:
-        """Steps that are over."""
+        """Number of finished steps."""
         step = self.last.get("step", 0)
         return int(step) if math.isfinite(step) else 0
 
     @property
     def steps(self) -> int | None:
-        """Steps that the schedule wants; None: the configuration does not say."""
+        """Number of steps in the schedule; None if the configuration does not say."""
         found = self.config.get("schedule")
         steps = found.get("steps") if isinstance(found, Mapping) else None
         return steps if isinstance(steps, int) else None
 
     @property
     def error(self) -> str | None:
-        """What ended the run; None: no error did. An older start of it may have ended with one."""
+        """The error that ended the latest start of the run, or None."""
+        # Ignore an error of an earlier start.
         ended = bool(self.alerts) and self.alerts[-1].ends and self.alerts[-1].time >= self.since
         return self.alerts[-1].text if ended else None
 
     @property
     def since(self) -> float:
-        """Seconds since 1970 at which the latest driver took the run; 0 where nobody says."""
+        """When the latest driver took the run, in seconds since 1970; 0 if unknown."""
         with suppress(ValueError):
             return calendar.timegm(
                 time.strptime(self.holder.since if self.holder else "", "%Y-%m-%d %H:%M:%S UTC")
@@ -71,7 +72,7 @@ class RunFacts:
 
     @property
     def status(self) -> str:
-        """One word: running, done, stopped (before its last step), failed, killed, empty, or unknown."""
+        """One of: running, done, stopped (before its last step), failed, killed, empty, unknown."""
         if self.life is Life.ALIVE:
             return "running"
         if self.life is Life.DEAD:
@@ -84,7 +85,7 @@ class RunFacts:
 
     @property
     def trouble(self) -> str:
-        """The first line of the last alert; empty: there is none."""
+        """The first line of the last alert; empty if there are none."""
         return self.alerts[-1].text.partition("\n")[0] if self.alerts else ""
 
     @property
@@ -94,7 +95,6 @@ class RunFacts:
 
     @property
     def loss(self) -> float | None:
-        """Loss of the last step, or None if it measured none."""
         return self._last_of("loss")
 
     def _last_of(self, metric: str) -> float | None:
@@ -103,7 +103,6 @@ class RunFacts:
 
     @property
     def for_programs(self) -> dict[str, Any]:
-        """The values of JSON."""
         return {
             "run": self.path.name,
             "path": str(self.path),
@@ -120,11 +119,11 @@ class RunFacts:
 
 
 def facts_of(run: Path, last: Mapping[str, float] | None = None) -> RunFacts:
-    """What is known of a run. No error is raised for a damaged one, and nothing is written.
+    """Return the state of a run. Never writes, and never raises for a damaged run.
 
     Args:
-        run: its directory.
-        last: metrics of its last step, where they are known; None: they are read.
+        run: the run directory.
+        last: metrics of its last step if the caller has them; None reads them.
     """
     damage: list[str] = []
     life, holder = life_of(run)
@@ -164,13 +163,14 @@ def _last(run: Path, damage: list[str]) -> Mapping[str, float]:
 
 
 def _after(values: dict[str, float], batch: pa.RecordBatch) -> dict[str, float]:
-    """The metrics of the last step, once those of a batch are known: rows of (step, name, value)."""
+    """Update the metrics of the last step with a batch of (step, name, value) rows."""
     steps = batch["step"].to_pylist()
     last = max((step for step in steps if step is not None), default=-math.inf)
     if last < values.get("step", 0.0):
         return values
     rows = zip(steps, batch["name"].to_pylist(), batch["value"].to_pylist(), strict=True)
     new = {name: value for step, name, value in rows if step == last}
+    # A batch may add metrics to the current step.
     return new if last > values.get("step", -math.inf) else values | new
 
 

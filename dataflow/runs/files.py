@@ -1,4 +1,4 @@
-"""Names of the files and folders in the directory of a run, `runs/NAME/`."""
+"""Names of the files and folders in a run directory, `runs/NAME/`, and durable file operations."""
 
 from __future__ import annotations
 
@@ -11,32 +11,30 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 CONFIG = "config.json"
-"""The resolved configuration."""
 GRAPH, MERMAID = "graph.json", "graph.mmd"
-"""The graphs, for programs and drawn."""
+"""The graphs, as JSON and as a Mermaid diagram."""
 STREAM, PARQUET = ".arrows", ".parquet"
-"""Suffixes of a table: while the run goes on, and once it is over."""
+"""Suffixes of tables, during the run and after it."""
 METRICS, TIMELINE, PROCESSES = "metrics", "timeline", "processes"
-"""Tables, without their suffixes; the last one stays a stream."""
+"""Tables, without their suffixes; `processes` always stays a stream."""
 SAMPLES = "samples"
 SAMPLES_ARCHIVE = "samples.parquet"
-"""All samples, where somebody archived them."""
+"""All samples, if they were archived."""
 ALERTS = "alerts.jsonl"
 LIVE = "live.json"
-"""What the run looks like now."""
+"""Current state of the run."""
 STOP, STACKS = "stop.json", "stacks.json"
-"""What the driver is asked for."""
+"""Requests to the driver."""
 LOCK = "lock"
-"""The driver that holds the run, and those before it."""
+"""Lock files of current and earlier drivers."""
 CHECKPOINTS = "checkpoints"
 SKIPPED = "skipped"
 """Rows of bad optimizer steps, by worker group."""
 TRACKERS = "trackers"
-"""What each tracker has taken of the metrics."""
+"""State of each tracker: the metrics that it has sent."""
 LOGS = "logs"
-"""A log for each worker, tracker and dashboard."""
 BUFFER = "buffer"
-"""The sample buffer; in it:"""
+"""The sample buffer. It contains:"""
 LOG = "ledger.log"
 SEGMENTS = "segments"
 
@@ -49,56 +47,54 @@ LEFT = (
     f"{SAMPLES}/*.arrow",
     f"{CHECKPOINTS}/step_*",
 )
-"""What shows that a folder is a run's. The folder of a model has a `config.json`, too, so that one proves nothing."""
+"""Files that identify a run directory. `config.json` does not, because model folders also have one."""
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds a run, or a part of one; False where it is not there, or may not be read."""
+    """Return whether a folder has a run or a part of one; False if it is missing or not readable."""
     with suppress(OSError):
         return any(list(folder.glob(name)) for name in LEFT)
     return False
 
 
 # Disk
-#
-# Disk: the few file operations that durability depends on, in one place, so that a test can make
-# each of them fail.
 
 
 PAUSE_S = 1.0
-"""Seconds between two attempts to write to a full disk."""
+"""[s] Pause between two attempts to write to a full disk."""
 MAX_PAUSE_S = 3600.0
-"""Longest wait for space on a disk, in seconds."""
+"""[s] Longest wait for space on a disk."""
 PARTIAL = ".partial"
-"""Suffix of the name of a file that is being written."""
+"""Suffix of files that are being written."""
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error means that a disk or a quota is full."""
+    """Return whether an error means that a disk or a quota is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder of a run, and missing folders above it, which only the owner may read. An existing folder is not changed."""
+    """Make a folder and its missing parents, readable only by the owner. Does not change existing
+    folders."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(mode=0o700, exist_ok=True)
 
 
 def make_file(path: Path) -> None:
-    """Make an empty file that only the owner may read, for a writer that opens it by its name."""
+    """Make an empty file that only the owner can read, for a library that opens it by name."""
     remove(path)
     path.touch(mode=0o600)
 
 
 def make_private(path: Path) -> None:
-    """Take all rights of other users to a file or folder that a library has made."""
-    with suppress(PermissionError):  # another user owns it, and has given this process access
+    """Remove all rights of other users from a file or folder that a library made."""
+    with suppress(PermissionError):  # another user owns it and gave this process access
         path.chmod(0o700 if path.is_dir() else 0o600)
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a file, folder or link that is in the way to `NAME.WHY-1` (or -2, ...) in the same folder.
+    """Rename a file, folder or link to `NAME.WHY-1` (or -2, ...) in the same folder.
 
     Returns:
         Its new path.
@@ -111,8 +107,12 @@ def set_aside(path: Path, why: str) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a library a private file to write by its name. Afterwards the file is synced and replaces `path`, so that a reader finds a
-    complete file or the previous one, also after a power loss. When the writing fails, the file is removed."""
+    """Write a file through a library, and replace `path` atomically.
+
+    Yields a private file for the library to write. Afterwards it is synced and replaces `path`, so
+    that readers find either the old or the complete new file, even after a power loss. If writing
+    fails, the file is removed.
+    """
     partial, disk = path.with_name(path.name + PARTIAL), Disk()
     make_file(partial)
     try:
@@ -134,10 +134,11 @@ def remove(path: Path) -> None:
 
 
 class Disk:
-    """The real disk. A test passes one that stops, or forgets what was not synced, after any of its operations."""
+    """The real disk. Durability depends on these few operations; tests replace them with ones that
+    fail."""
 
     def open(self, path: Path) -> int:
-        """A descriptor that appends to a file, which is created if it does not exist."""
+        """Open a file for appending; create it if needed. Return its descriptor."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
 
     def write(self, descriptor: int, data: bytes) -> None:
@@ -147,15 +148,13 @@ class Disk:
             view = view[os.write(descriptor, view) :]
 
     def sync(self, descriptor: int) -> None:
-        """Make what was written survive a power loss."""
+        """Make written data survive a power loss."""
         os.fdatasync(descriptor)
 
     def truncate(self, descriptor: int, size: int) -> None:
-        """Cut a file to this many bytes."""
         os.ftruncate(descriptor, size)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Replace `target` by `source` atomically."""
         os.replace(source, target)
 
     def sync_folder(self, folder: Path) -> None:
@@ -173,7 +172,7 @@ class Disk:
         """Replace the contents of a file atomically, and sync them.
 
         Raises:
-            OSError: for example, the disk is full. The file then keeps its previous contents.
+            OSError: for example, the disk is full. The file keeps its previous contents.
         """
         partial = path.with_name(path.name + PARTIAL)
         remove(partial)

@@ -31,31 +31,34 @@ MOST_FOOTER = 64 << 20
 
 
 class StreamTail:
-    """A stream that another process appends to (`run_tables.TableStream`).
+    """Reads new rows of a stream that another process appends to (`TableStream`). A read costs only
+    as much as the new data.
 
     Args:
-        path: of the stream, which need not be there yet.
+        path: the stream, which need not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
         self._file: tuple[int, int] | None = None
-        """Device and number of the file that the offset is of."""
+        """Device and inode of the file that the offset belongs to."""
         self.begun = 0
-        """How often it was read from the beginning: what was read before counts no more when this has grown."""
+        """How often reading started over. If it has grown, discard earlier rows."""
         self._schema: pa.Schema | None = None
 
     def read(self) -> list[pa.RecordBatch]:
-        """The complete messages that are new; none where there is no file. Where the file was replaced, or cut, all of them are.
+        """Return the complete new messages; none without a file. If the file was replaced or cut,
+        return all of its messages.
 
         Raises:
-            pyarrow.ArrowException: what is there is no stream.
+            pyarrow.ArrowException: the file is not a stream.
         """
         try:
             with open_file(self._path) as file:
                 found = os.fstat(file.fileno())
                 this = found.st_dev, found.st_ino
+                # The file was replaced (a resume) or truncated.
                 if this != self._file or found.st_size < self._offset:
                     self._file, self._offset, self._schema = this, 0, None
                     self.begun += 1
@@ -71,7 +74,7 @@ class StreamTail:
         while True:
             try:
                 message = pa.ipc.read_message(reader)
-            except (EOFError, pa.ArrowInvalid, OSError):  # the rest of it is being written
+            except (EOFError, pa.ArrowInvalid, OSError):  # the message is still being written
                 return batches
             if self._schema is None:
                 self._schema = pa.ipc.read_schema(message)

@@ -1,22 +1,27 @@
-"""RunLock: a run has one writer. A file in the run directory names the holder, and each start of the run has its own epoch.
+"""RunLock: ensures that a run has one writer. A file in the run directory names the holder, and
+each start of the run has its own epoch.
 
     runs/NAME/lock/epoch_000003    {"epoch": 3, "host": "node-7", "pid": 4711, "since": "2026-11-22 04:20:15 UTC", ...}
                                    {"ended": "2026-11-22 09:02:51 UTC"}
 
-A driver takes a run by linking its file to the next number, which fails where the name is taken: of two that try, one succeeds, also
-on NFS. It is the holder when it finds no other holder; then it removes the older files. A holder is in one of three states:
+A driver takes a run by hard-linking its file to the next number. This fails if the name exists, so
+only one of two drivers succeeds, even on NFS. If it finds no other holder, it becomes the holder
+and removes the older files. A holder is in one of three states:
 
-- ended: a second line in its file says so. Any driver may take the run.
-- alive: its process lives, on this machine; or, on another one, its file was touched within DEAD_AFTER_S. Others are refused.
-- dead: its process is gone, which is known at once on the same machine (pid and start time); or its file was not touched for
-  DEAD_AFTER_S by the clock of the file system, which all machines share. Any driver may take the run.
+- ended: its file has a second line. Any driver may take the run.
+- alive: its process is alive on this machine, or its file on another machine was touched within
+  DEAD_AFTER_S. Other drivers are refused.
+- dead: its process is gone, which is known at once on the same machine (pid and start time), or its
+  file was not touched for DEAD_AFTER_S by the file system's clock, which all machines share. Any
+  driver may take the run.
 
-A holder that was taken for dead may live: it was suspended, or cut off from the file system. Its file is gone. It looks for its
-file before it acts on what it has logged and whenever it writes into the run, and ends with a `TakenOverError`. What it wrote in
-between went into files of its own (see `dataflow/runs/log.py`).
+A holder that counts as dead may be alive: suspended, or cut off from the file system. Its file was
+removed, and it checks this before it acts on logged records and before it writes to the run. It
+then ends with a `TakenOverError`. Anything it wrote in between went to unlinked files (see
+`dataflow/runs/log.py`).
 
-On NFS a machine may remember the attributes of a file for up to 60 s (`acregmax`), which is less than DEAD_AFTER_S. The heartbeat opens
-the file, whereupon the client asks the server.
+NFS clients may cache a file's attributes for up to 60 s (`acregmax`), which is less than
+DEAD_AFTER_S. The heartbeat opens the file, which makes the client ask the server.
 """
 
 from __future__ import annotations
@@ -43,29 +48,29 @@ from .files import LOCK, make_folder
 from .log import Record
 
 BEAT_S = 10.0
-"""Seconds from one sign of life to the next."""
+"""[s] Interval of heartbeats."""
 DEAD_AFTER_S = 90.0
-"""Seconds without a sign of life after which a holder on another machine is taken for dead."""
+"""[s] A holder on another machine counts as dead after this time without a heartbeat."""
 TRY_S = 1.0
-"""Seconds that a driver tries to take a run while other drivers do the same."""
+"""[s] Time to keep trying to take a run that other drivers are taking as well."""
 MOST_BYTES = 1 << 16
-"""More is not read of a holder's file."""
+"""Most bytes to read of a holder's file."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
-"""A file system without hard links says one of these."""
+"""Errors of file systems without hard links."""
 _NAME = re.compile(r"epoch_(\d+)")
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that holds a run, as its file names it."""
+    """The process that holds a run, as described in its file."""
 
     epoch: int
     host: str
     machine: str
-    """The boot of the kernel and the namespace of process ids: where these are the same, a pid means the same process."""
+    """Boot id of the kernel and namespace of process ids. Pids are comparable if both are equal."""
     pid: int
     started: str
-    """Start time of the process as the kernel reports it. It tells apart two processes with the same pid."""
+    """Start time of the process from the kernel. It distinguishes processes with the same pid."""
     since: str
 
     @classmethod
@@ -75,12 +80,11 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is, or was, a process of this machine."""
         return (self.host, self.machine) == (platform.node(), _machine())
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is gone, if it was a process of this machine."""
+        """Whether its process is gone. Only valid for processes of this machine."""
         started = _started(self.pid)
         return started is None or bool(started and self.started and started != self.started)
 
@@ -97,22 +101,22 @@ class RunLock:
 
     @classmethod
     def take(cls, run: Path, *, after: int = 0) -> RunLock:
-        """Hold a run.
+        """Take the lock of a run.
 
         Args:
-            run: its directory.
-            after: the last epoch that is known otherwise: the next is larger.
+            run: the run directory.
+            after: the last epoch known from elsewhere; the new epoch is larger.
 
         Raises:
-            UserError: somebody else holds it; the message says who, since when, and what to do.
+            UserError: another process holds it; the message names it, with the start time and a remedy.
         """
         return cls(run, _take(run / LOCK, after, own=None))
 
     def renew(self) -> None:
-        """Begin the next epoch, for another start of the run by the same process.
+        """Begin the next epoch, when this process starts the run again.
 
         Raises:
-            TakenOverError: somebody else holds it by now.
+            TakenOverError: another process holds it.
         """
         self.check(sure=True)
         before, self._claim = (
@@ -133,7 +137,6 @@ class RunLock:
         return self._claim.holder.epoch
 
     def record(self) -> Record:
-        """The record of this epoch in the log."""
         holder = self._claim.holder
         return {
             "do": "epoch",
@@ -144,19 +147,19 @@ class RunLock:
         }
 
     def check(self, *, sure: bool = False) -> None:
-        """See that this process may write.
+        """Check that this process may write.
 
         Args:
-            sure: ask the file server, too; else what this machine remembers of it is enough.
+            sure: ask the file server; without it, this machine's cached state is enough.
 
         Raises:
-            TakenOverError: another driver has taken the run over, or its lock was removed.
+            TakenOverError: another driver took over the run, or its lock was removed.
         """
         if self._claim.is_held(sure=sure):
             return
         try:
             other = _read(max(epochs(self.run).items())[1])
-        except (OSError, ValueError):  # it is gone, or damaged
+        except (OSError, ValueError):  # it is missing or damaged
             other = None
         who = (
             f"is held by {other}"
@@ -168,11 +171,10 @@ class RunLock:
         )
 
     def release(self) -> None:
-        """Let others take the run."""
         self._release()
 
     def give_back(self) -> None:
-        """Release a run without any writes, as if it had never been held: this restores the files of earlier holders."""
+        """Release a run that was not written to, and restore the files of earlier holders."""
         if self._claim.is_held(sure=True):
             self._claim.give_back()
         self.release()
@@ -180,13 +182,13 @@ class RunLock:
 
 @dataclass
 class _Claim:
-    """A holder's file, which is open for as long as the run is held: no other file can have its number meanwhile."""
+    """A holder's file. It stays open while the run is held, so that its inode number is not reused."""
 
     path: Path
     holder: Holder
     descriptor: int
     replaced: dict[Path, tuple[bytes, int]] = field(default_factory=dict)
-    """File of an earlier holder, which is gone -> its content, and when it was touched, in nanoseconds."""
+    """Removed file of an earlier holder -> its content, and its modification time in ns."""
 
     def __post_init__(self) -> None:
         self._over = threading.Event()
@@ -205,7 +207,8 @@ class _Claim:
                     os.utime(self.descriptor)
 
     def is_held(self, *, sure: bool) -> bool:
-        """Whether the file still has its name. What cannot be found out for now is no reason to end a run."""
+        """Return whether the file still has its name. Temporary errors count as held, so that they
+        do not end the run."""
         with self._lock:
             if self._lost or self.descriptor < 0:
                 return not self._lost
@@ -224,14 +227,15 @@ class _Claim:
             return not self._lost
 
     def release(self) -> None:
-        """Say in the own file, whatever its name is by now, that the run is no longer held."""
+        """Note in this holder's file, which may have been unlinked, that it has ended."""
+        # Not in a forked child, which does not own the run.
         if self.holder.pid == os.getpid():
             with suppress(OSError):
                 os.write(self.descriptor, _line({"ended": _now()}))
         self.let_go()
 
     def give_back(self) -> None:
-        """Put the files of earlier holders back, and remove the own one."""
+        """Restore the files of earlier holders, and remove this one."""
         for path, (content, touched_ns) in self.replaced.items():
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:
@@ -240,7 +244,7 @@ class _Claim:
             finally:
                 os.close(descriptor)
         self.path.unlink(missing_ok=True)
-        with suppress(OSError):  # others have files there
+        with suppress(OSError):  # other files are there
             self.path.parent.rmdir()
 
     def let_go(self) -> None:
@@ -266,14 +270,16 @@ def _try_to_take(folder: Path, after: int, own: Path | None) -> _Claim:
         found = epochs(folder.parent)
         claim, number = _write(folder, Holder.here(max([after, *found]) + 1))
         try:
+            # The file system's clock, which all machines share.
             now = os.fstat(claim.descriptor).st_mtime
             for epoch, path in sorted(found.items(), reverse=True):
                 if path != own:
                     _refuse_while_held(folder.parent, epoch, path, now)
             if _link(number, claim.path):
+                # Check again, because another driver may have linked its file in between.
                 if set(epochs(folder.parent)) == {*found, claim.holder.epoch}:
                     break
-                claim.path.unlink()  # somebody came between: look who it is
+                claim.path.unlink()  # another driver was faster: look again
         except BaseException:
             claim.let_go()
             raise
@@ -293,7 +299,7 @@ def _try_to_take(folder: Path, after: int, own: Path | None) -> _Claim:
 
 
 def _never_named(folder: Path, now: float) -> Iterator[Path]:
-    """Files of those who were ended while they took the run."""
+    """Yield files of drivers that died while taking the run."""
     for path in folder.glob(".*"):
         with suppress(OSError, ValueError):
             if now - path.stat().st_mtime > DEAD_AFTER_S or (
@@ -303,19 +309,20 @@ def _never_named(folder: Path, now: float) -> Iterator[Path]:
 
 
 def _write(folder: Path, holder: Holder) -> tuple[_Claim, Path]:
-    """A file that names its holder, whole and on the disk before it has its place."""
+    """Write a holder's file to disk under a temporary name."""
     unnamed = folder / f".{uuid.uuid4().hex}"
     descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
     os.write(descriptor, _line(asdict(holder)))
+    # The name must never refer to an incomplete file.
     os.fsync(descriptor)
     return _Claim(folder / f"epoch_{holder.epoch:06d}", holder, descriptor), unnamed
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Give a file its name; False when the name is taken."""
+    """Link a file to its name; return False if the name is taken."""
     try:
         os.link(source, target)
-    except FileExistsError:  # an answer of the server may be lost, and the request sent again
+    except FileExistsError:  # the server's first answer may have been lost, and the request repeated
         with suppress(FileNotFoundError):
             return os.path.samefile(source, target)
         return False
@@ -326,6 +333,7 @@ def _link(source: Path, target: Path) -> bool:
             os.close(os.open(target, os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:
             return False
+        # Without hard links, reserve the name with an empty file, then replace it.
         source.rename(target)
     return True
 
@@ -337,7 +345,7 @@ def _refuse_while_held(run: Path, epoch: int, path: Path, now: float) -> None:
         return
     try:
         holder = _parse(lines, path)
-    except ValueError:  # being written, on a file system without links; or damaged
+    except ValueError:  # damaged, or still being written on a file system without links
         holder = None
     if holder is not None and (len(lines) > 1 or (holder.is_here and holder.has_ended)):
         return
@@ -349,35 +357,36 @@ def _refuse_while_held(run: Path, epoch: int, path: Path, now: float) -> None:
             else f"end it (kill {holder.pid})"
         )
         raise UserError(
-            f"run {run} is held by {holder}: one run has one driver. Wait until it is over, or {end} and go on with "
-            "resume='latest'; or give this run another name"
+            f"run {run} is held by {holder}, and a run has only one driver. Wait until it ends, or {end} and start this one "
+            "with resume='latest'; or give this run another name"
         )
     if silent < DEAD_AFTER_S:
-        who = str(holder) if holder else f"somebody whom {path} does not name (epoch {epoch})"
+        who = str(holder) if holder else f"an unknown driver (epoch {epoch}), because {path} is damaged"
         raise UserError(
-            f"run {run} is held by {who}, heard of {max(silent, 0.0):.0f} s ago: one run has one driver. End it there, or, when that "
-            f"machine is gone, start again in {DEAD_AFTER_S - silent:.0f} s: who is silent for {DEAD_AFTER_S:.0f} s is taken for dead"
+            f"run {run} is held by {who}, heard of {max(silent, 0.0):.0f} s ago. A run has only one driver: end that one, "
+            f"or, if its machine is gone, start again in {DEAD_AFTER_S - silent:.0f} s. A driver counts as dead after "
+            f"{DEAD_AFTER_S:.0f} s of silence"
         )
 
 
 class Life(Enum):
-    """What is known of a run's driver, from the file that names it."""
+    """State of a run's driver, from its lock file."""
 
     ALIVE = "alive"
-    """Its process lives; or it is on another machine, and was heard of within DEAD_AFTER_S."""
+    """Its process is alive, or its last heartbeat from another machine is recent."""
     ENDED = "ended"
-    """It said that it ended."""
+    """It ended regularly."""
     DEAD = "dead"
-    """Its process is gone, or was not heard of, and it said nothing."""
+    """Its process is gone, or its heartbeats stopped, without a regular end."""
     UNKNOWN = "unknown"
-    """No file names a driver, or none can be read."""
+    """No lock file names a driver, or none can be read."""
 
 
 def life_of(run: Path) -> tuple[Life, Holder | None]:
-    """What is known of the latest driver of a run. Nothing is written, and no error is raised.
+    """Return the state of the latest driver of a run. Never writes or raises.
 
     Args:
-        run: its directory.
+        run: the run directory.
     """
     try:
         path = max(epochs(run).items())[1]
@@ -392,36 +401,37 @@ def life_of(run: Path) -> tuple[Life, Holder | None]:
 
 
 def epochs(run: Path) -> dict[int, Path]:
-    """Epoch -> the file of its holder."""
+    """Return epoch -> file of its holder."""
     folder = run / LOCK
     found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir()) if folder.is_dir() else ()
     return {int(name[1]): path for name, path in found if name}
 
 
 def _sound(holder: Holder) -> Holder:
-    """The holder, if its file says what a driver writes.
+    """Return the holder if its fields are valid.
 
     Raises:
-        ValueError: it does not.
+        ValueError: they are not.
     """
     texts = (holder.host, holder.machine, holder.started, holder.since)
     numbers = type(holder.pid) is type(holder.epoch) is int and 0 < holder.pid < 1 << 31
     if not (numbers and all(isinstance(text, str) for text in texts)):
-        raise ValueError(f"{holder} is no driver's")
+        raise ValueError(f"{holder} is not a valid driver")
     return holder
 
 
 def _lines(path: Path) -> tuple[float, list[bytes]]:
-    """The time when a holder's file was touched, and its lines. Opening the file makes NFS ask the server."""
+    """Return the modification time of a holder's file, and its lines. Opening the file makes NFS
+    ask the server."""
     with open_file(path) as file:
         return os.fstat(file.fileno()).st_mtime, file.read(MOST_BYTES).splitlines()
 
 
 def _parse(lines: list[bytes], path: Path) -> Holder:
-    """The holder that the first line of its file names.
+    """Return the holder named in the first line of its file.
 
     Raises:
-        ValueError: it names none.
+        ValueError: the line does not name one.
     """
     try:
         return _sound(Holder(**parse_object(lines[0] if lines else b"", path)))
@@ -447,15 +457,16 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process of this machine was started; "" when nobody says; None when it is gone, or is a zombie."""
+    """Return the start time of a process of this machine; "" if unknown; None if it is gone or a
+    zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return None
-    except PermissionError:  # it is somebody else's
+    except PermissionError:  # it belongs to another user
         pass
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    except OSError:  # hidden, or this is no Linux
+    except OSError:  # hidden, or not on Linux
         return ""
     return None if state in "ZX" else rest[18]

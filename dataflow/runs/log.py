@@ -1,16 +1,19 @@
-"""Log: the write-ahead log of a run. One JSON record a line, each with the checksum of everything up to it.
+"""The write-ahead log of a run: one JSON record per line, each with the checksum of all records up
+to it.
 
     1f0c5a33 {"do":"claim","graph":"train","lease":7,"node":"reward.score","ids":[4096,4097]}
 
-The checksum is the CRC-32 of this record, started from the checksum of the record before. A torn, changed, missing or repeated
-line is detected, and the lines before it are known to be sound. Records are written together (group commit): `append` makes no
-system call, `commit` makes one. A position in the log is a number of bytes; a checkpoint names one.
+The checksum is the CRC-32 of this record, started from the previous record's checksum. It detects
+torn, changed, missing and repeated lines, and proves that the lines before are valid. Records are
+written together (group commit): `append` makes no system call, `commit` makes one. A log position
+is a byte offset; checkpoints refer to positions.
 
-The file of a log may begin at a later position, after it was cut (`cut`): what was before lies in an archive (`log_history.py`), and
-`LogReader` reads both.
+After a cut (`cut`), the file of a log begins at a later position. Earlier records are in an archive
+(`log_archive.py`); `LogReader` reads both.
 
-A log has one writer. A new writer copies what it keeps into a new file, which replaces the old one. A previous writer that is still
-alive then appends to a file without a name; a `Fence` tells it that it was replaced before it acts on its records.
+A log has one writer. A new writer copies the records to keep into a new file, which replaces the
+old one. A previous writer that is still alive then appends to an unlinked file, and a `Fence` stops
+it before it acts on its records.
 """
 
 from __future__ import annotations
@@ -50,27 +53,28 @@ from .log_archive import (
 )
 
 Record = Mapping[str, Any]
-"""An event: `do` names its kind, and the other fields depend on the kind. Values are those of JSON."""
+"""An event: `do` is its kind, which determines the other fields. All values are JSON values."""
 
 FORMAT = 6
-"""Format of the records of a log and of the graphs described in it. The reader also accepts older formats: format 3 has all rows of a
-record in one segment, format 4 writes every number of a record separately (see `unpacked`), and a claim of format 5 has no `too_old`."""
+"""Format of the records and of the graphs described in them. The reader also accepts older formats:
+format 3 has all rows of a record in one segment, format 4 writes every number separately (see
+`unpacked`), and claims of format 5 have no `too_old`."""
 OLDEST = 3
-"""The oldest format that is read."""
 
 _CHUNK_BYTES = 1 << 20
 _CUT = ".cutting"
-"""Suffix of the file that a log goes on in after it was cut."""
+"""Suffix of the file that replaces a log after a cut."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 SYNC_INTERVAL_S = 0.5
-"""Seconds of a log that a loss of power may cost. A sync takes milliseconds, and the rows of half a second are soon made again."""
+"""[s] Part of a log that a power loss may cost. A sync takes milliseconds, and the rows of half a
+second are soon made again."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """A place between two records of a log, with the checksum that the next one starts from."""
+    """A place between two records of a log, with the checksum that the next record starts from."""
 
     offset: int = 0
     checksum: int = 0
@@ -83,32 +87,33 @@ class Fence(Protocol):
         """Check that this process may write.
 
         Args:
-            sure: ask the file server, too; else what this machine remembers of it is enough.
+            sure: ask the file server; without it, this machine's cached state is enough.
 
         Raises:
-            TakenOverError: another process has taken the run over.
+            TakenOverError: another process took over the run.
         """
         ...
 
     def record(self) -> Record:
-        """The first record of this writer: `do` is "epoch", and `epoch` is larger than all earlier ones."""
+        """Return the first record of this writer: `do` is "epoch", and `epoch` is larger than all
+        earlier ones."""
         ...
 
 
 @dataclass(frozen=True)
 class PreparedCut:
-    """A file for a log to go on in, open until the log takes it (`Log.cut`) or it is dropped."""
+    """The new file for a log after a cut, open until the log takes it (`Log.cut`) or it is dropped."""
 
     path: Path
     descriptor: int
     start: FileStart
-    """Where the file begins."""
+    """Position and checksum where the file begins."""
     copied: int
-    """Up to which byte of the log the file holds the records."""
+    """Byte offset in the log after the last copied record."""
     disk: Disk
 
     def drop(self) -> None:
-        """Close the file and remove it, unless another writer's file has its name by now."""
+        """Close and remove the file, unless another writer's file has its name."""
         with suppress(FileNotFoundError):
             if os.path.samestat(self.path.stat(), os.fstat(self.descriptor)):
                 self.path.unlink()
@@ -116,7 +121,8 @@ class PreparedCut:
 
 
 class Log:
-    """The log of a run, open for writing at its end (`Log(path)` of a new run, `Log(path, at=end)` of one that goes on)."""
+    """The log of a run, open for appending: `Log(path)` for a new run, `Log(path, at=end)` for one
+    that resumes."""
 
     def __init__(
         self,
@@ -128,14 +134,14 @@ class Log:
         clock: Callable[[], float] = time.monotonic,
         fence: Fence | None = None,
     ) -> None:
-        """Records after `at` are cut off, and kept beside the log as `NAME.cut-OFFSET`.
+        """Open the log. Records after `at` are cut off, and kept as `NAME.cut-OFFSET`.
 
         Args:
             path: the file of the log.
-            at: where the log goes on.
-            sync_interval_s: at most this many seconds of the log are lost in a power loss. The death of a process loses nothing
-                that was committed.
-            disk: the disk that the log is written to; None: the real one.
+            at: position to append at.
+            sync_interval_s: most seconds of the log that a power loss may cost. If the process
+                dies, no committed record is lost.
+            disk: the disk to write to; None is the real one.
             clock: seconds, for `sync_interval_s`.
             fence: checked by `commit`; its record is the first that this writer appends.
         """
@@ -144,9 +150,10 @@ class Log:
         self._clock = clock
         self._sync_interval_s = sync_interval_s
         self._pending: tuple[int, list[bytes]] = at.offset, []
-        """The lines that are not written yet, and where they go: one value, so that an interrupt (Ctrl-C) cannot separate them."""
+        """Unwritten lines and their offset, in one value, so that an interrupt (Ctrl-C) cannot
+        separate them."""
         self._torn = False
-        """Part of a failed write may stand where the pending lines go."""
+        """Whether part of a failed write may be in the file at the offset of the pending lines."""
         self._end = at.offset, at.checksum
         self._unsynced = False
         self._fence = fence
@@ -154,7 +161,6 @@ class Log:
         if path.exists():
             self._keep_what_is_cut(at.offset)
         self.start = self._start_after(at)
-        """Where the file of the log begins."""
         self._descriptor = self._begin_file(at.offset)
         drop_parts_behind(path, self.start)
         self._synced = clock()
@@ -162,16 +168,17 @@ class Log:
             self.append(fence.record())
 
     def _start_after(self, at: Position) -> FileStart:
-        """Where the file begins when the log goes on from a position, which may lie before what the file holds now."""
+        """Return where the file begins for a log that continues at a position, which may be before
+        the current file."""
         start = start_of(self.path)
         if start.offset <= at.offset:
             return start
-        with suppress(UserError):  # the part is gone; the run goes on without it
+        with suppress(UserError):  # the archived part is lost; continue without it
             split(self.path, at.offset, at.checksum, self._disk)
         return _file_start(at)
 
     def _begin_file(self, end: int) -> int:
-        """Replace the log, atomically, by a file of this writer that holds the records up to this byte."""
+        """Atomically replace the log by a file of this writer with the records up to this byte."""
         unnamed = self.path.with_name(self.path.name + PARTIAL)
         remove(unnamed)
         descriptor = self._disk.open(unnamed)
@@ -196,16 +203,19 @@ class Log:
         chunks = raw(self.path, offset)
         try:
             first = next(chunks, b"")
-        except UserError:  # it lay in the history, which is gone
+        except UserError:  # the archive with it is lost
             chunks = raw(self.path, start_of(self.path).offset)
             first = next(chunks, b"")
         if not first:
             return
+        # Keep the records for inspection; recovery does not read them.
         number, name = 1, f"{self.path.name}.cut-{offset}"
         unnamed, kept = self.path.with_name(name + PARTIAL), self.path.with_name(name)
         try:
             self._write_new(unnamed, chain([first], chunks))
-            while kept.exists() and not _begins_with(unnamed, kept):  # of another cut at the same place
+            while kept.exists() and not _begins_with(
+                unnamed, kept
+            ):  # from another cut at the same offset
                 number += 1
                 kept = self.path.with_name(f"{name}-{number}")
             self._disk.rename(unnamed, kept)
@@ -229,11 +239,9 @@ class Log:
         return Position(*self._end)
 
     def append(self, record: Record) -> None:
-        """Add a record, which the next `commit` writes."""
         self.append_json(_encode(record))
 
     def append_json(self, record: str) -> None:
-        """Add a record that is in JSON already, on one line."""
         offset, checksum = self._end
         payload = record.encode()
         checksum = zlib.crc32(payload, checksum)
@@ -245,13 +253,14 @@ class Log:
         """Write the appended records with one system call.
 
         Args:
-            sync: sync the file as well; it is also synced when the last sync is longer ago than the interval.
-            fenced: check first that this process still owns the log. Without it, nothing may act on the records before the next fenced
-                commit: a writer that was taken over appends them to a file without a name.
+            sync: sync the file even if the last sync is more recent than the interval.
+            fenced: check first that this process still owns the log. Without it, nothing may act on
+                the records before the next fenced commit, because a replaced writer appends to an
+                unlinked file.
 
         Raises:
-            TakenOverError: another process has taken the log over.
-            OSError: the disk is full, for example. The records are written by the next commit.
+            TakenOverError: another process took over the log.
+            OSError: for example, the disk is full. The next commit writes the records.
         """
         if fenced:
             self._check()
@@ -261,6 +270,7 @@ class Log:
             self._torn = False
         if lines:
             data = b"".join(lines)
+            # Set before the write, so that an interrupt leaves the right state.
             self._torn = self._unsynced = True
             try:
                 self._disk.write(self._descriptor, data)
@@ -275,15 +285,17 @@ class Log:
             self._unsynced = False
 
     def prepare_cut(self, at: Position) -> Callable[[], PreparedCut]:
-        """Prepare to move the records before a position to the archive. Everything before the end must be committed.
+        """Prepare to move the records before a position to the archive. All records must be
+        committed.
 
         Args:
-            at: between two records that the file holds.
+            at: a position between two records of the file.
 
         Returns:
-            The work, for any thread. It returns the file that `cut` takes, or raises OSError when the disk is full, say, and leaves nothing
-            then.
+            A function to call in any thread. It returns the file to pass to `cut`. If it raises
+            OSError, for example on a full disk, it leaves no files.
         """
+        # A duplicate, because the log may close its own while the thread works.
         start, end, descriptor = self.start, self.position.offset, os.dup(self._descriptor)
         unnamed = self.path.with_name(self.path.name + _CUT)
 
@@ -307,19 +319,20 @@ class Log:
         return work
 
     def cut(self, cut: PreparedCut) -> None:
-        """Go on in a file that `prepare_cut` made. Everything before the end must be committed.
+        """Switch to a file that `prepare_cut` made. All records must be committed.
 
         Args:
-            cut: the file. It is dropped if the log cannot go on in it.
+            cut: the file. It is dropped if the switch fails.
 
         Raises:
-            TakenOverError: another process has taken the log over.
-            OSError: the disk is full, say. The log goes on as it was.
+            TakenOverError: another process took over the log.
+            OSError: for example, the disk is full. The log keeps its current file.
         """
         new = cut.descriptor
         try:
             copy_records(self._descriptor, self.start, cut.copied, self.position.offset, new, self._disk)
             self._disk.sync(new)
+            # Ask the file server, because the rename cannot be undone.
             self._check(sure=True)
             self._disk.rename(cut.path, self.path)
         except Exception:
@@ -339,12 +352,9 @@ class Log:
         except (FileNotFoundError, NotADirectoryError):
             own = False
         if not own:
-            raise TakenOverError(
-                f"{self.path} is not the file that this process writes any more: another process goes on with it"
-            )
+            raise TakenOverError(f"{self.path} cannot be written any more: another process took it over")
 
     def close(self) -> None:
-        """Commit, sync, and close the file."""
         if self._descriptor >= 0:
             try:
                 self.commit(sync=True)
@@ -354,10 +364,11 @@ class Log:
 
 
 class LogReader:
-    """The sound records of a log, in order, those in its archive among them. The log may be written at the same time.
+    """Iterates over the valid records of a log in order, including archived ones. The log may be
+    written at the same time.
 
-    An iteration raises UserError if a part of the archive is not there. After it, `end` is the position after the last sound record, and
-    `damage` describes what is wrong there.
+    Iterating raises UserError if a part of the archive is missing. Afterwards, `end` is the
+    position after the last valid record, and `damage` describes the problem there, if any.
     """
 
     def __init__(self, path: Path, start: Position = Position()) -> None:
@@ -399,6 +410,7 @@ class LogReader:
             self.damage = f"{where}: the last record is torn after {len(line)} bytes"
             return None
         checksum = zlib.crc32(line[9:-1], self.end.checksum)
+        # Stop at the first mismatch: later checksums depend on this record.
         if line[:9] != b"%08x " % checksum:
             self.damage = f"{where}: a record's checksum is {line[:8].decode(errors='replace')!r}, not {checksum:08x}"
             return None
@@ -406,16 +418,18 @@ class LogReader:
 
 
 DAMAGED = "damaged: "
-"""Prefix of the lines that report lost records or files."""
+"""Prefix of lines that report lost records or files."""
 
 
 def lost_records(path: Path, end: Position) -> str:
-    """Describe the complete lines behind the sound part of a log. Empty if there are none. A kill leaves one incomplete line. Complete
-    lines mean that the log was changed or that the disk lost a part of it.
+    """Describe the complete lines after the valid part of a log; empty if there are none.
+
+    A killed process leaves at most one incomplete line. Complete lines mean that the log was
+    changed, or that the disk lost a part of it.
 
     Args:
         path: the log.
-        end: end of its sound part.
+        end: end of the valid part.
     """
     behind = sum(1 for line in lines(raw(path, end.offset)) if line.endswith(b"\n"))
     if not behind:
@@ -430,14 +444,15 @@ def lost_records(path: Path, end: Position) -> str:
 
 
 def damage_note(reader: LogReader) -> list[str]:
-    """A line about lost records, for a reader at the end of a log. No line if only the last line of the log is torn."""
+    """Return a line about lost records, for a reader at the end of a log; none if only the last
+    line is torn."""
     lost = lost_records(reader.path, reader.end) if reader.damage else ""
     return [f"{DAMAGED}{reader.damage}; {lost}"] if lost else []
 
 
 def unpacked(record: dict[str, Any]) -> dict[str, Any]:
-    """A record with every number by itself: ids that follow each other are written as [first, number], and tokens or versions that are
-    all the same as that one value.
+    """Expand a record: ids as [first, number] become separate ids, and a single value of tokens or
+    versions is repeated.
 
     >>> unpacked({"ids": [3, [8, 4]], "tokens": 0})
     {'ids': [3, 8, 9, 10, 11], 'tokens': [0, 0, 0, 0, 0]}
@@ -455,15 +470,15 @@ def unpacked(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def graph_record(name: str, outline: Record) -> Record:
-    """The record that describes a graph of the run and gives the format of the log."""
+    """Return the record that describes a graph of the run and gives the format of the log."""
     return {"do": "graph", "graph": name, "format": FORMAT, "outline": outline}
 
 
 def described_graph(record: Record) -> Graph:
-    """The graph that a record describes. A checker or a ledger can walk it, but it cannot be run.
+    """Return the graph that a record describes. A checker or ledger can use it, but it cannot run.
 
     Raises:
-        FormatError: another version of Weft wrote the log.
+        FormatError: the log was written by another version of Weft.
     """
     found = record.get("format", 1)
     if not OLDEST <= found <= FORMAT:
@@ -476,8 +491,11 @@ def described_graph(record: Record) -> Graph:
 
 
 def has_position(path: Path, position: Position) -> bool:
-    """Whether a record of the log ends at this position, with this checksum. The checksum differs if the log was cut and then went on.
-    Before the beginning of the file, nothing shows the contrary."""
+    """Return whether a record of the log ends at this position with this checksum. Positions before
+    the beginning of the file cannot be checked and are accepted.
+
+    The checksum differs if the log was cut off and then continued differently.
+    """
     with open_file(path) as file:
         start = file_start(file)
         if position.offset <= start.offset:
@@ -486,6 +504,7 @@ def has_position(path: Path, position: Position) -> bool:
         file.seek(0, 2)
         if file.tell() < place:
             return False
+        # Read backwards in growing steps until the last complete line.
         size, tail = 1 << 12, b""
         while tail.count(b"\n", 0, -1) == 0 and len(tail) < place:
             begin = max(0, place - size)
@@ -497,7 +516,8 @@ def has_position(path: Path, position: Position) -> bool:
 
 
 def damage_before(path: Path, end: Position) -> str | None:
-    """What is wrong with the records of a log's file before a position that `has_position`; None if nothing is. Its archive is not read."""
+    """Return the damage to a log's file before a position that `has_position`; None if it is valid.
+    Does not read the archive."""
     if _is_sound_before(path, end):
         return None
     start = start_of(path)
@@ -509,7 +529,8 @@ def damage_before(path: Path, end: Position) -> str | None:
 
 
 def _is_sound_before(path: Path, end: Position) -> bool:
-    """Whether each record before a position has its checksum. Nothing is parsed, and no record is copied by itself."""
+    """Return whether all records before a position have valid checksums. Does not parse or copy
+    records."""
     with open_file(path) as file:
         start = file_start(file)
         checksum, rest, place, last = start.checksum, b"", start.header_bytes, start.place(end.offset)
@@ -527,7 +548,7 @@ def _is_sound_before(path: Path, end: Position) -> bool:
 
 
 def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of a text that comes in chunks, each with its end."""
+    """Split chunks of text into lines, each with its line end."""
     rest = b""
     for data in chunks:
         *whole, rest = (rest + data).split(b"\n")
@@ -537,7 +558,7 @@ def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def last_epoch(path: Path) -> int:
-    """The largest epoch in a log; 0 if it has none."""
+    """Return the largest epoch in a log; 0 if it has none."""
     try:
         return max((r["epoch"] for r in LogReader(path) if r.get("do") == "epoch"), default=0)
     except OSError:
@@ -549,12 +570,12 @@ def find_fork(path: Path, damage: Position, *, look_back: int = 1000) -> int | N
 
     Args:
         path: the log.
-        damage: the end of its sound records.
-        look_back: how many of the last sound records are tried.
+        damage: the end of its valid records.
+        look_back: how many of the last valid records to try.
 
     Returns:
-        Byte at which the earlier record ends that the damaged one follows, written by a process that did not know the records in
-        between; None if there is none.
+        End of the earlier record that the invalid one follows, written by a process that did not
+        know the records in between; None if there is none.
     """
     reader = LogReader(path)
     places = deque([reader.end], look_back)
@@ -576,7 +597,6 @@ def _file_start(at: Position) -> FileStart:
 
 
 def _begins_with(path: Path, beginning: Path) -> bool:
-    """Whether a file begins with the bytes of another one."""
     with open_file(path) as file, open_file(beginning) as first:
         while data := first.read(_CHUNK_BYTES):
             if file.read(len(data)) != data:
@@ -585,19 +605,17 @@ def _begins_with(path: Path, beginning: Path) -> bool:
 
 
 def line_of(record: Record, checksum: int) -> bytes:
-    """A record as a line of a log.
+    """Return a record as a line of a log.
 
     Args:
         record: the record.
-        checksum: that of the record before.
+        checksum: the previous record's checksum.
     """
     payload = _encode(record).encode()
     return b"%08x %b\n" % (zlib.crc32(payload, checksum), payload)
 
 
 # Log cutting
-#
-# LogCutting: moves what no checkpoint needs any more from a run's log to its archive, in a thread.
 
 
 Work = Callable[[], PreparedCut]
@@ -606,17 +624,18 @@ logger = logging.getLogger(__name__)
 
 
 class LogCutting:
-    """Cuts a log when enough of it lies before the oldest checkpoint that is kept.
+    """Moves records that no checkpoint needs to the log's archive, once there are enough of them.
 
         IDLE ──begin──> ARCHIVING, in a thread ──finish──> IDLE
 
-    The driver appends to the log meanwhile. A failure costs disk space alone: it is reported, and the next checkpoint tries again.
+    The driver can append to the log during this time. Failures only cost disk space: they are
+    logged, and the next checkpoint tries again.
 
     Args:
         log: the log.
-        min_bytes: how much must lie before the checkpoint.
-        run: begins work and returns its future; None: in a thread.
-        timeout_s: how long `finish(wait=True)` and `close` wait for the archive at most.
+        min_bytes: bytes before the oldest kept checkpoint that make a cut worthwhile.
+        run: starts the work and returns its future; None uses a thread.
+        timeout_s: longest wait for the archive in `finish(wait=True)` and `close`.
     """
 
     def __init__(
@@ -634,22 +653,24 @@ class LogCutting:
         self._work: Future[PreparedCut] | None = None
 
     def begin(self, needed: Position) -> None:
-        """Archive what lies before a position, if that is enough and nothing is being archived.
+        """Start to archive the records before a position, if there are enough and no archiving is
+        running.
 
         Args:
-            needed: of the oldest checkpoint that is kept. The log is committed up to its end.
+            needed: position of the oldest kept checkpoint. All records must be committed.
         """
         if self._work is None and needed.offset - self._log.start.offset >= self._min_bytes:
             self._work = self._run(self._log.prepare_cut(needed))
 
     def finish(self, *, wait: bool = False) -> None:
-        """Have the log go on in its shorter file, if that is ready. The log is committed up to its end.
+        """Switch the log to its shorter file, if that is ready. All records must be committed.
 
         Args:
-            wait: until it is ready, or the time is over. Then a warning says so, and the log stays as it is.
+            wait: wait until it is ready. After the timeout, log a warning and leave the log as it
+                is.
 
         Raises:
-            TakenOverError: another process has taken the log over.
+            TakenOverError: another process took over the log.
         """
         if self._work is None or not (wait or self._work.done()):
             return
@@ -663,7 +684,8 @@ class LogCutting:
             logger.warning("the log %s cannot be cut for now: %s", self._log.path, error)
 
     def close(self) -> None:
-        """Wait until nothing is being archived, or the time is over. A file that the log has not gone on in is dropped."""
+        """Wait until archiving has ended, up to the timeout. Drop a file that the log did not
+        switch to."""
         work, self._work = self._work, None
         if work is not None:
             self._ends_in_time(work)
@@ -673,7 +695,7 @@ class LogCutting:
         if wait_for([work], self._timeout_s).done:
             return True
         logger.warning(
-            "the log %s is not cut: the thread that archives it in %s was waited for, and did not end in %g s",
+            "the log %s is not cut: the thread that archives it in %s did not end within %g s",
             self._log.path,
             self._log.path.parent / HISTORY,
             self._timeout_s,
@@ -687,7 +709,7 @@ def _drop(work: Future[PreparedCut]) -> None:
 
 
 def _in_thread(work: Work) -> Future[PreparedCut]:
-    """Begin work in a thread that does not keep the process from ending."""
+    """Run work in a daemon thread, which does not keep the process alive."""
     future: Future[PreparedCut] = Future()
 
     def run() -> None:

@@ -1,10 +1,11 @@
-"""What lies before the file of a log that was cut: compressed parts of it, each a file of its own.
+"""Archive of the part of a log before a cut, as compressed files.
 
     buffer/ledger.log     {"do":"cut","offset":16779311,…}, then the records from there on
-    buffer/history/ledger-000000000000.00000000-000016779311.1f0c5a33.log.zst   the records from byte 0 to byte 16779311, as they were
+    buffer/history/ledger-000000000000.00000000-000016779311.1f0c5a33.log.zst   the records from byte 0 to byte 16779311, unchanged
 
-A position is a number of bytes of the whole log, whatever of it lies where. The name of a part says where it begins and ends, with the
-checksums there. A run goes on without these parts; `weft buffer check`, `table` and `why` read them. `zstd -d` unpacks one.
+Positions are byte offsets in the whole log, including its archive. The name of a part has the
+offsets and checksums of its begin and end. A run does not need these parts; `weft buffer check`,
+`table` and `why` read them. `zstd -d` unpacks one.
 """
 
 from __future__ import annotations
@@ -25,24 +26,23 @@ from ..safe_files import open_file
 from .files import PARTIAL, Disk, make_folder, remove
 
 HISTORY = "history"
-"""The folder of the parts, beside the log."""
+"""Folder of the parts, next to the log."""
 CHUNK_BYTES = 4 << 20
 _NAME = re.compile(r".+-(\d{12,})\.([0-9a-f]{8})-(\d{12,})\.([0-9a-f]{8})\.log\.zst")
 
 
 @dataclass(frozen=True)
 class FileStart:
-    """Where the file of a log begins."""
+    """Where the file of a log begins in the whole log."""
 
     offset: int = 0
-    """Bytes of the log that lie before the file."""
     checksum: int = 0
-    """The one that its first record starts from."""
+    """Checksum that the first record starts from."""
     header_bytes: int = 0
-    """Bytes of the file before that record."""
+    """Bytes of the file before the first record."""
 
     def place(self, offset: int) -> int:
-        """Where a byte of the log lies in the file."""
+        """Return the offset in the file of an offset in the log."""
         return offset - self.offset + self.header_bytes
 
 
@@ -52,11 +52,11 @@ class Part:
 
     path: Path
     begin: tuple[int, int]
-    """Byte of the log, and the checksum there."""
+    """Offset in the log, and the checksum there."""
     end: tuple[int, int]
 
     def chunks(self, start: int) -> Iterator[bytes]:
-        """The bytes of the log from `start` to the end of the part.
+        """Yield the bytes of the log from `start` to the end of the part.
 
         Raises:
             OSError: the file is damaged.
@@ -70,7 +70,7 @@ class Part:
 
 
 def header(offset: int, checksum: int) -> bytes:
-    """The first line of a file that begins at this byte of its log."""
+    """Return the first line of a file that begins at this offset of its log."""
     payload = json.dumps(
         {"do": "cut", "offset": offset, "checksum": checksum}, separators=(",", ":")
     ).encode()
@@ -78,7 +78,7 @@ def header(offset: int, checksum: int) -> bytes:
 
 
 def file_start(file: BinaryIO) -> FileStart:
-    """Read where the file of a log begins. Afterwards the file stands at its first record."""
+    """Read where the file of a log begins, and seek to its first record."""
     line = file.readline(1 << 10)
     if (
         line.endswith(b"\n")
@@ -87,12 +87,13 @@ def file_start(file: BinaryIO) -> FileStart:
     ):
         fields = json.loads(line[9:])
         return FileStart(fields["offset"], fields["checksum"], len(line))
+    # No header: the file begins at offset 0.
     file.seek(0)
     return FileStart()
 
 
 def start_of(log: Path) -> FileStart:
-    """Where the file of a log begins; at byte 0 if there is no such file."""
+    """Return where the file of a log begins; offset 0 if there is no such file."""
     try:
         with open_file(log) as file:
             return file_start(file)
@@ -101,16 +102,17 @@ def start_of(log: Path) -> FileStart:
 
 
 def parts(log: Path, start: FileStart, since: int = 0) -> list[Part]:
-    """The parts between a byte of a log and its file, in order.
+    """Return the parts between an offset of a log and its file, in order.
 
     Args:
         log: the file of the log.
         start: where it begins.
-        since: the first byte that is needed.
+        since: the first offset that is needed.
 
     Raises:
-        UserError: one of them is not there.
+        UserError: a part is missing.
     """
+    # Follow the parts backwards by offset and checksum, so that parts of other logs are ignored.
     there = {part.end: part for part in _found(log)}
     chain: list[Part] = []
     end = start.offset, start.checksum
@@ -118,7 +120,7 @@ def parts(log: Path, start: FileStart, since: int = 0) -> list[Part]:
         if end not in there:
             raise UserError(
                 f"{log} begins at byte {start.offset}; the part of its history that ends at byte {end[0]} is not in "
-                f"{log.parent / HISTORY}. A run goes on without it, but what was before cannot be read"
+                f"{log.parent / HISTORY}. A run can resume without it, but the earlier records cannot be read"
             )
         chain.append(there[end])
         end = there[end].begin
@@ -126,30 +128,30 @@ def parts(log: Path, start: FileStart, since: int = 0) -> list[Part]:
 
 
 def archive(log: Path, descriptor: int, start: FileStart, end: int, checksum: int, disk: Disk) -> None:
-    """Compress the records from the start of a log's file to a position between two of them into a part.
+    """Compress the records from the start of a log's file to a position into a part.
 
     Args:
         log: the file of the log.
-        descriptor: of the same file, also when another has its name by now.
+        descriptor: descriptor of that file, which may have been replaced since.
         start: where it begins.
-        end: byte of the log behind the last record.
-        checksum: of that record.
-        disk: the disk that the part is written to.
+        end: offset after the last record.
+        checksum: checksum of that record.
+        disk: the disk to write the part to.
 
     Raises:
-        OSError: the disk is full, say. Nothing is left of the part.
+        OSError: for example, the disk is full. No part is left.
     """
     part = _part(log, (start.offset, start.checksum), (end, checksum))
     _write_part(part, _bounded(descriptor, start.header_bytes, start.place(end)), disk)
 
 
 def part_before(log: Path, end: int, checksum: int) -> tuple[str, Iterator[bytes]] | None:
-    """The records of a log's file before a position as a part, for another place.
+    """Return the records of a log's file before a position as a part, to store elsewhere.
 
     Args:
         log: the file of the log.
-        end: byte of the log behind the last record of the part.
-        checksum: of that record.
+        end: offset after the last record of the part.
+        checksum: checksum of that record.
 
     Returns:
         The name of the part and its compressed bytes; None if the file begins there or later.
@@ -161,8 +163,9 @@ def part_before(log: Path, end: int, checksum: int) -> tuple[str, Iterator[bytes
     def packed() -> Iterator[bytes]:
         with open_file(log) as file:
             now = file_start(file)
+            # The caller would store a part under the wrong name.
             if now != start:
-                raise OSError(f"{log} was cut meanwhile")
+                raise OSError(f"{log} was cut while it was being packed")
             for data in _bounded(file.fileno(), now.header_bytes, now.place(end)):
                 yield pa.compress(data, codec="zstd", asbytes=True)
 
@@ -170,18 +173,19 @@ def part_before(log: Path, end: int, checksum: int) -> tuple[str, Iterator[bytes
 
 
 def drop_parts_behind(log: Path, start: FileStart) -> None:
-    """Remove parts of records that do not lie before the log's file: the log was never cut there, or the run went back."""
+    """Remove parts that do not belong before the log's file, because of a rollback or an unfinished
+    cut."""
     for part in _found(log):
         if part.end[0] >= start.offset and part.end != (start.offset, start.checksum):
             remove(part.path)
 
 
 def split(log: Path, at: int, checksum: int, disk: Disk) -> None:
-    """Make the part that holds a position end there as well: the log will go on from it.
+    """Split the part that has a position there, for a log that will continue from it.
 
     Raises:
         UserError: there is no such part.
-        OSError: the disk is full, say.
+        OSError: for example, the disk is full.
     """
     for part in parts(log, start_of(log), at):
         if part.begin[0] < at < part.end[0]:
@@ -194,12 +198,12 @@ def split(log: Path, at: int, checksum: int, disk: Disk) -> None:
 
 
 def copy_records(descriptor: int, start: FileStart, begin: int, end: int, into: int, disk: Disk) -> None:
-    """Append the records between two bytes of a log to another file.
+    """Append the records between two offsets of a log to another file.
 
     Args:
-        descriptor: of the file of the log.
+        descriptor: descriptor of the log's file.
         start: where it begins.
-        begin, end: bytes of the log, both in the file.
+        begin, end: offsets in the log, both in the file.
         into: descriptor of the other file.
         disk: the disk of the other file.
     """
@@ -208,10 +212,10 @@ def copy_records(descriptor: int, start: FileStart, begin: int, end: int, into: 
 
 
 def raw(log: Path, since: int) -> Iterator[bytes]:
-    """The bytes of a log from one on, in chunks, wherever they lie.
+    """Yield the bytes of a log from an offset on, in chunks, from its archive and its file.
 
     Raises:
-        UserError: they are not there.
+        UserError: some of them are missing.
     """
     with open_file(log) as file:
         start = file_start(file)
@@ -233,7 +237,7 @@ def _part(log: Path, begin: tuple[int, int], end: tuple[int, int]) -> Part:
 
 
 def _write_part(part: Part, chunks: Iterator[bytes], disk: Disk) -> None:
-    """Each chunk becomes a frame of its own; frames that follow each other are one stream of zstd."""
+    """Write a part. Each chunk becomes a zstd frame; concatenated frames are a valid stream."""
     make_folder(part.path.parent)
     partial = part.path.with_name(part.path.name + PARTIAL)
     remove(partial)

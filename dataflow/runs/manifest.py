@@ -1,8 +1,9 @@
-"""Manifest: the size and checksum of every file below a folder, so that a checkpoint is known to be complete before it is read.
+"""Manifest: size and checksum of every file in a folder, to verify a checkpoint before it is read.
 
     {"files": {"actor/rank_0.json": {"bytes": 8112, "xxh3_64": "0f3c…"}, …}, "xxh3_64": "77ab…"}
 
-The checksum at the end covers the list of files, and the text has only one form: a change of any byte of the manifest is detected.
+The last checksum covers the list of files, and the text format is canonical, so that any changed
+byte of the manifest is detected.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MANIFEST = "manifest.json"
 _PARTIAL = MANIFEST + PARTIAL
 _CHUNK_BYTES = 4 << 20
 _THREADS = 4
-"""Files that are read at the same time. Reading and hashing both release the interpreter's lock."""
+"""Files to read in parallel. Reading and hashing both release the GIL."""
 
 _Entry = Mapping[str, Any]
 
@@ -35,7 +36,7 @@ class Damage:
     """A problem with one file of a folder."""
 
     file: str
-    """Path below the folder, with `/` between its parts."""
+    """Path relative to the folder, with `/` separators."""
     problem: str
 
     def __str__(self) -> str:
@@ -45,18 +46,20 @@ class Damage:
 def write_manifest(
     folder: Path, *, disk: Disk | None = None, advance: Callable[[], None] = lambda: None
 ) -> None:
-    """Sync every file below a folder and make it private, then write their sizes and checksums. The manifest is written last,
-    atomically.
+    """Sync every file in a folder and make it private, then write their sizes and checksums.
+
+    The manifest is written last, atomically.
 
     Args:
-        folder: the folder of the files; an earlier manifest in it is removed first.
-        disk: the disk that syncs and writes; None: the real one.
+        folder: the folder; an earlier manifest in it is removed first.
+        disk: the disk that syncs and writes; None is the real one.
         advance: called after each chunk that is read, from several threads.
 
     Raises:
-        OSError: a file cannot be read, or the disk is full. There is then no manifest.
+        OSError: a file cannot be read, or the disk is full. No manifest is written then.
     """
     disk = disk or Disk()
+    # Remove it first: a crash must not leave a manifest of other contents.
     (folder / MANIFEST).unlink(missing_ok=True)
     (folder / _PARTIAL).unlink(missing_ok=True)
     names = _files(folder)
@@ -67,18 +70,21 @@ def write_manifest(
             zip(names, pool.map(lambda name: describe(folder / name, disk, advance), names), strict=True)
         )
     for inside in sorted(
-        {folder / parent for name in names for parent in Path(name).parents}, reverse=True
+        # Deepest folders first, so that each name is on disk before its parent's.
+        {folder / parent for name in names for parent in Path(name).parents},
+        reverse=True,
     ):
         disk.sync_folder(inside)
     disk.write_whole(folder / MANIFEST, _render(files))
 
 
 def verify_manifest(folder: Path) -> list[Damage]:
-    """Compare the files below a folder with its manifest.
+    """Compare the files in a folder with its manifest.
 
     Returns:
-        The damage, sorted by file; empty when every file is as it was written. A file is named when it is missing, changed,
-        unreadable, of another size, or not in the manifest. When the manifest itself is damaged, only that is named.
+        The damage, sorted by file; empty if all files are intact. It lists files that are missing,
+        changed, unreadable, of another size, or not in the manifest. If the manifest is damaged, it
+        lists only that.
     """
     try:
         written = read_file(folder / MANIFEST)
@@ -106,7 +112,6 @@ def verify_manifest(folder: Path) -> list[Damage]:
 
 
 def _check(folder: Path, name: str, entry: _Entry) -> str:
-    """The problem with a file; empty when there is none."""
     try:
         size = (folder / name).stat().st_size
         if size != entry["bytes"]:
@@ -120,11 +125,11 @@ def _check(folder: Path, name: str, entry: _Entry) -> str:
 
 
 def describe(path: Path, sync: Disk | None = None, advance: Callable[[], None] = lambda: None) -> _Entry:
-    """The size and checksum of a file, as a manifest lists them.
+    """Return the size and checksum of a file, as listed in a manifest.
 
     Args:
-        path: of the file.
-        sync: the disk that syncs it once it is read; None: it is not synced.
+        path: the file.
+        sync: the disk to sync it with after reading; None does not sync.
         advance: called after each chunk that is read.
 
     Returns:
@@ -148,13 +153,12 @@ def describe(path: Path, sync: Disk | None = None, advance: Callable[[], None] =
 
 
 def _files(folder: Path) -> list[str]:
-    """Every file below the folder except its manifest. Links are followed."""
+    """Return every file in the folder except its manifest. Follows links."""
     found: Iterable[Path] = (path for path in folder.rglob("*") if not path.is_dir())
     return sorted(name for path in found if (name := path.relative_to(folder).as_posix()) != MANIFEST)
 
 
 def _parse(written: bytes) -> Mapping[str, _Entry] | None:
-    """The files that a manifest lists; None when it is damaged."""
     try:
         files = parse_object(written, MANIFEST)["files"]
         sound = all(
@@ -165,6 +169,7 @@ def _parse(written: bytes) -> Mapping[str, _Entry] | None:
         return None
     if not sound:
         return None
+    # Comparing the canonical text detects any changed byte.
     return files if _render(files) == written else None
 
 

@@ -1,10 +1,11 @@
-"""Requests to the driver of a run, as files in the run's directory, on whichever machine the driver is.
+"""Requests to the driver of a run, as files in the run directory, so that they work from any
+machine.
 
     runs/NAME/stop.json      {"epoch": 3, "at": 1763851200.2, "host": "node-7"}        end the run
-    runs/NAME/stacks.json    {"epoch": 3, "at": 1763851200.2, "worker": "actor[0]"}    say in `live.json` where a worker stands
+    runs/NAME/stacks.json    {"epoch": 3, "at": 1763851200.2, "worker": "actor[0]"}    write a worker's stack to `live.json`
 
-The driver that holds the run under that epoch heeds a request once. No later one does: a run that is resumed is not stopped by an old
-request. No process is signalled, so that none can be hit that only has the same number.
+The driver with that epoch handles a request once. Later drivers ignore it, so that an old request
+does not stop a resumed run. No process is signalled, because a pid may belong to another process.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from ..safe_files import read_json
 from .files import STACKS, STOP, Disk
 
 LOOK_S = 1.0
-"""Seconds between two looks for a request to end."""
+"""[s] Interval of checks for a stop request."""
 
 
 def request_stop(run: Path, epoch: int) -> None:
-    """Ask the driver that holds a run under an epoch to end it.
+    """Ask the driver that holds a run to end it.
 
     Args:
-        run: its directory.
-        epoch: of the holder.
+        run: the run directory.
+        epoch: epoch of the holder.
 
     Raises:
         OSError: this user may not write there.
@@ -38,11 +39,11 @@ def request_stop(run: Path, epoch: int) -> None:
 
 
 def request_stacks(run: Path, epoch: int, worker: str) -> None:
-    """Ask the driver that holds a run under an epoch where a worker stands.
+    """Ask the driver that holds a run for a worker's stack.
 
     Args:
-        run: its directory.
-        epoch: of the holder.
+        run: the run directory.
+        epoch: epoch of the holder.
         worker: such as `actor[0]`.
 
     Raises:
@@ -56,11 +57,11 @@ def _request(path: Path, epoch: int, **asked: str) -> None:
 
 
 class RunRequests:
-    """Requests of one kind, as the driver of a run sees them.
+    """Reads requests of one kind, in the driver of a run.
 
     Args:
-        path: of their file.
-        epoch: of this driver.
+        path: the file of the requests.
+        epoch: epoch of this driver.
     """
 
     def __init__(self, path: Path, epoch: int) -> None:
@@ -68,8 +69,8 @@ class RunRequests:
         self._heeded: Any = None
 
     def new(self) -> Mapping[str, Any] | None:
-        """The request that has come since the last look; None: there is none."""
-        with suppress(OSError, ValueError):  # there is none, mostly
+        """Return a request that is new since the last call, or None."""
+        with suppress(OSError, ValueError):  # usually there is no file
             asked = read_json(self._path)
             if asked.get("epoch") == self._epoch and asked != self._heeded:
                 self._heeded = asked
@@ -78,12 +79,12 @@ class RunRequests:
 
 
 class StopRequests:
-    """Requests to end a run, looked for at most every LOOK_S.
+    """Requests to end a run, checked at most every LOOK_S.
 
     Args:
-        run: its directory.
-        epoch: of this driver.
-        clock: seconds, which only grow.
+        run: the run directory.
+        epoch: epoch of this driver.
+        clock: monotonic time in seconds.
     """
 
     def __init__(self, run: Path, epoch: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -94,7 +95,7 @@ class StopRequests:
 
     @property
     def asked(self) -> bool:
-        """Whether the run was asked to end; what it says is at most LOOK_S old."""
+        """Whether the run was asked to end. The answer is at most LOOK_S old."""
         now = self._clock()
         if not self._asked and now - self._looked >= LOOK_S:
             self._looked = now
@@ -103,17 +104,16 @@ class StopRequests:
 
 
 class StacksRequests:
-    """Requests to say where workers stand.
+    """Requests for workers' stacks.
 
     Args:
-        run: its directory.
-        epoch: of this driver.
+        run: the run directory.
+        epoch: epoch of this driver.
     """
 
     def __init__(self, run: Path, epoch: int) -> None:
         self._requests = RunRequests(run / STACKS, epoch)
 
     def new(self) -> list[str]:
-        """Workers that somebody has asked about since the last look."""
         asked = self._requests.new() or {}
         return [str(asked["worker"])] if "worker" in asked else []

@@ -1,11 +1,13 @@
 """Samples: the rows that a run recorded, in `samples/`.
 
-    runs/NAME/samples/train_000012.57.0.arrow     rows of the graph train and of step 12, written under lease 57 by rank 0
+    runs/NAME/samples/train_000012.57.0.arrow     rows of graph train and step 12, written under lease 57 by rank 0
 
-Each file is written under a lease of the recorder. The log tells which leases were finished. Readers skip the files of other leases: they
-were being written when the run was killed, or the run went back to a point before them. So each row appears once.
+Each file is written under a lease of the recorder, and the log tells which leases were finished.
+Readers skip files of other leases: the run was killed while writing them, or was restored to an
+earlier point. Each row thus appears once.
 
-`checksums.RANK.txt` has the checksum of each file that a rank has written. `weft buffer check` compares the files with it.
+`checksums.RANK.txt` has the checksum of each file that a rank wrote. `weft buffer check` compares
+the files with it.
 """
 
 from __future__ import annotations
@@ -29,8 +31,6 @@ from .log import LogReader, Position, damage_note, described_graph
 from .manifest import describe
 
 # Finished leases
-#
-# Finished leases: the work that some nodes of a run have completed, according to its log.
 
 
 @dataclass(frozen=True)
@@ -41,27 +41,26 @@ class FinishedLease:
     node: str
     number: int
     rows: int
-    """Number of rows."""
     step: int | None
-    """The step that an update is part of; None for other nodes."""
+    """Step of an update; None for other nodes."""
 
 
 def finished_leases(
     log: Path, of: Callable[[Node], bool], *, end: Position | None = None, notes: list[str] | None = None
 ) -> list[FinishedLease] | None:
-    """The finished leases of some nodes, in the order of the log.
+    """Return the finished leases of some nodes, in the order of the log.
 
     Args:
         log: path of the log.
         of: selects the nodes.
-        end: position up to which the log is read; None reads all that is sound.
-        notes: gets a line if records of the log are lost.
+        end: position to read the log up to; None reads the whole valid part.
+        notes: gets a line for each gap in the log.
 
     Returns:
         The leases; None if no graph of the run has such a node.
 
     Raises:
-        FormatError: another version of Weft wrote the log.
+        FormatError: the log was written by another version of Weft.
     """
     nodes: set[tuple[str, str]] = set()
     open_leases: dict[tuple[str, int], tuple[str, int]] = {}
@@ -90,28 +89,23 @@ def finished_leases(
 
 
 def samples_by_step(log: Path, last: int, end: Position) -> list[dict[str, float]]:
-    """Metrics of the steps 0 to `last` that can be recovered from the log when the metrics are lost: how many samples each trained on.
+    """Recover metrics of steps 0 to `last` from the log, if the metrics are lost: the number of
+    samples in each step.
 
     Args:
         log: path of the log.
         last: the last step.
-        end: position up to which the log is read.
+        end: position to read the log up to.
 
     Returns:
-        One row per step, with `step` and, where the log has it, `samples`.
+        One row per step, with `step` and, if the log has it, `samples`.
     """
     trained: dict[int, Counter[str]] = {}
     try:
         for lease in finished_leases(log, lambda node: node.operation.updates, end=end) or ():
             if lease.step is not None:
                 trained.setdefault(lease.step, Counter())[lease.node] += lease.rows
-    except (
-        OSError,
-        LookupError,
-        TypeError,
-        FormatError,
-        UserError,
-    ):  # the rows then have only their steps
+    except (OSError, LookupError, TypeError, FormatError, UserError):  # rows then only have steps
         pass
     rows: list[dict[str, float]] = []
     for step in range(last + 1):
@@ -124,7 +118,7 @@ NAME = re.compile(r"(?P<graph>.+)_(?P<step>\d+)\.(?P<lease>\d+)\.(?P<rank>\d+)\.
 
 
 def sample_file_name(graph: str, step: int, lease: int, rank: int) -> str:
-    """The name of a file of samples.
+    """Return the name of a sample file.
 
     >>> sample_file_name("train", 12, lease=57, rank=0)
     'train_000012.57.0.arrow'
@@ -133,25 +127,25 @@ def sample_file_name(graph: str, step: int, lease: int, rank: int) -> str:
 
 
 CHECKSUMS = re.compile(r"checksums\.\d+\.txt")
-"""Files in the folder of samples, one for each rank that writes them, with a line for each of its files."""
+"""Files in the folder of samples, one for each rank, with a line for each file that the rank wrote."""
 _CHECKSUM = re.compile(r"(?P<checksum>[0-9a-f]{1,16}) (?P<name>.+)")
 
 
 def note_checksum(path: Path, written: Path, rank: int) -> None:
-    """Note the checksum of a file of samples, before it has its name.
+    """Write down the checksum of a sample file before the file gets its final name.
 
     Args:
         path: its final path in the folder of samples.
         written: its current path.
-        rank: that has written it.
+        rank: the rank that wrote it.
     """
-    line = f"\n{describe(written)['xxh3_64']} {path.name}\n"  # a line before may be torn
+    line = f"\n{describe(written)['xxh3_64']} {path.name}\n"  # the previous line may be incomplete
     with open(path.with_name(f"checksums.{rank}.txt"), "ab", opener=_private) as file:
         file.write(line.encode())
 
 
 def noted_checksums(run: Path) -> dict[str, str]:
-    """Name of a file of samples -> its checksum when it was written, as far as it is known."""
+    """Return sample file name -> known checksum from when it was written."""
     found: dict[str, str] = {}
     for path in (run / SAMPLES).glob("checksums.*.txt"):
         if CHECKSUMS.fullmatch(path.name):
@@ -176,14 +170,14 @@ class SampleFile:
     lease: int
 
     def read(self) -> pa.Table:
-        """The rows of the file, with their graph and step.
+        """Read the rows of the file, with their graph and step.
 
         Raises:
             OSError, pyarrow.ArrowException: the file is damaged.
         """
         with pa.memory_map(str(self.path)) as file:
             table = pa.ipc.open_file(file).read_all()
-        table.validate(full=True)  # else reading the values of a damaged file may go out of bounds
+        table.validate(full=True)  # a damaged file could lead to reads out of bounds
         graph, step = (
             pa.array([self.graph] * len(table), pa.string()),
             pa.array([self.step] * len(table), pa.int64()),
@@ -192,7 +186,7 @@ class SampleFile:
 
 
 def sample_files(run: Path) -> list[SampleFile]:
-    """All files of samples of a run, of finished leases and of others, sorted by graph and step."""
+    """Return all sample files of a run, including unfinished leases, sorted by graph and step."""
     found: list[SampleFile] = []
     for path in (run / SAMPLES).glob("*.arrow"):
         name = NAME.fullmatch(path.name)
@@ -202,23 +196,25 @@ def sample_files(run: Path) -> list[SampleFile]:
 
 
 def unfinished_files(run: Path) -> list[Path]:
-    """Files that are being written, or that a writer left unfinished."""
+    """Return files that are being written, or that a writer left unfinished."""
     found = (run / SAMPLES).glob(f"*{PARTIAL}")
     return [path for path in found if NAME.fullmatch(path.name.removesuffix(PARTIAL)) and path.is_file()]
 
 
 def recorded(run: Path, notes: list[str] | None = None) -> list[SampleFile]:
-    """The files of samples whose leases were finished; all files if the run has no log any more, or no recorder.
+    """Return the sample files of finished leases, or all files if the run has no log or no
+    recorder.
 
     Args:
         run: the folder of the run.
-        notes: gets a line if records of the log are lost: samples that they tell of are missing.
+        notes: gets a line for each gap in the log; samples are then missing.
 
     Raises:
-        FormatError: another version of Weft wrote the log.
+        FormatError: the log was written by another version of Weft.
     """
     log = run / BUFFER / LOG
     everything = sample_files(run)
+    # Without a log, finished leases are unknown: take all files.
     if not everything or not log.is_file():
         return everything
     leases = finished_leases(log, lambda node: node.operation.behind, notes=notes)
@@ -229,7 +225,7 @@ def recorded(run: Path, notes: list[str] | None = None) -> list[SampleFile]:
 
 
 def tables(found: Sequence[SampleFile], notes: list[str]) -> Iterator[pa.Table]:
-    """The rows of each file. A file that cannot be read is left out, with a line in `notes`."""
+    """Yield the rows of each file. Unreadable files are skipped, with a line in `notes`."""
     for part in found:
         try:
             yield part.read()
@@ -238,11 +234,11 @@ def tables(found: Sequence[SampleFile], notes: list[str]) -> Iterator[pa.Table]:
 
 
 def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
-    """The samples that a run recorded, with their graph and step.
+    """Return the samples that a run recorded, with their graph and step.
 
     Args:
         run: the folder of the run.
-        notes: gets a line for each file that could not be read, and one if records of the log are lost.
+        notes: gets a line for each file that cannot be read, and for each gap in the log.
 
     Returns:
         All samples as one table; None if the run recorded none.
@@ -253,7 +249,8 @@ def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
 
 
 def archive(run: Path) -> Path:
-    """Write all samples of a run to one Parquet file, compressed with zstd. The folder of samples stays.
+    """Write all samples of a run to one Parquet file, compressed with zstd. Keeps the folder of
+    samples.
 
     Returns:
         The path of the file, `samples.parquet` in the folder of the run.
@@ -274,6 +271,7 @@ def archive(run: Path) -> Path:
     schema = pa.unify_schemas(schemas, promote_options="permissive")
     with replacing(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         for table in tables(found, wrong):
+            # Adds missing columns as nulls.
             complete = pa.concat_tables([schema.empty_table(), table], promote_options="permissive")
             writer.write_table(complete.select(schema.names).cast(schema))
     return path

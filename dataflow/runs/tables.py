@@ -1,12 +1,12 @@
-"""Run tables: the metrics and the timeline of a run, each a table that rows are appended to while the run goes on.
+"""Tables of a run that grow during it: metrics, timeline and process memory.
 
     metrics.arrows    a row for each value of a step: (step, name, value)   -> metrics.parquet, a row for each step
     timeline.arrows   a row for each call of a worker group                 -> timeline.parquet, the same
     processes.arrows  memory of each process, every few seconds
 
-Each is an Arrow IPC stream. What a flush costs does not depend on how long the run has gone on, and any Arrow tool reads what is there so
-far. A kill leaves at most a torn message at the end, which readers pass over. When the run ends, the streams become Parquet files;
-`read_metrics` and `read_timeline` read whichever is there.
+Each is an Arrow IPC stream, so that the cost of a flush does not grow with the run, and any Arrow
+tool can read it. A kill leaves at most a torn message at the end, which readers skip. At the end of
+the run, the streams become Parquet files; `read_metrics` and `read_timeline` read either.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from ..untrusted_text import beginning, one_line
 from .files import METRICS, PARQUET, STREAM, TIMELINE, Disk, replacing
 
 ROW_GROUP = 1 << 16
-"""Rows of the timeline in one row group of its Parquet file."""
 
 VALUES = pa.schema([("step", pa.float64()), ("name", pa.string()), ("value", pa.float64())])
-"""Metrics as they are noted. Steps differ in what they measure, and some values of a step are measured after its end."""
+"""Metrics in long form, because steps have different metrics, and some are measured after their
+step."""
 
 CALLS = pa.schema(
     [
         ("step", pa.int64()),  # the step that the call is part of
-        ("graph", pa.string()),  # empty for calls beside the graphs
+        ("graph", pa.string()),  # empty for calls outside the graphs
         ("group", pa.string()),
         ("node", pa.string()),
         ("start_s", pa.float64()),  # since the start of the run
         ("end_s", pa.float64()),
-        ("worker_s", pa.float64()),  # what the slowest rank itself took
+        ("worker_s", pa.float64()),  # of the slowest rank
         ("rows", pa.int64()),
         ("tokens", pa.int64()),
-        ("last", pa.bool_()),  # of an update in several calls: this one completes its batch
-        # of a call on several ranks: when each had answered, and what it itself took
+        ("last", pa.bool_()),  # completes the batch of an update in several calls
+        # for calls on several ranks: when each rank answered, and its own time
         (
             "by_rank",
             pa.list_(
@@ -52,9 +52,9 @@ CALLS = pa.schema(
         ),
     ]
 )
-"""The timeline: a row per call, in the order in which they ended."""
+"""The timeline: a row per call, in order of ending."""
 BY_RANK = "by_rank"
-"""Column of `CALLS` that timelines from before Weft noted single ranks do not have."""
+"""Column of `CALLS` that timelines of earlier versions lack."""
 
 READINGS = pa.schema(
     [
@@ -65,11 +65,11 @@ READINGS = pa.schema(
         ("shared_bytes", pa.int64()),
     ]
 )
-"""Memory of the processes of a run, every few seconds."""
+"""Memory readings of the processes of a run, every few seconds."""
 
 
 class TableStream:
-    """A file to which one writer appends rows of one schema."""
+    """A stream file of rows of one schema, with a single writer."""
 
     def __init__(self, path: Path, schema: pa.Schema, *, disk: Disk | None = None) -> None:
         self.path = path
@@ -80,14 +80,14 @@ class TableStream:
         self._pending: list[Mapping[str, Any]] = []
 
     def add(self, **row: Any) -> None:
-        """Add a row. The next `flush` writes it to the file."""
         self._pending.append(row)
 
     def flush(self) -> None:
         """Append the added rows to the file.
 
         Raises:
-            OSError: for example, the disk is full. A partly written message is cut off, and the next flush tries again.
+            OSError: for example, the disk is full. A partly written message is cut off, and the
+                next flush tries again.
         """
         if not self._pending:
             return
@@ -104,20 +104,21 @@ class TableStream:
         try:
             self._disk.write(self._descriptor, data)
         except OSError:
+            # Readers stop at a partial message, so remove it.
             self._disk.truncate(self._descriptor, self._size)
             raise
         self._size += len(data)
+        # Only the written rows: another thread may have added more.
         del self._pending[:number]
 
     def read(self) -> pa.Table:
-        """All rows so far, written or not. Another thread may add rows and flush at the same time."""
-        pending = pa.Table.from_pylist(
-            [dict(row) for row in self._pending], self.schema
-        )  # first: a flush moves them to the file
+        """Return all rows so far, flushed or not. Another thread may add rows and flush at the same
+        time."""
+        # Read these first, because a flush moves them to the file.
+        pending = pa.Table.from_pylist([dict(row) for row in self._pending], self.schema)
         return pa.concat_tables([pa.Table.from_batches(batches(self.path), self.schema), pending])
 
     def close(self) -> None:
-        """Flush, and close the file."""
         try:
             self.flush()
         finally:
@@ -127,7 +128,7 @@ class TableStream:
 
 
 def batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """The complete messages of a stream; none if the file does not exist."""
+    """Yield the complete messages of a stream; none if the file does not exist."""
     if not path.is_file():
         return
     with open_file(path) as file:
@@ -141,7 +142,8 @@ def batches(path: Path) -> Iterator[pa.RecordBatch]:
 
 
 def by_step(table: pa.Table) -> list[dict[str, float]]:
-    """Rows of `VALUES` as one mapping per step. A later value of a metric replaces an earlier one.
+    """Return rows of `VALUES` as one mapping per step. A later value of a metric replaces an
+    earlier one.
 
     >>> table = pa.Table.from_pylist([{"step": s, "name": n, "value": v} for s, n, v in [(0, "a", 1), (1, "a", 2), (0, "b", 3)]], VALUES)
     >>> by_step(table)
@@ -154,7 +156,7 @@ def by_step(table: pa.Table) -> list[dict[str, float]]:
 
 
 def values_of(table: pa.Table, name: str) -> dict[int, float]:
-    """Step -> value of one metric, for the steps that measured it."""
+    """Return step -> value of one metric, for steps that measured it."""
     own = table.filter(pc.field("name") == name)
     return {
         int(step): value
@@ -163,7 +165,7 @@ def values_of(table: pa.Table, name: str) -> dict[int, float]:
 
 
 def wide(rows: Sequence[Mapping[str, float]]) -> pa.Table:
-    """A table with a column for each metric, null where a step did not measure it."""
+    """Return a table with a column for each metric; null if a step did not measure it."""
     return pa.table(
         {key: [row.get(key) for row in rows] for key in dict.fromkeys(k for row in rows for k in row)}
     )
@@ -173,7 +175,8 @@ def wide(rows: Sequence[Mapping[str, float]]) -> pa.Table:
 
 
 def read_metrics(run: Path) -> pa.Table | None:
-    """The metrics of a run so far, a row for each step and a column for each metric; None where there are none.
+    """Return the metrics of a run so far, a row per step and a column per metric; None without
+    metrics.
 
     Raises:
         OSError, pyarrow.ArrowException: the Parquet file is damaged.
@@ -184,7 +187,7 @@ def read_metrics(run: Path) -> pa.Table | None:
 
 
 def last_step(run: Path) -> int | None:
-    """The last step of which metrics are there; None: there are none, or they cannot be read."""
+    """Return the last step with metrics; None if there are none, or they cannot be read."""
     stream = run / f"{METRICS}{STREAM}"
     try:
         if stream.is_file():
@@ -203,7 +206,8 @@ def _largest(steps: pa.Array | pa.ChunkedArray) -> float:
 
 
 def read_timeline(run: Path) -> pa.Table | None:
-    """The calls of a run so far, a row each, in the order in which they ended; None where there are none.
+    """Return the calls of a run so far, a row each, in order of ending; None without
+    calls.
 
     Raises:
         OSError, pyarrow.ArrowException: the Parquet file is damaged.
@@ -214,11 +218,11 @@ def read_timeline(run: Path) -> pa.Table | None:
 
 
 def calls_kept(table: pa.Table, until_s: float) -> pa.Table:
-    """The calls of a timeline that ended by a moment, in the schema of today.
+    """Return the calls of a timeline that ended by a moment, in the current schema.
 
     Args:
-        table: with all columns of `CALLS`; BY_RANK may be missing.
-        until_s: in seconds since the start of the run.
+        table: has all columns of `CALLS`; BY_RANK may be missing.
+        until_s: seconds since the start of the run.
     """
     if BY_RANK not in table.column_names:
         table = table.append_column(BY_RANK, pa.nulls(len(table), CALLS.field(BY_RANK).type))
@@ -226,30 +230,30 @@ def calls_kept(table: pa.Table, until_s: float) -> pa.Table:
 
 
 def _streamed(path: Path, schema: pa.Schema) -> pa.Table:
-    """The rows of a stream, in the columns that it was begun with; of none, in those of today."""
+    """Return the rows of a stream in its own schema; an empty table in `schema` if it has none."""
     found = list(batches(path))
     return pa.Table.from_batches(found, found[0].schema if found else schema)
 
 
 def read_parquet(path: Path) -> pa.Table | None:
-    """The table in a Parquet file; None if the file does not exist."""
+    """Return the table in a Parquet file; None if the file does not exist."""
     if not path.is_file():
         return None
-    with pq.ParquetFile(path) as file:  # `read_table` imports a good deal for one file
+    with pq.ParquetFile(path) as file:  # `read_table` has heavy imports
         return file.read()
 
 
-# The end of a run, and going on
+# End and resume
 
 
 def to_parquet(run: Path) -> None:
-    """Turn the streams of a finished run into Parquet files. At any moment, a complete table exists in one of the two forms."""
+    """Convert the streams of a finished run to Parquet. At any moment, one of the two forms is
+    complete."""
     _replace(run, METRICS, lambda: (t for t in [read_metrics(run)] if t is not None))
     _replace(run, TIMELINE, lambda: _row_groups(batches(run / f"{TIMELINE}{STREAM}")))
 
 
 def _row_groups(parts: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """The rows of all parts, in tables of about ROW_GROUP rows."""
     held: list[pa.RecordBatch] = []
     for part in parts:
         held.append(part)
@@ -275,7 +279,7 @@ def _replace(run: Path, name: str, read: Callable[[], Iterable[pa.Table]]) -> No
 
 
 def begin_again(run: Path, name: str, table: pa.Table) -> None:
-    """Replace a table of a run that goes on.
+    """Replace a table when a run resumes.
 
     Args:
         run: the folder of the run.
@@ -292,13 +296,13 @@ def begin_again(run: Path, name: str, table: pa.Table) -> None:
 
 
 def values_from(row: Mapping[str, float]) -> Iterator[dict[str, Any]]:
-    """A step's metrics as rows of `VALUES`."""
+    """Yield a step's metrics as rows of `VALUES`."""
     step = float(row["step"])
     yield from ({"step": step, "name": name, "value": float(value)} for name, value in row.items())
 
 
 def present(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without its nulls.
+    """Return a row without its nulls.
 
     >>> present({"step": 0.0, "loss": None})
     {'step': 0.0}
@@ -307,12 +311,10 @@ def present(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # Text table
-#
-# Tables as text for a terminal.
 
 
 def render_table(table: pa.Table, *, limit: int = 20, width: int = 32) -> str:
-    """The first rows of a table for a terminal, long values cut.
+    """Format the first rows of a table for a terminal, with long values cut.
 
     >>> print(render_table(pa.table({"level": ["prompts", "generate"], "tokens": [3, None], "done": [["generate"], []]})))
     level     tokens  done

@@ -159,7 +159,7 @@ def test_a_holder_on_another_machine_is_dead_when_it_is_silent_for_long(
     rewrite(file_of(tmp_path), **elsewhere)
     with pytest.raises(
         UserError,
-        match=rf"process {os.getpid()}, .*heard of \d+ s ago: .*start again in {DEAD_AFTER_S:.0f} s",
+        match=rf"process {os.getpid()}, .*heard of \d+ s ago\. .*start again in {DEAD_AFTER_S:.0f} s",
     ):
         RunLock.take(tmp_path)
     lock.check(sure=True)
@@ -209,7 +209,7 @@ def test_a_run_that_was_moved_or_removed_is_not_held_any_more(tmp_path: Path):
 def test_a_file_that_names_nobody_holds_the_run_until_it_is_old(tmp_path: Path):
     (tmp_path / "lock").mkdir()
     (tmp_path / "lock" / "epoch_000004").touch()
-    with pytest.raises(UserError, match=r"held by somebody whom .*epoch_000004 does not name"):
+    with pytest.raises(UserError, match=r"held by an unknown driver .*epoch_000004 is damaged"):
         RunLock.take(tmp_path)
     os.utime(tmp_path / "lock" / "epoch_000004", (1e9, 1e9))
     assert RunLock.take(tmp_path).epoch == 5
@@ -351,7 +351,7 @@ def test_a_lock_whose_file_is_damaged_is_refused_by_name(tmp_path: Path, damage:
     path = file_of(tmp_path)
     path.write_text(path.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {damage}'))
     assert life_of(tmp_path)[0] is Life.UNKNOWN
-    with pytest.raises(UserError, match=r"held by somebody whom .*epoch_000001 does not name"):
+    with pytest.raises(UserError, match=r"held by an unknown driver .*epoch_000001 is damaged"):
         RunLock.take(tmp_path)
 
 

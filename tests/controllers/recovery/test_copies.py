@@ -306,7 +306,7 @@ def test_no_part_of_a_log_is_missing_that_is_cut_while_it_is_copied(tmp_path: Pa
 
     bucket.fails = cut_while_a_part_is_written
     remote = remote_of(bucket)
-    with pytest.raises(OSError, match="was cut meanwhile"):
+    with pytest.raises(OSError, match="was cut while it was being packed"):
         remote.copy(here, 9)
     remote.copy(here, 9)
     log.close()

@@ -176,14 +176,12 @@ def test_what_changes_on_the_way_is_found(server, segment, tmp_path):
 
 def test_a_node_that_is_no_peer_is_named_with_the_nearest(tmp_path):
     reader = SegmentReader(tmp_path, "node-a", fetch=Peers({"node-b": "grpc://127.0.0.1:1"}, TOKEN).fetch)
-    with pytest.raises(
-        UserError, match="lies on node 'nodeb', which is not a peer; did you mean 'node-b'"
-    ):
+    with pytest.raises(UserError, match="is on node 'nodeb', which is not a peer; did you mean 'node-b'"):
         reader.read(Segment("nodeb", "w.0.000000.arrows", 0, 8, 0))
     with pytest.raises(UserError, match="which is not a peer; there are node-b"):
         reader.read(Segment("xyz", "w.0.000000.arrows", 0, 8, 0))
     with pytest.raises(
-        UserError, match="lies on node 'node-b'; this reader is on 'node-a' and has no peers"
+        UserError, match="is on node 'node-b'; this reader is on 'node-a' and has no peers"
     ):
         SegmentReader(tmp_path, "node-a").read(Segment("node-b", "w.0.000000.arrows", 0, 8, 0))
 

@@ -192,7 +192,7 @@ def test_columns_of_different_lengths_are_refused_before_they_are_noted():
     lease = claim(ledger, "score")
     with pytest.raises(LeaseError, match=r"node 'score' published columns of \[1, 2\] rows"):
         ledger.publish(lease, Published(lease.ids[:2], np.ones(1, np.int64)), None)
-    with pytest.raises(ValueError, match="2 rows were issued with the tokens of 1"):
+    with pytest.raises(ValueError, match="2 rows were issued, but 1 token counts were given"):
         ledger.issue([0, 1], [1], step=0)
     do_again = lease.ids.tolist()
     publish(ledger, lease, do_again)

@@ -427,7 +427,7 @@ def test_two_writers_that_commit_in_turns_never_share_a_file(moves: list[str]):
                     committed += pending
                     pending.clear()
                 elif move == "commit":
-                    with pytest.raises(TakenOverError, match="another process goes on with it"):
+                    with pytest.raises(TakenOverError, match="another process took it over"):
                         log.commit(sync=True)
             if move == "take over":
                 take_over()

@@ -24,7 +24,7 @@ def test_a_missing_file_is_answered_with_the_nearest(tmp_path: Path, qwen: Path)
     assert "has gsm8k_test.jsonl" in complaint(tmp_path / "zz.parquet", qwen)
     assert complaint(Path("gsm8k"), qwen).endswith("; the id of a data set is OWNER/NAME")
     assert "there is no folder" in complaint(tmp_path / "datta" / "a.jsonl", qwen)
-    assert "is a folder; a list of paths names the files in it" in complaint([tmp_path], qwen)
+    assert "is a folder; list the files in it" in complaint([tmp_path], qwen)
     assert "the list of paths is empty" in complaint([], qwen)
 
 
@@ -84,7 +84,7 @@ def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(
         "w.jsonl: no known format has these columns: "
         "found 'promt' (text), 'n' (int64), 'conversation' (list of {from, value}); "
         "the nearest format is TRL prompt-only (prompt); it needs 'prompt', did you mean 'promt'?"
-        "; rename the column, or say which holds the prompt (prompt='...'); docs/data.md shows all formats"
+        "; rename the column, or name the prompt column (prompt='...'); docs/data.md shows all formats"
     )
     jsonl(file, [{"chosen_response": "a", "rejected_response": "b", "prompts": "c"}])
     said = complaint(file, qwen)
@@ -114,7 +114,7 @@ def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(
         ),
         ({"prompt": None}, "column 'prompt' is empty (null) in every row"),
         ({"prompt": []}, "column 'prompt' is list of null; it must be text, or messages"),
-        ({"messages": "hi"}, "say prompt='messages' to use the text as a prompt"),
+        ({"messages": "hi"}, "set prompt='messages' to use the text as a prompt"),
         (
             {"prompt": "a", "prompt_ids": [1]},
             "column 'prompt_ids' is one that Weft writes; rename it in the file",
@@ -140,7 +140,7 @@ def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(
                     }
                 ]
             },
-            "line 1: a message of role 'user' has a content block of type 'image', and no image belongs to it",
+            "line 1: a message of role 'user' has a content block of type 'image', but no image belongs to it",
         ),
         (
             {"prompt": [USER], "completion": [{"role": "assistant", "content": ["Blue"]}]},
@@ -161,7 +161,7 @@ def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(
         ),
         (
             {"prompt": "a", "video": ["a.mp4"]},
-            "line 1: column 'video' holds what a model would have to see or hear",
+            "line 1: column 'video' holds video or audio, which Weft does not support",
         ),
         (
             {"chosen": [BLUE], "rejected": [GREEN]},
@@ -256,7 +256,7 @@ def test_damaged_csv_is_named_with_its_row_and_line(tmp_path: Path, qwen: Path) 
     assert said(b"prompt,prompt\n2,4\n") == "c.csv: the header has 'prompt' twice (prompt, prompt)"
     assert (
         said(b"prompt;answer\n2;4\n")
-        == "c.csv: the header is 'prompt;answer'; fields are parted by ',', not by ';'"
+        == "c.csv: the header is 'prompt;answer'; fields are separated by ',', not by ';'"
     )
     assert said(b"promt,answer\n2,4\n").startswith(
         "c.csv: no known format has these columns: found 'promt' (text)"

@@ -90,7 +90,7 @@ def test_long_prompts_are_an_error_or_dropped_and_counted(tmp_path: Path, base: 
     said = complaint(file, base, max_prompt_tokens=2)
     assert said == (
         "p.jsonl, line 2: the prompt has 5 tokens, max_prompt_tokens is 2 (2 of 3 rows are longer); "
-        "raise max_prompt_tokens, or say too_long='drop'"
+        "raise max_prompt_tokens, or set too_long='drop'"
     )
     prompts = Prompts.read(file, base, max_prompt_tokens=2, too_long="drop")
     assert (prompts.table["prompt"].to_pylist(), prompts.dropped) == (["1"], 2)

@@ -29,7 +29,7 @@ def test_all_files_of_one_kind_are_read_by_name(tmp_path: Path, base: Path) -> N
     assert read(folder, base) == ["a.jsonl", "b.jsonl"]
     assert Prompts.read(folder, base).name == "sums"
     (folder / "c.csv").write_text("prompt\nc\n")
-    assert "holds files of several kinds (a.jsonl, b.jsonl, c.csv); give the list" in complaint(
+    assert "holds files of several kinds (a.jsonl, b.jsonl, c.csv); pass a list" in complaint(
         folder, base
     )
 
@@ -48,11 +48,13 @@ def test_the_split_is_train_unless_another_is_asked_for(tmp_path: Path, base: Pa
     assert read(folder, base, split="test") == ["data/test-0.jsonl"]
     assert "there is no split 'tset'; did you mean 'test'?" in complaint(folder, base, split="tset")
     (folder / "data" / "hard.jsonl").write_text('{"prompt": "hard"}\n')
-    assert "  default   files that are named after no split are not read: hard.jsonl" in str(
+    assert "  default   files without a split in their name are not read: hard.jsonl" in str(
         Prompts.read(folder, base).understood
     )
     other = data(tmp_path / "other", "dev.jsonl", "test.jsonl")
-    assert "has the splits validation, test; say which: split='validation'" in complaint(other, base)
+    assert "has the splits validation, test; choose one, such as split='validation'" in complaint(
+        other, base
+    )
     assert read(other, base, split="validation") == ["dev.jsonl"]
 
 
@@ -64,7 +66,7 @@ def test_folders_that_are_no_splits_are_subsets(tmp_path: Path, base: Path) -> N
     assert read(folder, base, subset="socratic") == ["socratic/train.jsonl"]
     assert "there is no subset 'man'; did you mean 'main'?" in complaint(folder, base, subset="man")
     other = data(tmp_path / "other", "hard/train.jsonl", "easy/train.jsonl")
-    assert "has the subsets easy, hard; say which: subset='easy'" in complaint(other, base)
+    assert "has the subsets easy, hard; choose one, such as subset='easy'" in complaint(other, base)
 
 
 def test_splits_and_subsets_that_are_not_there_are_refused(tmp_path: Path, base: Path) -> None:
@@ -77,7 +79,7 @@ def test_splits_and_subsets_that_are_not_there_are_refused(tmp_path: Path, base:
         folder / "a.jsonl", base, split="train"
     )
     (tmp_path / "empty").mkdir()
-    assert "holds no file which can be read as prompts" in complaint(tmp_path / "empty", base)
+    assert "is a folder without readable prompt files" in complaint(tmp_path / "empty", base)
 
 
 def test_a_link_that_leads_back_is_not_followed(tmp_path: Path, base: Path) -> None:

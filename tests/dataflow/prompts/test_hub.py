@@ -76,9 +76,9 @@ def test_an_id_is_read_from_the_cache(cache: Path, base: Path) -> None:
 def test_an_id_that_neither_cache_nor_network_has_is_named(cache: Path, base: Path) -> None:
     said = complaint("tiny/smus", base)
     assert said.startswith(
-        "'tiny/smus' is no file or folder here; as a data set it is not in the local Hugging Face cache"
+        "'tiny/smus' is not a file or folder, and not a data set in the local Hugging Face cache"
     )
-    assert "`hf download --repo-type dataset tiny/smus` puts it there" in said
+    assert "run `hf download --repo-type dataset tiny/smus`" in said
     (cache / "tiny").mkdir()  # now it is a mistyped path
     assert "prompt file 'tiny/smus' does not exist" in complaint("tiny/smus", base)
 
@@ -88,7 +88,7 @@ def test_without_the_library_the_extra_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "need the library datasets: pip install 'weft[datasets]'" in complaint("tiny/sums", base)
+    assert "install the library datasets: pip install 'weft[datasets]'" in complaint("tiny/sums", base)
 
 
 def test_a_dataset_that_is_loaded_already_is_taken_as_it_is(base: Path) -> None:

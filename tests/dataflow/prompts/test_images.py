@@ -125,13 +125,16 @@ def test_blocks_of_other_kinds_stay_beside_marks():
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"images": [b"GIF89"]}, "column 'images', image 1: it is no image that Pillow can read"),
-        ({"images": [BLUE, b""]}, "column 'images', image 2: it is no image that Pillow can read"),
+        ({"images": [b"GIF89"]}, "column 'images', image 1: it is not an image that Pillow can read"),
+        ({"images": [BLUE, b""]}, "column 'images', image 2: it is not an image that Pillow can read"),
         (
             {"images": [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\n"]},
             "image 1: it is PostScript, which is a",
         ),
-        ({"images": [BLUE[:40]]}, "image 1: it is no image that Pillow can read (its header is cut off)"),
+        (
+            {"images": [BLUE[:40]]},
+            "image 1: it is not an image that Pillow can read (its header is cut off)",
+        ),
         (
             {"images": [BLUE, None]},
             "column 'images', image 2: the column is list of binary without the bytes",
@@ -151,7 +154,7 @@ def test_blocks_of_other_kinds_stay_beside_marks():
         ),
         (
             {"completion": [{"role": "assistant", "content": [{"type": "image"}]}], "images": [BLUE]},
-            "a message of role 'assistant' has a content block of type 'image', and no image belongs to it",
+            "a message of role 'assistant' has a content block of type 'image', but no image belongs to it",
         ),
     ],
 )
