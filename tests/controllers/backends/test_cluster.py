@@ -22,11 +22,11 @@ def test_an_address_in_another_form_is_refused_by_the_name_of_where_it_stands(
     assert RayBackend("ray-head:6379").address == "ray-head:6379", "what is said in the script counts"
     for wrong, why in (
         ("ray://ray-head:10001", "joins it by host:port"),
-        ("ray-head", "no address of a Ray cluster"),
-        ("ray-head:", "no address of a Ray cluster"),
-        ("ray-head:six", "no address of a Ray cluster"),
-        ("ray-head:6379/x", "no address of a Ray cluster"),
-        ("::1:6379", "no address of a Ray cluster"),
+        ("ray-head", "not the address of a Ray cluster"),
+        ("ray-head:", "not the address of a Ray cluster"),
+        ("ray-head:six", "not the address of a Ray cluster"),
+        ("ray-head:6379/x", "not the address of a Ray cluster"),
+        ("::1:6379", "not the address of a Ray cluster"),
     ):
         with pytest.raises(UserError, match=f"RayBackend.'{wrong}'..*{why}"):
             RayBackend(wrong)
