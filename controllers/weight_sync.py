@@ -1,9 +1,7 @@
 """WeightSync: transfer new weights from leaders to the groups that follow them.
 
-    publish ──> publish_weights on the leader ──> receive_weights on each follower ──>
-    finish_publishing on the leader
-                                                  send_weights on the leader, if the transfer needs
-                                                  it
+    leader: publish_weights ──> follower: receive_weights ──> leader: finish_publishing
+                                  leader: send_weights (if the transfer needs it)
 
 - Followers read weights from the leader's memory, so the leader is not updated until they all have
   them.

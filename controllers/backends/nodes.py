@@ -1,9 +1,9 @@
 """Nodes of a run: start a segment server on each node, and tell all ranks where the servers are.
 
-    a rank came up ──on a known node──> it is told where the servers are
-    ────────────────────────────┐
-         └──on a new node──> a server starts there ──> all ranks are told where the servers are ──>
-         ready └──────────── CONNECT_TIMEOUT_S ────────────> its failure, which names the node
+    a rank came up ──on a known node──> it is told where the servers are ───────────────┐
+         │                                                                              v
+         ├──on a new node──> a server starts there ──> all ranks are told of it ──────> ready
+         └──CONNECT_TIMEOUT_S──> its failure, which names the node
 
 During a run nothing here blocks: the driver polls for answers of servers and ranks.
 """
@@ -564,7 +564,7 @@ class NodeLinks:
         """Process answers of servers and ranks, and restart dead servers.
 
         Returns:
-            Answers of new ranks that can work, and failures of those that cannot.
+            Answers of new ranks that can work, and failures of the others.
 
         Raises:
             WorkerDied: A server did not start in time on a node that the run needs.

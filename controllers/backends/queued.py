@@ -1,8 +1,8 @@
-"""A program that waits in its job until earlier jobs of the same queue are over, and then becomes the job's own command.
+"""Wait until earlier jobs of the same queue have ended, then execute the job's command.
 
     python -m weft.controllers.backends.queued QUEUE COMMAND...
 
-Ray's own record of jobs is the queue: a job that ended, or was killed, holds nobody up.
+The queue is Ray's list of jobs, so a job that ended or was killed does not block others.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ...dataflow.untrusted_text import show
 from .jobs import NUMBER, Job, Jobs
 
 LOOK_S = 3.0
-"""Seconds between two looks at the jobs before this one."""
+"""[s] Time between two checks of the jobs ahead."""
 MAX_WAIT_S = 30 * 86400.0
-"""Longest wait for one's turn."""
+"""[s] Longest wait."""
 
 
 def ahead_of(job: str, jobs: Sequence[Job]) -> list[Job]:
-    """The jobs of the same queue that come before one, the next of them last.
+    """Return the jobs of the same queue that come first, next one last.
 
     Args:
-        job: its id.
-        jobs: all jobs of the cluster.
+        job: Id of this job.
+        jobs: All jobs of the cluster.
     """
     own = next((one for one in jobs if one.id == job), None)
     if own is None:
@@ -49,14 +49,14 @@ def wait_for_turn(
     """Wait until no job of the queue is ahead of this one.
 
     Args:
-        job: its id.
-        jobs: asks for all jobs of the cluster.
-        tell: told whom it waits for, whenever that changes.
-        rest: waits so many seconds.
-        clock: seconds.
+        job: Id of this job.
+        jobs: Returns all jobs of the cluster.
+        tell: Receives a line whenever the jobs ahead change.
+        rest: Sleeps for some seconds.
+        clock: [s] Clock.
 
     Raises:
-        RunError: the turn did not come within MAX_WAIT_S.
+        RunError: The turn did not come within MAX_WAIT_S.
     """
     end, told = clock() + MAX_WAIT_S, ""
     while ahead := ahead_of(job, jobs()):
@@ -72,10 +72,10 @@ def wait_for_turn(
 
 
 def main(words: Sequence[str]) -> None:
-    """Wait, and become the command.
+    """Wait, then execute the command.
 
     Args:
-        words: the name of the queue, and the command.
+        words: Name of the queue, and the command.
     """
     _, *command = words
     server = Jobs(_server_of_this_cluster())
@@ -84,7 +84,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _server_of_this_cluster() -> str:
-    """The address of the job server of the cluster that this job runs on."""
+    """Address of the job server of this job's cluster."""
     from ray.dashboard.utils import get_address_for_submission_client
 
     return get_address_for_submission_client(os.environ["RAY_ADDRESS"])

@@ -1,8 +1,8 @@
 """LiveState: write the current state of a run to `live.json` in its directory, for the dashboard
 and other viewers.
 
-    {"at": 1763851200.2, "time_s": 812.4, "step": 12, "graphs": {"train": {"nodes":
-    {"rollout.generate": {"todo": 96, ...}}}}, ...}
+    {"at": 1763851200.2, "time_s": 812.4, "step": 12,
+     "graphs": {"train": {"nodes": {"rollout.generate": {"todo": 96, ...}}}}, ...}
 
 The file is replaced at most once a second. The loop only copies existing counters, which takes tens
 of microseconds. A thread serializes them, reads the memory of processes, and writes the file. The

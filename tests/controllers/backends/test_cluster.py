@@ -44,7 +44,7 @@ def test_a_cluster_that_is_gone_is_named_before_ray_is_imported():
     with pytest.raises(UserError) as caught:
         RayBackend(f"127.0.0.1:{port}").check({}, {})
     assert str(caught.value) == (
-        f"the Ray cluster at 127.0.0.1:{port} cannot be joined: nobody listens there (Connection refused)"
+        f"the Ray cluster at 127.0.0.1:{port} cannot be joined: no server listens there (Connection refused)"
     )
     with pytest.raises(UserError, match=r"the host 'no-such-host\.invalid' is not known"):
         nodes_of("no-such-host.invalid:6379")

@@ -58,7 +58,7 @@ def test_what_is_to_be_sent_is_checked_before_anything_starts(
     for settings, said in wrong:
         with pytest.raises(UserError, match=said):
             RayBackend("head:6379", **settings)
-    with pytest.raises(UserError, match="give its address; a local one sees them"):
+    with pytest.raises(UserError, match=r"give its address \(a local one sees them\)"):
         RayBackend(working_dir=tmp_path)
 
 

@@ -58,7 +58,7 @@ def test_groups_on_three_nodes_read_each_others_rows(scenes: Any, tmp_path: Path
         and "does not see the run's directory, " in result["hidden"]
     )
     assert (
-        "'actor' has checkpoints or samples to write there: choose a root that all nodes see"
+        "'actor' has checkpoints or samples to write there; choose a root that all nodes see"
         in result["hidden"]
     )
 

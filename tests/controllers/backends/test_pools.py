@@ -14,10 +14,13 @@ from weft.dataflow.errors import UserError
 
 def test_a_wait_that_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(UserError, match=r"RayBackend\(wait_s=0\): it is a number of seconds above 0"):
+    with pytest.raises(
+        UserError, match=r"RayBackend\(wait_s=0\): wait_s must be a number of seconds above 0"
+    ):
         RayBackend("head:6379", wait_s=0)
     with pytest.raises(
-        UserError, match=r"waits for a cluster to grow; a local one does not: give its address"
+        UserError,
+        match=r"waits for a cluster to grow, but a local cluster does not grow; give an address",
     ):
         RayBackend(wait_s=60)
 

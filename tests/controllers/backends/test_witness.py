@@ -44,7 +44,7 @@ def let_go(started: subprocess.Popen[bytes]) -> None:
 
 DEATHS = {
     "os._exit(3)": "exit code 3",
-    "os.kill(os.getpid(), 9)": "signal SIGKILL; the kernel counts nothing that it ended for want of memory",
+    "os.kill(os.getpid(), 9)": "signal SIGKILL; the kernel reports no out-of-memory kill",
     "os.kill(os.getpid(), 11)": "signal SIGSEGV",
     "raise ValueError('no such token')": "exit code 1",
 }
@@ -85,7 +85,7 @@ def test_memory_that_ran_out_is_named_with_how_it_went(tmp_path: Path, monkeypat
         started.kill()
         said = witness.ending("actor[1]", 20.0)
     assert said.startswith(
-        f"signal SIGKILL; out of memory: the kernel has ended a process of this machine meanwhile ({events}"
+        f"signal SIGKILL; out of memory: the kernel has killed a process on this machine since the last check ({events}"
     )
     assert "smaller microbatches" in said and said.endswith("s: 1.0 GiB, 2.0 GiB, 7.0 GiB")
 
