@@ -379,7 +379,9 @@ class Driver:
         try:
             point = find_checkpoint(self.directory.path)
         except UserError as damaged:
-            raise UserError(f"{damaged}\nIt was needed for a restart after this error: {error}") from error
+            raise UserError(
+                f"{damaged}\nIt was needed for a restart after this error: {error}"
+            ) from error
         assert point is not None
         self._restarts[point.path.name] += 1
         self._point = point

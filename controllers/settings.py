@@ -51,9 +51,7 @@ def read_settings_file(path: Path) -> dict[str, Placed]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         others = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise UserError(
-            f"--config {path}: there is no such file{nearest(path.name, others)}"
-        ) from None
+        raise UserError(f"--config {path}: there is no such file{nearest(path.name, others)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--config {path}: it cannot be read: {error}") from None
     return _toml(path, text) if path.suffix == ".toml" else _yaml(path, text)

@@ -116,7 +116,7 @@ def test_a_cluster_that_grows_is_waited_for_and_the_user_is_told_what_is_missing
 ):
     assert "asks for 4 GPUs (train: 4), but the cluster at" in result["too_large"]
     assert (
-        "resource pool 'train' (2 CPUs, 2 GPUs on each of 2 nodes) did not get what it asks for within 1 s"
+        "resource pool 'train' (2 CPUs, 2 GPUs on each of 2 nodes) did not get the requested devices within 1 s"
         in result["in_vain"]
     )
     assert "the cluster has 2 nodes with 10 CPUs" in result["in_vain"] and "3 GPUs" in result["in_vain"]
