@@ -225,7 +225,7 @@ class WeightSync:
         """End a generating call and requeue its unfinished rows."""
         assert call.ledger is not None and call.lease is not None
         if call.ledger.leases.holds(call.lease):
-            call.ledger.release(call.lease, "new weights came, and what was unfinished is requeued")
+            call.ledger.release(call.lease, "new weights arrived, so unfinished responses are requeued")
             self._cancel(call)
 
     def _receivers(self, follower: WorkerGroup, version: int) -> set[int]:

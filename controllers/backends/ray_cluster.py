@@ -293,7 +293,7 @@ class RayCluster:
                 )
             return
         self.is_connected = True
-        with signals_deferred("Ray has started, and is ended again"):
+        with signals_deferred("Ray has started and stopped again"):
             set_handler = utils.set_sigterm_handler
             utils.set_sigterm_handler = lambda *_: None  # Ray's handler would end the process at once
             try:

@@ -50,7 +50,7 @@ class UserCode:
         """
         for name, given in (("py_modules", py_modules), ("excludes", excludes)):
             if isinstance(given, str | Path):
-                raise UserError(f"RayBackend({name}={str(given)!r}): it is a list")
+                raise UserError(f"RayBackend({name}={str(given)!r}): it must be a list")
         if excludes and working_dir is None and not py_modules:
             raise UserError(
                 f"RayBackend(excludes={list(excludes)}) has no effect without a folder to send; give working_dir or py_modules"

@@ -331,9 +331,7 @@ def _in_words(text: str, pid: int, *, known: bool) -> str:
         return "its process is gone"
     found = threads_in(text)
     if not found:
-        return (
-            f"its process does not say where it stands: {STATES.get(_state(pid), 'it answers no signal')}"
-        )
+        return f"its process does not report its stack: {STATES.get(_state(pid), 'it does not respond to signals')}"
     working = [frames for frames in found if any(Path(file).name == AT_WORK for file, *_ in frames)]
     return shown(working[0] if working else found[-1])
 
@@ -362,10 +360,10 @@ def shown(frames: list[tuple[str, str, str]]) -> str:
             break
         own.append(frame)
     if not own or (len(own) < len(frames) and frames[len(own)][2] == "_serve"):
-        return "it waits for a call, as if it had none"
+        return "it is idle: it waits for a call"
     more = [f"  ... and {len(own) - MAX_FRAMES} more"] if len(own) > MAX_FRAMES else []
     lines = [f'  File "{file}", line {line}, in {name}' for file, line, name in own[:MAX_FRAMES]]
-    return "\n".join(["it stands at (the innermost call first)", *lines, *more])
+    return "\n".join(["stack (innermost call first)", *lines, *more])
 
 
 def _size(log: Path) -> int:

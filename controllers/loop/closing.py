@@ -214,7 +214,7 @@ class Closing:
             near = nearest(name, metrics)
             self._history.progress.alert(
                 "mistake",
-                f"CheckpointConfig(best={name!r}): that evaluation does not measure it{near}, so no checkpoint is the best",
+                f"CheckpointConfig(best={name!r}): that evaluation has no such metric{near}, so no checkpoint is marked as best",
             )
         self._best_is_checked |= name.startswith(f"{evaluation}/")
 

@@ -286,9 +286,9 @@ def failure_of(error: BaseException) -> Failure:
     )
     message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):
-        message = f"it called sys.exit({error.code!r}), which ends no run"
+        message = f"it called sys.exit({error.code!r}), which does not end a run"
     elif isinstance(error, BdbQuit):
-        message = "a debugger was left, and the run ends"
+        message = "the debugger was quit, so the run ends"
         if sys.stdin is None or not sys.stdin.isatty():
             # `Local` runs workers on the main thread.
             how = (
@@ -296,7 +296,7 @@ def failure_of(error: BaseException) -> Failure:
                 if threading.current_thread() is threading.main_thread()
                 else " with backend=weft.Local()"
             )
-            message = f"breakpoint() found no terminal to stop at; run{how} in a terminal, or take it out"
+            message = f"breakpoint() found no terminal to stop at; run{how} in a terminal, or remove it"
     kind = FailureKind.USER_ERROR if isinstance(error, UserError | BdbQuit) else FailureKind.EXCEPTION
     kind = FailureKind.DISK_FULL if is_full(error) else kind
     ids, sample = tuple(getattr(error, "sample_ids", ())), getattr(error, "sample", "")

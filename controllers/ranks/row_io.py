@@ -189,8 +189,8 @@ class Publisher:
             return
         some = ", ".join(map(str, list(self._missing)[:4])) + ", ..." * (len(self._missing) > 4)
         raise UserError(
-            f"{self._declared}: it returns every row that it was given; it lost {len(self._missing)} of {len(rows.ids)} "
-            f"(samples {some}). An operation that may leave rows out is declared with shape=Shape.FILTER"
+            f"{self._declared}: it must return every row that it was given, but lost {len(self._missing)} of {len(rows.ids)} "
+            f"(samples {some}). Declare an operation that leaves rows out with shape=Shape.FILTER"
         )
 
     @property
@@ -205,7 +205,7 @@ class Publisher:
         batch = rows.rows if isinstance(rows, Children) else rows
         expands = self._rows.operation.shape is Shape.EXPAND
         if isinstance(rows, Children) and not expands:
-            raise TypeError(f"{self._declared}: it returns a Batch, not Children")
+            raise TypeError(f"{self._declared}: it must return a Batch, not Children")
         missing = [c for c in writes if c not in batch]
         if missing:
             raise TypeError(
@@ -239,10 +239,12 @@ class Publisher:
         for id in ids.tolist():
             if id not in self._given:
                 raise UserError(
-                    f"{self._declared}: it returns rows that it was given, with their sample_id; it returned sample_id {id}"
+                    f"{self._declared}: it must return rows that it was given, with their sample_id, but returned sample_id {id}"
                 )
             if id not in self._missing:
-                raise UserError(f"{self._declared}: it returns a row once; it returned sample {id} twice")
+                raise UserError(
+                    f"{self._declared}: it must return each row once, but returned sample {id} twice"
+                )
             del self._missing[id]
         return ids
 
@@ -260,8 +262,8 @@ class Publisher:
             (id for id in (*parents.tolist(), *finished.tolist()) if id not in self._first), None
         ):
             raise UserError(
-                f"{self._declared}: the parent_id of a row that it makes is the sample_id of a row that it was given; "
-                f"it made a row of {stranger}"
+                f"{self._declared}: the parent_id of a new row must be the sample_id of a row that it was given, "
+                f"but it made a row of {stranger}"
             )
         numbers = _in_order(parents) if numbers is None else numbers
         new = [
@@ -281,13 +283,13 @@ class Publisher:
         """Record a new row. Return False if it was published before, by an earlier worker."""
         if not 0 <= number < MAX_CHILDREN:
             raise UserError(
-                f"{self._declared}: it makes at most {MAX_CHILDREN} rows of one row; it made more of {parent}"
+                f"{self._declared}: it may make at most {MAX_CHILDREN} rows from one row, but made more from {parent}"
             )
         if (parent, number) in self._made_before:
             return False
         if number in self._made[parent]:
             raise UserError(
-                f"{self._declared}: it makes a row once; it made row {number} of {parent} twice"
+                f"{self._declared}: it must make each row once, but made row {number} of {parent} twice"
             )
         self._made[parent].add(number)
         return True
@@ -308,7 +310,7 @@ def _taken_apart(name: str, part: Any) -> tuple[Batch | Children | None, Metrics
     for key, metric in metrics.items():
         if not isinstance(metric, Metric):
             raise TypeError(
-                f"{name}: metric {key!r} must be a Mean, Max, Sum or Std, which know how to be merged, not {metric!r}"
+                f"{name}: metric {key!r} must be a Mean, Max, Sum or Std, which can be merged, not {metric!r}"
             )
     return batch, metrics
 

@@ -537,7 +537,8 @@ def test_a_program_refuses_an_object_that_has_no_text_and_says_how_to_give_it_on
             return float(len(response) == self.goal)
 
     with pytest.raises(
-        weft.UserError, match="cannot be written in a program; give it a name at the top level of the script"
+        weft.UserError,
+        match="cannot be written in a program; give it a name at the top level of the script",
     ):
         weft.train("model", PROMPTS, Near(1, 2), max_tokens=6, explain=True)
 

@@ -52,7 +52,7 @@ def test_what_is_to_be_sent_is_checked_before_anything_starts(
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"working_dir": tmp_path / "nothing"}, r"RayBackend\(working_dir='.*nothing'\): no such folder"),
         ({"py_modules": [tmp_path, "no"]}, r"RayBackend\(py_modules='no'\): no such folder"),
-        ({"py_modules": "package"}, r"RayBackend\(py_modules='package'\): it is a list"),
+        ({"py_modules": "package"}, r"RayBackend\(py_modules='package'\): it must be a list"),
         ({"excludes": ["data"]}, r"RayBackend\(excludes=\['data'\]\) has no effect without a folder"),
     ]
     for settings, said in wrong:
