@@ -28,8 +28,6 @@ THIS_MACHINE = "this machine"
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes that pools can use."""
-
     sizes: Sequence[tuple[int, int]]
     """CPUs and GPUs of each node."""
     where: str
@@ -68,9 +66,7 @@ class Position:
     node_rank: int
     """Index of its node among the nodes of its group, and of the bundle in its pool."""
     local_rank: int
-    """Index among its group's ranks on that node."""
     nodes: int
-    """Number of nodes of the group."""
 
 
 def position(place: Place, rank: int) -> Position:
@@ -321,7 +317,6 @@ def _replica(handle: Handle, name: str, place: Place) -> int:
 
 
 def _is_whole(ranks_per_node: int, replica: int) -> bool:
-    """Whether every replica fits into a node or fills whole nodes."""
     return ranks_per_node % replica == 0 or replica % ranks_per_node == 0
 
 

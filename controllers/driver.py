@@ -299,11 +299,7 @@ class Driver:
             self._history.progress.alert("dashboard", f"the dashboard cannot be started: {error}")
 
     def _note(self, error: BaseException) -> None:
-        """Record the error that ends the run among its alerts.
-
-        Symptoms are recorded already. After a takeover another driver writes the alerts. An
-        interrupt is intended.
-        """
+        """Record the error that ends the run among its alerts."""
         if isinstance(error, Exception) and not isinstance(error, SymptomError | TakenOverError):
             text = error.text if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
             self._history.progress.alerts.add("failed", text, ends=True)
@@ -322,7 +318,6 @@ class Driver:
                 self.directory.lock.release()
 
     def _end(self) -> None:
-        """Close the run directory and stop the processes, but keep the lock."""
         try:
             self.directory.close()
         except OSError as error:
@@ -430,9 +425,6 @@ def _checked(
 ) -> tuple[RunSpec, Mapping[str, Handle]]:
     """Check the run and return its specification, and the handles of its graphs.
 
-    Args:
-        settings: Other fields of the specification, as the user gave them.
-
     Raises:
         UserError: A setting is wrong.
     """
@@ -461,7 +453,6 @@ def _checked(
 
 
 def _described(spec: RunSpec, handles: Mapping[str, Handle]) -> dict[str, Any]:
-    """Description of the run for its directory."""
     return {
         "seed": spec.seed,
         "backend": repr(spec.backend),

@@ -45,13 +45,11 @@ class GraphRun(ABC):
     graph: Graph
     ledger: Ledger
     positions: Iterator[int]
-    """Source rows to issue, in order."""
     num_tokens: np.ndarray
     """[source rows] Tokens of each row."""
 
     @cached_property
     def updates(self) -> tuple[Node, ...]:
-        """Nodes that update weights."""
         return tuple(n for n in self.graph.nodes if n.operation.updates)
 
     @cached_property
@@ -76,7 +74,6 @@ class GraphRun(ABC):
         )
 
     def issue(self, number: int, step: int) -> int:
-        """Issue the next rows of the source, and return their number."""
         chosen = list(itertools.islice(self.positions, number))
         self.ledger.issue(chosen, self.num_tokens[chosen].tolist(), step=step)
         return len(chosen)
@@ -115,9 +112,7 @@ class TrainingRun(GraphRun):
     begun: bool = False
     """Step 0, the start of the run, is closed."""
     stopped: bool = False
-    """The run ends early."""
     open: bool = False
-    """Rows were issued for a step that is not closed yet."""
     taken: Counter[str] = field(default_factory=Counter)
     """Update -> groups claimed for the current step."""
     trained: Counter[str] = field(default_factory=Counter)
@@ -164,7 +159,6 @@ class TrainingRun(GraphRun):
 
     @property
     def measured(self) -> dict[str, float]:
-        """Metrics of the current step so far."""
         return values_of(merge(self.metrics))
 
     def take(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
@@ -180,7 +174,6 @@ class TrainingRun(GraphRun):
         super().finish(lease, step)
 
     def trains(self, lease: Lease) -> None:
-        """Record rows that an update has trained on."""
         name = lease.node.name
         self.samples[name] += lease.num_rows
         tokens = lease.num_tokens
@@ -220,7 +213,6 @@ class EvaluationUnderWay:
     metrics: list[Mapping[str, Metric]] = field(default_factory=list)
     versions: set[int] = field(default_factory=set)
     asked: int = 0
-    """Number of prompts issued."""
     answered: set[int] = field(default_factory=set)
     """Groups that reached the end of the graph."""
 
@@ -232,13 +224,11 @@ class EvaluationRun(GraphRun):
     due: dict[int, Mapping[str, int]] = field(default_factory=dict)
     """Step whose evaluation has not begun -> group -> version that the group must have first."""
     under_way: dict[int, EvaluationUnderWay] = field(default_factory=dict)
-    """Step -> its running evaluation."""
     closed_at: int = -1
     """Latest step with a closed evaluation."""
 
     @property
     def pending(self) -> bool:
-        """Whether an evaluation is due or running."""
         return bool(self.due or self.under_way)
 
     @property
@@ -262,7 +252,6 @@ class EvaluationRun(GraphRun):
             self.due[step] = versions
 
     def begin(self, step: int) -> None:
-        """Issue the whole source for the evaluation of a step."""
         del self.due[step]
         self.under_way[step] = EvaluationUnderWay()
         self.under_way[step].asked = self.issue(len(self.num_tokens), step)
@@ -304,8 +293,6 @@ class EvaluationRun(GraphRun):
 
 @dataclass(frozen=True)
 class GraphRuns:
-    """All graphs of a run."""
-
     train: TrainingRun
     evaluations: Mapping[str, EvaluationRun]
 
@@ -318,7 +305,6 @@ class GraphRuns:
 
     @property
     def evaluating(self) -> bool:
-        """Whether an evaluation is due or running."""
         return any(evaluation.pending for evaluation in self.evaluations.values())
 
     def needs_weights(self, group: str, version: int) -> bool:

@@ -60,7 +60,6 @@ class Call:
     group: WorkerGroup
     method: str
     ranks: tuple[int, ...]
-    """Called ranks."""
     number: int = field(default_factory=itertools.count(1).__next__)
     """Unique number of the call in this process."""
     node: Node | None = None
@@ -75,7 +74,6 @@ class Call:
     values: dict[int, Any] = field(default_factory=dict)
     metrics: list[Metrics] = field(default_factory=list)
     seconds: dict[int, float] = field(default_factory=dict)
-    """[s] Rank -> time spent in the worker."""
     answered: dict[int, float] = field(default_factory=dict)
     """[s] Rank -> time of its last reply, on the backend's clock."""
     by_load: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -86,7 +84,6 @@ class Call:
     lost: set[int] = field(default_factory=set)
     """Ranks that failed or died, whose replies are ignored."""
     shares: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Rank -> its sample ids."""
 
     @property
     def done(self) -> bool:
@@ -94,7 +91,6 @@ class Call:
 
     @property
     def behind(self) -> bool:
-        """Whether the run does not wait for this call, because it writes samples."""
         return self.node is not None and self.node.operation.behind
 
     @property
@@ -263,7 +259,6 @@ class WorkerGroup:
         self.mesh = tuple(mesh)
         self._submit = submit
         self.calls = UnderWay()
-        """Running calls, oldest first. A rank handles one at a time."""
         self.version = 0
         """Policy version of the group's weights."""
         self.absent: set[int] = set()
@@ -290,7 +285,6 @@ class WorkerGroup:
 
     @cached_property
     def _row_cost(self) -> RowCost:
-        """Cost of rows, read from the model's settings on first use."""
         worker = self.handle.worker_class
         return worker.row_cost(self.handle.config) if issubclass(worker, Worker) else RowCost()
 
@@ -299,14 +293,12 @@ class WorkerGroup:
         return len(self.calls) > 0
 
     def watch(self, call: Call) -> None:
-        """Add a running call."""
         self.calls.add(call)
         for replica, ids in call.by_load.items():
             call.left[replica] = len(ids)
             self._loads.add(replica, len(ids))
 
     def forget(self, call: Call) -> None:
-        """Remove a finished call."""
         self.calls.remove(call)
         for replica, left in call.left.items():
             self._loads.add(replica, -left)
@@ -321,12 +313,10 @@ class WorkerGroup:
 
     @property
     def out(self) -> set[int]:
-        """Ranks that get no rows."""
         return self.absent | self.starting | self.lacking
 
     @property
     def up(self) -> list[int]:
-        """Ranks whose processes are up."""
         return [
             rank
             for rank in range(len(self.mesh))
@@ -341,7 +331,6 @@ class WorkerGroup:
 
     @property
     def at_work(self) -> UnderWay:
-        """Running calls on ranks that get rows."""
         return (
             UnderWay(c for c in self.calls if not self.out.issuperset(c.ranks))
             if self.out
@@ -510,11 +499,6 @@ class _Rows:
         self._pieces = Pieces(ledger.graph, ledger.source, lease)
 
     def cut(self, shares: Sequence[Sequence[int]]) -> list[RowTask]:
-        """Return a task for each share.
-
-        Args:
-            shares: Row indexes of each share.
-        """
         node, first_children = self._lease.node, self._first_children
         ends = np.cumsum([len(share) for share in shares]).tolist()
         index = np.fromiter(itertools.chain.from_iterable(shares), np.int64, ends[-1] if ends else 0)

@@ -49,9 +49,7 @@ class ResourcePool:
 
     name: str
     cpus: int
-    """Total number."""
     gpus: int
-    """Total number."""
     nodes: int | None
     """None lets the cluster decide."""
     beside: str | None
@@ -99,7 +97,6 @@ class ResourcePool:
 
 
 def _in_all(who: str, kind: str, total: int | None, each: int | None, nodes: int | None) -> int | None:
-    """Total number of devices of one kind; None if neither number was given."""
     if each is not None and nodes is None:
         raise UserError(
             f"{who}: {kind}_per_node={each} needs the number of nodes; give nodes=... as well, or {kind}=... in total"
@@ -183,7 +180,6 @@ class Place:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether ranks of the group may come and go."""
         return self.min_ranks is not None
 
     @property
@@ -193,7 +189,6 @@ class Place:
 
     @property
     def gpus(self) -> int:
-        """GPUs of each rank."""
         return self.pool.gpus // self.ranks
 
 
@@ -234,7 +229,6 @@ def resolve(placement: Placement | None, groups: Mapping[str, object]) -> dict[s
 
 
 def _check_alone(placement: Placement) -> None:
-    """Check that elastic groups do not share their pools."""
     for name, place in placement.items():
         pool = place.pool
         others = [
@@ -263,7 +257,6 @@ def check_elastic(placement: Placement, groups: Mapping[str, Handle]) -> None:
 
 
 def is_own(pool: ResourcePool) -> bool:
-    """Whether a pool was made for a group that is not in the placement."""
     return pool.name.endswith(OWN)
 
 

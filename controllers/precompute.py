@@ -97,7 +97,6 @@ def precompute(
 
 
 def _with_written(graph: Graph, written: Mapping[str, pa.Array | pa.ChunkedArray]) -> TableSource:
-    """The graph's source with the written columns, which replace columns of the same name."""
     table = graph.source.table.drop_columns([name for name in written if name in graph.source.columns])
     for name, values in written.items():
         table = table.append_column(name, values)
@@ -151,7 +150,6 @@ def _in_order(graph: Graph, found: pa.Table) -> pa.Table:
 
 @node(reads=lambda columns: columns)
 def write_columns(rows: Batch, *, columns: Sequence[str], folder: Path) -> None:
-    """Write these columns to a file in the folder."""
     kept = rows.select(columns).record
     with (
         pa.OSFile(str(folder / f"{rows['sample_id'][0].as_py()}.arrow"), "wb") as sink,

@@ -40,7 +40,6 @@ class Part:
     """A top-level statement of a script."""
 
     place: tuple[int, int]
-    """Line and column."""
     text: str
     binds: frozenset[str]
     """Names that it defines or whose objects it changes."""
@@ -81,7 +80,6 @@ class Script:
         return any(name in part.binds for part in self.parts) or self._by_star(name) is not None
 
     def name_of(self, value: Any) -> str | None:
-        """The script's name for an object."""
         found = (
             name
             for name, each in vars(self.module).items()
@@ -242,7 +240,6 @@ def factory(function: FunctionType) -> tuple[str, list[str]]:
 
 
 def _node_of(code: CodeType, file: str, names: Mapping[str, Any]) -> ast.AST | None:
-    """The `def` or `lambda` that a code object was compiled from."""
     tree = ast.parse("".join(linecache.getlines(file, dict(names))))
     kind = ast.Lambda if code.co_name == "<lambda>" else (ast.FunctionDef, ast.AsyncFunctionDef)
     found = [
@@ -276,7 +273,6 @@ def _root(node: ast.expr) -> str:
 
 
 def _frame_of(module: ModuleType) -> FrameType | None:
-    """The frame that executes the top level of a module."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None and not (
         frame.f_code.co_name == "<module>" and frame.f_globals is vars(module)
@@ -293,8 +289,6 @@ WIDEST = 120
 
 @dataclass(frozen=True)
 class Statement:
-    """A call, and the name of its result."""
-
     name: str
     function: Any
     positional: tuple[Any, ...]
@@ -322,14 +316,12 @@ class Program:
         self._imports: dict[str, dict[str, str]] = {}
         """Module -> imported name -> its alias in the program."""
         self._needs: set[str] = set()
-        """Names that the script defines."""
         self._definitions: dict[str, str] = {}
         """Name -> text that defines it: closures, and names of scripts without source text."""
         self._renamed: set[str] = set()
         """Names of the program that the script also defines."""
 
     def assign(self, name: str, function: Callable[..., T], /, *positional: Any, **arguments: Any) -> T:
-        """Make a call and give its result a name."""
         made = function(*positional, **arguments)
         self._statements.append(Statement(name, function, positional, arguments))
         self._made.append((made, name))
@@ -616,7 +608,6 @@ def _constructor_arguments(value: Any) -> dict[str, Any]:
 
 
 def _exported(name: str) -> Any:
-    """The package's export with this name, or None."""
     return getattr(import_module(PACKAGE), name, None)
 
 
@@ -630,13 +621,11 @@ def _quoted(text: str) -> str:
 
 
 def _given_settings(value: Config) -> dict[str, Any]:
-    """Settings that were given, in order."""
     return {
         name: getattr(value, name) for name in type(value).model_fields if name in value.model_fields_set
     }
 
 
 def _given_fields(value: Any) -> dict[str, Any]:
-    """Fields of a dataclass that differ from their defaults."""
     given = {f.name: (getattr(value, f.name), f.default) for f in fields(value) if f.init}
     return {name: now for name, (now, default) in given.items() if default is MISSING or now != default}

@@ -34,7 +34,6 @@ class CallRequest:
     """The call needs the devices of the group's pool, so other groups must give them up."""
 
     def call(self) -> Call:
-        """Submit the call to the ranks, without waiting."""
         return self.group.call(self.method, ranks=self.ranks, **self.arguments)
 
 

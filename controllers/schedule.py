@@ -82,7 +82,6 @@ class Stepwise(Config):
         return max(0, self.size(train) - self.passed(train)) if train.updates else 0
 
     def size(self, train: TrainingRun) -> int:
-        """Groups in the batch of the current step."""
         return self.prompts_per_step if train.short_size is None else train.short_size
 
     def passed(self, train: TrainingRun) -> int:
@@ -104,7 +103,6 @@ class Stepwise(Config):
         return passed and self.size(train)
 
     def over(self, train: TrainingRun) -> bool:
-        """Whether the current step is done."""
         return train.open and not train.ledger.live.groups_at_work and not self.lacks(train)
 
     def _when_settled(self, train: TrainingRun, node: Node) -> Share | None:
@@ -240,7 +238,6 @@ class Asynchronous(InParts):
 
 
 Training = Synchronous | Pipelined | Asynchronous
-"""Schedule of a training graph."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,6 @@ class StopOnSignal:
     no metrics, so no step waits for an evaluation."""
 
     noted: Callable[[], int]
-    """Returns the signal that came, or 0."""
 
     def __call__(self, metrics: Mapping[str, float]) -> bool:
         return bool(self.noted())
@@ -61,7 +60,6 @@ def ask_to_end(number: int) -> bool:
 
 
 def asked_to_end() -> int:
-    """The signal that asked the current run to end, or 0."""
     return _Ending.asked
 
 
@@ -83,7 +81,6 @@ def write_line(line: str) -> None:
 
 
 def terminals() -> list[int]:
-    """The standard streams that are terminals."""
     return [stream for stream in STREAMS if os.isatty(stream)]
 
 

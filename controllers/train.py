@@ -173,7 +173,6 @@ MODEL = "model"
 
 
 def _checked(method: Method, name: str, rewards: object, held_out: object) -> Method:
-    """Return the method, if it fits the other arguments."""
     if method.samples and rewards is None:
         raise UserError(
             f"method={name!r} needs a reward for its responses; give rewards=..., a function of `response`"
@@ -219,8 +218,6 @@ def _groups(
     rewards: Rewards | None,
     trained: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Worker groups of a method, by name. With an adapter, the actor without it is the
-    reference."""
     trained = {"model": model, **trained, **shared.trained}
     workers: Mapping[str, tuple[type, Mapping[str, Any]]] = {
         "rollout": (RolloutWorker, {"model": model, **shared.rollout}),
@@ -258,7 +255,6 @@ def _explain(program: Program, training: Graph, settings: Mapping[str, Any]) -> 
 
 
 def _run(training: Graph, actor: Any, settings: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Run to the end or until a signal ends it, and save the model."""
     said = (
         "the run ends after this step and saves its model; a second one ends it at once, without saving"
     )
@@ -295,10 +291,8 @@ class SharedDevices:
     """Settings that let all groups share the devices of a machine or cluster."""
 
     run: Mapping[str, Any]
-    """Placement and backend of the driver."""
     rollout: Mapping[str, Any]
     model: Mapping[str, Any] = field(default_factory=dict)
-    """For a model that is not trained."""
     trained: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -362,7 +356,6 @@ def _equal_nodes(sizes: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
 
 
 def _held_out_sets(held_out: Data | Mapping[str, Data] | None) -> Mapping[str, Data]:
-    """Held-out rows by the names of their evaluations."""
     if held_out is None:
         return {}
     return held_out if isinstance(held_out, Mapping) else {"eval": held_out}

@@ -97,7 +97,6 @@ class Setup:
     handles: Mapping[str, Handle]
     """Worker groups, by name."""
     placement: Mapping[str, Place]
-    """Group -> its pool and ranks."""
     run_dir: Path
     """Directory of the run, with a log for each rank."""
     seed: int
@@ -111,7 +110,6 @@ class Setup:
     writers: Collection[str] = ()
     """Groups that write checkpoints or samples into the run's directory."""
     tell: Callable[[str], None] = lambda line: None
-    """Prints a line about the start for the user."""
 
 
 def plain_name(name: str) -> str:
@@ -182,11 +180,7 @@ class Backend(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
-        """Wait for replies and return all that have arrived, or none after the timeout.
-
-        Args:
-            timeout_s: [s] Longest wait for the first reply.
-        """
+        """Wait for replies and return all that have arrived, or none after the timeout."""
         ...
 
     def rest(self, seconds: float) -> None:
@@ -199,20 +193,11 @@ class Backend(Protocol):
         ...
 
     def cancel(self, call: Call) -> None:
-        """Cancel an interruptible call on all of its ranks. Its last reply still arrives.
-
-        Args:
-            call: A running call.
-        """
+        """Cancel an interruptible call on all of its ranks. Its last reply still arrives."""
         ...
 
     def give_up(self, call: Call, sample_ids: Sequence[int]) -> None:
-        """Tell the ranks of a call that some of its rows are no longer needed.
-
-        Args:
-            call: A running call.
-            sample_ids: Ids of these rows.
-        """
+        """Tell the ranks of a call that some of its rows are no longer needed."""
         ...
 
     @property
@@ -262,21 +247,12 @@ class Backend(Protocol):
 
         Calls that the old process had not answered are never answered. Calls to the new one wait
         until it is up.
-
-        Args:
-            group: Group of the rank.
-            rank: Rank in the group.
         """
         ...
 
     def release(self, group: WorkerGroup, rank: int) -> None:
         """End the process of an elastic group's rank, if it is alive, without replacing it or
-        waiting.
-
-        Args:
-            group: Group of the rank.
-            rank: Rank in the group.
-        """
+        waiting."""
         ...
 
     def vacant(self, group: WorkerGroup) -> Collection[int]:
@@ -294,12 +270,7 @@ class Backend(Protocol):
         ...
 
     def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
-        """Stack traces of ranks, in words, within seconds; unknown ones are left out.
-
-        Args:
-            group: Group of the ranks.
-            ranks: Ranks in the group.
-        """
+        """Stack traces of ranks, in words, within seconds; unknown ones are left out."""
         ...
 
     @property
@@ -318,12 +289,7 @@ class Backend(Protocol):
         ...
 
     def report(self, run: str, metrics: Mapping[str, float]) -> None:
-        """Show metrics of a step at the endpoint.
-
-        Args:
-            run: Name of the run.
-            metrics: Metrics as the run writes them.
-        """
+        """Show metrics of a step at the endpoint."""
         ...
 
     def close(self) -> None:
@@ -333,10 +299,6 @@ class Backend(Protocol):
 
 def check_machine(handles: Mapping[str, Handle], placement: Mapping[str, Place]) -> None:
     """Check that this machine has enough memory for the groups. On GPUs, the workers check it.
-
-    Args:
-        handles: Group -> its handle.
-        placement: Group -> its place; other groups have one rank.
 
     Raises:
         UserError: There is too little memory; the message names the setting.

@@ -119,12 +119,10 @@ class JobRequest:
     script: Path
     """A Python program in `working_dir`."""
     arguments: Sequence[str] = ()
-    """Arguments of the program."""
     name: str | None = None
     """Folder of the job's runs below `root`, and prefix of its id; by default the name of the
     script."""
     working_dir: Path = Path()
-    """Folder to send."""
     excludes: Sequence[str] = ()
     """Patterns of files that are not sent, as in a `.gitignore`."""
     root: str = DEFAULT_ROOT
@@ -173,7 +171,6 @@ class JobRequest:
 
     @property
     def folder(self) -> str:
-        """Folder of the job's runs on the head node."""
         return f"{self.root.rstrip('/')}/{self.run_name}"
 
     @property
@@ -187,7 +184,6 @@ class JobRequest:
 
     @property
     def entrypoint(self) -> str:
-        """Shell command of the job."""
         queued = [self.python, "-m", _QUEUED, self.queue] if self.queue is not None else []
         return shlex.join([*queued, self.python, self.program, *self.arguments])
 
@@ -244,7 +240,6 @@ class Job:
     status: str
     """PENDING, RUNNING, or one of OVER."""
     message: str
-    """Ray's message about the status."""
     queue: str
     """Name of its queue, or an empty string."""
     submitted_s: float
@@ -261,7 +256,6 @@ class Job:
 
     @classmethod
     def of(cls, details: Any) -> Job:
-        """Convert the details from Ray's client."""
         metadata = details.metadata or {}
         variables = (details.runtime_env or {}).get("env_vars", {})
         return cls(
@@ -408,11 +402,7 @@ class Jobs:
 
 
 class _Log:
-    """Passes on the text of a log once, although each connection sends it from the beginning.
-
-    Args:
-        write: Receives new text.
-    """
+    """Passes on the text of a log once, although each connection sends it from the beginning."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
@@ -420,12 +410,7 @@ class _Log:
         """Number of characters passed on."""
 
     def take(self, text: str, end: int) -> None:
-        """Pass on the new part of a piece.
-
-        Args:
-            text: The piece.
-            end: Length of the log up to the end of the piece.
-        """
+        """Pass on the new part of a piece."""
         if end > self._written:
             self._write(text[max(0, len(text) - (end - self._written)) :])
             self._written = end

@@ -88,12 +88,10 @@ class SilenceWatch:
             self._spoke = math.inf
 
     def advance(self) -> None:
-        """Note progress of the running call."""
         if self._spoke < math.inf:
             self._spoke = time.monotonic()
 
     def close(self) -> None:
-        """Stop watching."""
         self._closed.set()
         self._disarm()
         if self._interrupts and signal.getsignal(SIGNAL) == self._interrupted:

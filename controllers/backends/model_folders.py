@@ -34,17 +34,12 @@ PIECE_TIMEOUT_S = 120.0
 
 
 class FolderSource:
-    """Reads folders of the driver's node for ranks on other nodes, in a Ray actor.
-
-    Args:
-        folders: Folders that may be read.
-    """
+    """Reads folders of the driver's node for ranks on other nodes, in a Ray actor."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
         self._folders = frozenset(folders)
 
     def listing(self, folder: Path, weights: bool) -> FolderListing:
-        """The listing of the folder."""
         self._check(folder)
         return list_folder(folder, weights=weights)
 
@@ -65,7 +60,6 @@ class ModelFolders:
     node: str
     """Ray's id of the driver's node."""
     source: Any
-    """The actor that reads the folders there."""
     named: Mapping[str, Path] = field(default_factory=dict)
     """Setting -> folder on the driver's node."""
 
@@ -129,12 +123,7 @@ class ModelFolders:
 
 class SentFolders:
     """Model folders of a run, on the driver's side. The actor that reads them starts when a rank
-    may be on another node.
-
-    Args:
-        handles: Worker groups, by name.
-        node: Ray's id of the driver's node.
-    """
+    may be on another node."""
 
     def __init__(self, handles: Mapping[str, Handle], node: str) -> None:
         self._named = {name: named_folders(handle.config) for name, handle in handles.items()}
@@ -160,7 +149,6 @@ class SentFolders:
         return ModelFolders(self._node, self._source, self._named[group])
 
     def kill(self) -> None:
-        """End the actor."""
         import ray
 
         if self._source is not None:

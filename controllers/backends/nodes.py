@@ -78,12 +78,7 @@ def new_text(folder: Path, known: Mapping[str, int]) -> NewText:
 
 
 class NodeLogs:
-    """Copies the logs of other machines into the run's directory.
-
-    Args:
-        folder: Folder of logs in the run's directory.
-        clock: [s] Clock.
-    """
+    """Copies the logs of other machines into the run's directory."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
@@ -97,11 +92,7 @@ class NodeLogs:
         answered."""
 
     def look(self, hosts: Mapping[str, Any]) -> None:
-        """Store answers that have arrived, and ask again if it is time, without waiting.
-
-        Args:
-            hosts: Node -> actor that reads its logs.
-        """
+        """Store answers that have arrived, and ask again if it is time, without waiting."""
         self._take_ready(0.0, list(self._asked))
         if self._clock() - self._asked_at >= LOG_S:
             self._ask(hosts)
@@ -118,13 +109,11 @@ class NodeLogs:
         self.silent |= {self._asked[promise] for promise in late}
 
     def _ask(self, hosts: Mapping[str, Any]) -> None:
-        """Ask the nodes without a pending request."""
         self._asked_at = self._clock()
         for node in hosts.keys() - {*self._asked.values()}:
             self._asked[hosts[node].new_text.remote(self._seen.get(node, {}))] = node
 
     def _take_ready(self, wait_s: float, promises: list[Any]) -> list[Any]:
-        """Store promises that are ready; return the others."""
         import ray
 
         if not promises:
@@ -204,7 +193,6 @@ class SegmentHost:
         return self.server.location, self._certificate, self._notes
 
     def new_text(self, known: Mapping[str, int]) -> NewText:
-        """New text of the logs on this node."""
         return new_text(self._logs, known)
 
     def sample_at(self, group: str, rank: int) -> int | None:
@@ -297,11 +285,7 @@ class SegmentServers:
 
     def advance(self, wait_s: float = 0.0) -> bool:
         """Process answers of servers. Return whether the last one answered, so that `peers` are
-        new.
-
-        Args:
-            wait_s: [s] Longest wait for the next answer.
-        """
+        new."""
         import ray
         from ray.exceptions import RayError
 
@@ -319,7 +303,6 @@ class SegmentServers:
         return True
 
     def forget(self, name: str) -> None:
-        """End the server of a node that cannot be used."""
         import ray
 
         if (actor := self._actors.pop(name, None)) is not None:
@@ -461,8 +444,6 @@ POLL_S = 0.05
 
 @dataclass
 class Process:
-    """The process of a rank."""
-
     actor: Any
     standing: Any = None
     """Promise of its `Standing`, if it was requested."""
@@ -475,7 +456,6 @@ class _Arrival:
     """A rank that came up during the run."""
 
     call: Call
-    """The call that it answered first."""
     rank: int
     reply: Reply
     process: Process
@@ -506,7 +486,6 @@ class NodeLinks:
         self.stands_on: dict[tuple[str, int], str] = {}
         """(group, rank) -> name of its node, also after its process has ended."""
         self.lost: set[str] = set()
-        """Names of lost nodes."""
         self._used: dict[str, str] = {}
         """Ray's id -> name, for the driver's node and all nodes that ranks are or were on."""
         self._processes, self._died, self._clock = processes, died, clock
@@ -577,7 +556,6 @@ class NodeLinks:
         return self._take_arrivals()
 
     def look_for_lost(self) -> None:
-        """Check whether the nodes are alive."""
         if len(self._used) > 1:  # a single node is the driver's
             import ray
 
@@ -616,7 +594,6 @@ class NodeLinks:
                 raise WorkerDied(_not_serving(late, CONNECT_TIMEOUT_S))
 
     def _tell(self, processes: Iterable[Process]) -> None:
-        """Tell the ranks that are up where the servers are."""
         if self.servers.peers is not None:
             self._telling += [p.actor.connect.remote(self.servers.peers) for p in processes if p.is_up]
 
@@ -647,7 +624,6 @@ class NodeLinks:
         return events
 
     def _has_arrived(self, arrival: _Arrival) -> bool:
-        """Whether a rank that came up can work."""
         import ray
 
         process = arrival.process

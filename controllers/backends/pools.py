@@ -36,7 +36,6 @@ class ReservedPart:
     node: str = ""
     """Ray's id of the node; empty if the part had no room when the run started."""
     address: str = ""
-    """Address of the node."""
     gpus: Sequence[str] = ()
     """Its GPUs, as in `CUDA_VISIBLE_DEVICES` on the node."""
     bundle_gpus: int = 0
@@ -58,8 +57,6 @@ class ReservedPart:
 
 @dataclass(frozen=True)
 class ReservedPool:
-    """A pool that the cluster has reserved."""
-
     parts: Sequence[ReservedPart]
     """One part for each of its nodes."""
     cpus: int
@@ -67,16 +64,11 @@ class ReservedPool:
 
 
 class Reservations:
-    """The reserved pools of a run.
-
-    Args:
-        wait_s: [s] Longest wait for pools that the user sized.
-    """
+    """The reserved pools of a run."""
 
     def __init__(self, wait_s: float = WAIT_S) -> None:
         self._wait_s = wait_s
         self._groups: list[Any] = []
-        """Ray's placement groups."""
         self._pools: dict[str, ReservedPool] = {}
         self._by_rank: dict[str, list[Any]] = {}
         """Pool of an elastic group -> a placement group for each rank."""
@@ -130,11 +122,7 @@ class Reservations:
             self._pools.setdefault(name, ReservedPool([guest], cpus=0))
 
     def room(self, name: str) -> dict[int, str]:
-        """Rank of an elastic group that has room now -> Ray's id of the node.
-
-        Args:
-            name: Name of its pool.
-        """
+        """Rank of an elastic group that has room now -> Ray's id of the node."""
         import ray
 
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -243,7 +231,6 @@ class Reservations:
                 self._take(group, family, {pool.name: pool for pool in pools})
 
     def _take(self, group: Any, family: Sequence[Bundle], pools: Mapping[str, ResourcePool]) -> None:
-        """Record the nodes and GPUs of a placement group's bundles."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -23,12 +23,7 @@ MAX_WAIT_S = 30 * 86400.0
 
 
 def ahead_of(job: str, jobs: Sequence[Job]) -> list[Job]:
-    """Return the jobs of the same queue that come first, next one last.
-
-    Args:
-        job: Id of this job.
-        jobs: All jobs of the cluster.
-    """
+    """Return the jobs of the same queue that come first, next one last."""
     own = next((one for one in jobs if one.id == job), None)
     if own is None:
         return []
@@ -72,11 +67,7 @@ def wait_for_turn(
 
 
 def main(words: Sequence[str]) -> None:
-    """Wait, then execute the command.
-
-    Args:
-        words: Name of the queue, and the command.
-    """
+    """Wait, then execute the command."""
     _, *command = words
     server = Jobs(_server_of_this_cluster())
     wait_for_turn(os.environ[NUMBER], server.list, lambda line: show(line, sys.stdout))

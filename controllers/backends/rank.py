@@ -225,14 +225,11 @@ class RankFiles:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank runs."""
-
     at: Coordinates | Failure
     """Coordinates in the mesh of its group, or the failure to start."""
     node: str
     """Name of its node in references."""
     node_id: str
-    """Ray's id of its node."""
 
 
 class Rank:

@@ -53,12 +53,7 @@ class RayGauges:
         self._gauges: dict[str, Any] = {}
 
     def report(self, run: str, metrics: Mapping[str, float]) -> None:
-        """Set the gauges.
-
-        Args:
-            run: Name of the run.
-            metrics: Metrics of a step, as the run writes them.
-        """
+        """Set the gauges."""
         for name, value in metrics.items():
             gauge, evaluation = labelled(name)
             if gauge not in self._gauges:
@@ -148,14 +143,12 @@ class RayBackend:
         self._gauges = RayGauges()
         self._models = SentFolders({}, "")
         self._processes: dict[tuple[str, int], Process] = {}
-        """(group, rank) -> its process."""
         self._links = NodeLinks(self._processes, self._died)
         self._starts: Counter[tuple[str, int]] = Counter()
         """(group, rank) -> number of processes started for it."""
         self._unheard: list[tuple[Call, int]] = []
         """Calls to ranks that have no process anymore."""
         self._streams: dict[Any, tuple[Call, int]] = {}
-        """Stream of replies -> call and rank."""
         self._witnesses = Witnesses(Path())
 
     @property
@@ -175,7 +168,6 @@ class RayBackend:
         self._lay_out(placement, handles)
 
     def _lay_out(self, placement: Mapping[str, Place], handles: Mapping[str, Handle]) -> dict[str, Place]:
-        """The placement, with a number of nodes for each pool."""
         return lay_out(placement, handles, self._cluster.nodes())
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
@@ -211,7 +203,6 @@ class RayBackend:
         return groups
 
     def _start_rank(self, name: str, rank: int) -> None:
-        """Start a process, without a worker."""
         setup = self._setup
         assert setup is not None
         place = setup.placement[name]
@@ -438,7 +429,6 @@ class RayBackend:
         self._streams[stream] = (call, rank)
 
     def _actors_of(self, call: Call) -> list[Any]:
-        """Actors of the ranks of a call that have processes."""
         processes = (self._processes.get((call.group.name, rank)) for rank in call.ranks)
         return [process.actor for process in processes if process is not None]
 

@@ -50,13 +50,7 @@ def token_file(environment: Mapping[str, str], home: Path) -> Path | None:
 
 
 def keep_private(environment: Mapping[str, str], home: Path, *, make: bool) -> None:
-    """Make the token file readable only by its owner. Ray creates it readable by others.
-
-    Args:
-        environment: Environment of the Ray process.
-        home: Home folder of the user.
-        make: Create a missing token, as Ray would for a local cluster.
-    """
+    """Make the token file readable only by its owner. Ray creates it readable by others."""
     file = token_file(environment, home)
     if file is None:
         return
@@ -168,7 +162,6 @@ def may_be_same(address: str, joined: str) -> bool:
 
 
 def _addresses(host: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """The IP addresses of a host; empty if it is unknown."""
     try:
         return {ipaddress.ip_address(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), None)}
     except (OSError, ValueError):
@@ -207,7 +200,6 @@ def nodes_of(address: str) -> list[Mapping[str, float]]:
 
 
 def sizes(nodes: Sequence[Mapping[str, float]]) -> list[tuple[int, int]]:
-    """CPUs and GPUs of each node."""
     return [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes]
 
 

@@ -30,8 +30,6 @@ _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 @dataclass(frozen=True)
 class UserCode:
-    """The code to send."""
-
     working_dir: Path | None
     """Working directory of ranks; they can import from it."""
     py_modules: tuple[Path, ...]

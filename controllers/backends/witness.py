@@ -258,7 +258,6 @@ POLL_S = 0.02
 MAX_BYTES = 1 << 20
 """[bytes] Maximum part of a log that is read."""
 MAX_FRAMES = 12
-"""Number of innermost frames to show."""
 AT_WORK = "executor_thread.py"
 """File with a frame in the stack of the thread that executes calls."""
 FRAME = re.compile(r'^  File "(.*)", line (\S+) in (.*)$')
@@ -289,7 +288,6 @@ class Asked:
     begun: Mapping[str, int]
     """Size of each log before the request."""
     known: Mapping[str, bool]
-    """Whether the process existed."""
 
     def answers(self, wait_s: float = WAIT_S) -> dict[str, str]:
         """Return a description of each process's stack. Processes may end in the meantime.
@@ -316,11 +314,7 @@ class Asked:
 
 
 def ask_stacks(processes: Mapping[str, tuple[HeldProcess, Path]]) -> Asked:
-    """Ask processes of this machine to write their stacks.
-
-    Args:
-        processes: Worker -> its process and log.
-    """
+    """Ask processes of this machine to write their stacks."""
     begun = {who: _size(log) for who, (_, log) in processes.items()}
     known = {who: process.send(SIGNAL) for who, (process, _) in processes.items()}
     return Asked({who: (process.pid, log) for who, (process, log) in processes.items()}, begun, known)
@@ -425,11 +419,7 @@ class Witness:
         """A segment server answers on one thread and takes readings on another."""
 
     def watch(self, processes: Mapping[str, int]) -> None:
-        """Watch these processes, and no others.
-
-        Args:
-            processes: Worker, such as `rollout[0]` -> its pid on this machine.
-        """
+        """Watch these processes, and no others."""
         with self._lock:
             for who in list(self._watched):
                 if processes.get(who) != self._watched[who].process.pid:
@@ -463,13 +453,7 @@ class Witness:
         return Memory(found, node_memory(self._root), self._store_bytes)
 
     def stacks(self, whose: Collection[str], wait_s: float = WAIT_S) -> dict[str, str]:
-        """Return worker -> stack, in words; unwatched workers are left out.
-
-        Args:
-            whose: Workers.
-            wait_s: [s] Longest wait for all of them. Other threads may use this witness in the
-                meantime.
-        """
+        """Return worker -> stack, in words; unwatched workers are left out."""
         with self._lock:
             asked = ask_stacks(
                 {

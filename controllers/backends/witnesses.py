@@ -45,28 +45,18 @@ class Witnesses:
         self._looked = self._asked_at = float("-inf")
 
     def meet(self, who: str, process: Any) -> None:
-        """Start watching the new process of a worker.
-
-        Args:
-            who: The worker, such as `rollout[0]`.
-            process: Promise of its node and pid.
-        """
+        """Start watching the new process of a worker."""
         with self._lock:
             self.forget(who)
             self._coming[process] = who
 
     def forget(self, who: str) -> None:
-        """Stop watching a worker whose process was ended."""
         with self._lock:
             self._coming = {promise: other for promise, other in self._coming.items() if other != who}
             self._processes.pop(who, None)
 
     def look(self, hosts: Mapping[str, Any]) -> None:
-        """Process answers, and take or request new readings if it is time, without waiting.
-
-        Args:
-            hosts: Other node -> the actor that watches its processes.
-        """
+        """Process answers, and take or request new readings if it is time, without waiting."""
         now = time.monotonic()
         if now - self._looked < SAMPLE_S:
             return
@@ -141,11 +131,7 @@ class Witnesses:
         return found
 
     def ending(self, who: str, error: BaseException, hosts: Mapping[str, Any]) -> str:
-        """Describe how the process of a worker ended.
-
-        Args:
-            error: Ray's error.
-        """
+        """Describe how the process of a worker ended."""
         self._take_coming()
         by_ray = said_by_ray(f"{type(error).__name__}: {error}")
         with self._lock:

@@ -37,7 +37,6 @@ class Admission:
 
     @property
     def possible(self) -> bool:
-        """Whether rows could be issued now."""
         if any(
             self._may_begin(e, v)
             for e in self._parts.graph_runs.evaluations.values()
@@ -73,7 +72,6 @@ class Admission:
 
     @property
     def _waits(self) -> bool:
-        """Whether the next step waits for an evaluation."""
         return self._parts.evaluation_rules.holds_training and self._parts.graph_runs.evaluating
 
     def _admit_ahead(self) -> None:
@@ -139,11 +137,7 @@ class Admission:
             self._alert("short_step", f"{found}. It is trained on {train.short_size}. {FEW_PASS}")
 
     def _may_begin(self, evaluation: EvaluationRun, versions: Mapping[str, int]) -> bool:
-        """Whether an evaluation may begin: the groups must have these versions.
-
-        If training waits for evaluations, nothing else may be running. If groups keep the evaluated
-        weights, the previous evaluation must be over.
-        """
+        """Whether an evaluation may begin: the groups must have these versions."""
         if self._parts.evaluation_rules.holds_training:
             idle = (
                 all(call.behind for call in self._parts.calls.at_work)

@@ -93,7 +93,6 @@ class BusyTimes:
         """Group -> start and end of its ended calls since the last `take`."""
 
     def add(self, group: str, start: float, end: float) -> None:
-        """Add an ended call of the group."""
         self._spans[group].append((start, end))
 
     def take(self, group: str, since: float, now: float, begun: Iterable[float] = ()) -> float:
@@ -127,14 +126,11 @@ class CallTimes:
     clock: Callable[[], float]
     started: float
     busy: BusyTimes = field(default_factory=BusyTimes)
-    """Busy times of the groups since the last step was closed."""
 
     def begin(self, call: Call) -> None:
-        """Record the start of a call."""
         call.started = self.clock()
 
     def end(self, call: Call) -> None:
-        """Record the end of a call."""
         now = self.clock()
         self.busy.add(call.group.name, call.started, now)
         self.directory.add_call(
@@ -152,7 +148,6 @@ class CallTimes:
         )
 
     def _by_rank(self, call: Call) -> list[dict[str, float]] | None:
-        """When each rank answered; None for a single rank."""
         if len(call.answered) < 2:
             return None
         ranks = sorted(call.answered, key=call.answered.__getitem__)[-MOST_RANKS:]
@@ -193,12 +188,7 @@ class Calls:
         """The log on disk covers the requests that are being made."""
 
     def take_idle_shares(self, since: float, now: float) -> dict[str, float]:
-        """Share of the time since the last step during which each group had no running call.
-
-        Args:
-            since: End of that step, on the run's clock.
-            now: Current time.
-        """
+        """Share of the time since the last step during which each group had no running call."""
         begun: defaultdict[str, list[float]] = defaultdict(list)
         for call in self.under_way:
             begun[call.group.name].append(call.started)
@@ -211,7 +201,6 @@ class Calls:
 
     @property
     def now(self) -> float:
-        """[s] Time on the run's clock."""
         return self._times.clock()
 
     @property
@@ -231,7 +220,6 @@ class Calls:
 
     @property
     def idle(self) -> bool:
-        """Whether no call is queued or running."""
         return not self._queue and not self.at_work
 
     @property
@@ -245,7 +233,6 @@ class Calls:
         return changed
 
     def queue(self, requests: Iterable[CallRequest]) -> None:
-        """Queue requests for a later turn."""
         self._queue.extend(requests)
 
     def make(self) -> None:

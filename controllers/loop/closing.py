@@ -32,12 +32,7 @@ READ_S = 1.0
 
 
 class MemoryLedger:
-    """Reads the memory of a run.
-
-    Args:
-        backend: Provides the memory of nodes and processes.
-        buffer: Sample buffer of the run.
-    """
+    """Reads the memory of a run."""
 
     def __init__(self, backend: Backend, buffer: SampleBuffer) -> None:
         self._backend, self._buffer = backend, buffer
@@ -55,12 +50,7 @@ class MemoryLedger:
 
 
 def memory_metrics(nodes: Mapping[str, Memory], segment_bytes: float) -> dict[str, float]:
-    """Return the metrics of these readings.
-
-    Args:
-        nodes: Node name -> its memory.
-        segment_bytes: Bytes of the columns of all rows in flight.
-    """
+    """Return the metrics of these readings."""
     processes = [
         (who.partition("[")[0], memory)
         for node in nodes.values()
@@ -143,7 +133,6 @@ class Closing:
         return True
 
     def close_evaluations(self) -> None:
-        """End the evaluations that are over."""
         for evaluation in self._parts.graph_runs.evaluations.values():
             for step in evaluation.ended:
                 self._close_evaluation(evaluation, step)
@@ -188,7 +177,6 @@ class Closing:
             self.ended_by = seen if ends else self.ended_by
 
     def _idle_shares(self, now: float) -> Mapping[str, float]:
-        """Idle shares of the user's groups, without the groups that Weft adds."""
         shares = self._parts.calls.take_idle_shares(self._closed_at, now)
         return {name: share for name, share in shares.items() if name not in RESERVED}
 
@@ -219,7 +207,6 @@ class Closing:
         self._best_is_checked |= name.startswith(f"{evaluation}/")
 
     def _mark_evaluations(self) -> None:
-        """Mark the evaluations that are due at this step."""
         for name, evaluation in self._spec.evaluations.items():
             if evaluation.is_due(self._parts.train.step, over=self._parts.train.over):
                 self._mark(self._parts.graph_runs.evaluations[name])

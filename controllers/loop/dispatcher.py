@@ -77,12 +77,7 @@ class Gathering:
             self._until.pop((graph_run.name, node.name), None)
 
     def holds(self, graph_run: GraphRun, node: Node, replicas: int, under_way: UnderWay) -> bool:
-        """Whether the ready rows of a node should wait for more.
-
-        Args:
-            replicas: Replicas of the node's worker group.
-            under_way: All running calls.
-        """
+        """Whether the ready rows of a node should wait for more."""
         if not gathers(node):
             return False
         key, ledger, now = (graph_run.name, node.name), graph_run.ledger, self._clock()
@@ -98,7 +93,6 @@ class Gathering:
         return under_way.ranks >= MANY_RANKS or ledger.live.lacks_siblings(node)
 
     def begin(self, graph_run: GraphRun, node: Node) -> None:
-        """Reset the delay of a node that starts."""
         self._until.pop((graph_run.name, node.name), None)
 
 
@@ -107,18 +101,11 @@ def _wait_s(under_way: UnderWay) -> float:
 
 
 def gathers(node: Node) -> bool:
-    """Whether ready rows of a node may wait for more."""
     return not node.operation.takes_groups and node.operation.shape in (Shape.MAP, Shape.FILTER)
 
 
 class Dispatcher:
-    """Claim rows for nodes and request the calls.
-
-    Args:
-        parts: Parts of the run.
-        clock: [s] Clock of the run.
-        say: Prints a line for the user.
-    """
+    """Claim rows for nodes and request the calls."""
 
     def __init__(self, parts: RunParts, clock: Callable[[], float], say: Callable[[str], None]) -> None:
         self._parts = parts
@@ -138,7 +125,6 @@ class Dispatcher:
 
     @property
     def possible(self) -> bool:
-        """Whether a node could start now."""
         if any(
             self._share(run, n, self._parts.groups[group_of(n)])
             for run in self._parts.graph_runs
@@ -246,7 +232,6 @@ class Dispatcher:
         return share
 
     def _pool_is_taken(self, group: WorkerGroup) -> bool:
-        """Whether another group on the same pool is busy."""
         return any(other.busy for other in self._pools[group.place.pool.name] if other is not group)
 
     def _is_evaluated(self, group: WorkerGroup) -> bool:

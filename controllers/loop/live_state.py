@@ -91,7 +91,6 @@ class LiveState:
         self._wanted.set()
 
     def close(self) -> None:
-        """Write the final state and stop."""
         if self._thread.is_alive():
             self._given, self._over = {**self._state(), "over": True}, True
             self._wanted.set()

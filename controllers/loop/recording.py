@@ -71,7 +71,6 @@ RECORDED = (
 """Recorded columns, if they exist, in addition to columns that the reward is computed from."""
 
 RECORD = f"{RECORDER}.record"
-"""Name of the node that writes samples."""
 
 
 def with_recording(graph: Graph) -> Graph:
@@ -149,7 +148,6 @@ class Recording:
         return ready > 0 and (complete or hurry)
 
     def is_full(self, graph_run: GraphRun) -> bool:
-        """Whether recording is too far behind to accept more rows."""
         limit = 1 if isinstance(graph_run, EvaluationRun) else MAX_BEHIND * self._prompts_per_step
         return graph_run.ledger.live.groups_behind >= limit
 

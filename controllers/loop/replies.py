@@ -55,7 +55,6 @@ class Remedies:
         return [*self._failures.listen(events), *self._lost_nodes.look(under_way), *self._elastic.look()]
 
     def take_lost(self) -> bool:
-        """Whether a rank was removed from its calls since the last call of this method."""
         return self._failures.take_lost()
 
     def remedy(self, event: Event, under_way: UnderWay, *, void: bool) -> Sequence[CallRequest] | None:
@@ -217,7 +216,6 @@ class Replies:
             self._calls.end(call)
 
     def _accept(self, call: Call, ranks: Sequence[int], published: Published, written: Written) -> None:
-        """Publish rows that these ranks have finished."""
         if call.ledger is None or call.lease is None:
             return
         self._buffer.publish(call.ledger, call.lease, published, written)

@@ -136,7 +136,6 @@ class Run:
         self._live = LiveState(directory.path, parts, self._backend, self._started, directory.starts + 1)
         self._closing = Closing(spec, history, directory, parts, self._saving, self._started, self._stop)
         self.failed = False
-        """An error ended the run."""
         self.ended = False
         """The run reached the end of its schedule."""
         self.closed = False
@@ -185,7 +184,6 @@ class Run:
         self.ended = True
 
     def _walk(self) -> None:
-        """Take turns of the loop until the run is finished."""
         self._begin()
         while not self._finished:
             if self._asked_to_leave and self._can_be_saved:
@@ -283,7 +281,6 @@ class Run:
 
     @property
     def _can_move(self) -> bool:
-        """Whether the next turn will find something to do."""
         over = self._spec.schedule.over(self._train) or any(
             e.ended for e in self.graph_runs.evaluations.values()
         )
@@ -310,7 +307,6 @@ class Run:
         return "\n".join(lines)
 
     def _commit(self) -> None:
-        """Write changes of rows to the log."""
         self._disk.write(self.buffer.commit)
 
     # Checkpoints
@@ -362,7 +358,6 @@ class Run:
             self._tell_of_copies()
 
     def _is_saved(self) -> bool:
-        """Take a turn of saving, and return whether nothing is left to save."""
         self._save()
         return not self._saving.holds_up
 
@@ -376,7 +371,6 @@ class Run:
         )
 
     def _leave(self) -> NoReturn:
-        """Save the run, record finished samples, and exit."""
         number = asked_to_end()
         self._save_as_it_stands()
         self._end_copies(LEAVE_S)
@@ -401,7 +395,6 @@ class Run:
         self._record_all()
 
     def _record_all(self) -> None:
-        """Write everything to disk that users look at."""
         self._until(self._all_recorded)
         self._disk.write(self._directory.flush)
 

@@ -68,7 +68,6 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
 
 
 def _tell(spec: RunSpec, progress: Progress, directory: RunDirectory, *, in_full: bool) -> None:
-    """Print what is being started."""
     for note in directory.notes:
         progress.say(note)
     progress.starting(spec.handles, repr(spec.backend))
@@ -95,7 +94,6 @@ def _open_buffer(
 
 
 def _forget_samples(directory: RunDirectory, buffer: SampleBuffer) -> None:
-    """Delete samples of leases that are void after resuming."""
     ledgers = buffer.ledgers
     directory.forget_samples(
         lambda graph, lease: graph in ledgers and ledgers[graph].leases.is_void(lease)

@@ -47,8 +47,6 @@ from .tasks import Failure, FailureKind, Reply, RowTask, Task
 
 
 class TakesTurns(Protocol):
-    """The properties of a call that its order depends on."""
-
     @property
     def number(self) -> int: ...
 
@@ -73,7 +71,6 @@ class CallOrder(Generic[C]):
 
     @property
     def next(self) -> C | None:
-        """The call to run next, or None."""
         return next(iter(self._exclusive or self._interruptible), None)
 
     def add(self, call: C) -> bool:
@@ -92,7 +89,6 @@ class CallOrder(Generic[C]):
             self._interruptible.append(call)
 
     def finish(self, call: C) -> None:
-        """Remove a finished call."""
         self._queue(call).remove(call)
 
     def cancel(self, number: int) -> C | None:
@@ -125,12 +121,7 @@ class CallOrder(Generic[C]):
 
 
 class Gathered:
-    """Rows that a call has yielded but not published.
-
-    Args:
-        gather_s: [s] How long rows may wait; 0 disables the delay.
-        clock: [s] Clock.
-    """
+    """Rows that a call has yielded but not published."""
 
     def __init__(self, gather_s: float, clock: Callable[[], float]) -> None:
         self._gather_s = gather_s
@@ -234,7 +225,6 @@ def _run_on_rows(
 def _publish_parts(
     task: Task, result: Iterator[Any], publisher: Publisher, given_up: list[int]
 ) -> Replies:
-    """Publish the parts that a method yields."""
     assert task.rows is not None
     gathered = Gathered(task.gather_s, time.monotonic)
     try:
@@ -317,8 +307,6 @@ def _below_executor(error: BaseException) -> Any:
 
 @dataclass(eq=False)
 class _Running:
-    """A call on the worker."""
-
     task: Task
     replies: Replies
     on_reply: OnReply
@@ -345,13 +333,7 @@ def _cancelled(replies: Replies) -> Iterator[Reply]:
 
 
 class Executor:
-    """Executes the calls on one worker.
-
-    Args:
-        worker: Worker that executes one call at a time.
-        data: Reads and writes the rows of calls.
-        clock: [s] Clock.
-    """
+    """Executes the calls on one worker."""
 
     def __init__(
         self, worker: Worker, data: DataAccess, clock: Callable[[], float] = time.monotonic

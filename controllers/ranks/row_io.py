@@ -200,7 +200,6 @@ class Publisher:
         )
 
     def _described(self, rows: Batch | Children) -> tuple[Published, Batch]:
-        """Description of a result for the ledger, and its columns to write."""
         name, writes = self._rows.operation.name, self._rows.writes
         batch = rows.rows if isinstance(rows, Children) else rows
         expands = self._rows.operation.shape is Shape.EXPAND
@@ -296,7 +295,6 @@ class Publisher:
 
 
 def _taken_apart(name: str, part: Any) -> tuple[Batch | Children | None, Metrics]:
-    """Rows and metrics of a result."""
     batch, metrics = part if isinstance(part, tuple) and len(part) == 2 else (part, {})
     if isinstance(batch, Mapping):
         batch, metrics = None, batch

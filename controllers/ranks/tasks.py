@@ -49,15 +49,12 @@ def _row_task(state: bytes) -> RowTask:
 
 @dataclass(frozen=True)
 class Task:
-    """One call on one rank."""
-
     method: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     rows: RowTask | None = None
     keep: bool = True
     """Whether this rank publishes the resulting rows. One rank of each replica does."""
     number: int = 0
-    """Number of the call in the run."""
     gather_s: float = 0.0
     """[s] How long rows that the call yields may wait on the rank for more rows."""
 
@@ -76,7 +73,6 @@ class Reply:
     """Location of the published rows' columns; None if nothing was written."""
     metrics: Metrics = field(default_factory=dict)
     value: Any = None
-    """The result of a method without rows."""
     done: bool = False
     seconds: float = 0.0
     """[s] Time spent in the worker, in the last reply."""
@@ -102,7 +98,6 @@ class FailureKind(Enum):
     """Kind of a failure, which decides how it is handled."""
 
     EXCEPTION = auto()
-    """The worker raised an exception."""
     USER_ERROR = auto()
     """The worker raised an exception that the user can fix."""
     DISK_FULL = auto()
