@@ -245,6 +245,7 @@ def _with_nodes(
     given."""
     root = family[0]
     inner = [pool for pool in family if pool.nodes is None]  # these get as many nodes as the root
+    # A number of nodes must divide devices and ranks of all pools that take the root's number.
     limit = math.gcd(
         *(n for pool in inner for n in (pool.cpus, pool.gpus)),
         *(p.ranks for p in places if p.pool in inner),
@@ -263,6 +264,7 @@ def _with_nodes(
         largest = max(bundles(made)[root.name], key=lambda bundle: (bundle.gpus, bundle.cpus))
         if nodes.that_hold(largest.cpus, largest.gpus) >= number or (nodes.grow and root.nodes):
             return made
+        # Remember the first even layout for the error message.
         fits = fits or made
     raise _cannot_lie(family, places, fits, nodes)
 

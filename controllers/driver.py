@@ -191,6 +191,7 @@ class Driver:
             UserError: A setting is wrong. The message has the place, the rule, the value, and the
                 nearest correct name.
         """
+        # Before anything opens a file, so that no file takes the place of a closed stream.
         hold_streams()
         display = display_for(progress)
         check_kinds(
@@ -225,12 +226,14 @@ class Driver:
             stop_on=check_stop_on(stop_on),
         )
 
+        # `weft plan` stops here: everything is checked, and no directory exists yet.
         end_if_planned(self._spec)
 
         def accept(point: ResumePoint | None) -> ResumePoint | None:
             check_resumes(self._spec, handles, point)
             return at_place_in_data(self._spec, point)
 
+        # In a cluster job, the environment may set both.
         at, resume = root_of(root), resume_of(resume) if checkpoint.writes else resume
         self.directory, self._point = open_run(resume, at, name, accept, checkpoint.copy_to)
         if self._point is not None and (changed := changed_settings(self._spec, self._point, "reported")):
@@ -358,6 +361,8 @@ class Driver:
         """Restart from the last checkpoint, at most MAX_RESTARTS times from the same one."""
         while True:
             latest = next(iter(complete_checkpoints(self.directory.path / CHECKPOINTS)), None)
+            # A deterministic error would repeat after each restart, so restarts from one checkpoint
+            # are limited.
             if asked_to_end() or latest is None or self._restarts[latest.name] >= MAX_RESTARTS:
                 raise error
             try:
@@ -370,6 +375,7 @@ class Driver:
         self._end()
         lock = self.directory.lock
         assert lock is not None
+        # The next start has a new epoch; this fails if another driver has taken over the run.
         lock.renew()
         try:
             point = find_checkpoint(self.directory.path)
@@ -432,6 +438,7 @@ def _checked(
     graphs = [with_rows_that_fit(one) for one in (graph, *(e.graph for e in evaluations))]
     handles = check_graphs(graphs)
     check_best(settings["checkpoint"], evaluations, handles)
+    # This changes settings of groups, so it comes before checks that read them.
     agree_on_adapters(handles.values())
     every_handle = {**handles, **own_groups(graphs, handles, settings["record_every"])}
     settings |= set_deadlines(

@@ -217,6 +217,7 @@ class Loads:
     def add(self, replica: int, rows: int) -> None:
         self._rows[replica] += rows
         heapq.heappush(self._heap, (self._rows[replica], replica))
+        # Rebuild the heap when most of its pairs are outdated.
         if len(self._heap) > 4 * len(self._rows) + 64:
             self._heap = [(rows, replica) for replica, rows in self._rows.items()]
             heapq.heapify(self._heap)
@@ -408,6 +409,7 @@ class WorkerGroup:
             }
             keep |= kept
             begin += number
+        # A wrong dispatch protocol would lose rows or train on them twice.
         self._check_shares(self._dispatch(method), shares, keep, lease.num_rows)
         ranks = tuple(shares)
         call = Call(self, method, ranks, node=node, ledger=ledger, lease=lease)
@@ -417,6 +419,7 @@ class WorkerGroup:
             if node.group
             else {"function": node.function, "arguments": dict(node.arguments)}
         )
+        # Only generating calls yield rows one by one.
         waits_s = gather_s(len(ranks)) if call.interruptible else 0.0
         own = {rank: tuple(share) for rank, share in shares.items()}
         different = list(dict.fromkeys(own.values()))  # the ranks of a replica often get the same rows
@@ -424,6 +427,7 @@ class WorkerGroup:
             share: (task, tuple(task.ids.tolist()))
             for share, task in zip(different, rows.cut(different), strict=True)
         }
+        # Ranks with equal rows share one task object.
         tasks: dict[tuple[tuple[int, ...], bool], Task] = {}
         for rank, share in own.items():
             part, call.shares[rank] = cut[share]

@@ -40,6 +40,7 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
         composed = compose(settings_class, words, main.__doc__ or settings_class.__doc__)
         note_settings(composed)
         settings = composed.settings
+        # An ignored signal stays ignored, as under `nohup`.
         heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
         standing = terminals()
 

@@ -36,6 +36,7 @@ def own_groups(
     if any(node.group is None for graph in graphs for node in graph.nodes):
         own[FUNCTIONS] = Handle(FunctionWorker, FunctionConfig(), FUNCTIONS)
     if record_every:
+        # The recorder decodes texts, so it needs the tokenizer of any model.
         tokenizer = next(
             (str(h.config.model) for h in handles.values() if getattr(h.config, "model", None)), None
         )

@@ -88,6 +88,7 @@ class ResourcePool:
             )
         values = {"name": name, "cpus": all_cpus, "gpus": all_gpus, "nodes": nodes, "beside": beside}
         for field, value in values.items():
+            # The dataclass is frozen, and its constructor takes other arguments than its fields.
             object.__setattr__(self, field, value)
 
     def __repr__(self) -> str:
@@ -274,6 +275,7 @@ def check_beside(pools: Mapping[str, ResourcePool]) -> None:
                 f"{nearest(pool.beside, pools)} (pools: {', '.join(pools)})"
             )
     for pool in pools.values():
+        # Follow `beside` from pool to pool; a name seen twice is a circle.
         seen = [pool.name]
         while (beside := pools[seen[-1]].beside) is not None:
             if beside in seen:

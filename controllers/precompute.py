@@ -67,6 +67,7 @@ def precompute(
     graph = with_rows_that_fit(graph)
     writers, root = _writers(graph), root_of(root)
     table, number = graph.source.table, len(graph.source.table)
+    # `weft plan` needs the columns, but not their values.
     if is_planning():
         note_pass(graph.name, number)
         return _with_written(graph, {column: pa.nulls(number) for column in writers})
@@ -74,6 +75,7 @@ def precompute(
     require_folder(Path(root), f"root {str(root)!r}")
     folder = Path(tempfile.mkdtemp(dir=root, prefix=".precompute-")).resolve()
     try:
+        # Rows come back in any order, so they carry their number.
         with_numbers = table.append_column(ROW_NUMBER, pa.array(np.arange(number)))
         numbered = TableSource(graph.source.name, with_numbers, file_columns(graph.source))
         nodes = (*graph.nodes, _writing(writers, folder))
@@ -92,6 +94,7 @@ def precompute(
             driver.run()
         found = _in_order(graph, _read(folder))
     finally:
+        # The columns are in memory by then.
         shutil.rmtree(folder, ignore_errors=True)
     return _with_written(graph, {column: found[column] for column in writers})
 

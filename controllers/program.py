@@ -90,6 +90,7 @@ class Script:
     def needed(self, names: set[str]) -> list[Part]:
         """Statements that define these names, and their dependencies, in the order of the
         script."""
+        # Search for dependencies until no new names appear.
         known, open_names, chosen = set[str](), set(names), set[int]()
         while open_names:
             known |= open_names
@@ -363,6 +364,7 @@ class Program:
         own = {name for _, name in self._made} | {"driver", "metrics"}
         needed = self._script.needed(self._needs)
         taken = {*self._needs, *self._definitions, *(name for part in needed for name in part.binds)}
+        # The script uses some of the program's names: rename the program's, and write it again.
         if own & taken:
             self._renamed = own & taken
             lines = self._lines()

@@ -123,6 +123,7 @@ class Stepwise(Config):
             replicas: Data-parallel replicas of an update's worker group; each must get rows.
             reserved: Groups of the batch that are kept for rows which are not ready yet.
         """
+        # An observer gets the whole batch at once, because its metrics are about a step.
         if train.observes(node):
             ready = train.ledger.readiness.ready_groups(node)
             enough = ready >= self.size(train) or train.ledger.readiness.settled(node)
@@ -131,6 +132,7 @@ class Stepwise(Config):
             return Share() if train.ledger.readiness.ready(node) else None
         left = self.size(train) - train.taken[node.name]
         number = min(train.ledger.readiness.ready_groups(node), left - reserved)
+        # The rest of the batch completes the update, however small it is.
         if number == left > 0:
             return Share(number)
         number = min(number, left - replicas)  # leave rows for every replica in the last part

@@ -193,8 +193,10 @@ def compose(
     import tyro
 
     rest, file = _without_config(settings_class, arguments)
+    # Check the file first: its errors name lines, which tyro does not know.
     given = check(settings_class, read_settings_file(file)) if file is not None else {}
     about = f"{description or ''}\n\n{OPTION} FILE reads settings from a YAML or TOML file; flags win over it.".strip()
+    # Check before tyro does, for shorter messages that name the nearest setting.
     _check_flags(settings_class, rest)
     default = _default(settings_class, given) if given else tyro.MISSING_NONPROP
     said = io.StringIO()

@@ -154,6 +154,7 @@ def end_run(number: int, terminal: list[int]) -> None:
     """
     if number == signal.SIGHUP and terminal:
         redirect_to_null(terminal)
+    # The first signal asks; a second one, or a run that cannot save itself, ends at once.
     if ask_to_end(number):
         again = "; a second Ctrl-C ends it at once" if number == signal.SIGINT else ""
         write_line(f"{_name(number)}: the run writes a checkpoint and ends{again}")
@@ -194,6 +195,7 @@ def _handlers(
     """Set handlers for the block, for signals without one. Only the main thread can set
     handlers."""
     main = threading.current_thread() is threading.main_thread()
+    # Respect handlers of the script and of `launch`.
     free = [number for number in handlers if main and _is_free(number)]
     before = {number: signal.signal(number, handlers[number]) for number in free}
     try:

@@ -120,12 +120,14 @@ def train(
             and the nearest correct value.
     """
     chosen = _checked(method_of(method), method, rewards, held_out)
+    # The penalty adds a reference group, so it must come before groups are placed.
     chosen = chosen.with_kl(kl) if kl else chosen
     if lora is not None and not isinstance(lora, Lora):
         raise UserError(f"lora={lora!r} is not an adapter; give one, such as lora=weft.Lora(rank=16)")
     program = Program()
     prompts = _read(program, "prompts", data, model, reading)
     _check_responses(chosen, method, prompts)
+    # With an adapter, the reference is the actor without it, so it needs no devices.
     placed = [name for name in chosen.groups if lora is None or name != "reference"]
     shared = shared_devices(program, placed, _nodes())
     usual = chosen.learning_rate if lora is None else float(f"{chosen.learning_rate * ADAPTER_RATE:.6g}")
@@ -273,6 +275,7 @@ def _run(training: Graph, actor: Any, settings: Mapping[str, Any]) -> list[dict[
             write_line(f"interrupted: the model was not saved in {path}")
             raise
         driver.say(f"the model is saved in {path}")
+    # Exit as the signal would have, now that the model is saved.
     if noted():
         raise Ended(128 + noted())
     return metrics

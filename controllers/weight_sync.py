@@ -225,6 +225,7 @@ class WeightSync:
         """End a generating call and requeue its unfinished rows."""
         assert call.ledger is not None and call.lease is not None
         if call.ledger.leases.holds(call.lease):
+            # Release before cancelling, so that rows of late replies no longer count.
             call.ledger.release(call.lease, "new weights arrived, so unfinished responses are requeued")
             self._cancel(call)
 
@@ -273,6 +274,7 @@ class WeightSync:
         group = call.group
         took = {rank: checksum for rank, checksum in sorted(call.values.items()) if rank not in call.lost}
         self._taken[leader] += [(f"{group.name}[{rank}]", checksum) for rank, checksum in took.items()]
+        # From here on the group may get rows that need this version.
         group.version = self._sent[group.name] = weights.version
         group.lacking -= set(call.ranks) - call.lost
         if group.lacking:  # ranks that came up during the transfer

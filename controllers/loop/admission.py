@@ -78,6 +78,7 @@ class Admission:
         train, schedule = self._parts.train, self._parts.schedule
         wanted = schedule.admit(train)
         number = min(wanted, self._capacity().groups) if wanted else 0
+        # More prompts than this without a full batch means that filters drop nearly all groups.
         ahead = 1 + (schedule.max_staleness or 0) + MAX_REFILLS
         if number and schedule.lacks(train) and train.issued > ahead * schedule.prompts_per_step:
             self._shorten(2 * ahead * schedule.prompts_per_step)
@@ -138,12 +139,14 @@ class Admission:
 
     def _may_begin(self, evaluation: EvaluationRun, versions: Mapping[str, int]) -> bool:
         """Whether an evaluation may begin: the groups must have these versions."""
+        # Training waits for the evaluation, and the evaluation for everything that runs.
         if self._parts.evaluation_rules.holds_training:
             idle = (
                 all(call.behind for call in self._parts.calls.at_work)
                 and not self._parts.calls.beside_the_graph
             )
             return idle and not self._parts.weights.under_way
+        # Groups keep the weights of the previous evaluation until it is over.
         if evaluation.under_way and self._parts.evaluation_rules.keeps_weights:
             return False
         return all(self._parts.groups[name].version >= version for name, version in versions.items())

@@ -59,6 +59,7 @@ class DeviceTurns:
 
     def _next(self, pool: _Pool) -> list[CallRequest]:
         ready: list[CallRequest] = []
+        # Serve the holder first; then hand the devices to the next group in the queue.
         while pool.waiting and pool.waiting[0].group is pool.holder:
             ready.append(replace(pool.waiting.popleft(), on_device=False))
         if pool.waiting:
@@ -102,6 +103,7 @@ class BusyTimes:
             since: Earliest time that counts.
             begun: Start times of calls that are still running.
         """
+        # Merge overlapping spans from left to right.
         spans = sorted([*self._spans.pop(group, ()), *((start, now) for start in begun)])
         seconds, counted = 0.0, since
         for start, end in spans:
@@ -247,6 +249,7 @@ class Calls:
                 self._make(request)
 
     def _make(self, request: CallRequest) -> None:
+        # The log must be on disk before ranks work on rows, so that a resumed run knows of them.
         if isinstance(request, NodeRequest) and not self._committed:
             self._commit()
             self._committed = True

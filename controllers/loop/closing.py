@@ -184,6 +184,7 @@ class Closing:
         """Record the metrics of an evaluation for the step that it evaluates, once its calls are
         over."""
         calls = (c for c in self._parts.calls.under_way if c.ledger is evaluation.ledger and not c.behind)
+        # Rows are finished, but the last calls may still return metrics.
         if any(call.lease is not None and call.lease.step == step for call in calls):
             return
         metrics = evaluation.close(step, overlaps=not self._parts.evaluation_rules.keeps_weights)

@@ -211,6 +211,7 @@ class Dispatcher:
         waits_for_it = isinstance(graph_run, EvaluationRun) and self._parts.evaluation_rules.keeps_weights
         if self._parts.weights.holds_back(group) and not waits_for_it:
             return None
+        # Without replicas, all ranks are starting or have no weights yet.
         if self._pool_is_taken(group) or not group.replicas:
             return None
         if isinstance(graph_run, EvaluationRun):

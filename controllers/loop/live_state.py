@@ -84,6 +84,7 @@ class LiveState:
         if now - self._looked < EVERY_S:
             return
         self._looked = now
+        # Replace the whole dict: the thread may be reading the old one.
         self._given = self._state()
         if self._thread.ident is None:
             self._keep_readings()
@@ -251,6 +252,7 @@ class LiveState:
         for worker in self._requests.new():
             self._stacks[worker] = {"at": time.time(), "text": self._stack(worker)}
         given["stacks"] = self._stacks
+        # Write to another name first, so that readers never see half a file.
         partial = self._path.with_name(f"{LIVE}{PARTIAL}")
         make_file(partial)
         partial.write_text(json.dumps(given, default=str))

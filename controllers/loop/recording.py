@@ -86,6 +86,7 @@ def with_recording(graph: Graph) -> Graph:
     while level:
         level = graph.parent_level(level)
         on_path.add(level)
+    # Record at the deepest level, where the responses are.
     level = max(on_path)
     wanted = dict.fromkeys([*map(str, RECORDED), *(c for c in writers if is_of_reward(c))])
     reads = tuple(c for c in wanted if c in writers and graph.level_of(writers[c]) in on_path)

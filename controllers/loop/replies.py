@@ -143,6 +143,8 @@ class Replies:
                 else:
                     rows[call] = [event]
                 continue
+            # Keep the order of replies: rows before a failure or the end of a call are published
+            # first.
             for other in list(rows) if reply.failure else (call,) if call in rows else ():
                 self._publish(other, rows.pop(other))
             self._take(event)

@@ -186,6 +186,7 @@ class Run:
     def _walk(self) -> None:
         self._begin()
         while not self._finished:
+            # Leave only between updates: half an update is not in a checkpoint.
             if self._asked_to_leave and self._can_be_saved:
                 self._leave()
             if self._closing.ended_by is not None and self._can_be_saved:
@@ -236,6 +237,7 @@ class Run:
                 if type(error) is WorkerError and self._backend.has_processes:
                     error.add_note(DEBUGGER)
                 raise
+        # No replies are due, but a checkpoint is being written.
         elif self._saving.holds_up:
             time.sleep(ASK_S / 10)
         elif not self._finished and not self._can_move:
@@ -244,6 +246,7 @@ class Run:
     def _take(self) -> None:
         """Take replies until a node can start, something is due, or no more replies come."""
         self._live.note()
+        # After a call was made or has ended, other nodes may be able to start.
         settled = not self._calls.take_changed() and not self._saving.holds_up
         patience_s = self._patience_s
         while came := self._replies.take(patience_s):
@@ -252,6 +255,7 @@ class Run:
             if not (settled and can_wait and patience_s):
                 return
             self._disk.write(lambda: self.buffer.log.commit(fenced=False))
+            # With many ranks, resting lets replies arrive in larger batches.
             if rest_s := min(patience_s, self._calls.rest_s):
                 self._backend.rest(rest_s)
 
@@ -262,6 +266,7 @@ class Run:
             self._saving.step_over(
                 step, last=over, for_best=self._spec.is_evaluated_for_best(step, over=over)
             )
+            # Without checkpoints nothing is resumed, so old log entries are useless.
             if not self._spec.checkpoint.writes:
                 self._disk.write(self.buffer.shorten_log)
         self._disk.write(lambda: self._directory.flush(when_due=True))
