@@ -205,11 +205,7 @@ def _least(place: Place) -> ResourcePool:
 
 
 def _by_rank(place: Place, nodes: Nodes) -> ResourcePool:
-    """The pool of an elastic group, with one bundle per rank.
-
-    Raises:
-        UserError: There is not enough room for `min_ranks`.
-    """
+    """The pool of an elastic group, with one bundle per rank."""
     pool = replace(place.pool, nodes=place.ranks)
     one = bundles([pool])[pool.name][0]
     if not nodes.grow and (room := nodes.times(one.cpus, one.gpus)) < (place.min_ranks or 0):
@@ -305,11 +301,7 @@ def _cannot_lie(
 
 
 def _replica(handle: Handle, name: str, place: Place) -> int:
-    """Number of ranks that hold one copy of a model together.
-
-    Raises:
-        UserError: The number does not divide the ranks of the group.
-    """
+    """Number of ranks that hold one copy of a model together."""
     for setting in ("tensor_parallel", "sequence_parallel", "pipeline_parallel"):
         if place.ranks % (size := getattr(handle.config, setting, 1)):
             raise UserError(f"{setting}={size} does not divide the {place.ranks} ranks of {name!r}")

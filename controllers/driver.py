@@ -429,11 +429,7 @@ class Driver:
 def _checked(
     graph: Graph, evaluations: Sequence[Evaluation], placement: Placement | None, **settings: Any
 ) -> tuple[RunSpec, Mapping[str, Handle]]:
-    """Check the run and return its specification, and the handles of its graphs.
-
-    Raises:
-        UserError: A setting is wrong.
-    """
+    """Check the run and return its specification, and the handles of its graphs."""
     names = check_names(evaluations)
     graphs = [with_rows_that_fit(one) for one in (graph, *(e.graph for e in evaluations))]
     handles = check_graphs(graphs)

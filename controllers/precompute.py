@@ -107,11 +107,7 @@ def _with_written(graph: Graph, written: Mapping[str, pa.Array | pa.ChunkedArray
 
 
 def _writers(graph: Graph) -> dict[str, str]:
-    """Column of the source's rows -> the node that writes it.
-
-    Raises:
-        UserError: The graph updates weights, or writes no column for the rows of its source.
-    """
+    """Column of the source's rows -> the node that writes it."""
     updating = next((n.name for n in graph.nodes if n.operation.updates), None)
     if updating:
         raise UserError(
@@ -135,11 +131,7 @@ def _writers(graph: Graph) -> dict[str, str]:
 
 
 def _in_order(graph: Graph, found: pa.Table) -> pa.Table:
-    """Sort rows into the order of the source, and drop duplicates.
-
-    Raises:
-        UserError: Rows are missing.
-    """
+    """Sort rows into the order of the source, and drop duplicates."""
     places = dict(zip(found[ROW_NUMBER].to_pylist(), range(len(found)), strict=True))
     number = len(graph.source.table)
     if len(places) < number:

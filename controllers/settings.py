@@ -220,11 +220,7 @@ def _refusal(end: BaseException | None) -> SettingError | None:
 
 
 def _check_flags(settings_class: type[Config], arguments: Sequence[str]) -> None:
-    """Check the names of flags, and flags with a single value. tyro checks the rest.
-
-    Raises:
-        UserError: Something is wrong; the message has one line per problem.
-    """
+    """Check the names of flags, and flags with a single value. tyro checks the rest."""
     leaves = dict(_leaves(settings_class))
     if any(config_of(field.annotation) for field in leaves.values()):
         return  # for alternatives, tyro makes subcommands with separate flags

@@ -222,11 +222,7 @@ class RayBackend:
         self._witnesses.meet(f"{name}[{rank}]", actor.process.options(concurrency_group=CONTROL).remote())
 
     def _begin_in_turn(self, setup: Setup) -> dict[str, list[Coordinates]]:
-        """Make all workers: groups that share GPUs one after the other, all others at once.
-
-        Returns:
-            Group -> mesh coordinates of its ranks.
-        """
+        """Make all workers: groups that share GPUs one after the other, all others at once."""
         # Absent ranks of elastic groups are independent, so their coordinates are known.
         meshes = {
             name: [Coordinates(dp=r) for r in range(setup.placement[name].ranks)]

@@ -292,12 +292,7 @@ class Dispatcher:
         return Staleness(group.version, bound, fate if bound else "wait")
 
     def _set_too_old_aside(self, node: Node, group: WorkerGroup) -> None:
-        """Apply the staleness bound to the groups that are ready for an update.
-
-        Raises:
-            StalenessError: The schedule is on-policy, so rows that are too old would never be
-                trained on.
-        """
+        """Apply the staleness bound to the groups that are ready for an update."""
         staleness, ledger = self._staleness(node, group), self._parts.train.ledger
         if staleness is None:
             return

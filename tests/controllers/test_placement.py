@@ -192,7 +192,7 @@ def test_what_local_does_not_use_of_a_placement_is_reported(
         ) as driver:
             driver.run()
         said = " ".join(capfd.readouterr().out.split())
-        assert ("(rollout: 2 GPUs; actor: 2 ranks, 2 GPUs); take weft.RayBackend()" in said) == (
+        assert ("(rollout: 2 GPUs; actor: 2 ranks, 2 GPUs); use weft.RayBackend()" in said) == (
             placement is not None
         )
         assert ("without the devices of the placement" in said) == (placement is not None)
