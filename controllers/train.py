@@ -300,7 +300,8 @@ class SharedDevices:
 
 
 def _nodes() -> Nodes:
-    """The nodes of the cluster in `RAY_ADDRESS`, which Ray sets in a job; without it, this machine."""
+    """The nodes of the cluster in `RAY_ADDRESS`, which Ray sets in a job; without it, this
+    machine."""
     if OTHER.get() is not None:  # `weft plan` for another machine
         return Nodes([(machine_cpus(), machine_gpus())], THIS_MACHINE)
     return RayCluster(None).nodes()

@@ -349,7 +349,8 @@ class Run:
         )
 
     def _save_to_the_end(self, *, anew: bool = False) -> None:
-        """Save the current step, and wait until it is on disk. Existing checkpoints count unless `anew`."""
+        """Save the current step, and wait until it is on disk. Existing checkpoints count unless
+        `anew`."""
         self._saving.finish(self._train.step, anew=anew)
         self._until(self._is_saved)
 
