@@ -1,5 +1,4 @@
-"""Who decides: the driver, its schedules, worker groups, dispatch protocols and resource pools.
+"""The driver, its schedules, worker groups, dispatch and placement.
 
-The only floor that knows Ray. It moves row ids and references, never token tensors, and it does not know how weights
-travel.
+Only this folder imports Ray. It moves row ids and references, never token tensors.
 """

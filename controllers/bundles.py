@@ -1,13 +1,15 @@
-"""Bundles: how pools lie over the nodes of a cluster, which rank of a group stands where, and which devices it sees. Pure arithmetic.
+"""Bundles: map pools to nodes of a cluster, and ranks to nodes and devices. Pure arithmetic.
 
-    pool "train", 16 GPUs, nodes of 8      two bundles of 8 GPUs, each on a node of its own
-    Place(train, ranks=16)                 ranks 0-7 on the first node, 8-15 on the second, a GPU each
-    pool "rollout", 4 GPUs, beside "a"     one bundle holds the devices of both, so that they share a node: first those of "a"
+    pool "train", 16 GPUs, nodes of 8      two bundles of 8 GPUs, each on a separate node
+    Place(train, ranks=16)                 ranks 0-7 on the first node, 8-15 on the second, one GPU each
+    pool "rollout", 4 GPUs, beside "a"     one bundle with the devices of both, first those for "a": they share a node
 
-- A bundle is what a pool (and those beside it) has on one node, and no two bundles of a pool are on one node.
-- Ranks go to nodes in blocks, so that the ranks of a replica, which are consecutive, share a node if they fit on one.
-- A pool that does not say how many nodes it has gets as few as can hold it.
-- The pool of an elastic group has a bundle for each rank, and these may share nodes: each is reserved by itself.
+- A bundle is the part of a pool (and of the pools that share its nodes) on one node. The bundles of
+  a pool are on different nodes.
+- Ranks are assigned to nodes in blocks. A replica's ranks are consecutive, so they share a node if
+  they fit.
+- A pool without `nodes` gets as few nodes as can hold it.
+- An elastic group's pool has a separately reserved bundle for each rank, and these may share nodes.
 """
 
 from __future__ import annotations
@@ -26,21 +28,19 @@ THIS_MACHINE = "this machine"
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes that pools can lie on."""
-
     sizes: Sequence[tuple[int, int]]
-    """CPUs and GPUs of each."""
+    """CPUs and GPUs of each node."""
     where: str
     """Names the machine or cluster in messages."""
     grow: bool = False
-    """More may come: nothing is refused because there are too few yet."""
+    """The cluster may grow, so a pool that does not fit yet is accepted."""
 
     def that_hold(self, cpus: int, gpus: int) -> int:
-        """How many of them have so many CPUs and GPUs."""
+        """Number of nodes with at least these CPUs and GPUs."""
         return sum(cpus <= c and gpus <= g for c, g in self.sizes)
 
     def times(self, cpus: int, gpus: int) -> int:
-        """How often so many CPUs and GPUs, each time on one node, are there.
+        """How many times these CPUs and GPUs fit, each time on one node.
 
         >>> Nodes([(8, 2), (8, 0), (1, 4)], "the cluster").times(2, 1)
         2
@@ -50,28 +50,27 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Bundle:
-    """What pools that share nodes have on one of them."""
+    """The devices on one node for pools that share nodes."""
 
     cpus: int
     gpus: int
     first_gpu: Mapping[str, int]
-    """Pool -> where its GPUs begin among those of the bundle. It has none of a pool that has fewer nodes."""
+    """Pool -> index of its first GPU in the bundle. Pools with fewer nodes are missing in some
+    bundles."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank stands."""
+    """Node and local rank of a rank."""
 
     node_rank: int
-    """The number of its node among those of its group; the bundle of its pool."""
+    """Index of its node among the nodes of its group, and of the bundle in its pool."""
     local_rank: int
-    """Its number among the ranks of its group on that node."""
     nodes: int
-    """Nodes of the group."""
 
 
 def position(place: Place, rank: int) -> Position:
-    """Where a rank of a group stands.
+    """Return the position of a rank of a group.
 
     >>> position(Place(ResourcePool("train", nodes=2, gpus_per_node=8), ranks=16), 11)
     Position(node_rank=1, local_rank=3, nodes=2)
@@ -81,12 +80,12 @@ def position(place: Place, rank: int) -> Position:
 
 
 def devices(place: Place, rank: int, gpus: Sequence[str]) -> tuple[str, ...]:
-    """The GPUs that a rank sees: rank i of every group on a pool sees the same.
+    """Return the GPUs that a rank sees. Rank i of every group on a pool sees the same ones.
 
     Args:
-        place: of its group.
-        rank: in the group.
-        gpus: those of the pool on the rank's node.
+        place: Place of its group.
+        rank: Rank in the group.
+        gpus: GPUs of the pool on the rank's node.
 
     >>> devices(Place(ResourcePool("train", nodes=2, gpus_per_node=4), ranks=4), 3, ["4", "5", "6", "7"])
     ('6', '7')
@@ -96,14 +95,16 @@ def devices(place: Place, rank: int, gpus: Sequence[str]) -> tuple[str, ...]:
 
 
 def shares_gpus(placement: Mapping[str, Place], group: str) -> bool:
-    """Whether other groups are on the same pool, which has GPUs."""
+    """Whether the group's pool has GPUs and other groups use it as well."""
     pool = placement[group].pool
     return pool.gpus > 0 and sum(place.pool.name == pool.name for place in placement.values()) > 1
 
 
 def start_turns(placement: Mapping[str, Place], follows: Iterable[ParameterEdge]) -> list[list[str]]:
-    """The order in which groups are made: those of one turn at the same time, and of a pool with GPUs one in each turn. Groups that
-    follow others come after those that do not: an inference engine takes what memory is left.
+    """Start order of groups, as lists of groups that start together.
+
+    Groups on the same GPUs start one after the other. Followers start last, because an inference
+    engine takes the memory that is left.
 
     >>> gpu, cpu = ResourcePool("gpu", gpus=1), ResourcePool("cpu")
     >>> places = {"rollout": Place(gpu), "actor": Place(gpu), "reward": Place(cpu), "recorder": Place(cpu)}
@@ -123,13 +124,14 @@ def start_turns(placement: Mapping[str, Place], follows: Iterable[ParameterEdge]
 
 
 def bundles(pools: Iterable[ResourcePool]) -> dict[str, list[Bundle]]:
-    """What is to be reserved: the name of a pool that lies beside no other -> its bundles, in which those beside it have their parts.
+    """Return the bundles to reserve, by the pool that owns them. Pools that share its nodes are in
+    its bundles.
 
     >>> bundles([ResourcePool("a", gpus=2, nodes=1), ResourcePool("b", gpus=4, nodes=1, beside="a")])
     {'a': [Bundle(cpus=6, gpus=6, first_gpu={'a': 0, 'b': 2})]}
 
     Args:
-        pools: each with its number of nodes.
+        pools: Pools with their numbers of nodes filled in.
     """
     found: dict[str, list[Bundle]] = {}
     for name, family in _families(pools).items():
@@ -148,16 +150,16 @@ def bundles(pools: Iterable[ResourcePool]) -> dict[str, list[Bundle]]:
 def lay_out(
     placement: Mapping[str, Place], handles: Mapping[str, Handle], nodes: Nodes
 ) -> dict[str, Place]:
-    """The placement with a number of nodes for every pool.
+    """Return the placement with a number of nodes for every pool.
 
     Args:
-        placement: group -> its pool and ranks.
-        handles: the groups; a tensor-parallel replica of one lies within a node, or over whole ones.
-        nodes: what there is. Only pools that the user sized count: a group without a place takes what is left, or works where others
-            are idle.
+        placement: Group -> its pool and ranks.
+        handles: The groups. A tensor-parallel replica must fit into a node, or fill whole nodes.
+        nodes: The available nodes. Only pools that the user sized count; other groups use what is
+            left.
 
     Raises:
-        UserError: naming the pools, what they ask for, and what there is.
+        UserError: The pools do not fit; the message has the requested and the available devices.
     """
     pools = {p.pool.name: p.pool for p in placement.values()}
     elastic = {place.pool.name: place for place in placement.values() if place.is_elastic}
@@ -178,7 +180,7 @@ def lay_out(
 
 
 def _families(pools: Iterable[ResourcePool]) -> dict[str, list[ResourcePool]]:
-    """Pools that share nodes, by the name of the one that lies beside no other, which comes first."""
+    """Pools that share nodes, by the pool that owns the nodes, which comes first in its list."""
     by_name = {pool.name: pool for pool in pools}
     found: dict[str, list[ResourcePool]] = {p.name: [p] for p in by_name.values() if p.beside is None}
     for pool in by_name.values():
@@ -191,7 +193,7 @@ def _families(pools: Iterable[ResourcePool]) -> dict[str, list[ResourcePool]]:
 
 
 def _least(place: Place) -> ResourcePool:
-    """What an elastic group has to have of its pool."""
+    """The devices that an elastic group needs at least."""
     share, pool = (place.min_ranks or place.ranks), place.pool
     return replace(
         pool,
@@ -203,18 +205,14 @@ def _least(place: Place) -> ResourcePool:
 
 
 def _by_rank(place: Place, nodes: Nodes) -> ResourcePool:
-    """The pool of an elastic group, which has a bundle for each rank.
-
-    Raises:
-        UserError: there is not enough for the ranks that the group has to have.
-    """
+    """The pool of an elastic group, with one bundle per rank."""
     pool = replace(place.pool, nodes=place.ranks)
     one = bundles([pool])[pool.name][0]
     if not nodes.grow and (room := nodes.times(one.cpus, one.gpus)) < (place.min_ranks or 0):
         have = ", ".join(f"{c} and {g}" for c, g in sorted(set(nodes.sizes), reverse=True))
         raise UserError(
-            f"resource pool {pool.name!r} asks for {one.cpus} CPUs and {one.gpus} GPUs for each of at least {place.min_ranks} ranks, but "
-            f"{nodes.where} has that {room} times (CPUs and GPUs of its nodes: {have}); lower min_ranks, or wait for a cluster that grows: "
+            f"resource pool {pool.name!r} needs {one.cpus} CPUs and {one.gpus} GPUs for each of at least {place.min_ranks} ranks, but "
+            f"{nodes.where} has room for {room} (CPUs and GPUs of its nodes: {have}); lower min_ranks, or wait for the cluster to grow: "
             "RayBackend(wait_s=...)"
         )
     return pool
@@ -239,9 +237,11 @@ def _with_nodes(
     blocks: Sequence[tuple[Place, int]],
     nodes: Nodes,
 ) -> list[ResourcePool]:
-    """Pools that share nodes, each with its number of nodes: as few as can hold them, if they do not say."""
+    """Fill in the numbers of nodes of pools that share nodes: as few as can hold them, unless
+    given."""
     root = family[0]
-    inner = [pool for pool in family if pool.nodes is None]  # these have as many as the root
+    inner = [pool for pool in family if pool.nodes is None]  # these get as many nodes as the root
+    # A number of nodes must divide devices and ranks of all pools that take the root's number.
     limit = math.gcd(
         *(n for pool in inner for n in (pool.cpus, pool.gpus)),
         *(p.ranks for p in places if p.pool in inner),
@@ -260,6 +260,7 @@ def _with_nodes(
         largest = max(bundles(made)[root.name], key=lambda bundle: (bundle.gpus, bundle.cpus))
         if nodes.that_hold(largest.cpus, largest.gpus) >= number or (nodes.grow and root.nodes):
             return made
+        # Remember the first even layout for the error message.
         fits = fits or made
     raise _cannot_lie(family, places, fits, nodes)
 
@@ -290,7 +291,7 @@ def _cannot_lie(
             f"{who} asks for {ask}, but only {few} of {nodes.where} can hold that (CPUs and GPUs of its nodes: {have})"
         )
     way = (
-        "; say how it is to lie on nodes that are still to come: nodes=..., gpus_per_node=..."
+        "; for nodes that will join later, give the layout: nodes=..., gpus_per_node=..."
         if nodes.grow
         else ""
     )
@@ -300,11 +301,7 @@ def _cannot_lie(
 
 
 def _replica(handle: Handle, name: str, place: Place) -> int:
-    """Ranks that together hold one copy of a model.
-
-    Raises:
-        UserError: they do not divide the ranks of the group.
-    """
+    """Number of ranks that hold one copy of a model together."""
     for setting in ("tensor_parallel", "sequence_parallel", "pipeline_parallel"):
         if place.ranks % (size := getattr(handle.config, setting, 1)):
             raise UserError(f"{setting}={size} does not divide the {place.ranks} ranks of {name!r}")
@@ -314,7 +311,6 @@ def _replica(handle: Handle, name: str, place: Place) -> int:
 
 
 def _is_whole(ranks_per_node: int, replica: int) -> bool:
-    """Whether every replica lies within a node, or fills whole ones."""
     return ranks_per_node % replica == 0 or replica % ranks_per_node == 0
 
 
@@ -323,7 +319,7 @@ def _check_replica(name: str, place: Place, replica: int) -> None:
     each = place.ranks // nodes
     if not _is_whole(each, replica):
         raise UserError(
-            f"a replica of {name!r} has {replica} ranks, and pool {place.pool.name!r} has {each} of them on each of its "
-            f"{nodes} nodes: some replicas would lie across two nodes; take a multiple or a divisor of {each} "
+            f"a replica of {name!r} has {replica} ranks, but pool {place.pool.name!r} has {each} of them on each of its "
+            f"{nodes} nodes, so some replicas would be split across nodes; choose a multiple or a divisor of {each} "
             "for tensor_parallel, sequence_parallel or pipeline_parallel"
         )

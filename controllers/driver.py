@@ -1,4 +1,5 @@
-"""Driver: what a user holds. It checks a run before any process starts, starts it, and starts it again from its last checkpoint."""
+"""Driver: the user's handle on a run. It checks the run, starts it, and restarts it from its last
+checkpoint."""
 
 from __future__ import annotations
 
@@ -54,10 +55,7 @@ from .run_spec import Evaluation, RunHistory, RunSpec
 from .schedule import Training
 from .signals import asked_to_end, can_be_ended, hold_streams, signals_end_runs
 
-# Versions
-#
-# Versions: the packages that a run's numbers depend on, as they are installed.
-
+# Versions of the packages that affect a run's numbers
 
 PACKAGES = (
     "weft",
@@ -76,7 +74,8 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Package -> its version; those that are not installed are left out. None of them is imported."""
+    """Return package -> installed version, without importing any. Packages that are not installed
+    are left out."""
     found: dict[str, str] = {}
     for package in PACKAGES:
         try:
@@ -92,9 +91,18 @@ MAX_RESTARTS = 3
 
 @names_arguments
 class Driver:
-    """One run: graphs, a schedule, a placement and a backend.
+    """A training run: check the settings, start the workers, follow the schedule, stop the workers.
 
-    Use it as a context manager: leaving it ends every process that it started, whatever happened inside.
+    Use it as a context manager. Leaving the `with` block ends every process that the run started,
+    also after an error:
+
+        with weft.Driver(graph, schedule=weft.Synchronous(steps=100), name="first") as driver:
+            metrics = driver.run()
+            driver.call(actor, "save", path=driver.directory.path / "model")
+
+    The constructor starts no process. It checks the graphs, settings and placement, and creates the
+    run directory. With checkpoints, `run` restarts from the last one when a worker dies that cannot
+    be replaced.
     """
 
     def __init__(
@@ -122,49 +130,68 @@ class Driver:
         dashboard: bool = False,
         settings: object = None,
     ) -> None:
-        """Check everything that can be checked before a process is started.
+        """Check the settings and create the run directory.
 
         Args:
-            graph: what happens in training. Give yours; there is no default.
-            schedule: when its nodes run. Give `Synchronous`, `Pipelined` or `Asynchronous`; there is no default.
-            evaluations: graphs over held-out rows, and when they run. Give them to see more than the reward of training.
-            placement: group -> `Place`. None: each group of one rank, where a CPU is free. Give one for ranks, devices and GPUs.
-            backend: `Local()`, `RayBackend()` or `Simulated(costs)`. None: `Local()`. Choose Ray for more than one process.
-            name: of the run's directory below `root`; None: the time. A run has one driver: while it lives, another is refused. Give one to
-                find the run again, and to resume it.
-            root: the folder that has the run's directory. In a job of a cluster a relative one lies below `WEFT_ROOT`, or `~/weft`. Give
-                one on a disk with room for checkpoints.
-            seed: [seed] of sampling, of the order of prompts, and of new parameters. Change it to see the spread.
-            record_every: [steps] samples of each so-many-th step are kept in the run directory; 0 keeps none. Raise it where samples fill
-                the disk.
-            start_timeout_s: [s] longest wait for the workers of a group to be up; None: 300, and 20 more for each GB of the largest
-                model. Raise it where models lie on a slow disk.
-            call_timeout_s: [s] how long a rank that was called may do nothing that shows (an answer, a microbatch, a step of an engine, a
-                scored sample; `Context.advance`): then it is replaced, if it can be, or the run is taken back to its last
-                checkpoint, or ends. So long, too, a checkpoint may not grow. None: 600, and 5 more for each GB of the largest
-                model. Lower it to find hangs sooner, raise it where single steps take minutes.
-            buffer: how much the sample buffer may hold, and where. Give one where memory or disk are short.
-            checkpoint: when the run saves what it needs to go on. Give one for every run that should survive.
-            resume: "none" for a new run; "latest" to go on from the last sound checkpoint of the run `name` (of the newest that has
-                any, without a name), or to begin where there is none; "weights" for the same without the rows in flight, where the
-                log is lost or the graph was changed; or the folder of a run or of one of its checkpoints. Choose "latest" in scripts
-                that are started again by themselves.
-            progress: how the run is shown: "rich" (columns and frames), "plain" (lines), "json" (an object in each line) or "none";
-                "auto" is rich on a terminal, else plain. Choose "json" for programs, "none" for tests.
-            stop_on: symptoms that end the run when they show (docs/watching.md has the table); others are warnings. By default a run ends
-                whose first steps have no signal: the rewards within every group are equal. Give more where nobody watches.
-            stop: called with each step's metrics; the run ends early when it returns true. Give one to stop at a goal.
-            trackers: what metrics are sent to besides the run's own files: "tensorboard", "wandb", "mlflow", "trackio", "prometheus", or
-                "module:Class" of your own. A tracker that fails or hangs never disturbs the run. Give those that you look at.
-            tracker_samples: [samples] how many recorded samples of a step the trackers get, as a table. The texts leave the machine. Set
-                it if all users of the tracker may read the data.
-            dashboard: start a web page over the runs of `root` beside the run, and print its address. The run never waits for it; it goes
-                on after the run, until nobody has looked for an hour. Give it to watch the run in a browser.
-            settings: the script's own settings, kept with the run. Give them to compare runs by `weft diff`.
+            graph: The training graph. Give yours.
+            schedule: When each node runs. Choose `Synchronous`, `Pipelined` or `Asynchronous`.
+            evaluations: Graphs to run on held-out rows, and how often. Give some to measure more
+                than the training reward.
+            placement: Group name -> `Place`. A group without one gets one rank on a free CPU. Give
+                one to choose ranks, nodes and GPUs.
+            backend: `Local()`, `RayBackend()` or `Simulated(costs)`. The default, None, is
+                `Local()`: everything in this process. Choose `RayBackend()` for several processes.
+            name: Name of the run directory below `root`; by default the current time. Only one
+                driver at a time can use a run. Set it to find and resume the run later.
+            root: Folder for run directories. In a cluster job, a relative path is taken below
+                `WEFT_ROOT`, or `~/weft`. Choose a disk with room for checkpoints.
+            seed: [seed] Seed of sampling, of the order of prompts, and of new parameters. Change it
+                to measure the spread between runs.
+            record_every: [steps] Keep the samples of every n-th step in the run directory; 0 keeps
+                none. Raise it if samples fill the disk.
+            start_timeout_s: [s] Longest time for a group's workers to start. The default, None, is
+                300 s plus 20 s per GB of the largest model. Raise it if models load from a slow
+                disk.
+            call_timeout_s: [s] Longest time without progress in a call of a rank: an answer, a
+                microbatch, an engine step, a scored sample, or `Context.advance`. After it, the
+                rank is replaced, or the run restarts from its last checkpoint, or it ends. The
+                limit also applies to a checkpoint that stops growing. The default, None, is 600 s
+                plus 5 s per GB of the largest model. Lower it to find hangs sooner, raise it if one
+                step takes minutes.
+            buffer: Limits of the sample buffer, and where it keeps rows. Set it if memory or disk
+                is short.
+            checkpoint: When to save checkpoints, and how many to keep. Set it for every run that
+                should survive a failure.
+            resume: "none" starts a new run. "latest" continues from the last intact checkpoint of
+                run `name` (without a name, of the newest run that has one), or starts a new run if
+                there is none. "weights" does the same but drops the rows in flight: use it if the
+                log is lost or the graph has changed. A path resumes from that run or checkpoint.
+                Choose "latest" in scripts that restart automatically.
+            progress: How to show progress: "rich" (columns and frames), "plain" (lines), "json"
+                (one object per line) or "none". "auto" is "rich" on a terminal and "plain"
+                elsewhere. Choose "json" for programs, "none" for tests.
+            stop_on: Symptoms that end the run; all others only warn. docs/watching.md lists them.
+                The default ends a run if the rewards within every group are equal in the first
+                steps. Give more for unattended runs.
+            stop: Function of each step's metrics; the run ends early when it returns True. Give one
+                to stop at a target.
+            trackers: Where to send metrics in addition to the run's files: "tensorboard", "wandb",
+                "mlflow", "trackio", "prometheus", or a class as "module:Class". A tracker that
+                fails or hangs does not affect the run. Choose the ones that you use.
+            tracker_samples: [samples] Number of recorded samples per step to send to the trackers
+                as a table. The texts leave this machine. Set it only if all users of the tracker
+                may read the data.
+            dashboard: Start a web page for the runs in `root` and print its address. The page does
+                not slow the run, and it closes after an hour without visitors. Set it to watch the
+                run in a browser.
+            settings: Settings of your script, stored with the run. Give them to compare runs with
+                `weft diff`.
 
         Raises:
-            UserError: naming the place, the rule, the value and the nearest right name.
+            UserError: A setting is wrong. The message has the place, the rule, the value, and the
+                nearest correct name.
         """
+        # Before anything opens a file, so that no file takes the place of a closed stream.
         hold_streams()
         display = display_for(progress)
         check_kinds(
@@ -199,12 +226,14 @@ class Driver:
             stop_on=check_stop_on(stop_on),
         )
 
+        # `weft plan` stops here: everything is checked, and no directory exists yet.
         end_if_planned(self._spec)
 
         def accept(point: ResumePoint | None) -> ResumePoint | None:
             check_resumes(self._spec, handles, point)
             return at_place_in_data(self._spec, point)
 
+        # In a cluster job, the environment may set both.
         at, resume = root_of(root), resume_of(resume) if checkpoint.writes else resume
         self.directory, self._point = open_run(resume, at, name, accept, checkpoint.copy_to)
         if self._point is not None and (changed := changed_settings(self._spec, self._point, "reported")):
@@ -231,7 +260,7 @@ class Driver:
         self._restarts: Counter[str] = Counter()
         """Checkpoint -> number of automatic restarts from it."""
         self._run: Run | None = None
-        """The present life of the run; None: it was not started yet."""
+        """The running loop; None before the start. A restart replaces it."""
         self._with_dashboard = dashboard
         self._write_config()
 
@@ -240,12 +269,12 @@ class Driver:
 
     @property
     def groups(self) -> Mapping[str, WorkerGroup]:
-        """Worker groups by name; none before the run is started."""
+        """Worker groups by name; empty before the run starts."""
         return self._run.groups if self._run else {}
 
     @property
     def buffer(self) -> SampleBuffer | None:
-        """The rows of the run, while it lives."""
+        """The sample buffer; None before the start and after the end."""
         return None if self._run is None or self._run.closed else self._run.buffer
 
     def __enter__(self) -> Driver:
@@ -266,15 +295,14 @@ class Driver:
         self.close()
 
     def _open_dashboard(self) -> None:
-        """Start a dashboard beside the run. That it cannot be started is said, and is no reason to end."""
+        """Start a dashboard in another process. The run continues if the dashboard cannot start."""
         try:
             self.say(f"dashboard: {start_dashboard(self.directory.path)}")
         except OSError as error:
             self._history.progress.alert("dashboard", f"the dashboard cannot be started: {error}")
 
     def _note(self, error: BaseException) -> None:
-        """Keep what ends the run among its alerts. A symptom is there already, a run that was taken over has another writer, and
-        whoever asked for the end knows it."""
+        """Record the error that ends the run among its alerts."""
         if isinstance(error, Exception) and not isinstance(error, SymptomError | TakenOverError):
             text = error.text if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
             self._history.progress.alerts.add("failed", text, ends=True)
@@ -284,7 +312,8 @@ class Driver:
         self._history.trackers.start(self._point.state.step if self._point else None)
 
     def close(self) -> None:
-        """End every process of the run. What was measured is on disk, and another driver may go on with the run."""
+        """End every process of the run and release its directory. Another driver can then resume
+        it."""
         try:
             self._end()
         finally:
@@ -292,27 +321,26 @@ class Driver:
                 self.directory.lock.release()
 
     def _end(self) -> None:
-        """End the present life of the run."""
         try:
             self.directory.close()
         except OSError as error:
-            if not is_full(error):  # a full disk was reported before
+            if not is_full(error):  # a full disk is already reported
                 raise
         finally:
             try:
                 if self._run is not None and not self._run.closed:
                     self._run.close()
-            finally:  # last: what is sent is what lies on the disk
+            finally:  # last, so that the trackers send everything that is on disk
                 self._history.trackers.end(finished=self._run is not None and self._run.ended)
 
     def run(self) -> list[dict[str, float]]:
-        """Run to the end of the schedule; returns the metrics of every step.
+        """Run to the end of the schedule and return the metrics of every step.
 
-        SIGTERM, SIGHUP and Ctrl-C have a run that makes checkpoints write one and end (with exit code 0, at Ctrl-C 130), unless the script
-        has handlers of its own.
+        With checkpoints, SIGTERM, SIGHUP and Ctrl-C save one and end the run, unless the script has
+        its own handlers. The exit code is 0, or 130 after Ctrl-C.
 
-        When a worker's process ends that cannot be replaced by itself, all groups are started again, and the run goes on from its last
-        checkpoint.
+        If a worker dies and cannot be replaced alone, all groups restart and the run continues from
+        its last checkpoint.
         """
         run = self._usable()
         try:
@@ -330,9 +358,11 @@ class Driver:
             raise
 
     def _start_again(self, error: WorkerDied) -> Run:
-        """Go on from the last checkpoint, if there is one and no more than MAX_RESTARTS in a row went on from the same."""
+        """Restart from the last checkpoint, at most MAX_RESTARTS times from the same one."""
         while True:
             latest = next(iter(complete_checkpoints(self.directory.path / CHECKPOINTS)), None)
+            # A deterministic error would repeat after each restart, so restarts from one checkpoint
+            # are limited.
             if asked_to_end() or latest is None or self._restarts[latest.name] >= MAX_RESTARTS:
                 raise error
             try:
@@ -345,11 +375,14 @@ class Driver:
         self._end()
         lock = self.directory.lock
         assert lock is not None
+        # The next start has a new epoch; this fails if another driver has taken over the run.
         lock.renew()
         try:
             point = find_checkpoint(self.directory.path)
         except UserError as damaged:
-            raise UserError(f"{damaged}\nThe run was to go on from there after this: {error}") from error
+            raise UserError(
+                f"{damaged}\nIt was needed for a restart after this error: {error}"
+            ) from error
         assert point is not None
         self._restarts[point.path.name] += 1
         self._point = point
@@ -359,28 +392,29 @@ class Driver:
         self._start()
 
     def say(self, text: str) -> None:
-        """Show a line where the run is shown.
+        """Print a line on the run's display.
 
         Args:
-            text: of the line.
+            text: The line.
         """
         self._history.progress.say(text)
 
     def call(self, handle: object, method: str, **arguments: Any) -> list[Any]:
-        """Call a method of a group between runs (to save a model, say) and wait; returns each rank's result.
+        """Call a method of a group between runs, for example to save a model. Return the result of
+        each rank.
 
         Args:
-            handle: of the group.
-            method: a remote method of its workers.
-            arguments: of the method.
+            handle: The group, as `weft.group` returned it.
+            method: Name of a remote method of its workers.
+            arguments: Arguments of the method.
 
         Raises:
-            UserError: the run has no such group, or its workers have no such method.
+            UserError: The run does not have this group, or its workers do not have this method.
         """
         group = next((g for g in self.groups.values() if g.handle is handle), None)
         if group is None:
             raise UserError(
-                f"{handle!r} is no group of this run; its groups: {', '.join(self._spec.handles)}"
+                f"{handle!r} is not a group of this run; its groups: {', '.join(self._spec.handles)}"
             )
         return self._usable().call(group, method, **arguments)
 
@@ -395,18 +429,12 @@ class Driver:
 def _checked(
     graph: Graph, evaluations: Sequence[Evaluation], placement: Placement | None, **settings: Any
 ) -> tuple[RunSpec, Mapping[str, Handle]]:
-    """What is to be run, if all of it fits together, and the handles of the graphs.
-
-    Args:
-        settings: other fields of the specification, as the user gave them.
-
-    Raises:
-        UserError: naming the place, the rule, the value and the nearest right name.
-    """
+    """Check the run and return its specification, and the handles of its graphs."""
     names = check_names(evaluations)
     graphs = [with_rows_that_fit(one) for one in (graph, *(e.graph for e in evaluations))]
     handles = check_graphs(graphs)
     check_best(settings["checkpoint"], evaluations, handles)
+    # This changes settings of groups, so it comes before checks that read them.
     agree_on_adapters(handles.values())
     every_handle = {**handles, **own_groups(graphs, handles, settings["record_every"])}
     settings |= set_deadlines(
@@ -428,7 +456,6 @@ def _checked(
 
 
 def _described(spec: RunSpec, handles: Mapping[str, Handle]) -> dict[str, Any]:
-    """What the run directory says of a run."""
     return {
         "seed": spec.seed,
         "backend": repr(spec.backend),

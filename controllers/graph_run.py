@@ -1,4 +1,5 @@
-"""GraphRun: one graph of a run while it runs. The training graph is a `TrainingRun`, each evaluation an `EvaluationRun`."""
+"""GraphRun: the state of one graph while it runs: `TrainingRun` for training, `EvaluationRun` for
+evaluations."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from ..dataflow.source import Cursor
 
 
 def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The numbers that a run writes of metrics: their values, and `NAME_low` and `NAME_high` of estimates, the ends of 95 % intervals.
+    """Return the numbers to write for metrics: values, and `NAME_low` and `NAME_high` (95 %
+    interval) of estimates.
 
     >>> {name: round(value, 3) for name, value in values_of({"pass@1": Estimate.of([1.0, 0.0, 1.0, 1.0])}).items()}
     {'pass@1': 0.75, 'pass@1_low': 0.301, 'pass@1_high': 0.954}
@@ -37,19 +39,17 @@ def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 @dataclass
 class GraphRun(ABC):
-    """A graph, its ledger and its place in the source."""
+    """A graph with its ledger and its position in the source."""
 
     name: str
     graph: Graph
     ledger: Ledger
     positions: Iterator[int]
-    """Rows of the source still to be issued, in order."""
     num_tokens: np.ndarray
-    """[source rows] tokens of each."""
+    """[source rows] Tokens of each row."""
 
     @cached_property
     def updates(self) -> tuple[Node, ...]:
-        """Nodes that make new versions of weights."""
         return tuple(n for n in self.graph.nodes if n.operation.updates)
 
     @cached_property
@@ -59,11 +59,12 @@ class GraphRun(ABC):
 
     @cached_property
     def recorders(self) -> tuple[Node, ...]:
-        """Nodes that follow behind the run and record samples."""
+        """Nodes that record samples in the background."""
         return tuple(n for n in self.graph.nodes if n.operation.behind)
 
     def observes(self, node: Node) -> bool:
-        """Whether a node only looks at rows: it writes no column, drops no row and updates nothing, and the run waits for it."""
+        """Whether a node only reads rows: it writes no column, drops no rows and updates
+        nothing."""
         if node.operation.behind:
             return False
         return (
@@ -73,17 +74,16 @@ class GraphRun(ABC):
         )
 
     def issue(self, number: int, step: int) -> int:
-        """Issue the next rows of the source; returns how many there were."""
         chosen = list(itertools.islice(self.positions, number))
         self.ledger.issue(chosen, self.num_tokens[chosen].tolist(), step=step)
         return len(chosen)
 
     def finish(self, lease: Lease, step: int | None = None) -> None:
-        """A node is done with the rows of a lease. Where it writes no column of theirs, they are published with nothing.
+        """Finish the rows of a lease. A node that writes no columns publishes empty results.
 
         Args:
-            lease: of the node.
-            step: the step that trained on the rows; None: the node is no update.
+            lease: Lease of the node.
+            step: Step that trained on the rows; None if the node does not update weights.
         """
         node = lease.node
         if not node.writes and node.operation.shape in (Shape.MAP, Shape.GROUP):
@@ -92,62 +92,61 @@ class GraphRun(ABC):
 
     @abstractmethod
     def take(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
-        """Note what a call has measured on the rows of a lease."""
+        """Record the metrics of a call."""
 
     @abstractmethod
     def generates(self, lease: Lease, published: Published) -> None:
-        """Note responses that are finished."""
+        """Record finished responses."""
 
 
 @dataclass
 class TrainingRun(GraphRun):
-    """The training graph, how far its step has come, and what was measured in it."""
+    """The training graph, the progress of its step, and the step's metrics."""
 
     steps: int = 0
-    """Steps that the schedule wants."""
+    """Number of steps that the schedule makes."""
     start: Cursor = field(default_factory=Cursor)
-    """Where its log began in the data."""
+    """Position in the data where the log begins."""
     step: int = 0
-    """Steps that are closed; each made an update."""
+    """Number of closed steps; each made an update."""
     begun: bool = False
     """Step 0, the start of the run, is closed."""
     stopped: bool = False
-    """The run is over, whatever its schedule says."""
     open: bool = False
-    """Rows were issued for a step that is not closed yet."""
     taken: Counter[str] = field(default_factory=Counter)
-    """Update -> groups that it has claimed for the step under way."""
+    """Update -> groups claimed for the current step."""
     trained: Counter[str] = field(default_factory=Counter)
-    """Update -> groups among these that it has finished."""
+    """Update -> groups finished in the current step."""
     samples: Counter[str] = field(default_factory=Counter)
-    """Update -> rows that it has trained on in this step."""
+    """Update -> rows trained on in the current step."""
     tokens: Counter[str] = field(default_factory=Counter)
-    """Update -> tokens of these rows, prompts included."""
+    """Update -> tokens of these rows, including prompts."""
     lengths: defaultdict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
-    """Update -> tokens of the responses that it has trained on in this step, call by call."""
+    """Update -> response lengths trained on in the current step, per call."""
     generated: list[np.ndarray] = field(default_factory=list)
-    """Tokens of the responses that were finished in this step."""
+    """Lengths of the responses finished in the current step."""
     issued: int = 0
     """Groups issued since the last step was closed."""
     refills: int = 0
-    """How often the step under way issued more prompts."""
+    """Number of times that the current step issued more prompts."""
     short_size: int | None = None
-    """Groups of the batch of the step under way, or None if filters left as many as the schedule wants."""
+    """Groups in the current step's batch if filters left too few; otherwise None."""
     metrics: list[Mapping[str, Metric]] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
-        """No further step will come."""
+        """Whether no further step will come."""
         return self.stopped or self.step >= self.steps
 
     @property
     def step_under_way(self) -> int:
-        """A step lasts from the end of the one before until its update is made and published; the start of the run is step 0."""
+        """The current step; 0 is the start of the run. A step ends when its update is made and
+        published."""
         return self.step + 1 if self.begun and not self.over else self.step
 
     @property
     def cursor(self) -> Cursor:
-        """The place in the data from which the run could go on without its rows in flight."""
+        """Position in the data to resume from without the rows in flight."""
         return self.start.after(
             self.ledger.prompts_issued, self.ledger.live.positions_before(self.updates)
         )
@@ -160,7 +159,6 @@ class TrainingRun(GraphRun):
 
     @property
     def measured(self) -> dict[str, float]:
-        """The metrics of the step so far."""
         return values_of(merge(self.metrics))
 
     def take(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
@@ -171,12 +169,11 @@ class TrainingRun(GraphRun):
 
     def finish(self, lease: Lease, step: int | None = None) -> None:
         if lease.node.operation.updates:
-            self.trains(lease)  # before its rows, once they are finished, are forgotten
+            self.trains(lease)  # before the ledger forgets the rows
             step = self.step_under_way
         super().finish(lease, step)
 
     def trains(self, lease: Lease) -> None:
-        """Note rows that an update has trained on."""
         name = lease.node.name
         self.samples[name] += lease.num_rows
         tokens = lease.num_tokens
@@ -185,12 +182,13 @@ class TrainingRun(GraphRun):
         self.lengths[name].append(tokens - lease.of_groups([group.tokens for group in lease.groups]))
 
     def close(self, *, overlaps: bool) -> dict[str, float]:
-        """The step is over; returns what was measured in it.
+        """Close the step and return its metrics.
 
         Args:
-            overlaps: generation goes on while weights are trained, so that responses of this step may be trained on in later ones.
+            overlaps: Generation continues during training, so later steps may train on responses of
+                this step.
         """
-        if overlaps and self.updates and self.generated:  # else both are the same rows
+        if overlaps and self.updates and self.generated:  # otherwise both are the same rows
             trained = self.lengths[self.updates[-1].name]
             self.metrics.append(
                 length_bias(
@@ -210,39 +208,37 @@ class TrainingRun(GraphRun):
 
 @dataclass
 class EvaluationUnderWay:
-    """What the calls of the evaluation of one step have measured so far, and the versions of its tokens."""
+    """Metrics and weight versions of one running evaluation."""
 
     metrics: list[Mapping[str, Metric]] = field(default_factory=list)
     versions: set[int] = field(default_factory=set)
     asked: int = 0
-    """Prompts that were issued."""
     answered: set[int] = field(default_factory=set)
-    """Groups that have come to the end of the graph."""
+    """Groups that reached the end of the graph."""
 
 
 @dataclass
 class EvaluationRun(GraphRun):
-    """An evaluation graph. It goes over its whole source once for each step that is evaluated."""
+    """An evaluation graph. Each evaluated step makes one pass over its source."""
 
     due: dict[int, Mapping[str, int]] = field(default_factory=dict)
-    """Step whose evaluation has not begun -> group -> version that the group must hold before."""
+    """Step whose evaluation has not begun -> group -> version that the group must have first."""
     under_way: dict[int, EvaluationUnderWay] = field(default_factory=dict)
-    """Step -> its evaluation."""
     closed_at: int = -1
-    """Latest step whose evaluation is closed."""
+    """Latest step with a closed evaluation."""
 
     @property
     def pending(self) -> bool:
-        """Whether an evaluation is due or under way."""
         return bool(self.due or self.under_way)
 
     @property
     def ended(self) -> list[int]:
-        """Steps under way whose rows are all finished."""
+        """Steps whose evaluation has finished all rows."""
         return [step for step in self.under_way if not self.ledger.live.groups_of_step[step]]
 
     def needs_weights(self, group: str, version: int) -> bool:
-        """Whether a group has to keep the version of the weights that it has until the evaluation that is due or under way is over."""
+        """Whether a group must keep its version until an evaluation that is due or running is
+        over."""
         if group not in self.graph.handles:
             return False
         return bool(self.under_way) or any(
@@ -250,12 +246,12 @@ class EvaluationRun(GraphRun):
         )
 
     def mark(self, step: int, versions: Mapping[str, int]) -> None:
-        """Queue a step for evaluation as soon as groups hold these versions, unless it has been evaluated."""
+        """Queue a step for evaluation when groups have these versions, unless it has been
+        evaluated."""
         if self.closed_at != step and step not in self.under_way:
             self.due[step] = versions
 
     def begin(self, step: int) -> None:
-        """Issue the complete source for the evaluation of a step."""
         del self.due[step]
         self.under_way[step] = EvaluationUnderWay()
         self.under_way[step].asked = self.issue(len(self.num_tokens), step)
@@ -273,11 +269,12 @@ class EvaluationRun(GraphRun):
             self.under_way[lease.step].versions |= {int(published.versions.min()), published.newest}
 
     def close(self, step: int, *, overlaps: bool) -> dict[str, float]:
-        """The evaluation of a step is over; returns its metrics.
+        """Close the evaluation of a step and return its metrics.
 
         Args:
-            overlaps: weights may change while it is made, so its metrics name the oldest and newest version of its tokens. (Otherwise only
-                where they did, because a rank was replaced that could not get the old ones any more.)
+            overlaps: Weights may change during the evaluation, so the metrics include the oldest
+                and newest version. They are also included if a replaced rank could not get the old
+                weights.
         """
         ended = self.under_way.pop(step)
         self.closed_at = max(self.closed_at, step)
@@ -296,8 +293,6 @@ class EvaluationRun(GraphRun):
 
 @dataclass(frozen=True)
 class GraphRuns:
-    """All graphs of a run."""
-
     train: TrainingRun
     evaluations: Mapping[str, EvaluationRun]
 
@@ -310,9 +305,8 @@ class GraphRuns:
 
     @property
     def evaluating(self) -> bool:
-        """Whether an evaluation is due or under way."""
         return any(evaluation.pending for evaluation in self.evaluations.values())
 
     def needs_weights(self, group: str, version: int) -> bool:
-        """Whether an evaluation needs the weights of this version that a group has."""
+        """Whether an evaluation needs the version that a group has."""
         return any(evaluation.needs_weights(group, version) for evaluation in self.evaluations.values())

@@ -1,4 +1,4 @@
-"""WorkerGroup: N processes of one SPMD program, driven as one object."""
+"""WorkerGroup: the ranks of one worker class, called as one object."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from ..workers.worker import Worker, dispatch_of
 from .placement import Place
 from .ranks.tasks import Failure, FailureKind, Reply, RowTask, Task
 
-# Gather time
-#
-# Gather time: seconds for which rows wait for others, so that a reply or a call has more than one.
+# Batching delay: with many ranks at work, rows wait briefly so that replies and calls carry
+# several.
 
 
 MANY_RANKS = 64
-"""Number of ranks at work from which on rows wait for others: on their ranks (`ranks/gathered.py`), on the driver (`loop/gathering.py`),
-and for the driver, which rests between two turns (`loop/calls.py`). So many ranks bring more rows at once."""
+"""[ranks] Delay rows if at least this many ranks are at work: on the ranks (`ranks/executor.py`)
+and on the driver (`loop/dispatcher.py`). The driver also rests between two turns
+(`loop/calls.py`)."""
 RANK_S = 4e-3
-"""Seconds for each rank at work for which rows may wait."""
+"""[s] Delay per rank at work."""
 MAX_S = 2.0
-"""Most seconds for which they may."""
+"""[s] Maximum delay."""
 
 
 def gather_s(ranks: int) -> float:
-    """Seconds for which rows may wait for others where so many ranks are at work: none where they are few.
+    """[s] Batching delay of rows if this many ranks are at work; 0 for few ranks.
 
     >>> gather_s(8), gather_s(100), gather_s(5000)
     (0.0, 0.4, 2.0)
@@ -48,44 +48,42 @@ def gather_s(ranks: int) -> float:
 
 
 REGISTER = "register"
-"""Method of every worker: it answers where its rank stands in the mesh, when its process is up."""
+"""A method of every worker. It returns the rank's mesh coordinates when the process is up."""
 Submit = Callable[[int, Task, "Call"], None]
-"""Give a task to a rank; its replies come back through the backend's `wait`, addressed to the call."""
+"""Gives a task to a rank. Replies come back through the backend's `wait`, with the call."""
 
 
 @dataclass(eq=False)
 class Call:
-    """A call on a group, from dispatch until every rank has answered."""
+    """A call on a group, from its dispatch until every rank has answered."""
 
     group: WorkerGroup
     method: str
     ranks: tuple[int, ...]
-    """Ranks that were called."""
     number: int = field(default_factory=itertools.count(1).__next__)
-    """Its name among the calls of this process."""
+    """Unique number of the call in this process."""
     node: Node | None = None
     ledger: Ledger | None = None
     lease: Lease | None = None
     last: bool = True
-    """For an update that comes in parts: this part completes its batch."""
+    """For an update in parts: this part completes the batch."""
     started: float = 0.0
-    """By the backend's clock."""
+    """[s] Start time on the backend's clock."""
     waiting: set[int] = field(default_factory=set)
     """Ranks that have not answered yet."""
     values: dict[int, Any] = field(default_factory=dict)
     metrics: list[Metrics] = field(default_factory=list)
     seconds: dict[int, float] = field(default_factory=dict)
-    """Rank -> time spent in the worker."""
     answered: dict[int, float] = field(default_factory=dict)
-    """Rank -> when its last reply came, by the backend's clock."""
+    """[s] Rank -> time of its last reply, on the backend's clock."""
     by_load: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Data-parallel replica -> sample ids that it was given by its load; empty: the dispatch protocol spread the rows over all."""
+    """Data-parallel replica -> sample ids assigned by load. Empty if the dispatch protocol spread
+    the rows."""
     left: dict[int, int] = field(default_factory=dict)
-    """Replica -> how many of these it is known to have left to do."""
+    """Replica -> number of these that are unfinished."""
     lost: set[int] = field(default_factory=set)
-    """Ranks whose replies no longer count, because they failed or their processes ended."""
+    """Ranks that failed or died, whose replies are ignored."""
     shares: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Rank -> sample ids that it was given."""
 
     @property
     def done(self) -> bool:
@@ -93,30 +91,29 @@ class Call:
 
     @property
     def behind(self) -> bool:
-        """Whether nothing waits for it: it writes samples."""
         return self.node is not None and self.node.operation.behind
 
     @property
     def interruptible(self) -> bool:
-        """Whether other calls on the group may go on beside it."""
+        """Whether other calls may run on the group at the same time."""
         return self.node is not None and self.node.operation.interruptible
 
     @property
     def results(self) -> list[Any]:
-        """Results of a method without rows, in rank order, without those of lost ranks."""
+        """Results of a method without rows, in rank order, without lost ranks."""
         return [self.values[r] for r in self.ranks if r not in self.lost]
 
     def merged_metrics(self) -> dict[str, Metric]:
         return merge(self.metrics)
 
     def take(self, rank: int, reply: Reply, now: float) -> None:
-        """Note what a rank answered.
+        """Record a reply of a rank.
 
         Args:
-            now: by the backend's clock.
+            now: [s] Time on the backend's clock.
 
         Raises:
-            WorkerError (or UserError, when the user can mend it): when it failed.
+            WorkerError: The rank failed; a UserError if the user can fix it.
         """
         if reply.failure is not None:
             raise self._error(rank, reply.failure)
@@ -129,12 +126,12 @@ class Call:
             self.answered[rank] = now
 
     def lose(self, rank: int) -> None:
-        """Nothing more is to come from this rank."""
+        """Stop waiting for a rank and ignore it."""
         self.lost.add(rank)
         self.waiting.discard(rank)
 
     def held_by(self, rank: int) -> set[int]:
-        """Samples that a rank was given and has not finished, as long as the call has a right to them."""
+        """Unfinished samples of a rank; empty if the call's lease has ended."""
         if self.ledger is None or self.lease is None or not self.ledger.leases.holds(self.lease):
             return set()
         return self.lease.open.keys() & set(self.shares.get(rank, ()))
@@ -156,29 +153,30 @@ class Call:
             return UserError(where)
         if failure.kind is FailureKind.DIED:
             return WorkerDied(where)
-        # Where rows are unreadable the worker lives, but what it was to work on does not.
+        # If rows are unreadable, the worker is alive but its input is lost: treat it as a death.
         kind = WorkerDied if failure.kind is FailureKind.UNREADABLE else WorkerError
         return kind(f"{where}\n{failure.traceback.rstrip()}")
 
 
 def publishes_as_it_goes(node: Node) -> bool:
-    """Whether what a call has published of some rows counts before it is through with all of them."""
+    """Whether rows that a call has published count before the whole call is done."""
     return (
         bool(node.writes) and not node.operation.takes_groups and node.operation.shape is not Shape.FILTER
     )
 
 
 class UnderWay:
-    """Calls that are under way, oldest first. Counts are kept up to date, so that no turn of the loop searches all calls."""
+    """Running calls, oldest first. Counts are kept up to date so that a turn of the loop need not
+    search all calls."""
 
     def __init__(self, calls: Iterable[Call] = ()) -> None:
         self._calls: dict[Call, None] = {}
         self.interruptible = 0
-        """Number of calls that another call may interrupt."""
+        """Number of calls that let other calls run at the same time."""
         self.ranks = 0
-        """Number of ranks at work on rows; one that is at work for several calls counts for each."""
+        """Number of ranks working on rows, counted once per call."""
         self.beside_the_graph = 0
-        """Number of calls that belong to no node."""
+        """Number of calls that do not belong to a node."""
         for call in calls:
             self.add(call)
 
@@ -203,7 +201,7 @@ class UnderWay:
 
 
 class Loads:
-    """Unfinished rows of each replica of a group.
+    """Unfinished rows of each replica of a group, to balance load.
 
     >>> loads = Loads([0, 1, 2])
     >>> loads.add(0, 4)
@@ -214,17 +212,18 @@ class Loads:
     def __init__(self, replicas: Iterable[int]) -> None:
         self._rows = dict.fromkeys(replicas, 0)
         self._heap = [(0, replica) for replica in self._rows]
-        """Pairs (rows, replica); an outdated pair stays until it comes to the top."""
+        """Pairs (rows, replica). Outdated pairs stay until they reach the top."""
 
     def add(self, replica: int, rows: int) -> None:
         self._rows[replica] += rows
         heapq.heappush(self._heap, (self._rows[replica], replica))
+        # Rebuild the heap when most of its pairs are outdated.
         if len(self._heap) > 4 * len(self._rows) + 64:
             self._heap = [(rows, replica) for replica, rows in self._rows.items()]
             heapq.heapify(self._heap)
 
     def only(self, replicas: Iterable[int]) -> Loads:
-        """The loads of these replicas alone, as they are now."""
+        """A copy of the loads for these replicas only."""
         some = Loads(())
         for replica in replicas:
             some._rows[replica] = 0
@@ -232,8 +231,10 @@ class Loads:
         return some
 
     def spread(self, rows: int) -> dict[int, int]:
-        """Split a number of rows over the replicas so that all have equally many unfinished ones. Replicas that get none are
-        left out, and nothing is added yet."""
+        """Split rows so that all replicas have about equally many unfinished ones.
+
+        The loads do not change, and replicas without new rows are left out.
+        """
         given: Counter[int] = Counter()
         for _ in range(rows if self._rows else 0):
             while self._heap[0][0] != self._rows[self._heap[0][1]]:
@@ -247,7 +248,8 @@ class Loads:
 
 
 class WorkerGroup:
-    """The live side of a handle: ranks that registered their mesh coordinates, and how to call them."""
+    """The running side of a handle: its ranks with their mesh coordinates, and methods to call
+    them."""
 
     def __init__(
         self, name: str, handle: Handle, place: Place, mesh: Sequence[Coordinates], submit: Submit
@@ -258,17 +260,17 @@ class WorkerGroup:
         self.mesh = tuple(mesh)
         self._submit = submit
         self.calls = UnderWay()
-        """Calls under way, oldest first; a rank takes them one at a time."""
         self.version = 0
-        """Policy version of the weights that it holds."""
+        """Policy version of the group's weights."""
         self.absent: set[int] = set()
-        """Ranks of an elastic group that have no process: the cluster has no room for them. Nobody calls them."""
+        """Ranks of an elastic group without a process, because the cluster has no room. They are
+        not called."""
         self.starting: set[int] = set()
-        """Ranks whose processes are not up yet. They get no rows."""
+        """Ranks whose processes are starting. They get no rows."""
         self.lacking: set[int] = set()
-        """Ranks that are up and have no weights yet. They get no rows either."""
+        """Ranks that are up but have no weights yet. They get no rows."""
         self.updating = False
-        """An update was claimed whose batch is complete: its weights will be replaced by a new version."""
+        """An update with a complete batch is claimed, so a new version will replace the weights."""
         self._ranks_of: dict[int, list[int]] = {}
         for rank, at in enumerate(self.mesh):
             self._ranks_of.setdefault(at.dp, []).append(rank)
@@ -276,7 +278,7 @@ class WorkerGroup:
         self._alone = {
             dp: [replace(self.mesh[rank], dp=0) for rank in ranks] for dp, ranks in self._ranks_of.items()
         }
-        """Replica -> the coordinates of its ranks in a call that goes to it alone."""
+        """Replica -> coordinates of its ranks in a call to this replica only."""
         self._loads = Loads(self._replicas)
 
     def __repr__(self) -> str:
@@ -284,7 +286,6 @@ class WorkerGroup:
 
     @cached_property
     def _row_cost(self) -> RowCost:
-        """Read from the model's settings when rows are first split."""
         worker = self.handle.worker_class
         return worker.row_cost(self.handle.config) if issubclass(worker, Worker) else RowCost()
 
@@ -293,20 +294,18 @@ class WorkerGroup:
         return len(self.calls) > 0
 
     def watch(self, call: Call) -> None:
-        """Note that a call is under way."""
         self.calls.add(call)
         for replica, ids in call.by_load.items():
             call.left[replica] = len(ids)
             self._loads.add(replica, len(ids))
 
     def forget(self, call: Call) -> None:
-        """Note that a call is over."""
         self.calls.remove(call)
         for replica, left in call.left.items():
             self._loads.add(replica, -left)
 
     def weigh(self, call: Call, ranks: Iterable[int]) -> None:
-        """Note how many rows of a call the replicas of these ranks have left to do."""
+        """Update the number of unfinished rows for the replicas of these ranks."""
         for replica in {self.mesh[rank].dp for rank in ranks} if call.by_load else ():
             assert call.lease is not None
             left = len([id for id in call.by_load[replica] if id in call.lease.open])
@@ -315,12 +314,10 @@ class WorkerGroup:
 
     @property
     def out(self) -> set[int]:
-        """Ranks that get no rows."""
         return self.absent | self.starting | self.lacking
 
     @property
     def up(self) -> list[int]:
-        """Ranks whose processes are up."""
         return [
             rank
             for rank in range(len(self.mesh))
@@ -329,13 +326,12 @@ class WorkerGroup:
 
     @property
     def replicas(self) -> Sequence[int]:
-        """Data-parallel replicas that get rows: all of their ranks are up, and have weights."""
+        """Data-parallel replicas that get rows: all their ranks are up and have weights."""
         without = {self.mesh[rank].dp for rank in self.out}
         return [dp for dp in self._replicas if dp not in without] if without else self._replicas
 
     @property
     def at_work(self) -> UnderWay:
-        """Calls under way that keep ranks busy which get rows."""
         return (
             UnderWay(c for c in self.calls if not self.out.issuperset(c.ranks))
             if self.out
@@ -343,20 +339,21 @@ class WorkerGroup:
         )
 
     def is_free(self, *, to_join: bool) -> bool:
-        """Whether the ranks that get rows can begin something; `to_join`: beside calls that give way."""
+        """Whether a new call can begin; with `to_join`, also while all running calls are
+        interruptible."""
         calls = self.at_work
         return not len(calls) or (to_join and calls.interruptible == len(calls))
 
     def call(self, method: str, *, ranks: Sequence[int] | None = None, **arguments: Any) -> Call:
-        """Call a method without rows; returns at once.
+        """Call a method without rows, without waiting.
 
         Args:
-            method: a remote method, or REGISTER, which a new process answers when it is up.
-            ranks: default: all ranks; of an elastic group, those that are up.
-            arguments: of the method.
+            method: A remote method, or REGISTER, which a new process answers when it is up.
+            ranks: Ranks to call; by default all, and for an elastic group all that are up.
+            arguments: Arguments of the method.
 
         Raises:
-            UserError: the worker has no such remote method.
+            UserError: The worker does not have this remote method.
         """
         if method != REGISTER:
             self._dispatch(method)
@@ -370,20 +367,25 @@ class WorkerGroup:
         return call
 
     def least_loaded(self, rows: int) -> dict[int, int]:
-        """How many of so many rows each data-parallel replica is to have, so that all have as many unfinished ones: whoever
-        is still at long responses gets fewer. Replicas that get none are left out."""
+        """Assign rows to data-parallel replicas so that all have about equally many unfinished
+        ones.
+
+        Replicas with long responses get fewer. Return replica -> number of rows, without zeros.
+        """
         return (self._loads.only(self.replicas) if self.out else self._loads).spread(rows)
 
     def call_node(
         self, ledger: Ledger, lease: Lease, *, by_load: Mapping[int, int] | None = None, **extra: Any
     ) -> Call:
-        """Call a node's method on the rows of a lease, distributed by its dispatch protocol; returns at once.
+        """Call a node's method on the rows of a lease, without waiting. The dispatch protocol
+        distributes the rows.
 
         Args:
-            ledger: of the rows.
-            lease: of the node.
-            by_load: replica -> how many of the rows, in their order, it gets; None: all replicas get some.
-            extra: arguments beside those that the graph recorded.
+            ledger: Ledger of the rows.
+            lease: Lease of the node.
+            by_load: Replica -> number of rows that it gets, in order. None gives rows to all
+                replicas.
+            extra: Arguments in addition to the recorded ones.
         """
         node = lease.node
         method = node.operation.name if node.group else "apply"
@@ -393,7 +395,7 @@ class WorkerGroup:
             part = slice(begin, begin + number)
             if (
                 replica is not None and len(self._ranks_of[replica]) == 1
-            ):  # whatever the protocol, it gets all
+            ):  # a replica with one rank gets all rows, whatever the protocol
                 shares[self._ranks_of[replica][0]] = range(begin, begin + number)
                 keep.add(self._ranks_of[replica][0])
                 begin += number
@@ -407,6 +409,7 @@ class WorkerGroup:
             }
             keep |= kept
             begin += number
+        # A wrong dispatch protocol would lose rows or train on them twice.
         self._check_shares(self._dispatch(method), shares, keep, lease.num_rows)
         ranks = tuple(shares)
         call = Call(self, method, ranks, node=node, ledger=ledger, lease=lease)
@@ -416,13 +419,15 @@ class WorkerGroup:
             if node.group
             else {"function": node.function, "arguments": dict(node.arguments)}
         )
+        # Only generating calls yield rows one by one.
         waits_s = gather_s(len(ranks)) if call.interruptible else 0.0
         own = {rank: tuple(share) for rank, share in shares.items()}
-        different = list(dict.fromkeys(own.values()))  # the ranks of one replica get equal copies
+        different = list(dict.fromkeys(own.values()))  # the ranks of a replica often get the same rows
         cut = {
             share: (task, tuple(task.ids.tolist()))
             for share, task in zip(different, rows.cut(different), strict=True)
         }
+        # Ranks with equal rows share one task object.
         tasks: dict[tuple[tuple[int, ...], bool], Task] = {}
         for rank, share in own.items():
             part, call.shares[rank] = cut[share]
@@ -439,19 +444,20 @@ class WorkerGroup:
     def _distribute(
         self, dispatch: Dispatch, sizes: RowSizes, replica: int | None
     ) -> tuple[dict[int, Sequence[int]], set[int]]:
-        """The indexes of the rows that each rank gets, of one replica or of all, and the ranks whose results are kept."""
+        """Row indexes for each rank (of one replica or of all), and the ranks whose results are
+        kept."""
         chosen, mesh = self._part(replica)
         given = dispatch.distribute(sizes, mesh)
         if len(given) != len(mesh):
             raise UserError(
-                f"{dispatch!r} gave {len(given)} shares for the {len(mesh)} ranks of {self.name!r}"
+                f"{dispatch!r} returned {len(given)} shares for the {len(mesh)} ranks of {self.name!r}"
             )
-        # A rank without rows is called all the same: it takes part in the collectives of its group.
+        # A rank without rows is called as well: it takes part in the collectives of its group.
         shares = {rank: share for rank, share in zip(chosen, given, strict=True) if share is not None}
         return shares, {chosen[k] for k in dispatch.collect(mesh)}
 
     def _part(self, replica: int | None) -> tuple[Sequence[int], Sequence[Coordinates]]:
-        """The ranks that a call goes to, and their coordinates with data-parallel replicas numbered from 0."""
+        """Ranks of a call, and their coordinates with data-parallel replicas numbered from 0."""
         if replica is None and not self.out and self._replicas == list(range(len(self._replicas))):
             return range(len(self.mesh)), self.mesh
         if replica is not None:
@@ -481,7 +487,7 @@ class WorkerGroup:
 
 
 class _Rows:
-    """The rows of a lease, ready to be cut into shares."""
+    """The rows of a lease, for cutting into shares."""
 
     def __init__(self, ledger: Ledger, lease: Lease) -> None:
         node, self._lease = lease.node, lease
@@ -497,11 +503,6 @@ class _Rows:
         self._pieces = Pieces(ledger.graph, ledger.source, lease)
 
     def cut(self, shares: Sequence[Sequence[int]]) -> list[RowTask]:
-        """What ranks are told of their rows.
-
-        Args:
-            shares: the indexes of the rows of each.
-        """
         node, first_children = self._lease.node, self._first_children
         ends = np.cumsum([len(share) for share in shares]).tolist()
         index = np.fromiter(itertools.chain.from_iterable(shares), np.int64, ends[-1] if ends else 0)
@@ -536,7 +537,7 @@ class _Rows:
         return [row.draw(level) for row in self._lease.rows]
 
     def _made_before(self) -> Sequence[Sequence[int]] | None:
-        """Numbers of the rows that were made of each row before; None: there are none."""
+        """Numbers of the rows made earlier from each row, or None if there are none."""
         level = self._lease.node.makes_level
         if level is None or not any(len(group.levels[level]) for group in self._lease.groups):
             return None

@@ -1,4 +1,4 @@
-"""launch: a script's `main` as a command, with checked settings and honest exit codes."""
+"""launch: run a script's `main` as a command, with checked settings and exit codes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,20 @@ from .signals import end_run, terminals
 
 
 def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> int:
-    """Run `main(settings)`, its settings read from the command line, and from a YAML or TOML file if it has `--config FILE`; the type of
-    its parameter says which there are.
+    """Run `main(settings)` with settings from the command line, and from a YAML or TOML file with
+    `--config FILE`.
 
-    Returns the exit code: 0; 2 when the user can mend it (one message, no traceback); 1 when the run cannot go on; 130 after
-    Ctrl-C, at which a run that makes checkpoints writes one first. SIGTERM, or SIGHUP from a terminal that is closed (unless it
-    is ignored, as `nohup` has it), has a run that makes checkpoints write one and leave with 0; a second one, or a run that makes
-    none, leaves at once with 143 (129). All with everything cleaned up. Other exceptions pass through.
+    The type of `main`'s parameter declares the settings.
+
+    Return the exit code, after cleaning up:
+
+    - 0: success, or SIGTERM or SIGHUP ended a run with checkpoints, which saved one first
+    - 1: the run cannot continue
+    - 2: the user can fix the error; it is printed without a traceback
+    - 130: Ctrl-C; a run with checkpoints saves one first
+    - 143 (SIGTERM), 129 (SIGHUP): the run has no checkpoints, or a second signal came
+
+    SIGHUP is ignored under `nohup`. Other exceptions pass through.
     """
     parameter = next(iter(inspect.signature(main).parameters))
     settings_class: type[Config] = typing.get_type_hints(main)[parameter]
@@ -33,6 +40,7 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
         composed = compose(settings_class, words, main.__doc__ or settings_class.__doc__)
         note_settings(composed)
         settings = composed.settings
+        # An ignored signal stays ignored, as under `nohup`.
         heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
         standing = terminals()
 

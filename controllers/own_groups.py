@@ -1,4 +1,4 @@
-"""Worker groups that a run has beside those of its graphs: one runs pure functions, one writes samples."""
+"""Worker groups that Weft adds to a run: one runs pure functions, one writes samples."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ def group_of(node: Node) -> str:
 def own_groups(
     graphs: Sequence[Graph], handles: Mapping[str, Handle], record_every: int
 ) -> dict[str, Handle]:
-    """Handles of the groups that a run has beside those of its graphs, by name.
+    """Return the added groups, by name.
 
     Raises:
-        UserError: a group of the graphs has the name of one of them.
+        UserError: A group of the graphs has a reserved name.
     """
     for name, what in RESERVED.items():
         if name in handles:
             raise UserError(
-                f"a worker group is called {name!r}, as is the group of each run that {what}; give it another: weft.group(..., name=...)"
+                f"worker group {name!r} has the name of Weft's group that {what}; choose another name: weft.group(..., name=...)"
             )
     own: dict[str, Handle] = {}
     if any(node.group is None for graph in graphs for node in graph.nodes):
         own[FUNCTIONS] = Handle(FunctionWorker, FunctionConfig(), FUNCTIONS)
     if record_every:
+        # The recorder decodes texts, so it needs the tokenizer of any model.
         tokenizer = next(
             (str(h.config.model) for h in handles.values() if getattr(h.config, "model", None)), None
         )

@@ -1,5 +1,8 @@
-"""Placement: where worker groups run. Groups on the same pool are colocated and take turns; groups on different
-pools run at the same time."""
+"""Placement: which pool of devices each worker group runs on.
+
+Groups on the same pool share its devices and take turns. Groups on different pools run at the same
+time.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from ..dataflow.operation import names_arguments
 
 
 def ranks_of_a_replica(config: object) -> int:
-    """Ranks that hold one copy of a group's model together, and compute the same rows."""
+    """Ranks that together hold one copy of a group's model and compute the same rows."""
     return getattr(config, "replica_ranks", None) or getattr(config, "tensor_parallel", 1)
 
 
 @names_arguments
 @dataclass(frozen=True, init=False, repr=False)
 class ResourcePool:
-    """Devices that stay together: equally many of each kind on every one of its nodes.
+    """CPUs and GPUs for worker groups, spread evenly over nodes.
 
     >>> ResourcePool("everything", cpus=2)
     ResourcePool('everything', cpus=2)
@@ -31,25 +34,24 @@ class ResourcePool:
     ResourcePool('train', cpus=128, gpus=128, nodes=16)
 
     Args:
-        name: of the pool, unique in a placement.
-        cpus: in all; default: one for each GPU, or else one for each node.
-        gpus: in all.
-        nodes: how many; default: as few as the cluster can do with (of a pool beside another: the other's).
-        cpus_per_node: instead of `cpus`.
-        gpus_per_node: instead of `gpus`.
-        beside: name of a pool on whose nodes this one lies, too, with devices of its own.
+        name: Name of the pool, unique in a placement.
+        cpus: Total number of CPUs; by default one per GPU, or one per node without GPUs.
+        gpus: Total number of GPUs.
+        nodes: Number of nodes; by default as few as possible, or as many as the pool in `beside`
+            has.
+        cpus_per_node: Alternative to `cpus`.
+        gpus_per_node: Alternative to `gpus`.
+        beside: Name of another pool. This pool gets separate devices on the same nodes.
 
     Raises:
-        UserError: naming the argument and its rule.
+        UserError: An argument is wrong; the message names it and its rule.
     """
 
     name: str
     cpus: int
-    """In all."""
     gpus: int
-    """In all."""
     nodes: int | None
-    """None: the cluster decides."""
+    """None lets the cluster decide."""
     beside: str | None
 
     def __init__(
@@ -75,7 +77,7 @@ class ResourcePool:
         if nodes is not None and nodes < 1:
             raise UserError(f"{who} needs at least one node, not nodes={nodes}")
         if beside == name:
-            raise UserError(f"{who} cannot lie beside itself: beside names another pool")
+            raise UserError(f"{who} cannot share nodes with itself: beside=... names another pool")
         all_gpus = _in_all(who, "gpus", gpus, gpus_per_node, nodes) or 0
         all_cpus = _in_all(who, "cpus", cpus, cpus_per_node, nodes)
         all_cpus = max(all_gpus, nodes or 1) if all_cpus is None else all_cpus
@@ -86,6 +88,7 @@ class ResourcePool:
             )
         values = {"name": name, "cpus": all_cpus, "gpus": all_gpus, "nodes": nodes, "beside": beside}
         for field, value in values.items():
+            # The dataclass is frozen, and its constructor takes other arguments than its fields.
             object.__setattr__(self, field, value)
 
     def __repr__(self) -> str:
@@ -95,20 +98,19 @@ class ResourcePool:
 
 
 def _in_all(who: str, kind: str, total: int | None, each: int | None, nodes: int | None) -> int | None:
-    """Devices of one kind in all, from what was said: a total, or a number for each node; None: nothing was said."""
     if each is not None and nodes is None:
         raise UserError(
-            f"{who}: {kind}_per_node={each} is of each node; say nodes=..., too, or {kind}=... in all"
+            f"{who}: {kind}_per_node={each} needs the number of nodes; give nodes=... as well, or {kind}=... in total"
         )
     if each is not None and total is not None:
         raise UserError(
-            f"{who}: {kind}={total} and {kind}_per_node={each} say the same twice; leave one of them out"
+            f"{who}: {kind}={total} and {kind}_per_node={each} set the same number; leave one of them out"
         )
     if each is not None and nodes is not None:
         return each * nodes
     if total is not None and nodes is not None and total % nodes:
         raise UserError(
-            f"{who}: {kind}={total} do not divide over nodes={nodes} evenly; the nearest number that does is "
+            f"{who}: {kind}={total} is not a multiple of nodes={nodes}; the nearest multiple is "
             f"{max(1, round(total / nodes)) * nodes}"
         )
     return total
@@ -117,23 +119,26 @@ def _in_all(who: str, kind: str, total: int | None, each: int | None, nodes: int
 @names_arguments
 @dataclass(frozen=True)
 class Place:
-    """Where one group runs: how many ranks on which pool. Each rank gets an equal share of the pool's CPUs and GPUs.
+    """A group's place: the pool that it runs on, and its number of ranks.
 
-    With `min_ranks` the group is elastic: its run starts as soon as so many ranks are up, others join when the cluster has room for
-    them, and any of them may be lost (a spot instance, say), which costs the run the rows that it held. Each rank of such a group is a
-    reservation of its own, wherever there is room. Only ranks that are independent of each other can come and go: those of a rollout,
-    a reward, or another group whose worker class is `replaceable`.
+    Each rank gets an equal share of the pool's CPUs and GPUs.
+
+    A group with `min_ranks` is elastic. Its run starts with `min_ranks` ranks, and more join when
+    the cluster has room. Losing a rank, such as a spot instance, costs only the rows that it holds.
+    Each rank is reserved separately, on any node with room. The ranks must be independent: a
+    rollout, a reward, or a worker class that is `replaceable`.
 
     >>> Place(ResourcePool("spot", gpus=16), ranks=16, min_ranks=4).is_elastic
     True
 
     Args:
-        pool: where it runs. An elastic group has one of its own.
-        ranks: of the group; of an elastic one, the most that it can have.
-        min_ranks: ranks below which an elastic group is waited for; default: the group is not elastic.
+        pool: Pool to run on. An elastic group cannot share its pool.
+        ranks: Number of ranks; for an elastic group, the maximum.
+        min_ranks: Number of ranks that an elastic group needs to work. None makes the group not
+            elastic.
 
     Raises:
-        UserError: the numbers do not fit the pool, or each other.
+        UserError: The numbers do not fit the pool or each other.
     """
 
     pool: ResourcePool
@@ -171,12 +176,11 @@ class Place:
         if pool.beside is not None or pool.nodes not in (None, ranks):
             given = f"beside={pool.beside!r}" if pool.beside is not None else f"nodes={pool.nodes}"
             raise UserError(
-                f"{who}: each of its {ranks} ranks goes wherever there is room, and {given} cannot hold; leave it out"
+                f"{who} cannot have {given}, because each of its {ranks} ranks runs on any node with room; leave it out"
             )
 
     @property
     def is_elastic(self) -> bool:
-        """Whether ranks of the group may come and go."""
         return self.min_ranks is not None
 
     @property
@@ -186,30 +190,29 @@ class Place:
 
     @property
     def gpus(self) -> int:
-        """GPUs of each rank."""
         return self.pool.gpus // self.ranks
 
 
 OWN = "'s own"
-"""Ends the name of the pool of a group that no placement mentions."""
+"""Suffix of the pool name for a group that is not in the placement."""
 
 Placement = Mapping[str, Place]
-"""Group name -> place. A group that is not mentioned runs as one rank on a CPU that is free, or else beside others that are idle."""
+"""Group name -> place. A group without one runs as one rank on a free CPU, or on the CPUs of idle
+groups."""
 
 
 def resolve(placement: Placement | None, groups: Mapping[str, object]) -> dict[str, Place]:
-    """A place for every group.
+    """Return group name -> place for every group.
+
+    A group that is not in the placement gets one rank on a separate pool.
 
     Args:
-        placement: as the user gave it.
-        groups: names of the groups of a run.
-
-    Returns:
-        Group -> its place. A group that the placement does not mention gets one rank on a pool of its own.
+        placement: The user's placement.
+        groups: The groups of the run, by name.
 
     Raises:
-        UserError: when the placement names a group that the graphs do not have, two pools share a name, or a pool lies beside one that
-            there is not, or in a circle.
+        UserError: The placement names an unknown group, two pools share a name, or a pool cannot
+            share the nodes of another (see `check_beside`).
     """
     given = dict(placement or {})
     for name in given:
@@ -227,7 +230,6 @@ def resolve(placement: Placement | None, groups: Mapping[str, object]) -> dict[s
 
 
 def _check_alone(placement: Placement) -> None:
-    """Check that elastic groups share their pools with nobody."""
     for name, place in placement.items():
         pool = place.pool
         others = [
@@ -235,20 +237,16 @@ def _check_alone(placement: Placement) -> None:
         ]
         if place.is_elastic and others:
             raise UserError(
-                f"group {name!r} has min_ranks={place.min_ranks}, and its pool {pool.name!r} is used by {', '.join(map(repr, others))}, "
-                "too: a group whose ranks come and go needs a pool of its own"
+                f"group {name!r} has min_ranks={place.min_ranks}, but shares pool {pool.name!r} with {', '.join(map(repr, others))}; "
+                "give the elastic group a separate pool"
             )
 
 
 def check_elastic(placement: Placement, groups: Mapping[str, Handle]) -> None:
     """Check that the ranks of elastic groups are independent of each other.
 
-    Args:
-        placement: group -> its place.
-        groups: the handles of the groups, by name.
-
     Raises:
-        UserError: naming the group, and those of the placement that can be elastic.
+        UserError: They are not. The message names the group, and the groups that can be elastic.
     """
     for name, place in placement.items():
         if place.is_elastic and name in groups and not groups[name].worker_class.replaceable:
@@ -260,48 +258,51 @@ def check_elastic(placement: Placement, groups: Mapping[str, Handle]) -> None:
 
 
 def is_own(pool: ResourcePool) -> bool:
-    """Whether a pool was made for a group that the placement does not mention."""
     return pool.name.endswith(OWN)
 
 
 def check_beside(pools: Mapping[str, ResourcePool]) -> None:
-    """Check that pools which lie beside others can.
+    """Check that pools can share the nodes that they ask for.
 
     Raises:
-        UserError: there is no pool of that name, some go round in a circle, or one has more nodes than the one beside it.
+        UserError: A pool names an unknown pool, pools form a circle, or a pool has more nodes than
+            the pool whose nodes it shares.
     """
     for pool in pools.values():
         if pool.beside is not None and pool.beside not in pools:
             raise UserError(
-                f"resource pool {pool.name!r} lies beside {pool.beside!r}, which no group of the placement is on"
+                f"resource pool {pool.name!r} shares nodes with {pool.beside!r}, but no group is placed on a pool of that name"
                 f"{nearest(pool.beside, pools)} (pools: {', '.join(pools)})"
             )
     for pool in pools.values():
+        # Follow `beside` from pool to pool; a name seen twice is a circle.
         seen = [pool.name]
         while (beside := pools[seen[-1]].beside) is not None:
             if beside in seen:
                 circle = " beside ".join(map(repr, [*seen[seen.index(beside) :], beside]))
-                raise UserError(f"resource pools lie in a circle: {circle}; leave out one beside=...")
+                raise UserError(
+                    f"resource pools share nodes in a circle: {circle}; leave out one beside=..."
+                )
             seen.append(beside)
     for pool in pools.values():
         other = pools[pool.beside] if pool.beside is not None else pool
         if pool.nodes and other.nodes and pool.nodes > other.nodes:
             raise UserError(
-                f"resource pool {pool.name!r} has nodes={pool.nodes} and lies beside {other.name!r}, which has only {other.nodes}"
+                f"resource pool {pool.name!r} has nodes={pool.nodes}, more than the {other.nodes} nodes of {other.name!r}, which it shares"
             )
 
 
 @dataclass(frozen=True)
 class OtherMachine:
-    """A machine that a run is planned for, and not this one."""
+    """A machine other than this one, to plan a run for."""
 
     gpus: int
     gpu_bytes: int
-    """Of each."""
+    """[bytes] Memory of each GPU."""
 
     @contextmanager
     def assumed(self) -> Iterator[None]:
-        """As if this machine had these GPUs, and four CPUs for each, if it does not have more."""
+        """Pretend that this machine has these GPUs and at least four CPUs for each."""
         before = OTHER.set(self)
         try:
             yield
@@ -310,17 +311,18 @@ class OtherMachine:
 
 
 OTHER: ContextVar[OtherMachine | None] = ContextVar("OTHER", default=None)
-"""The machine that is planned for; None: this one."""
+"""The machine to plan for; None for this machine."""
 
 
 def machine_cpus() -> int:
-    """CPUs that this process may use; of a machine that is planned for, at least four for each GPU."""
+    """CPUs that this process may use; when planning for another machine, at least four per GPU."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(cpus, 4 * other.gpus) if (other := OTHER.get()) is not None else cpus
 
 
 def machine_gpus() -> int:
-    """NVIDIA GPUs that this process may use, found without loading CUDA; or those of the machine that is planned for."""
+    """NVIDIA GPUs that this process may use, counted without loading CUDA; when planning, the GPUs
+    of the other machine."""
     if (other := OTHER.get()) is not None:
         return other.gpus
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,4 @@
-"""Precompute: columns that do not change while a policy is trained, computed once and kept with the source."""
+"""precompute: compute constant columns once, before training, and store them with the source."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .prechecks.dry_run import is_planning, note_pass
 from .schedule import Synchronous
 
 ROW_NUMBER = "row_number"
-"""Column of the source, while it is computed on, by which rows find back to their place."""
+"""Temporary column of the source that keeps the order of rows."""
 
 
 def precompute(
@@ -40,31 +40,34 @@ def precompute(
     rows_per_step: int = 4096,
     progress: bool = True,
 ) -> TableSource:
-    """The source of a graph, with every column that its nodes write for the source's rows: a run of its own, before the others.
+    """Run a graph once over its source, and return the source with the columns that its nodes
+    write.
 
         known = weft.precompute(reference_of_pairs(pairs, reference=reference))
-        training = dpo(known, actor=actor)    # any number of epochs, and no reference
+        training = dpo(known, actor=actor)    # any number of epochs, without a reference model
 
-    The groups of the graph are started, go once over the source, and are ended. The table is a plain Arrow table: written to a file it
-    serves further programs (`TableSource(name, pyarrow.parquet.read_table(...))`).
+    The groups of the graph run only during this call. The result is an Arrow table; write it to a
+    file to reuse it in other programs: `TableSource(name, pyarrow.parquet.read_table(...))`.
 
     Args:
-        graph: one whose nodes only add columns.
-        placement: where its groups run, and
-        backend: on what; as for the driver.
-        root: the folder that has the run directory; with several machines, one that all of them see.
-        name: of the run directory; default: the time.
-        rows_per_step: most rows in the buffer at once.
-        progress: say on the terminal how far it is.
+        graph: A graph whose nodes only add columns.
+        placement: Where its groups run; see `Driver`.
+        backend: See `Driver`.
+        root: Folder for the run directory. With several machines, all of them must see it.
+        name: Name of the run directory; by default the current time.
+        rows_per_step: Maximum number of rows in the buffer.
+        progress: Show progress on the terminal.
 
     Raises:
-        UserError: the graph updates weights, or adds no column to its source's rows, or takes some of them away.
+        UserError: The graph updates weights, adds no column to its source's rows, or drops some of
+            them.
     """
     if rows_per_step < 1:
         raise UserError(f"precompute(rows_per_step={rows_per_step}): it must be at least 1")
     graph = with_rows_that_fit(graph)
     writers, root = _writers(graph), root_of(root)
     table, number = graph.source.table, len(graph.source.table)
+    # `weft plan` needs the columns, but not their values.
     if is_planning():
         note_pass(graph.name, number)
         return _with_written(graph, {column: pa.nulls(number) for column in writers})
@@ -72,6 +75,7 @@ def precompute(
     require_folder(Path(root), f"root {str(root)!r}")
     folder = Path(tempfile.mkdtemp(dir=root, prefix=".precompute-")).resolve()
     try:
+        # Rows come back in any order, so they carry their number.
         with_numbers = table.append_column(ROW_NUMBER, pa.array(np.arange(number)))
         numbered = TableSource(graph.source.name, with_numbers, file_columns(graph.source))
         nodes = (*graph.nodes, _writing(writers, folder))
@@ -90,12 +94,12 @@ def precompute(
             driver.run()
         found = _in_order(graph, _read(folder))
     finally:
+        # The columns are in memory by then.
         shutil.rmtree(folder, ignore_errors=True)
     return _with_written(graph, {column: found[column] for column in writers})
 
 
 def _with_written(graph: Graph, written: Mapping[str, pa.Array | pa.ChunkedArray]) -> TableSource:
-    """The source of a graph with the columns that its nodes wrote, which take the place of the file's of the same name."""
     table = graph.source.table.drop_columns([name for name in written if name in graph.source.columns])
     for name, values in written.items():
         table = table.append_column(name, values)
@@ -103,15 +107,11 @@ def _with_written(graph: Graph, written: Mapping[str, pa.Array | pa.ChunkedArray
 
 
 def _writers(graph: Graph) -> dict[str, str]:
-    """Column of the source's rows -> the node that writes it.
-
-    Raises:
-        UserError: what the graph writes is not constant, or there is nothing that it writes for the rows of its source.
-    """
+    """Column of the source's rows -> the node that writes it."""
     updating = next((n.name for n in graph.nodes if n.operation.updates), None)
     if updating:
         raise UserError(
-            f"precompute: node {updating!r} of graph {graph.name!r} makes new weights; what they give is not constant"
+            f"precompute: node {updating!r} of graph {graph.name!r} updates weights, so its results are not constant; leave it out"
         )
     writers = {
         column: n.name
@@ -131,25 +131,20 @@ def _writers(graph: Graph) -> dict[str, str]:
 
 
 def _in_order(graph: Graph, found: pa.Table) -> pa.Table:
-    """The rows in the order of the source; one that came twice counts once.
-
-    Raises:
-        UserError: some are missing.
-    """
+    """Sort rows into the order of the source, and drop duplicates."""
     places = dict(zip(found[ROW_NUMBER].to_pylist(), range(len(found)), strict=True))
     number = len(graph.source.table)
     if len(places) < number:
         lost = next(row for row in range(number) if row not in places)
         raise UserError(
-            f"precompute: graph {graph.name!r} took {number - len(places)} of {number} rows away, such as row {lost}; "
-            "filter the source itself"
+            f"precompute: graph {graph.name!r} dropped {number - len(places)} of {number} rows, such as row {lost}; "
+            "filter the source instead"
         )
     return found.take([places[row] for row in range(number)])
 
 
 @node(reads=lambda columns: columns)
 def write_columns(rows: Batch, *, columns: Sequence[str], folder: Path) -> None:
-    """Write these columns to a file of the folder."""
     kept = rows.select(columns).record
     with (
         pa.OSFile(str(folder / f"{rows['sample_id'][0].as_py()}.arrow"), "wb") as sink,
@@ -159,7 +154,7 @@ def write_columns(rows: Batch, *, columns: Sequence[str], folder: Path) -> None:
 
 
 def _writing(writers: dict[str, str], folder: Path) -> Node:
-    """The node that keeps what the others wrote."""
+    """A node that stores the columns that the other nodes write."""
     columns = (ROW_NUMBER, *writers)
     declaration = declaration_of(write_columns)
     assert declaration is not None

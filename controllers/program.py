@@ -1,4 +1,4 @@
-"""Program: calls that are made, and the Python text of a program that makes them again."""
+"""Program: record calls, and print a Python program that makes them again."""
 
 from __future__ import annotations
 
@@ -25,14 +25,9 @@ from typing import Any, TypeVar
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError
 
-# Definitions
-#
-# Definitions: the statements of a script that a function, a class or an object needs, as text for
-# another program.
-#
-# A function of a script refers to names of that script: imports, constants, tables, other
-# functions. `Script` finds the top-level statements that bind or change those names, and their
-# dependencies. `factory` returns the text of a closure and the names it encloses.
+# Definitions: source text of the functions, classes and objects of a script. `Script` finds the
+# top-level statements that define a name, and their dependencies. `factory` returns the text of a
+# closure and the names that it encloses.
 
 
 MAIN = "__main__"
@@ -45,14 +40,13 @@ class Part:
     """A top-level statement of a script."""
 
     place: tuple[int, int]
-    """Line and column."""
     text: str
     binds: frozenset[str]
-    """Names that it defines, or whose objects it changes."""
+    """Names that it defines or whose objects it changes."""
     reads: frozenset[str]
-    """Names of the script that it, or a function in it, refers to."""
+    """Names of the script that it refers to, also inside functions."""
     calls: str = ""
-    """The name at the root of a call without a kept result, such as `table` of `table.update(...)`."""
+    """Root name of a call whose result is dropped, such as `table` in `table.update(...)`."""
     star: str = ""
     """The module of a `from module import *`."""
 
@@ -72,7 +66,8 @@ class Script:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """The statements of the script. Empty if Python has no text of it (an interactive session, `python -c`)."""
+        """Statements of the script. Empty if Python has no source text, as in an interactive
+        session or `python -c`."""
         text = "".join(linecache.getlines(self._file, vars(self.module)))
         try:
             tree = ast.parse(text)
@@ -85,7 +80,6 @@ class Script:
         return any(name in part.binds for part in self.parts) or self._by_star(name) is not None
 
     def name_of(self, value: Any) -> str | None:
-        """The name that the script uses for an object."""
         found = (
             name
             for name, each in vars(self.module).items()
@@ -94,7 +88,9 @@ class Script:
         return next((name for name in found if self.has(name)), None)
 
     def needed(self, names: set[str]) -> list[Part]:
-        """The statements that define these names, and their dependencies, in the order of the script."""
+        """Statements that define these names, and their dependencies, in the order of the
+        script."""
+        # Search for dependencies until no new names appear.
         known, open_names, chosen = set[str](), set(names), set[int]()
         while open_names:
             known |= open_names
@@ -109,13 +105,14 @@ class Script:
         wanted = {*needed, *(part for part in self.parts if part.text.startswith("from __future__"))}
         for path in (
             part for part in self.parts if part.text.startswith("sys.path.")
-        ):  # imports may depend on it
+        ):  # imports may depend on sys.path
             wanted |= {path, *(self.needed(set(path.reads)) if not path.reads <= known else ())}
             known |= path.reads
         return sorted(wanted, key=lambda part: part.place)
 
     def _changes(self, part: Part, names: set[str]) -> bool:
-        """Whether a call without a kept result may change one of these names: `table.update(...)`, `fill(table)`."""
+        """Whether a call with a dropped result may change one of these names: `table.update(...)`,
+        `fill(table)`."""
         if not part.calls or part.calls in _PRINTS or self._is_weft(part.calls):
             return False
         containers = {
@@ -131,7 +128,8 @@ class Script:
         return owner.split(".")[0] == __name__.split(".")[0]
 
     def _by_star(self, name: str) -> int | None:
-        """The `from module import *` that provides this name, if no other statement defines it."""
+        """Index of the `from module import *` that provides this name, if no other statement
+        defines it."""
         if any(name in part.binds for part in self.parts) or name not in vars(self.module):
             return None
         stars = [
@@ -142,7 +140,8 @@ class Script:
         return stars[-1] if stars else None
 
     def _top_level(self, body: list[ast.stmt]) -> Iterator[ast.stmt]:
-        """Statements before the current one. A block around the current statement is replaced by its own statements."""
+        """Statements before the current one. A block that contains the current one is replaced by
+        its statements."""
         for node in body:
             if node.lineno > self._line:
                 return
@@ -199,7 +198,7 @@ class Script:
 
 
 def names_of(source: str) -> tuple[set[str], set[str]]:
-    """Names that statements bind, and global names that they or functions in them refer to.
+    """Names that statements bind, and global names that they (or functions in them) refer to.
 
     >>> names_of("def area(r): return r * r * PI")
     ({'area'}, {'PI'})
@@ -222,10 +221,11 @@ def names_of(source: str) -> tuple[set[str], set[str]]:
 
 
 def factory(function: FunctionType) -> tuple[str, list[str]]:
-    """A function as text: an expression where it is a lambda, else its `def`; and the names of the values that it encloses.
+    """Return the text of a function (an expression for a lambda, else its `def`), and the names
+    that it encloses.
 
     Raises:
-        UserError: Python has no text of it.
+        UserError: Python cannot find its source text.
     """
     try:
         node = _node_of(function.__code__, function.__code__.co_filename, function.__globals__)
@@ -233,7 +233,7 @@ def factory(function: FunctionType) -> tuple[str, list[str]]:
         node = None
     if node is None:
         raise UserError(
-            f"{function.__qualname__} of {function.__module__} has no text that Python can find, so that no program can be printed: "
+            f"cannot print a program, because Python cannot find the source of {function.__qualname__} of {function.__module__}; "
             "define it in a file"
         )
     enclosed = [name for name in function.__code__.co_freevars if name != function.__name__]
@@ -241,7 +241,6 @@ def factory(function: FunctionType) -> tuple[str, list[str]]:
 
 
 def _node_of(code: CodeType, file: str, names: Mapping[str, Any]) -> ast.AST | None:
-    """The `def` or `lambda` that a code object was made of."""
     tree = ast.parse("".join(linecache.getlines(file, dict(names))))
     kind = ast.Lambda if code.co_name == "<lambda>" else (ast.FunctionDef, ast.AsyncFunctionDef)
     found = [
@@ -249,7 +248,7 @@ def _node_of(code: CodeType, file: str, names: Mapping[str, Any]) -> ast.AST | N
         for node in ast.walk(tree)
         if isinstance(node, kind) and _first_line(node) == code.co_firstlineno
     ]
-    if len(found) > 1:  # several lambdas on one line: the one whose body is where the code is
+    if len(found) > 1:  # several lambdas on one line: compare columns
         spots = {(line, column) for line, _, column, _ in code.co_positions() if column}
         found = [n for n in found if any(_holds(n, line or 0, column or 0) for line, column in spots)]
         found = sorted(found, key=lambda n: -(n.col_offset or 0))  # pyright: ignore[reportAttributeAccessIssue]
@@ -275,7 +274,6 @@ def _root(node: ast.expr) -> str:
 
 
 def _frame_of(module: ModuleType) -> FrameType | None:
-    """The frame that executes the top level of a module."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None and not (
         frame.f_code.co_name == "<module>" and frame.f_globals is vars(module)
@@ -287,13 +285,11 @@ def _frame_of(module: ModuleType) -> FrameType | None:
 T = TypeVar("T")
 PACKAGE = __name__.split(".")[0]
 WIDEST = 120
-"""Characters of a call in one line; the arguments of a longer one have a line each."""
+"""[characters] Maximum width of a call on one line; longer calls have one argument per line."""
 
 
 @dataclass(frozen=True)
 class Statement:
-    """A call of a program, and the name that its result gets."""
-
     name: str
     function: Any
     positional: tuple[Any, ...]
@@ -301,10 +297,10 @@ class Statement:
 
 
 class Program:
-    """Statements that were carried out. A result of an earlier one is written by its name.
+    """Calls that were made, as a program. Results of earlier calls appear by name.
 
-    The text begins with the imports and the script's definitions that the statements use. If the script defines a name of the program,
-    such as `reward`, the program calls its own `weft_reward`.
+    The text begins with the imports and the script's definitions that the calls use. If the script
+    already uses a name, such as `reward`, the program writes `weft_reward` instead.
 
     >>> program = Program()
     >>> digits = program.assign("digits", list, ("1", "2"))
@@ -319,16 +315,14 @@ class Program:
         self._made: list[tuple[Any, str]] = []
         self._script = Script()
         self._imports: dict[str, dict[str, str]] = {}
-        """Module -> imported name -> its alias here."""
+        """Module -> imported name -> its alias in the program."""
         self._needs: set[str] = set()
-        """Names that the script defines."""
         self._definitions: dict[str, str] = {}
-        """Name -> text that defines it, in order: closures, and names of scripts without source text."""
+        """Name -> text that defines it: closures, and names of scripts without source text."""
         self._renamed: set[str] = set()
         """Names of the program that the script also defines."""
 
     def assign(self, name: str, function: Callable[..., T], /, *positional: Any, **arguments: Any) -> T:
-        """Make a call, and give its result a name."""
         made = function(*positional, **arguments)
         self._statements.append(Statement(name, function, positional, arguments))
         self._made.append((made, name))
@@ -339,14 +333,14 @@ class Program:
         self._statements.append(write)
 
     def named(self, name: str) -> str:
-        """The name in the text for a name of the program."""
+        """Name in the text of a result."""
         return f"{PACKAGE}_{name}" if name in self._renamed else name
 
     def call(self, function: Any, /, *positional: Any, **arguments: Any) -> str:
-        """A call as text.
+        """Return a call as text.
 
         Raises:
-            UserError: an argument was made elsewhere, and has no text.
+            UserError: An argument cannot be written as text.
         """
         given = [
             *map(self.expression, positional),
@@ -360,16 +354,17 @@ class Program:
 
     @property
     def text(self) -> str:
-        """The whole program, with its imports and the definitions that it needs from the script.
+        """The whole program, with its imports and the script's definitions.
 
         Raises:
-            UserError: a value has no text.
+            UserError: A value cannot be written as text.
         """
         self._renamed = set()
         lines = self._lines()
         own = {name for _, name in self._made} | {"driver", "metrics"}
         needed = self._script.needed(self._needs)
         taken = {*self._needs, *self._definitions, *(name for part in needed for name in part.binds)}
+        # The script uses some of the program's names: rename the program's, and write it again.
         if own & taken:
             self._renamed = own & taken
             lines = self._lines()
@@ -397,11 +392,11 @@ class Program:
         ]
 
     def expression(self, value: Any) -> str:
-        """A value as text; of settings only those that differ from their defaults."""
+        """Return a value as text; settings with default values are left out."""
         for made, name in self._made:
             if made is value and not isinstance(
                 value, str | int | float | None
-            ):  # equal ones may be one object
+            ):  # equal plain values may be the same object
                 return self.named(name)
         if isinstance(value, enum.Enum):
             return f"{self._name_of(type(value))}.{value.name}"
@@ -428,12 +423,12 @@ class Program:
             return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
         if isinstance(value, set | frozenset):
             return self.call(type(value), sorted(value, key=repr))
-        if _exported(type(value).__name__) is type(value):  # a backend: its text says how it was made
+        if _exported(type(value).__name__) is type(value):  # a backend, whose repr shows how to make it
             return f"{PACKAGE}.{value!r}"
         return self._object(value)
 
     def _object(self, value: Any) -> str:
-        """Any other object: by its name in the script or a module, or by a call of its class if its attributes tell the arguments."""
+        """Any other object: its name in the script or a module, or a call of its class."""
         name = self._script.name_of(value)
         if name is not None:
             self._needs.add(name)
@@ -453,12 +448,12 @@ class Program:
             arguments = _constructor_arguments(value)
         except (AttributeError, TypeError, ValueError):
             raise UserError(
-                f"{value!r} has no text for a program: give it a name at the top level of the script, such as `reward = ...`"
+                f"{value!r} cannot be written in a program; give it a name at the top level of the script, such as `reward = ...`"
             ) from None
         return self.call(type(value), **arguments)
 
     def _name_of(self, function: Any) -> str:
-        """A function or class by its name; a closure by a call that makes it."""
+        """A function or class by name; a closure as a call that makes it."""
         if inspect.ismethod(function):
             owner = function.__self__
             return f"{self.expression(owner)}.{function.__name__}"
@@ -481,7 +476,7 @@ class Program:
         if inspect.isfunction(function):
             return self._closure(function)
         raise UserError(
-            f"{qualified} of {home} has no name that a program could import: define it at the top level"
+            f"{qualified} of {home} has no name that a program can import; define it at the top level"
         )
 
     def _script_name(self, qualified: str) -> str:
@@ -493,8 +488,8 @@ class Program:
         return qualified
 
     def _define(self, name: str, value: Any) -> None:
-        """Define a name of a script without source text (a notebook) by its value."""
-        self._definitions[name] = ""  # it may refer to itself
+        """Define a name of a script without source text (such as a notebook) by its value."""
+        self._definitions[name] = ""  # against endless recursion: it may refer to itself
         if isinstance(value, ModuleType):
             text = f"import {value.__name__}" + ("" if value.__name__ == name else f" as {name}")
         elif inspect.isfunction(value) and value.__module__ == MAIN and value.__name__ == name:
@@ -511,7 +506,7 @@ class Program:
             self._definitions[name] = text
 
     def _define_reads(self, text: str, function: FunctionType) -> None:
-        """Provide the global names that a function refers to."""
+        """Define the global names that a function refers to."""
         for name in sorted(names_of(text)[1]):
             if name not in function.__globals__ or name in self._definitions:
                 continue
@@ -524,7 +519,7 @@ class Program:
                 self._define(name, value)
 
     def _closure(self, function: FunctionType) -> str:
-        """A lambda inline, or a call of a factory with the values that the closure holds."""
+        """A lambda inline, or a call of a factory with the enclosed values."""
         text, enclosed = factory(function)
         self._define_reads(text, function)
         values = inspect.getclosurevars(function).nonlocals
@@ -545,7 +540,7 @@ class Program:
         return made if not enclosed else f"{made}({arguments})"
 
     def _unused(self, name: str, text: str) -> str:
-        """An unused name for a definition, or the name of an equal definition."""
+        """A free name for a definition, or the name of an equal definition."""
         number, free = 1, name
         while self._definitions.get(free, text) not in (
             text,
@@ -556,7 +551,7 @@ class Program:
         return free
 
     def _import(self, module: str, name: str, value: Any, *, alias: bool = True) -> str:
-        """Import a name; use an alias if the script or another import has it already."""
+        """Import a name, with an alias if the script or another import uses the name."""
         names = self._imports.setdefault(module, {})
         others = {
             n for other, imported in self._imports.items() if other != module for n in imported.values()
@@ -594,10 +589,10 @@ def _literal(value: Any) -> str:
 
 
 def _constructor_arguments(value: Any) -> dict[str, Any]:
-    """Arguments that make an object of a class that keeps each of them as an attribute of its name.
+    """Constructor arguments of an object whose class stores each one as an attribute.
 
     Raises:
-        AttributeError, TypeError, ValueError: the attributes do not tell the arguments.
+        AttributeError, TypeError, ValueError: The attributes do not give the arguments.
     """
     construct = type(value).__init__
     if not inspect.isfunction(construct) and (
@@ -615,7 +610,6 @@ def _constructor_arguments(value: Any) -> dict[str, Any]:
 
 
 def _exported(name: str) -> Any:
-    """What the package exports under a name; None: nothing."""
     return getattr(import_module(PACKAGE), name, None)
 
 
@@ -629,13 +623,11 @@ def _quoted(text: str) -> str:
 
 
 def _given_settings(value: Config) -> dict[str, Any]:
-    """Settings that were given, in their order."""
     return {
         name: getattr(value, name) for name in type(value).model_fields if name in value.model_fields_set
     }
 
 
 def _given_fields(value: Any) -> dict[str, Any]:
-    """Fields of a dataclass that differ from their defaults."""
     given = {f.name: (getattr(value, f.name), f.default) for f in fields(value) if f.init}
     return {name: now for name, (now, default) in given.items() if default is MISSING or now != default}

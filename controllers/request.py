@@ -1,4 +1,5 @@
-"""Requests: calls that are to be made, as values. Everything that follows from a reply is a request, sent on a later turn of the loop."""
+"""Requests: calls to make, as values. Each reply leads to requests, which a later turn of the loop
+sends."""
 
 from __future__ import annotations
 
@@ -11,17 +12,18 @@ from ..dataflow.buffer.ledger import Ledger
 from .group import Call, WorkerGroup
 
 Then = Callable[[Call], "Iterable[CallRequest]"]
-"""What follows when the last reply of a call has come."""
+"""Returns the requests that follow the last reply of a call."""
 
 
 def nothing(call: Call) -> Iterable[CallRequest]:
-    """Nothing follows."""
+    """No request follows."""
     return ()
 
 
 @dataclass(frozen=True, eq=False)
 class CallRequest:
-    """A call of a method without rows, on some ranks or on all that its dispatch protocol names."""
+    """Request to call a method without rows, on some ranks or on all that its dispatch protocol
+    names."""
 
     group: WorkerGroup
     method: str
@@ -29,23 +31,23 @@ class CallRequest:
     ranks: Sequence[int] | None = None
     then: Then = nothing
     on_device: bool = False
-    """The group needs the devices of its pool, which others may hold."""
+    """The call needs the devices of the group's pool, so other groups must give them up."""
 
     def call(self) -> Call:
-        """Submit it to the ranks; returns at once."""
         return self.group.call(self.method, ranks=self.ranks, **self.arguments)
 
 
 @dataclass(frozen=True, eq=False)
 class NodeRequest(CallRequest):
-    """A call of a node's method on the rows of a lease."""
+    """Request to call a node's method on the rows of a lease."""
 
     ledger: Ledger | None = None
     lease: Lease | None = None
     by_load: Mapping[int, int] | None = None
-    """Data-parallel replica -> how many of the rows it gets; None: the dispatch protocol spreads them over all."""
+    """Data-parallel replica -> number of rows; None lets the dispatch protocol spread them over all
+    replicas."""
     last: bool = True
-    """The batch of an update is complete with these rows."""
+    """These rows complete the batch of an update."""
     on_device: bool = True
 
     def call(self) -> Call:

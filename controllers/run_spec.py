@@ -1,4 +1,4 @@
-"""RunSpec: what a driver was asked to run, checked. RunHistory: what the starts of a run have in common besides."""
+"""RunSpec: a checked description of a run. RunHistory: state that survives restarts of the run."""
 
 from __future__ import annotations
 
@@ -26,26 +26,31 @@ from .signals import StopOnSignal
 @names_arguments
 @dataclass(frozen=True)
 class Evaluation:
-    """A graph over held-out rows, run before the first step, after each `every`-th, and after the last. A run may have several, each
-    with its own rows, name and times.
+    """Evaluate a graph on held-out rows: before the first step, after every `every` steps, and
+    after the last.
 
-    It begins when the weights of its step have arrived, and goes on beside the next step. Under `Synchronous` and `Pipelined` it takes
-    the groups that this step leaves idle, such as the rollout during an update. Groups keep the weights that it evaluates until it is
-    over, and the step ends no earlier. (With `Driver(stop=...)`, which decides by what was measured, no step begins before it is over.)
-    Under `Asynchronous` its rows take their place among those of training. Responses that are unfinished when the next weights come are
-    treated as those of training are (`partial_rollouts`), and the metrics `oldest_version` and `newest_version` name the versions of its
-    tokens. Its metrics stand beside those of the step that it evaluates, whenever it is over.
+    A run may have several evaluations, each with its rows, name and interval. An evaluation begins
+    when the weights of its step have arrived, and its metrics belong to that step.
+
+    - `Synchronous` and `Pipelined`: it runs during the next step, on groups that are idle, such as
+      the rollout during an update. Groups keep the evaluated weights until it is over, and the next
+      step cannot end before.
+    - With `Driver(stop=...)`, the next step begins after the evaluation, because `stop` reads the
+      metrics.
+    - `Asynchronous`: its rows are mixed with training rows, and `partial_rollouts` applies to its
+      unfinished responses. The metrics `oldest_version` and `newest_version` show the weights that
+      were used.
     """
 
     graph: Graph
     every: int = 10
-    """Steps from one evaluation to the next; 0: none but those at the start and the end."""
+    """[steps] Steps from one evaluation to the next; 0 evaluates only at the start and the end."""
     name: str = "eval"
-    """Its metrics are `NAME/...`."""
+    """Prefix of its metrics: `NAME/...`."""
     at_start: bool = True
-    """Whether the model is evaluated before the first step."""
+    """Evaluate the model before the first step."""
     at_end: bool = True
-    """Whether it is evaluated after the last step, whichever that is."""
+    """Evaluate after the last step, also if the run ends early."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -57,8 +62,8 @@ class Evaluation:
         """Whether a step is evaluated.
 
         Args:
-            step: that is over; 0 is the start of the run.
-            over: no step comes after it.
+            step: The finished step; 0 is the start of the run.
+            over: Whether it is the last step.
 
         >>> graph: Any = None
         >>> [step for step in range(6) if Evaluation(graph, every=2, at_start=False).is_due(step, over=step == 5)]
@@ -74,20 +79,20 @@ class RunSpec:
     """A run as its user described it, with defaults filled in."""
 
     graphs: Mapping[str, Graph]
-    """Name in the run -> graph; the training graph is TRAIN."""
+    """Graph name -> graph; the training graph is TRAIN."""
     handles: Mapping[str, Handle]
-    """Every worker group, those that each run has among them."""
+    """Every worker group, including the groups that Weft adds."""
     placement: Mapping[str, Place]
     backend: Backend
     schedule: Training
     evaluations: Mapping[str, Evaluation]
     seed: int
     record_every: int
-    """Samples of each so-many-th step are kept; 0 keeps none."""
+    """[steps] Keep the samples of every n-th step; 0 keeps none."""
     start_timeout_s: float
-    """Longest wait for the workers of a group to be up."""
+    """[s] Longest time for the workers of a group to start."""
     call_timeout_s: float
-    """Longest silence of a rank that was called."""
+    """[s] Longest time without progress in a call of a rank."""
     buffer: BufferConfig
     checkpoint: CheckpointConfig
     stop: Callable[[Mapping[str, float]], bool] | None
@@ -96,7 +101,7 @@ class RunSpec:
 
     @cached_property
     def recorded(self) -> tuple[dict[str, str], dict[str, Rule]]:
-        """The settings that a resumed run is compared by, and the rule of each."""
+        """Settings that are compared when a run is resumed, and the rule for each."""
         of_graphs = {
             name: handle for graph in self.graphs.values() for name, handle in graph.handles.items()
         }
@@ -104,31 +109,31 @@ class RunSpec:
 
     @property
     def evaluation_rules(self) -> EvaluationRules:
-        """What evaluations and training wait for of each other. Where `stop` decides by what was measured, the model is to be the one that
-        it decided by; where generation runs ahead, the next step has begun anyway."""
+        """How evaluations and training wait for each other. With a `stop` function, the next step
+        waits for the metrics; `Asynchronous` has begun the next step anyway."""
         if self.schedule.overlaps:
             return AMONG
         return BESIDE if self.stop is None or isinstance(self.stop, StopOnSignal) else BETWEEN
 
     def is_evaluated_for_best(self, step: int, *, over: bool) -> bool:
-        """Whether the weights of a step are evaluated by what the best checkpoint is chosen by.
+        """Whether a step is evaluated for the metric that selects the best checkpoint.
 
         Args:
-            step: that is over.
-            over: no step comes after it.
+            step: The finished step.
+            over: Whether it is the last step.
         """
         source = self.evaluations.get(self.checkpoint.best_source)
         return source is not None and source.is_due(step, over=over)
 
     @cached_property
     def follows(self) -> tuple[ParameterEdge, ...]:
-        """The parameter edges of all graphs."""
+        """Parameter edges of all graphs."""
         return tuple(dict.fromkeys(edge for graph in self.graphs.values() for edge in graph.follows))
 
 
 @dataclass(frozen=True)
 class RunHistory:
-    """What a run shows and has counted over all of its starts."""
+    """Progress, trackers and counts that are kept over restarts of a run."""
 
     progress: Progress
     disk: FullDisk

@@ -1,7 +1,9 @@
-"""Schedules: when nodes run. A schedule is a value with no loop of its own.
+"""Schedules: when each node of a graph may run. A schedule is a value; the loop is in
+`loop/run.py`.
 
-The loop of a run asks the schedule of its training graph three questions: how many groups to issue (`admit`), what a node may claim
-now (`share`), and whether the step is over (`over`). An evaluation issues its source when it begins, so `OnePass` has a `share` only.
+The loop asks the schedule of the training graph three questions: how many groups to issue
+(`admit`), how much a node may claim (`share`), and whether the step is over (`over`). An evaluation
+issues its whole source when it begins, so `OnePass` only has a `share`.
 """
 
 from __future__ import annotations
@@ -19,37 +21,39 @@ from .graph_run import EvaluationRun, TrainingRun
 
 @dataclass(frozen=True)
 class Share:
-    """What a node may claim now."""
+    """The rows or groups that a node may claim."""
 
     max_groups: int | None = None
-    """Most groups, for a node that takes groups; None: all that are ready."""
+    """Maximum number of groups, for a node that takes groups; None allows all that are ready."""
     max_rows: int | None = None
-    """Most rows, for a node that takes rows; None: all that are ready."""
+    """Maximum number of rows, for a node that takes rows; None allows all that are ready."""
     last: bool = True
-    """The batch of an update is complete with these."""
+    """This share completes the batch of an update."""
 
 
 MAX_REFILLS = 10
-"""How many times a step may issue more prompts because a filter dropped groups. A filter that keeps one group in eleven costs eleven times
-the generation of a step: the data or the filter is wrong then, and waiting longer does not help."""
+"""How many times a step may issue more prompts because filters dropped groups. Beyond this, a step
+would generate over eleven times its batch, so the data or the filter is wrong."""
 
 
 class Stepwise(Config):
-    """Settings that all training schedules share: the number of steps, and the groups in each."""
+    """Settings of all training schedules: the number of steps and the groups per step."""
 
     steps: int = Field(default=100, ge=1)
-    """[updates] How many the run makes. Raise it as long as the evaluation rises."""
+    """[updates] Number of updates that the run makes. Raise it while the evaluation still
+    improves."""
     prompts_per_step: int = Field(default=64, ge=1, le=1_000_000)
-    """[groups] How many a training batch has. Raise it where the gradient is noisy or devices are idle, lower it where steps take too
-    long."""
+    """[groups] Groups in a training batch. Raise it if the gradient is noisy or devices are idle,
+    lower it if steps take too long."""
     shuffle: bool = True
-    """Draw the prompts of each epoch in a new order, from the run's seed. Set it to False for data that are in an order of their own,
-    such as easy ones first."""
+    """Shuffle the prompts of each epoch, using the run's seed. Set it to False if the order of the
+    data matters, such as easy prompts first."""
 
     short_steps: Literal["train", "stop"] = "train"
-    """What to do when a step has issued more prompts 10 times and filters still leave it fewer than `prompts_per_step` groups: "train" on
-    the groups that passed, with a warning, or "stop" the run. If no group passes, the run always stops. Set it to "stop" where small
-    batches would do harm."""
+    """What to do if a step has issued more prompts 10 times and filters still leave fewer than
+    `prompts_per_step` groups. "train" trains on the groups that passed, with a warning; "stop" ends
+    the run. If no group passes, the run always ends. Set it to "stop" if small batches would do
+    harm."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("steps",))
     fixed_on_resume: ClassVar[frozenset[str]] = frozenset(("shuffle",))
@@ -59,11 +63,12 @@ class Stepwise(Config):
 
     @property
     def overlaps(self) -> bool:
-        """Whether generation goes on while weights are trained and published."""
+        """Whether generation continues during training and weight transfers."""
         return False
 
     def admit(self, train: TrainingRun) -> int:
-        """Groups that are wanted now: a batch for a new step, later as many as filters dropped. The buffer may have less capacity."""
+        """Number of groups to issue: a batch for a new step, then replacements for dropped groups.
+        The buffer may allow fewer."""
         if not train.open:
             return self.prompts_per_step
         arrived = all(
@@ -73,33 +78,35 @@ class Stepwise(Config):
         return self.lacks(train) if arrived else 0
 
     def lacks(self, train: TrainingRun) -> int:
-        """Groups that an update lacks to complete its batch of the step."""
+        """Groups that an update still needs to complete its batch of the step."""
         return max(0, self.size(train) - self.passed(train)) if train.updates else 0
 
     def size(self, train: TrainingRun) -> int:
-        """Groups in the batch of the step under way."""
         return self.prompts_per_step if train.short_size is None else train.short_size
 
     def passed(self, train: TrainingRun) -> int:
-        """Groups of the step under way that have passed the filters of every update: claimed, or ready to be."""
+        """Groups of the current step that passed the filters of every update, claimed or ready to
+        claim."""
         return min(self._reached(train), default=0)
 
     def _reached(self, train: TrainingRun) -> list[int]:
         return [train.taken[n.name] + train.ledger.readiness.ready_groups(n) for n in train.updates]
 
     def shorten(self, train: TrainingRun) -> int:
-        """Let the step under way end with the groups that have passed the filters, or with the next one if updates have begun with all of
-        them. Returns the groups of its batch, or 0 if none has passed."""
+        """Shorten the batch of the current step to the groups that have passed the filters.
+
+        If updates have begun with all of them, wait for one more. Return the new batch size, or 0
+        if no group has passed.
+        """
         passed = self.passed(train)
         train.short_size = max(passed, 1 + max(train.taken.values(), default=0)) if passed else None
         return passed and self.size(train)
 
     def over(self, train: TrainingRun) -> bool:
-        """Whether the step that was begun is done."""
         return train.open and not train.ledger.live.groups_at_work and not self.lacks(train)
 
     def _when_settled(self, train: TrainingRun, node: Node) -> Share | None:
-        """Everything of the step at once; an update waits until its batch is complete."""
+        """Claim everything of the step at once. An update waits until its batch is complete."""
         return (
             Share()
             if train.ledger.readiness.settled(node) and not (node.operation.updates and self.lacks(train))
@@ -109,12 +116,14 @@ class Stepwise(Config):
     def _when_ready(
         self, train: TrainingRun, node: Node, part: int, replicas: int, reserved: int = 0
     ) -> Share | None:
-        """What is ready; an update takes at least `part` groups, and one for each replica, or the rest of its batch.
+        """Claim whatever is ready. An update takes at least `part` groups and one per replica, or
+        the rest of its batch.
 
         Args:
-            replicas: data-parallel replicas of an update's worker group, none of which is to be without rows.
-            reserved: groups of the batch that are kept for rows which are not ready yet.
+            replicas: Data-parallel replicas of an update's worker group; each must get rows.
+            reserved: Groups of the batch that are kept for rows which are not ready yet.
         """
+        # An observer gets the whole batch at once, because its metrics are about a step.
         if train.observes(node):
             ready = train.ledger.readiness.ready_groups(node)
             enough = ready >= self.size(train) or train.ledger.readiness.settled(node)
@@ -123,9 +132,10 @@ class Stepwise(Config):
             return Share() if train.ledger.readiness.ready(node) else None
         left = self.size(train) - train.taken[node.name]
         number = min(train.ledger.readiness.ready_groups(node), left - reserved)
+        # The rest of the batch completes the update, however small it is.
         if number == left > 0:
             return Share(number)
-        number = min(number, left - replicas)  # the last part has rows for every replica, too
+        number = min(number, left - replicas)  # leave rows for every replica in the last part
         return (
             Share(number, last=False)
             if node.operation.accumulates and number >= max(part, replicas)
@@ -134,33 +144,36 @@ class Stepwise(Config):
 
 
 class Synchronous(Stepwise):
-    """Each step: generate all, score all, update. Exactly on-policy."""
+    """Each step generates all responses, scores all, then updates. Training is exactly
+    on-policy."""
 
     @property
     def max_staleness(self) -> int:
         return 0
 
     def share(self, train: TrainingRun, node: Node, version: int, replicas: int = 1) -> Share | None:
-        """What a node may claim now; None: nothing.
+        """Return what a node may claim now, or None.
 
         Args:
-            version: policy version of the node's worker group.
-            replicas: data-parallel replicas of that group.
+            version: Policy version of the node's worker group.
+            replicas: Data-parallel replicas of that group.
         """
         return self._when_settled(train, node)
 
 
 class InParts(Stepwise):
-    """Settings of the schedules whose updates accumulate gradients as groups come."""
+    """Settings of schedules whose updates accumulate gradients while groups arrive."""
 
     groups_per_part: int = Field(default=1, ge=1, le=1_000_000)
-    """[groups] Number of finished groups that an update waits for before it accumulates their gradient. It is at least one for each
-    data-parallel replica if the batch has enough groups. Raise it for large models, which need full microbatches."""
+    """[groups] Finished groups that an update waits for before it accumulates their gradient, and
+    at least one per data-parallel replica if the batch is large enough. Raise it for large models,
+    which need full microbatches."""
 
 
 class Pipelined(InParts):
-    """The updates of `Synchronous`, but every node begins with the first groups that are ready for it: rewards, references and
-    advantages while others are still generated, and gradients are accumulated as groups come."""
+    """Same updates as `Synchronous`, but each node starts as soon as groups are ready for it.
+    Rewards, references, advantages and gradients are computed while other responses are still
+    generated."""
 
     @property
     def max_staleness(self) -> int:
@@ -171,31 +184,36 @@ class Pipelined(InParts):
 
 
 class Asynchronous(InParts):
-    """Generation never waits for training within the staleness bound: prompts are issued as far ahead as will be trained on in
-    time (arXiv:2505.24298, section 4.1; arXiv:2507.01663), and new weights go in between two steps of generation."""
+    """Generation does not wait for training, up to a bound on staleness. Prompts are issued ahead,
+    as many as can be trained on in time (arXiv:2505.24298, section 4.1; arXiv:2507.01663). New
+    weights are loaded between two steps of generation."""
 
     max_staleness: int = Field(default=1, ge=0, le=1_000_000)
-    """[updates] How far a row's oldest token may lag the weights that it trains; 0 is `Synchronous`. Raise it where generation still
-    waits for training, lower it where training becomes unstable."""
+    """[updates] How many updates a row's oldest token may lag behind the weights that it trains; 0
+    is `Synchronous`. Raise it if generation still waits for training, lower it if training becomes
+    unstable."""
     partial_rollouts: Literal["continue", "recompute", "finish", "requeue"] = "continue"
-    """How unfinished responses are handled when new weights arrive. "continue": they continue with the new weights, and each token
-    records its version; earlier tokens keep the keys and values of the old weights. "recompute": they continue, and the engine computes
-    the keys and values of earlier tokens again with the new weights. "finish": the new weights wait until the responses are finished.
-    "requeue": the responses are discarded and their prompts are sampled again. Choose "recompute" if `mean_logprob_gap` is large, and
-    "finish" if all tokens of a response must be of one version."""
+    """What to do with unfinished responses when new weights arrive. "continue": continue with the
+    new weights and keep the cached keys and values; each token records its version. "recompute":
+    continue, but recompute the keys and values of earlier tokens with the new weights. "finish":
+    delay the new weights until the responses are finished. "requeue": discard the responses and
+    sample their prompts again. Choose "recompute" if `mean_logprob_gap` is large, and "finish" if
+    all tokens of a response must have one version."""
 
     @property
     def overlaps(self) -> bool:
         return self.max_staleness > 0
 
     def passed(self, train: TrainingRun) -> int:
-        # An update that has claimed fewer groups than another gets the rest: no filter stands between updates, but other nodes may.
+        # An update that has claimed fewer groups than another gets the rest, unless other nodes
+        # filter them.
         return max(self._reached(train), default=0) if self.overlaps else super().passed(train)
 
     def admit(self, train: TrainingRun) -> int:
         if not self.overlaps:
             return super().admit(train)
-        # As many as the rest of the run needs: the buffer's capacity says how many of them now.
+        # Request all groups for the rest of the run; the buffer's capacity limits how many are
+        # issued.
         still = (train.taken[n.name] + train.ledger.readiness.unclaimed(n) for n in train.updates)
         return max(0, (self.steps - train.step) * self.prompts_per_step - min(still, default=0))
 
@@ -204,7 +222,8 @@ class Asynchronous(InParts):
             return self._when_settled(train, node)
         reserved = 0
         if node.operation.updates and train.ledger.readiness.ready_groups(node):
-            # Whatever is taken now, each later batch must have places left for the groups that are due by then.
+            # Each later batch must keep room for the groups that reach their staleness limit by
+            # then.
             for began, due in train.ledger.readiness.not_offered_until(node):
                 later = max(0, began + self.max_staleness - version)
                 if later > self.max_staleness:
@@ -221,19 +240,19 @@ class Asynchronous(InParts):
 
 
 Training = Synchronous | Pipelined | Asynchronous
-"""How a training graph may run."""
 
 
 @dataclass(frozen=True)
 class OnePass:
-    """How an evaluation graph runs: once over its complete source, as it stands."""
+    """Schedule of an evaluation graph: one pass over its source, in order."""
 
     overlaps: bool = False
-    """Its rows take their place among those of training, and the evaluation of a step may begin before that of an earlier one
-    is over. Otherwise each node has all rows of a step at once, when its group has nothing else to do."""
+    """Whether evaluation rows are mixed with training rows, and evaluations of several steps may
+    overlap. Otherwise each node gets all rows of a step at once, when its group is idle."""
 
     def share(self, evaluation: EvaluationRun, node: Node) -> Share | None:
-        """What a node may claim now; None: nothing. All rows of a call belong to the evaluation of one step."""
+        """Return what a node may claim now, or None. All rows of a call belong to the evaluation of
+        one step."""
         if not self.overlaps:
             return Share() if evaluation.ledger.readiness.settled(node) else None
         step, number = evaluation.ledger.live.ready_in_step(node)
@@ -249,27 +268,26 @@ class OnePass:
 
 
 # Evaluation rules
-#
-# EvaluationRules: what evaluations and training wait for of each other.
 
 
 @dataclass(frozen=True)
 class EvaluationRules:
-    """What an evaluation and training wait for of each other. A run has one of three:
+    """How evaluations and training wait for each other. There are three kinds:
 
-    BESIDE     `Synchronous` and `Pipelined`: it takes the groups that the next step leaves idle
-    BETWEEN    the same with `Driver(stop=...)`, which decides by what was measured: no step begins before it is over
-    AMONG      `Asynchronous`: its rows take their place among those of training
+    BESIDE     `Synchronous` and `Pipelined`: an evaluation uses the groups that the next step leaves idle
+    BETWEEN    same schedules with `Driver(stop=...)`: the next step waits, because `stop` reads the metrics
+    AMONG      `Asynchronous`: evaluation rows are mixed with training rows
     """
 
     comes_first: bool
-    """Its rows are claimed before those of training, as they become ready. Otherwise they come after them, and a node gets all rows of
-    a step at once."""
+    """Evaluation rows are claimed before training rows, as they become ready. Otherwise they are
+    claimed after training rows, and a node gets all rows of a step at once."""
     keeps_weights: bool
-    """Groups keep the weights that it evaluates until it is over. The step after it ends no earlier, and neither does the evaluation of a
-    later step begin, nor do weights that wait for it hold it back."""
+    """Groups keep the evaluated weights until the evaluation is over. Until then the next step
+    cannot end, and the evaluation of a later step cannot begin."""
     holds_training: bool
-    """No step begins while one is due or under way, and it begins when nothing else is."""
+    """No step begins while an evaluation is due or running, and an evaluation begins only when
+    nothing else runs."""
 
 
 BESIDE = EvaluationRules(comes_first=False, keeps_weights=True, holds_training=False)

@@ -1,4 +1,5 @@
-"""Settings of a script: the defaults of its class, a file (`--config FILE`), and flags; each wins over what comes before it."""
+"""Settings of a script: class defaults, then a file (`--config FILE`), then flags; later ones
+win."""
 
 from __future__ import annotations
 
@@ -19,9 +20,7 @@ from ..dataflow.errors import SettingError, UserError, nearest
 from ..dataflow.peer_names import peer_hint
 from ..dataflow.untrusted_text import show
 
-# Settings file
-#
-# Settings in a YAML or TOML file: its values, each with the line that it stands on.
+# Settings files: YAML or TOML, with the line of each value for error messages
 
 
 SUFFIXES = (".yaml", ".yml", ".toml")
@@ -29,19 +28,20 @@ SUFFIXES = (".yaml", ".yml", ".toml")
 
 @dataclass(frozen=True)
 class Placed:
-    """A value of a file."""
+    """A value in a settings file."""
 
     value: Any
-    """A plain value, or a mapping of names to further ones."""
+    """A plain value, or a mapping from names to `Placed` values."""
     place: str
-    """File and line."""
+    """File and line, as `FILE:LINE`."""
 
 
 def read_settings_file(path: Path) -> dict[str, Placed]:
-    """The settings of a file by name.
+    """Read the settings of a file, by name.
 
     Raises:
-        UserError: it cannot be read, or is no mapping; the message has the file and the line.
+        UserError: The file cannot be read or is not a mapping; the message has the file and the
+            line.
     """
     if path.suffix not in SUFFIXES:
         raise UserError(
@@ -124,7 +124,7 @@ def _toml_mapping(
 
 
 def _toml_lines(text: str) -> dict[str, int]:
-    """Full name of a key -> its line.
+    """Full name of a key -> its line number.
 
     >>> _toml_lines("steps = 3\\n[lora]\\nrank = 8\\n")
     {'steps': 1, 'lora': 2, 'lora.rank': 3}
@@ -142,7 +142,7 @@ def _toml_lines(text: str) -> dict[str, int]:
 
 
 def _bare(key: str) -> str:
-    """A key without quotes and spaces."""
+    """A key without quotes or spaces."""
     return re.sub(r"[\"' ]", "", key)
 
 
@@ -151,11 +151,11 @@ OPTION = "--config"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value comes from."""
+    """The source of a value."""
 
     kind: Literal["default", "file", "flag"]
     place: str = ""
-    """File and line, or the flag."""
+    """`FILE:LINE`, or the flag."""
 
     def __str__(self) -> str:
         return self.place or self.kind
@@ -163,37 +163,40 @@ class Origin:
 
 @dataclass(frozen=True)
 class Composed:
-    """Settings, and where each value comes from."""
+    """Settings, and the origin of each value."""
 
     settings: Config
     origins: Mapping[str, Origin]
-    """Name, with dots for what is nested -> origin."""
+    """Name (nested names have dots) -> origin."""
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """The value of each name."""
+        """Name -> value."""
         return {name: _at(self.settings, name) for name in self.origins}
 
 
 def compose(
     settings_class: type[Config], arguments: Sequence[str], description: str | None = None
 ) -> Composed:
-    """Read settings from the command line, and from a file if it names one.
+    """Read settings from the command line, and from a settings file if it names one.
 
     Args:
-        settings_class: says which settings there are.
-        arguments: of the command line.
-        description: of the script, for its help.
+        settings_class: Class that declares the settings.
+        arguments: Arguments of the command line.
+        description: Text for the script's help.
 
     Raises:
-        UserError: a value is not allowed; the message has its place (flag, or file and line), the value, and what is allowed.
-        SystemExit: help was printed (0), or an argument is wrong and was told (2).
+        UserError: A value is not allowed; the message has its place (flag, or file and line), the
+            value, and the allowed values.
+        SystemExit: Help was printed (0), or an argument is wrong and was reported (2).
     """
     import tyro
 
     rest, file = _without_config(settings_class, arguments)
+    # Check the file first: its errors name lines, which tyro does not know.
     given = check(settings_class, read_settings_file(file)) if file is not None else {}
     about = f"{description or ''}\n\n{OPTION} FILE reads settings from a YAML or TOML file; flags win over it.".strip()
+    # Check before tyro does, for shorter messages that name the nearest setting.
     _check_flags(settings_class, rest)
     default = _default(settings_class, given) if given else tyro.MISSING_NONPROP
     said = io.StringIO()
@@ -209,23 +212,20 @@ def compose(
 
 
 def _refusal(end: BaseException | None) -> SettingError | None:
-    """What a class of settings had refused when tyro ended the process; None: tyro ended it for another reason."""
+    """The error of a settings class that made tyro exit, or None if tyro exited for another
+    reason."""
     while end is not None and not isinstance(end, SettingError):
         end = end.__context__
     return end
 
 
 def _check_flags(settings_class: type[Config], arguments: Sequence[str]) -> None:
-    """Check the names of flags, and the values of those that take a single one. What else is wrong tyro finds.
-
-    Raises:
-        UserError: with a line for each that is wrong.
-    """
+    """Check the names of flags, and flags with a single value. tyro checks the rest."""
     leaves = dict(_leaves(settings_class))
     if any(config_of(field.annotation) for field in leaves.values()):
-        return  # of alternatives, tyro makes commands with flags of their own
+        return  # for alternatives, tyro makes subcommands with separate flags
     wrong: list[str] = []
-    for word in arguments:  # as verl has them: actor.lr=1e-6
+    for word in arguments:  # verl's style: actor.lr=1e-6
         name, is_override, _ = word.partition("=")
         if (
             is_override
@@ -257,14 +257,14 @@ def _check_flags(settings_class: type[Config], arguments: Sequence[str]) -> None
 
 
 def _takes_one(annotation: Any) -> bool:
-    """Whether a setting has one plain value, which pydantic reads from text as tyro does."""
+    """Whether a setting has one plain value, which pydantic parses as tyro does."""
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)] or [annotation]
     is_choice = get_origin(annotation) is Literal or any(get_origin(kind) is Literal for kind in kinds)
     return is_choice or all(kind in (int, float) for kind in kinds)
 
 
 def _leaves(settings_class: type[Config], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Name of each setting, with dots for what is nested -> its field."""
+    """Name of each setting (nested names have dots), and its field."""
     for name, field in settings_class.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Config):
             yield from _leaves(field.annotation, f"{above}{name}.")
@@ -275,18 +275,18 @@ def _leaves(settings_class: type[Config], above: str = "") -> Iterator[tuple[str
 def check(
     settings_class: type[Config], found: Mapping[str, Placed], above: str = ""
 ) -> dict[str, Placed]:
-    """Check each value of a file by itself: its name and its type.
+    """Check the name and the type of each value of a file.
 
     Args:
-        settings_class: says which settings there are.
-        found: in the file, by name.
-        above: name of what they are nested in, with a dot.
+        settings_class: Class that declares the settings.
+        found: Values of the file, by name.
+        above: Prefix of nested names, with a dot.
 
     Returns:
-        Full names of the settings and their values, as the class has them.
+        Full name -> value, converted to the type of its field.
 
     Raises:
-        UserError: with a line for each that is wrong.
+        UserError: Something is wrong; the message has one line per problem.
     """
     checked: dict[str, Placed] = {}
     wrong: list[str] = []
@@ -308,7 +308,7 @@ def check(
 
 
 def config_of(annotation: Any) -> type[Config] | None:
-    """The configuration class that a field holds, on its own or as an alternative to None; None: it holds no such class."""
+    """The configuration class of a field, or None if it has none. An optional class counts."""
     for each in (annotation, *get_args(annotation)):
         if isinstance(each, type) and issubclass(each, Config):
             return each
@@ -337,12 +337,12 @@ def _valid(name: str, field: Any, placed: Placed) -> Any:
 
 
 def _pydantic_config(made: Any) -> pydantic.ConfigDict | None:
-    """Fields may be of any class; a model has its own settings."""
+    """Allow fields of any class; a pydantic model has its own configuration."""
     return None if config_of(made) is made else pydantic.ConfigDict(arbitrary_types_allowed=True)
 
 
 def _plain(value: Any) -> Any:
-    """A value without places."""
+    """The value without places."""
     return (
         {name: _plain(each.value) for name, each in value.items()}
         if isinstance(value, Mapping)
@@ -353,7 +353,7 @@ def _plain(value: Any) -> Any:
 def _without_config(
     settings_class: type[Config], arguments: Sequence[str]
 ) -> tuple[list[str], Path | None]:
-    """The other arguments, and the file; a script with a setting `config` of its own has no file."""
+    """Split off the settings file. A script that has a setting `config` cannot have one."""
     if "config" in settings_class.model_fields:
         return list(arguments), None
     rest, files = list[str](), list[str]()
@@ -367,7 +367,7 @@ def _without_config(
             rest.append(word)
     if len(files) > 1:
         raise UserError(
-            f"{OPTION} is given {len(files)} times ({', '.join(files)}): one file of settings is read"
+            f"{OPTION} is given {len(files)} times ({', '.join(files)}); give one settings file"
         )
     if files and not files[0]:
         raise UserError(f"{OPTION} needs a file, such as {OPTION} settings.yaml")
@@ -375,7 +375,8 @@ def _without_config(
 
 
 def _default(settings_class: type[Config], given: Mapping[str, Placed], above: str = "") -> Config:
-    """The settings before the flags are read. They are not checked as a whole: a flag may still make them right."""
+    """Settings before flags are read. They are not validated as a whole, because a flag may still
+    fix them."""
     import tyro
 
     values: dict[str, Any] = {}
@@ -396,7 +397,7 @@ def _default(settings_class: type[Config], given: Mapping[str, Placed], above: s
 
 
 def _given_flags(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag, with the words that stand behind it.
+    """Each flag and the words that follow it.
 
     >>> list(_given_flags(["--seed=3", "--sizes", "1", "2", "--small"]))
     [('--seed', ['3']), ('--sizes', ['1', '2']), ('--small', [])]
@@ -409,7 +410,7 @@ def _given_flags(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _flags(arguments: Sequence[str]) -> dict[str, str]:
-    """Name of a setting that a flag sets -> the flag with its value.
+    """Name of each setting in the flags -> the flag with its value.
 
     >>> _flags(["--lora.max-rank", "8", "--no-small", "--seed=3"])
     {'lora.max_rank': '--lora.max-rank 8', 'no_small': '--no-small', 'small': '--no-small', 'seed': '--seed 3'}
@@ -451,7 +452,7 @@ def _placed(
     given: Mapping[str, Placed],
     arguments: Sequence[str],
 ) -> Iterator[str]:
-    """The problems of a class of settings, each with its place."""
+    """Problems that a settings class found, each with its place."""
     flags = _flags(arguments)
     above = next(iter(_names_of(settings_class, error.of)), "")
     for name, problem in error.problems:
@@ -465,7 +466,7 @@ def _placed(
 
 
 def _names_of(settings_class: type[Config], name: str, above: str = "") -> Iterator[str]:
-    """The names, each with a dot behind it, under which a class is nested in another; the class itself has the name ''."""
+    """Prefix of each place where a class is nested; the outermost class has the prefix ''."""
     if settings_class.__name__ == name:
         yield above
     for field, about in settings_class.model_fields.items():

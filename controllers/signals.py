@@ -1,8 +1,12 @@
-"""Signals that end a run: SIGTERM from a batch system, SIGHUP from a terminal that is closed, SIGINT from the keyboard.
+"""Signals that end a run: SIGTERM from a batch system, SIGHUP from a closed terminal, SIGINT from
+the keyboard.
 
-A handler only asks the run of its process to end (`ask_to_end`). The run saves itself when its loop comes to it. `launch` sets
-handlers for a whole script, and each run for itself where nobody else has. While a cluster starts, an interruption would leave half of
-its processes behind, and libraries install handlers of their own: a signal is deferred until the cluster is up.
+A handler only asks the run to end (`ask_to_end`); the loop then saves a checkpoint and ends.
+`launch` sets handlers for a whole script. Otherwise each run sets them, unless the script has
+handlers.
+
+Signals are deferred while a cluster starts, because an interrupted start leaves processes behind
+and libraries install handlers.
 """
 
 from __future__ import annotations
@@ -23,30 +27,31 @@ STREAMS = (0, 1, 2)
 
 
 class _Ending:
-    """What lies between a signal and the runs of this process."""
+    """State shared by signal handlers and the runs of this process."""
 
     runs = 0
-    """Runs that can save themselves."""
+    """Number of runs that can save themselves."""
     asked = 0
-    """The signal that asked them to end; 0: none did."""
+    """The signal that asked them to end, or 0."""
 
 
 @dataclass(frozen=True)
 class StopOnSignal:
-    """The `stop` of a run that ends after the step in which a signal came. It looks at no metric, so no step waits for an evaluation."""
+    """A `stop` function that ends the run after the step in progress when a signal came. It reads
+    no metrics, so no step waits for an evaluation."""
 
     noted: Callable[[], int]
-    """The signal that has come; 0: none."""
 
     def __call__(self, metrics: Mapping[str, float]) -> bool:
         return bool(self.noted())
 
 
 def ask_to_end(number: int) -> bool:
-    """Have the run that goes on write a checkpoint and end; False when no run could, or it was asked already.
+    """Ask the current run to save a checkpoint and end. Return False if no run can, or it was asked
+    already.
 
     Args:
-        number: of the signal.
+        number: Number of the signal.
     """
     if _Ending.asked or not _Ending.runs:
         return False
@@ -55,13 +60,12 @@ def ask_to_end(number: int) -> bool:
 
 
 def asked_to_end() -> int:
-    """The signal by which the run that goes on was asked to end; 0: it was not."""
     return _Ending.asked
 
 
 @contextmanager
 def can_be_ended(able: bool) -> Iterator[None]:
-    """While a run goes on, it can be asked to end, if it is `able` to save itself."""
+    """Mark a run as active, so that it can be asked to end if it is `able` to save itself."""
     _Ending.runs += able
     try:
         yield
@@ -71,19 +75,18 @@ def can_be_ended(able: bool) -> Iterator[None]:
 
 
 def write_line(line: str) -> None:
-    """Write a line to standard error from within a handler; it is no error if the terminal is gone."""
+    """Write a line to standard error from a signal handler, even if the terminal is gone."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode())
 
 
 def terminals() -> list[int]:
-    """The standard streams that are terminals."""
     return [stream for stream in STREAMS if os.isatty(stream)]
 
 
 def hold_streams() -> None:
-    """Give the null device to standard streams that are closed: else a file that is opened next takes the place of one, and what a library
-    prints goes into it."""
+    """Open the null device for closed standard streams. Otherwise the next opened file would
+    replace one, and library output would be written into it."""
     for stream in STREAMS:
         try:
             os.fstat(stream)
@@ -92,7 +95,7 @@ def hold_streams() -> None:
 
 
 def redirect_to_null(streams: list[int]) -> None:
-    """Redirect streams to the null device, because writing to a terminal that is gone is an error."""
+    """Redirect streams to the null device, because writing to a closed terminal fails."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in streams:
         os.dup2(nowhere, stream)
@@ -102,15 +105,15 @@ def redirect_to_null(streams: list[int]) -> None:
 
 @contextmanager
 def endings_noted(said: str, *, of_systems: bool) -> Iterator[Callable[[], int]]:
-    """Note the first signal that would end the process, and answer it with a line; a second one ends it, as does the first where somebody
-    else has set a handler.
+    """Note the first ending signal and print a line; the second one ends the process. Signals with
+    another handler are left alone.
 
     Args:
-        said: the line, behind the name of the signal.
-        of_systems: note SIGTERM and SIGHUP, too; else Ctrl-C alone.
+        said: Text of the line, after the name of the signal.
+        of_systems: Handle SIGTERM and SIGHUP as well as Ctrl-C.
 
     Returns:
-        Says which was noted; 0: none.
+        A function that returns the noted signal, or 0.
     """
     noted: list[int] = []
 
@@ -126,11 +129,11 @@ def endings_noted(said: str, *, of_systems: bool) -> Iterator[Callable[[], int]]
 
 @contextmanager
 def signals_end_runs(*, saves: bool) -> Iterator[None]:
-    """Have signals end the run that goes on, where nobody else has set a handler: it saves itself, if it can, and a second signal
-    ends it at once.
+    """Let signals end the current run, unless another handler is set. The run saves itself if it
+    can; a second signal ends it at once.
 
     Args:
-        saves: whether it can. Else Ctrl-C interrupts, as always.
+        saves: Whether the run can save itself. If not, Ctrl-C interrupts as usual.
     """
     standing = terminals()
 
@@ -142,14 +145,16 @@ def signals_end_runs(*, saves: bool) -> Iterator[None]:
 
 
 def end_run(number: int, terminal: list[int]) -> None:
-    """Ask the run that goes on to save itself and end, or else leave the way an exception does, so that every `with` closes what it opened.
+    """Ask the current run to save itself and end, or raise an exception so that every `with` block
+    cleans up.
 
     Args:
-        number: of the signal.
-        terminal: streams that went to the terminal, which is gone at SIGHUP.
+        number: Number of the signal.
+        terminal: Standard streams that are terminals, which are gone after SIGHUP.
     """
     if number == signal.SIGHUP and terminal:
         redirect_to_null(terminal)
+    # The first signal asks; a second one, or a run that cannot save itself, ends at once.
     if ask_to_end(number):
         again = "; a second Ctrl-C ends it at once" if number == signal.SIGINT else ""
         write_line(f"{_name(number)}: the run writes a checkpoint and ends{again}")
@@ -173,12 +178,12 @@ _UNSET: Mapping[signal.Signals, object] = {
     signal.SIGHUP: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
 }
-"""Signal -> its handler where nobody has set one."""
+"""Signal -> Python's default handler."""
 
 
 def _is_free(number: signal.Signals) -> bool:
-    """Whether nobody has set a handler. Ray sets one for SIGTERM and leaves it behind when its cluster ends; it would end a later run
-    of the process without a checkpoint."""
+    """Whether no handler is set, apart from Ray's. Ray leaves its SIGTERM handler behind, and it
+    would end a later run without a checkpoint."""
     handler = signal.getsignal(number)
     return handler is _UNSET[number] or str(getattr(handler, "__module__", "")).split(".")[0] == "ray"
 
@@ -187,8 +192,10 @@ def _is_free(number: signal.Signals) -> bool:
 def _handlers(
     handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], None]],
 ) -> Iterator[None]:
-    """Set handlers where nobody has, for as long as the block lasts; only the main thread may."""
+    """Set handlers for the block, for signals without one. Only the main thread can set
+    handlers."""
     main = threading.current_thread() is threading.main_thread()
+    # Respect handlers of the script and of `launch`.
     free = [number for number in handlers if main and _is_free(number)]
     before = {number: signal.signal(number, handlers[number]) for number in free}
     try:
@@ -200,14 +207,14 @@ def _handlers(
 
 @contextmanager
 def signals_deferred(until: str) -> Iterator[None]:
-    """Defer signals that would end the process until the block is left; a second one is delivered at once.
+    """Defer ending signals until the block ends; a second one is delivered at once.
 
     Args:
-        until: what is waited for, for the line that says so.
+        until: Description of the end of the block, for the printed line.
     """
     if (
         threading.current_thread() is not threading.main_thread()
-    ):  # no handler can be set, and none runs here
+    ):  # handlers can only be set, and only run, in the main thread
         yield
         return
     before = {number: signal.getsignal(number) for number in ENDING}
@@ -226,7 +233,7 @@ def signals_deferred(until: str) -> Iterator[None]:
             signal.signal(number, handler)
 
     for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # as `nohup` has it
+        if handler is not signal.SIG_IGN:  # `nohup` ignores SIGHUP
             signal.signal(number, note)
     try:
         yield

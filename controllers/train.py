@@ -1,4 +1,4 @@
-"""train: a complete run in one call. It makes what a program of twenty lines makes, and prints that program on request."""
+"""train: a complete training run in one call, or the program that does the same."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from .schedule import Synchronous
 from .signals import StopOnSignal, endings_noted, write_line
 
 Rewards = Callable[..., Any] | Reward | Judge | Sequence[Callable[..., Any] | Reward | Judge]
-"""A function, or several, whose weighted sum is the reward; `RewardConfig.function` says what they take."""
+"""A reward function, or several whose weighted sum is the reward; see `RewardConfig.function`."""
 Data = str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]]
-"""A file, several files, or rows; docs/data.md has the formats."""
+"""A file, several files, or rows; see docs/data.md for the formats."""
 
 
 @names_parameters(
-    "weft.train", "; what else workers are set to goes into the program that explain=True prints"
+    "weft.train", "; to change other worker settings, edit the program that explain=True prints"
 )
 def train(
     model: str | Path,
@@ -78,47 +78,56 @@ def train(
     dashboard: bool = False,
     explain: bool = False,
 ) -> list[dict[str, float]]:
-    """Train a model with a method that has a name; the model is saved in `model/` of the run directory.
+    """Train a model with a named method, and save it in `model/` of the run directory.
 
-    On a machine with GPUs all groups share all of them, under Ray and with vLLM; else everything runs in this process. In a job of a Ray
-    cluster, or where `RAY_ADDRESS` names one, the groups share the nodes of that cluster. Ctrl-C, SIGTERM
-    and SIGHUP end the run after its step, and the model is saved; a second one ends it at once. With checkpoints, SIGTERM and SIGHUP
-    make one at once instead.
+        weft.train("Qwen/Qwen3-0.6B", "math.jsonl", weft.Math(), method="grpo", steps=200)
+
+    On a machine with GPUs, all groups share all GPUs, and Ray and vLLM are used. Without GPUs,
+    everything runs in this process. In a Ray job, or if `RAY_ADDRESS` is set, the groups share the
+    nodes of that cluster.
+
+    Ctrl-C, SIGTERM and SIGHUP end the run after the current step and save the model; a second
+    signal ends it at once. With checkpoints, SIGTERM and SIGHUP save a checkpoint at once and end
+    the run.
 
     Args:
-        model: folder of the model, or its Hugging Face id.
-        data: prompts, or, for the methods that take them, pairs or responses.
-        rewards: what a `RewardWorker` takes, where the method samples responses.
-        method: a name of `algorithms/methods.py`.
-        held_out: rows that are evaluated before the first step, after each `evaluate_every`-th, and after the last; or several such sets
-            by name.
-        reading: how `data` and `held_out` are read, such as `{"prompt": "problem_text", "too_long": "drop"}`: fields of `ReadSettings`.
-        steps: updates to make.
-        prompts_per_step: rows of the data in each of them.
-        n: responses to each prompt; None: what the method has.
-        max_tokens: longest response.
-        learning_rate: learning rate of the actor and of a critic. None takes the method's default for models of 0.5B to 8B, and ten
-            times that for adapters.
-        lora: train an adapter. The model is frozen and also serves as the reference.
-        kl: [loss/nat] coefficient of the KL penalty against the initial model. PPO subtracts it from the reward, other methods add it
-            to the loss. 0 switches it off.
-        evaluate_every: see `held_out`.
-        name, root, seed, checkpoint, resume, progress, trackers, dashboard: as for `Driver`.
-        explain: print the program that does the same, and run nothing.
+        model: Folder or Hugging Face id of the model.
+        data: Prompts; for methods that need them, pairs or responses.
+        rewards: Reward function, or several. Required if the method samples responses.
+        method: A name in `algorithms/methods.py`.
+        held_out: Rows to evaluate before the first step, after every `evaluate_every` steps, and at
+            the end. Give several sets as a mapping from names to rows.
+        reading: How to read `data` and `held_out`, as fields of `ReadSettings`, such as `{"prompt":
+            "problem_text", "too_long": "drop"}`.
+        steps: Number of updates.
+        prompts_per_step: Rows of the data per update.
+        n: Responses per prompt. None uses the method's default.
+        max_tokens: Maximum length of a response.
+        learning_rate: Learning rate of the actor and of a critic. None uses the method's default
+            for models of 0.5B to 8B, and ten times that for adapters.
+        lora: Train an adapter. The model is frozen and also serves as the reference.
+        kl: [loss/nat] Coefficient of the KL penalty against the initial model. PPO subtracts it
+            from the reward, other methods add it to the loss. 0 switches it off.
+        evaluate_every: Steps from one evaluation to the next; see `held_out`.
+        name, root, seed, checkpoint, resume, progress, trackers, dashboard: See `Driver`.
+        explain: Print the equivalent program and run nothing.
 
     Returns:
-        The metrics of every step; none with `explain`.
+        The metrics of every step; empty with `explain`.
 
     Raises:
-        UserError: before anything starts, naming the argument and the nearest right value.
+        UserError: An argument is wrong. It is raised before anything starts, and names the argument
+            and the nearest correct value.
     """
     chosen = _checked(method_of(method), method, rewards, held_out)
+    # The penalty adds a reference group, so it must come before groups are placed.
     chosen = chosen.with_kl(kl) if kl else chosen
     if lora is not None and not isinstance(lora, Lora):
-        raise UserError(f"lora={lora!r}: it is an adapter, such as lora=weft.Lora(rank=16)")
+        raise UserError(f"lora={lora!r} is not an adapter; give one, such as lora=weft.Lora(rank=16)")
     program = Program()
     prompts = _read(program, "prompts", data, model, reading)
     _check_responses(chosen, method, prompts)
+    # With an adapter, the reference is the actor without it, so it needs no devices.
     placed = [name for name in chosen.groups if lora is None or name != "reference"]
     shared = shared_devices(program, placed, _nodes())
     usual = chosen.learning_rate if lora is None else float(f"{chosen.learning_rate * ADAPTER_RATE:.6g}")
@@ -166,10 +175,9 @@ MODEL = "model"
 
 
 def _checked(method: Method, name: str, rewards: object, held_out: object) -> Method:
-    """The method, if it can do something with what is given."""
     if method.samples and rewards is None:
         raise UserError(
-            f"method={name!r} trains on responses that are rewarded: give rewards=..., a function of `response`"
+            f"method={name!r} needs a reward for its responses; give rewards=..., a function of `response`"
         )
     if not method.samples and rewards is not None:
         raise UserError(
@@ -181,7 +189,7 @@ def _checked(method: Method, name: str, rewards: object, held_out: object) -> Me
 
 
 def _check_responses(method: Method, name: str, prompts: Source) -> None:
-    """Check that a method that trains on the responses in the data has the kind of them that it takes."""
+    """Check that the data have the kind of responses that the method trains on."""
     if method.samples or not isinstance(prompts, Prompts):
         return
     if method.compares:
@@ -212,7 +220,6 @@ def _groups(
     rewards: Rewards | None,
     trained: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The worker groups of a method, by name. With an adapter, the actor without it is the reference."""
     trained = {"model": model, **trained, **shared.trained}
     workers: Mapping[str, tuple[type, Mapping[str, Any]]] = {
         "rollout": (RolloutWorker, {"model": model, **shared.rollout}),
@@ -234,7 +241,6 @@ def _groups(
 
 
 def _explain(program: Program, training: Graph, settings: Mapping[str, Any]) -> None:
-    """Print the program."""
     defaults = inspect.signature(Driver).parameters
     given = {key: value for key, value in settings.items() if value != defaults[key].default}
 
@@ -251,13 +257,14 @@ def _explain(program: Program, training: Graph, settings: Mapping[str, Any]) -> 
 
 
 def _run(training: Graph, actor: Any, settings: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Run to the end, or to that of the step in which Ctrl-C was pressed, and save the model."""
-    said = "the run ends after this step, and saves its model; a second one ends it at once, and saves nothing"
+    said = (
+        "the run ends after this step and saves its model; a second one ends it at once, without saving"
+    )
     checkpoint: CheckpointConfig = settings["checkpoint"]
     with (
         endings_noted(
             said, of_systems=not checkpoint.writes
-        ) as noted,  # else a checkpoint is made at once
+        ) as noted,  # with checkpoints, the driver handles SIGTERM and SIGHUP
         Driver(training, stop=StopOnSignal(noted), **settings) as driver,
     ):
         path = driver.directory.path / MODEL
@@ -268,6 +275,7 @@ def _run(training: Graph, actor: Any, settings: Mapping[str, Any]) -> list[dict[
             write_line(f"interrupted: the model was not saved in {path}")
             raise
         driver.say(f"the model is saved in {path}")
+    # Exit as the signal would have, now that the model is saved.
     if noted():
         raise Ended(128 + noted())
     return metrics
@@ -283,22 +291,17 @@ def _read(
 
 @dataclass(frozen=True)
 class SharedDevices:
-    """Settings with which all groups share the devices of a machine."""
+    """Settings that let all groups share the devices of a machine or cluster."""
 
     run: Mapping[str, Any]
-    """Placement and backend of the driver."""
     rollout: Mapping[str, Any]
     model: Mapping[str, Any] = field(default_factory=dict)
-    """Of a model that is not trained."""
     trained: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _nodes() -> Nodes:
-    """The nodes of the cluster that `RAY_ADDRESS` names, as it does in a job; without one, this machine.
-
-    Raises:
-        UserError: the cluster cannot be joined.
-    """
+    """The nodes of the cluster in `RAY_ADDRESS`, which Ray sets in a job; without it, this
+    machine."""
     if OTHER.get() is not None:  # `weft plan` for another machine
         return Nodes([(machine_cpus(), machine_gpus())], THIS_MACHINE)
     return RayCluster(None).nodes()
@@ -307,8 +310,9 @@ def _nodes() -> Nodes:
 def shared_devices(program: Program, groups: Sequence[str], nodes: Nodes) -> SharedDevices:
     """Settings that let all groups share the nodes.
 
-    Groups with a model take turns on all GPUs, in bfloat16, and vLLM leaves memory for the others. On a cluster without GPUs they have a
-    rank on each node. On this machine without GPUs everything runs in one process. Other groups run on any free CPU.
+    Groups with a model take turns on all GPUs, in bfloat16, and vLLM leaves memory for the others.
+    A cluster without GPUs gets one rank on each node, a machine without GPUs one process for
+    everything. Other groups run on any free CPU.
 
     >>> from weft.controllers.bundles import Nodes
     >>> shared_devices(Program(), ("actor",), Nodes([(0, 0), (16, 8), (16, 8)], "the cluster at head:6379")).run["placement"]
@@ -337,7 +341,7 @@ def shared_devices(program: Program, groups: Sequence[str], nodes: Nodes) -> Sha
 
 
 def _equal_nodes(sizes: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
-    """The largest pool with equally many devices on each node: CPUs and GPUs of a node, and the number of nodes.
+    """The largest pool with equal nodes, as CPUs per node, GPUs per node, and number of nodes.
 
     >>> _equal_nodes([(2, 0), (16, 8), (12, 8), (16, 1)]), _equal_nodes([(0, 0), (4, 0), (4, 0)])
     ((12, 8, 2), (4, 0, 2))
@@ -352,7 +356,6 @@ def _equal_nodes(sizes: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
 
 
 def _held_out_sets(held_out: Data | Mapping[str, Data] | None) -> Mapping[str, Data]:
-    """Held-out rows by the names of their evaluations."""
     if held_out is None:
         return {}
     return held_out if isinstance(held_out, Mapping) else {"eval": held_out}
@@ -361,7 +364,7 @@ def _held_out_sets(held_out: Data | Mapping[str, Data] | None) -> Mapping[str, D
 def _evaluated(
     program: Program, name: str, method: Method, rows: Source, groups: Mapping[str, Any], max_tokens: int
 ) -> Graph:
-    """Greedy responses to held-out prompts; or how often the better response of a pair is the likelier one."""
+    """Evaluate greedy responses, or the share of pairs whose better response is more likely."""
     if not method.samples:
         return program.assign(name, preference_accuracy, rows, actor=groups["actor"])
     greedy, judges = (

@@ -1,12 +1,15 @@
-"""WeightSync: the parameter edges of a run. A leader gives its weights away, and each follower that is due takes them.
+"""WeightSync: transfer new weights from leaders to the groups that follow them.
 
-    publish ──> publish_weights on the leader ──> receive_weights on each follower ──> finish_publishing on the leader
-                                                  send_weights on the leader, where it has to work meanwhile
+    leader: publish_weights ──> follower: receive_weights ──> leader: finish_publishing
+                                  leader: send_weights (if the transfer needs it)
 
-Followers take a version straight from the leader's memory, so the leader is not updated before they have it. A follower
-takes part at once, or, with `partial_rollouts="finish"`, when its unfinished responses are finished; where generation does not run ahead,
-when the evaluations of the weights that it has are over. A follower on the leader's own
-devices has them first: the leader gives from host memory.
+- Followers read weights from the leader's memory, so the leader is not updated until they all have
+  them.
+- A follower receives weights at once, or after its unfinished responses with
+  `partial_rollouts="finish"`. If generation does not run ahead, it also waits for evaluations of
+  its current weights.
+- A follower on the leader's devices goes first: the leader gives up the devices and sends from host
+  memory.
 """
 
 from __future__ import annotations
@@ -23,14 +26,17 @@ from .request import CallRequest
 
 
 class WeightSync:
-    """Decides who publishes and who receives which version; the calls that this takes are returned as requests.
+    """Decide who publishes and who receives which version. The calls to make are returned as
+    requests.
 
     Args:
-        edges: who follows whom.
-        groups: the worker groups of the run, by name.
-        partial_rollouts: what becomes of responses that are unfinished when weights come (see `Asynchronous`).
-        cancel: ends a call that gives way, on all of its ranks.
-        keeps: whether a group has to keep the version that it has, because it is evaluated; None: none has to.
+        edges: Leaders and their followers.
+        groups: Worker groups of the run, by name.
+        partial_rollouts: How to treat unfinished responses when weights arrive (see
+            `Asynchronous`).
+        cancel: Ends a call on all of its ranks.
+        keeps: Whether a group must keep its version because an evaluation uses it; None if no group
+            must.
     """
 
     def __init__(
@@ -47,32 +53,37 @@ class WeightSync:
         self._cancel = cancel
         self._keeps = keeps
         self._owing: dict[str, set[str]] = {}
-        """Leader that gives its weights away -> followers that have not taken them."""
+        """Publishing leader -> followers that have not received the weights."""
         self._taken: dict[str, list[tuple[str, str]]] = {}
-        """Leader that gives its weights away -> the ranks that have taken them, each with the checksum of what it took."""
+        """Publishing leader -> ranks that received the weights, each with the checksum of its
+        copy."""
         self._sent: dict[str, int] = {}
-        """Follower -> the version that it received last."""
+        """Follower -> the last version that it received."""
         self._compared: dict[str, set[int]] = {}
         """Follower -> ranks whose log-probabilities were compared with the leader's."""
         self._waiting: set[str] = set()
-        """Followers that take weights when their responses are finished."""
+        """Followers that receive weights when their responses are finished."""
 
         self._metrics: dict[str, float] = {}
-        """Of transfers since they were asked for last."""
+        """Metrics of transfers since the last `take_metrics`."""
 
     def take_metrics(self) -> dict[str, float]:
-        """What transfers were since this was asked last: the longest one's `FOLLOWER/weights_transfer_s`, and `FOLLOWER/weights_pause_s`,
-        the part of it in which the group could do nothing else; and `LEADER/weights_bytes`, the size of a version."""
+        """Return and reset the metrics of transfers.
+
+        `FOLLOWER/weights_transfer_s` is the longest transfer, and `FOLLOWER/weights_pause_s` the
+        part of it during which the group could not do other work. `LEADER/weights_bytes` is the
+        size of a version.
+        """
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     @property
     def under_way(self) -> bool:
-        """Whether a follower has still to receive weights."""
+        """Whether a follower still has to receive weights."""
         return bool(self._owing or self._waiting)
 
     def lag(self, generating: Sequence[str]) -> int:
-        """The most versions that one of these groups is behind the group that it follows."""
+        """Largest number of versions that one of these groups is behind its leader."""
         behind = (
             self._groups[e.leader].version - self._groups[e.follower].version
             for e in self._edges
@@ -81,7 +92,8 @@ class WeightSync:
         return max(behind, default=0)
 
     def coming(self, followers: Collection[str]) -> dict[str, int]:
-        """Each of these groups that follows another -> the version that it will hold once the leader's present weights have arrived."""
+        """Follower in these groups -> the version that it will hold once its leader's current
+        weights arrive."""
         wanted: dict[str, int] = {}
         for edge in self._edges:
             if edge.follower in followers:
@@ -91,21 +103,22 @@ class WeightSync:
         return wanted
 
     def followers(self, leader: str) -> dict[str, int]:
-        """Follower -> the version that it holds."""
+        """Follower -> its version."""
         return {e.follower: self._groups[e.follower].version for e in self._edges if e.leader == leader}
 
     def holds_back(self, group: WorkerGroup) -> bool:
-        """Whether a group may begin nothing new because weights wait for it to finish."""
+        """Whether a group may not start new calls because weights wait for it to finish."""
         return group.name in self._waiting
 
     def reads(self, group: WorkerGroup) -> bool:
-        """Whether a group's weights must stay what they are, because followers take them."""
+        """Whether a group's weights must not change because followers are reading them."""
         return group.name in self._owing
 
     def publish(self, leader: str) -> list[CallRequest]:
-        """Send the present weights of a group to its followers that are due and ready; to the others when they are."""
+        """Send the current weights of a group to the followers that are due and ready; the others
+        get them later."""
         group = self._groups[leader]
-        if leader in self._owing or group.updating:  # each of these ends with another `publish`
+        if leader in self._owing or group.updating:  # both end with another `publish`
             return []
         edges = [e for e in self._edges if e.leader == leader and self._is_due(e, group.version)]
         late = {e.follower for e in edges if not self._is_ready(self._groups[e.follower], group.version)}
@@ -116,7 +129,7 @@ class WeightSync:
             for e in ready
             if group.place.pool.gpus and self._groups[e.follower].place.pool == group.place.pool
         ]
-        if shared:  # one follower after the other has the devices
+        if shared:  # followers on the leader's devices take turns
             ready = shared[:1]
         if not ready:
             return []
@@ -137,7 +150,7 @@ class WeightSync:
         return [request]
 
     def publish_all(self) -> list[CallRequest]:
-        """Send the present weights of every leader."""
+        """Send the current weights of every leader."""
         return [
             request
             for leader in dict.fromkeys(e.leader for e in self._edges)
@@ -145,7 +158,8 @@ class WeightSync:
         ]
 
     def resend(self, follower: WorkerGroup, rank: int) -> list[CallRequest]:
-        """A rank was replaced. If its group follows another, it gets no rows before it has received the present weights."""
+        """Send weights to a replaced rank, if its group follows another. It gets no rows until it
+        has them."""
         requests: list[CallRequest] = []
         for edge in self._edges:
             if edge.follower == follower.name:
@@ -155,17 +169,17 @@ class WeightSync:
         return requests
 
     def _is_due(self, edge: ParameterEdge, version: int) -> bool:
-        """Whether an `every`-th version has come since the follower last received one."""
+        """Whether another `every` versions have passed since the follower's last transfer."""
         return version // edge.every > self._sent.get(edge.follower, -1) // edge.every
 
     def receive_when_idle(self) -> list[CallRequest]:
-        """Send weights to followers that have finished their responses meanwhile."""
+        """Send weights to followers that have finished their responses."""
         leaders = dict.fromkeys(e.leader for e in self._edges if e.follower in self._waiting)
         return [request for leader in leaders for request in self.publish(leader)]
 
     def _is_ready(self, follower: WorkerGroup, version: int) -> bool:
         """Whether a follower can take weights now."""
-        if follower.name in self._owing:  # its own followers take what it has
+        if follower.name in self._owing:  # its own followers are reading its weights
             return False
         if (
             self._keeps is not None
@@ -182,7 +196,7 @@ class WeightSync:
     def _published(
         self, call: Call, edges: Sequence[ParameterEdge], shared: bool
     ) -> Iterable[CallRequest]:
-        weights = reduce(add, call.results)  # what the ranks publish adds up
+        weights = reduce(add, call.results)  # each rank publishes a part
         requests: list[CallRequest] = []
         if call.group.handle.vllm_backend:
             requests.append(
@@ -208,23 +222,26 @@ class WeightSync:
         return requests
 
     def _requeue(self, call: Call) -> None:
-        """End a call that generates; the rows that it has not finished go back."""
+        """End a generating call and requeue its unfinished rows."""
         assert call.ledger is not None and call.lease is not None
         if call.ledger.leases.holds(call.lease):
-            call.ledger.release(call.lease, "new weights came, and what was unfinished is requeued")
+            # Release before cancelling, so that rows of late replies no longer count.
+            call.ledger.release(call.lease, "new weights arrived, so unfinished responses are requeued")
             self._cancel(call)
 
     def _receivers(self, follower: WorkerGroup, version: int) -> set[int]:
-        """Ranks that are to receive a version: all that are up, or only those that lack it, if the others have it."""
+        """Ranks that receive a version: all that are up, or only those without it if the others
+        have it."""
         if follower.lacking and follower.version == version:
             return set(follower.lacking)
         return set(follower.up)
 
     def _received(self, call: Call, leader: str, weights: Any) -> Iterable[CallRequest]:
-        """Ranks that took weights for the first time answer a few prompts before those of the run, and the leader compares."""
+        """Check new ranks before they get rows: they answer a few prompts, and the leader compares
+        log-probabilities."""
         group = call.group
         compared = self._compared.setdefault(group.name, set())
-        compared -= group.lacking  # a rank that was replaced is another one
+        compared -= group.lacking  # a replaced rank must be compared again
         fresh = sorted(set(call.ranks) - call.lost - compared)
         if not fresh or not _compares(self._groups[leader], group):
             return self._arrived(call, leader, weights)
@@ -257,13 +274,14 @@ class WeightSync:
         group = call.group
         took = {rank: checksum for rank, checksum in sorted(call.values.items()) if rank not in call.lost}
         self._taken[leader] += [(f"{group.name}[{rank}]", checksum) for rank, checksum in took.items()]
+        # From here on the group may get rows that need this version.
         group.version = self._sent[group.name] = weights.version
         group.lacking -= set(call.ranks) - call.lost
-        if group.lacking:  # ranks that came up meanwhile
+        if group.lacking:  # ranks that came up during the transfer
             del self._sent[group.name]
         self._note_times(call)
         self._owing[leader].discard(group.name)
-        requests = self.publish(group.name)  # for groups that follow the follower
+        requests = self.publish(group.name)  # for the follower's own followers
         if not self._owing[leader]:
             then = partial(self._finished, leader=leader)
             requests.append(
@@ -282,7 +300,8 @@ class WeightSync:
             self._metrics[key] = max(self._metrics.get(key, 0.0), seconds)
 
     def _finished(self, call: Call, leader: str) -> Iterable[CallRequest]:
-        """Everybody has taken a version: compare what each took with what was given."""
+        """Compare the checksum of every received copy with the published one, then publish newer
+        weights."""
         given = reduce(add, call.results)
         if given.num_bytes:
             self._metrics[f"{leader}/weights_bytes"] = float(given.num_bytes)
@@ -293,12 +312,13 @@ class WeightSync:
                     f"but {given.checksum} was published"
                 )
         del self._owing[leader]
-        # If it was updated meanwhile, a follower's rank was replaced, or others waited; and if it follows others itself.
+        # The leader may have been updated, a rank replaced, or a follower ready since; the leader
+        # may also be a follower.
         leaders = dict.fromkeys([leader, *(e.leader for e in self._edges if e.follower == leader)])
         return [request for each in leaders for request in self.publish(each)]
 
 
 def _compares(leader: WorkerGroup, follower: WorkerGroup) -> bool:
-    """Whether these groups can compare log-probabilities. On one pool of GPUs the leader has its turn after the follower."""
+    """Whether these groups can compare log-probabilities."""
     classes = (leader.handle.worker_class, "compare_canaries"), (follower.handle.worker_class, "canary")
     return all(hasattr(worker_class, method) for worker_class, method in classes)

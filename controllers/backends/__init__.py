@@ -1,4 +1,2 @@
-"""Where worker groups run: in this process (`Local`) or on a Ray cluster (`RayBackend`), behind one interface.
-
-The only folder that imports Ray.
-"""
+"""Backends that run worker groups: in this process (`Local`) or on a Ray cluster (`RayBackend`).
+Only this folder imports Ray."""

@@ -1,5 +1,9 @@
-"""Backend: what runs worker groups, as the driver knows it. `Local` (`local.py`) keeps every group in this process, so that breakpoints
-work; `RayBackend` (`ray_backend.py`) gives each rank a process of its own; `Simulated` (`../simulation/`) has neither."""
+"""Backend: interface of the things that run worker groups.
+
+- `Local` (`local.py`) runs every group in this process, so that breakpoints work.
+- `RayBackend` (`ray_backend.py`) runs each rank in a separate process.
+- `Simulated` (`../prechecks/simulated.py`) runs no workers.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +27,14 @@ from ..ranks.tasks import Reply
 from .witness import Memory
 
 START_TIMEOUT_S = 300.0
-"""Longest wait for workers to be up: vLLM's imports and a large model's loading are in it."""
+"""[s] Longest wait for workers to start, including vLLM's imports and the loading of a large
+model."""
 FILE_BYTES = 16 << 20
-"""Bytes of a segment file, which is recycled when no row in flight lies in it any more. Larger ones are recycled later, smaller ones cost
-more files."""
+"""[bytes] Size of a segment file. A file is recycled when none of its rows are in flight, so larger
+files are recycled later and smaller ones are more numerous."""
 RETRY_S = 20.0
-"""Seconds for which a rank asks for rows of a node whose server of segments does not answer; it may be started again."""
+"""[s] How long a rank retries to read rows from a node whose segment server does not answer,
+because it may be restarting."""
 
 
 @dataclass(frozen=True)
@@ -36,45 +42,45 @@ class Files:
     """Where the processes of a run keep the columns of rows."""
 
     folder: Path
-    """It has a folder for each node, unless they lie in `scratch`."""
+    """Has a folder for each node, unless `scratch` is used."""
     file_bytes: int = FILE_BYTES
-    """Bytes after which a writer begins another file."""
+    """[bytes] File size at most, before a writer begins another file."""
     memory_bytes: int | None = None
-    """Bytes of the segments of a node that stay in memory; None leaves that to the kernel."""
+    """[bytes] Segments of a node that stay in memory; None leaves that to the kernel."""
     scratch: Scratch | None = None
-    """The folder of each machine that has one for each node on it; None: they all see `folder`."""
+    """A local folder on each machine, with a folder per node; None if all machines see `folder`."""
     start: int = 0
-    """How often the run was started again; it is part of the writers' names, which are never used twice."""
+    """How often the run was restarted. It is part of writers' names, which are never reused."""
 
     def of_node(self, node: str) -> Path:
-        """The folder of a node's files, for a process on its machine, which then holds it."""
+        """The folder of a node's files, for a process on its machine."""
         return (self.folder if self.scratch is None else self.scratch.hold()) / node
 
     def are_beside(self, run: Path) -> bool:
-        """Whether this machine sees the directory of the run."""
+        """Whether this machine sees the run's directory."""
         return self.scratch is None or self.scratch.is_noted_in(run / BUFFER)
 
     def logs_of_node(self, node: str, run: Path) -> Path:
-        """Where processes of a node write their logs: into the run's directory, or, on a machine that does not see it, beside the
-        segments."""
+        """Folder for logs of a node's processes: in the run's directory, or next to the segments if
+        the machine does not see it."""
         return (run if self.are_beside(run) else self.of_node(node)) / LOGS
 
     def access(self, node: str, name: str) -> DataAccess:
         """Open the files of a process.
 
         Args:
-            node: the node that it runs on.
-            name: its name, unique in the run.
+            node: Node that it runs on.
+            name: Its name, unique in the run.
 
         Returns:
-            A reader of its node's files, which knows no other nodes yet, and a writer.
+            A reader of its node's files, not connected to other nodes yet, and a writer.
         """
         return DataAccess(
             SegmentReader(self.of_node(node), node, retry_s=RETRY_S), self.writer(node, name)
         )
 
     def writer(self, node: str, name: str) -> SegmentWriter:
-        """The writer of a process alone; arguments as for `access`."""
+        """Return only the writer of a process; arguments as for `access`."""
         return SegmentWriter(
             self.of_node(node),
             node,
@@ -86,35 +92,34 @@ class Files:
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings from which a backend starts the groups of a run."""
+    """Settings for the start of a run's groups."""
 
     handles: Mapping[str, Handle]
-    """Worker groups by name."""
+    """Worker groups, by name."""
     placement: Mapping[str, Place]
-    """Group -> its pool and ranks."""
     run_dir: Path
-    """The directory of the run, in which each rank has its log."""
+    """Directory of the run, with a log for each rank."""
     seed: int
     files: Files
     follows: Sequence[ParameterEdge] = ()
-    """Which groups load the weights of others."""
+    """Groups that load weights from others."""
     start_timeout_s: float = START_TIMEOUT_S
-    """Longest wait for the workers of a group to be up."""
+    """[s] Longest time for the workers of a group to start."""
     call_timeout_s: float = math.inf
-    """Longest silence of a rank that was called."""
+    """[s] Longest time without progress in a call of a rank."""
     writers: Collection[str] = ()
-    """Groups that write into the run's directory: checkpoints, or samples."""
+    """Groups that write checkpoints or samples into the run's directory."""
     tell: Callable[[str], None] = lambda line: None
-    """Tells the user what the start waits for."""
 
 
 def plain_name(name: str) -> str:
-    """The name with every character but letters, digits, `_` and `-` replaced, so that files can have it."""
+    """The name with all characters replaced but letters, digits, `_` and `-`, for use in file
+    names."""
     return re.sub(r"[^A-Za-z0-9_-]", "_", name) or "_"
 
 
 def this_node() -> str:
-    """The name of this process's node in references."""
+    """Name of this process's node in references."""
     return plain_name(platform.node())
 
 
@@ -128,205 +133,175 @@ class Event:
 
 
 class Backend(Protocol):
-    """Starts worker groups, carries calls to them and replies back, and leaves nothing behind."""
+    """Starts worker groups, carries calls and replies, and cleans up."""
 
     def check(
         self,
         placement: Mapping[str, Place],
         handles: Mapping[str, Handle] = MappingProxyType({}),
     ) -> None:
-        """Refuse a placement that cannot be started here, before anything is.
+        """Reject a placement that cannot be started, before anything is.
 
         Args:
-            placement: group -> its pool and ranks.
-            handles: the groups, by name, as far as they are known.
+            placement: Group -> its pool and ranks.
+            handles: Known groups, by name.
 
         Raises:
-            UserError: naming the group or the pool, and what there is.
+            UserError: The placement does not fit; the message names the group or pool, and what is
+                available.
         """
         ...
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
-        """Start every rank of every group, and wait until all are up. Groups that share a pool with GPUs are made one after the other,
-        and the models of all of them are in host memory when this returns.
+        """Start every rank of every group, and wait until all are up.
+
+        Groups on the same GPUs start one after the other; afterwards all their models are in host
+        memory.
 
         Args:
-            setup: what is to be started.
+            setup: What to start.
 
         Returns:
-            The worker groups, by name. Ranks of elastic groups for which there is no room are absent.
+            Worker groups, by name. Ranks of elastic groups are absent if the cluster has no room.
 
         Raises:
-            UserError: a worker cannot be made, and the user can mend it.
-            WorkerError: a rank did not start, or not in time.
+            UserError: A worker cannot be made, and the user can fix it.
+            WorkerError: A rank did not start, or not in time.
         """
         ...
 
     def delete(self, node: str, file: str) -> None:
-        """Have the other nodes delete a segment file; returns at once.
+        """Ask other nodes to delete a segment file, without waiting.
 
         Args:
-            node: of the process that wrote the file; others may have copies.
-            file: its name. No row lies in it any more.
+            node: Node of the process that wrote the file; others may have copies.
+            file: Name of a file without rows in flight.
         """
         ...
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
-        """Wait for replies.
-
-        Args:
-            timeout_s: seconds to wait for the first.
-
-        Returns:
-            All replies that have come; none if none came in time.
-        """
+        """Wait for replies and return all that have arrived, or none after the timeout."""
         ...
 
     def rest(self, seconds: float) -> None:
-        """Let replies gather for so long, so that the next `wait` returns more of them at once; at once where nothing goes on meanwhile."""
+        """Sleep, so that the next `wait` returns more replies. Return at once if nothing runs in
+        the meantime."""
         ...
 
     def clock(self) -> float:
-        """Seconds since some moment. Deadlines and timelines are by this clock."""
+        """[s] Monotonic time, for deadlines and timelines."""
         ...
 
     def cancel(self, call: Call) -> None:
-        """End an interruptible call on all of its ranks; its last reply still comes.
-
-        Args:
-            call: one that is under way.
-        """
+        """Cancel an interruptible call on all of its ranks. Its last reply still arrives."""
         ...
 
     def give_up(self, call: Call, sample_ids: Sequence[int]) -> None:
-        """Tell the ranks of a call that some of its rows are no longer wanted.
-
-        Args:
-            call: one that is under way.
-            sample_ids: of these rows.
-        """
+        """Tell the ranks of a call that some of its rows are no longer needed."""
         ...
 
     @property
     def has_processes(self) -> bool:
-        """Whether each rank has a process of its own, which can end or fall silent. Otherwise the groups take turns, and while one works
-        the others are silent."""
+        """Whether each rank has a process that can die or hang alone. Otherwise groups take turns
+        in one process."""
         ...
 
     @property
     def in_process(self) -> bool:
-        """Whether workers run in the driver's process, and with them what they allocate."""
+        """Whether workers run, and allocate memory, in the driver's process."""
         ...
 
     @property
     def spans_machines(self) -> bool:
-        """Whether its processes may stand on other machines than this one."""
+        """Whether processes may be on other machines."""
         ...
 
     @property
     def sync_interval_s(self) -> float:
-        """Seconds of a run's log, on the clock of the backend, that a loss of power may cost."""
+        """[s] How much of the run's log, on the backend's clock, a power loss may cost."""
         ...
 
     @property
     def nodes(self) -> Collection[str]:
-        """Names of the nodes on which segments can be read."""
+        """Names of the nodes whose segments can be read."""
         ...
 
     def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
-        """Those of the segments on other nodes that cannot be read there, and why."""
+        """Segments that cannot be read on their nodes, and why."""
         ...
 
     def lost_nodes(self, *, look: bool) -> Collection[str]:
-        """Names of the nodes that are gone, with their processes and rows.
+        """Names of lost nodes, whose processes and rows are gone.
 
         Args:
-            look: ask the nodes whether they are there, which may take seconds; else those that are known to be gone.
+            look: Check the nodes first, which may take seconds.
         """
         ...
 
     def node_of(self, group: WorkerGroup, rank: int) -> str:
-        """Name of the node on which a rank stands, or stood until its process ended."""
+        """Name of the node that a rank is on, or was on until its process ended."""
         ...
 
     def replace(self, group: WorkerGroup, rank: int) -> None:
-        """End a rank's process, if it has one that still lives, and start another in its place; returns at once. What the old one had
-        not answered is never answered; calls on the new one wait until it is up.
+        """End a rank's process, if it is alive, and start another, without waiting.
 
-        Args:
-            group: of the rank.
-            rank: in the group.
+        Calls that the old process had not answered are never answered. Calls to the new one wait
+        until it is up.
         """
         ...
 
     def release(self, group: WorkerGroup, rank: int) -> None:
-        """End the process of a rank of an elastic group, if it still lives, and start no other; returns at once.
-
-        Args:
-            group: of the rank.
-            rank: in the group.
-        """
+        """End the process of an elastic group's rank, if it is alive, without replacing it or
+        waiting."""
         ...
 
     def vacant(self, group: WorkerGroup) -> Collection[int]:
-        """The absent ranks of an elastic group for which there is room now."""
+        """Absent ranks of an elastic group that the cluster has room for."""
         ...
 
     @property
     def wait_s(self) -> float:
-        """How long room for the ranks that a run needs is waited for."""
+        """[s] How long to wait for room for ranks that a run needs."""
         ...
 
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
-        """The id of the sample that a rank noted last (`Context.at`), also when its process is gone; None: it noted none."""
+        """Id of the last sample that a rank recorded (`Context.at`), also after its process has
+        died, or None."""
         ...
 
     def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
-        """Where the processes of ranks stand, in words, within seconds; those of which that is not known are left out.
-
-        Args:
-            group: of the ranks.
-            ranks: in the group.
-        """
+        """Stack traces of ranks, in words, within seconds; unknown ones are left out."""
         ...
 
     @property
     def hanging(self) -> Collection[str]:
-        """Groups that are known to hang, where others are silent because of them; empty: each rank answers for itself."""
+        """Groups that are known to hang and make the others silent. Empty if ranks have
+        processes."""
         ...
 
     def memory(self) -> Mapping[str, Memory]:
-        """Node -> the memory of it and of the run's processes on it, as read last; waits for nobody."""
+        """Node -> last known memory of the node and the run's processes on it, without waiting."""
         ...
 
     @property
     def has_endpoint(self) -> bool:
-        """Whether Prometheus can read metrics of its cluster."""
+        """Whether Prometheus can read metrics from its cluster."""
         ...
 
     def report(self, run: str, metrics: Mapping[str, float]) -> None:
-        """Have the endpoint show metrics of a step.
-
-        Args:
-            run: its name.
-            metrics: as the run writes them.
-        """
+        """Show metrics of a step at the endpoint."""
         ...
 
     def close(self) -> None:
-        """End every process, and remove what the backend left on any node. To close again is allowed."""
+        """End every process, and clean up all nodes. It may be called several times."""
         ...
 
 
 def check_machine(handles: Mapping[str, Handle], placement: Mapping[str, Place]) -> None:
-    """Check that this machine has enough memory for the groups that run on it. On GPUs, the workers check the memory.
-
-    Args:
-        handles: group name -> its handle.
-        placement: group -> its place; a group that is not in it has one rank.
+    """Check that this machine has enough memory for the groups. On GPUs, the workers check it.
 
     Raises:
-        UserError: naming the setting, and what there is.
+        UserError: There is too little memory; the message names the setting.
     """
     if machine_gpus():
         return

@@ -1,6 +1,7 @@
-"""Asks whether a Ray cluster is there and lets us in. A program that imports nothing of Weft: `cluster_probe.py ADDRESS`.
+"""Check whether a Ray cluster answers and accepts us. A program without Weft's imports:
+`cluster_probe.py ADDRESS`.
 
-Its last line is JSON: {"nodes": [...]}, the resources of each node, or {"error": "..."}.
+Its last line is JSON: {"nodes": [...]} with the resources of each node, or {"error": "..."}.
 """
 
 import json
@@ -12,12 +13,12 @@ import threading
 from typing import Any
 
 CONNECT_TIMEOUT_S = 3.0
-"""Longest wait for a connection."""
+"""[s] Longest wait for a connection."""
 JOIN_TIMEOUT_S = 6.0
-"""Longest wait for an answer, after Ray has been imported."""
+"""[s] Longest wait for an answer, after Ray has been imported."""
 PORT = " (its address has the port of its GCS, 6379 by default)"
 PATIENCE = {"RAY_gcs_server_port_wait_time_s": "3", "RAY_gcs_server_request_timeout_seconds": "4"}
-"""Ray's own settings for how long it tries, which it reads when it is imported."""
+"""Ray's retry limits, which it reads on import."""
 
 
 def main(address: str) -> None:
@@ -32,7 +33,7 @@ def main(address: str) -> None:
             reply(error=f"no answer within {CONNECT_TIMEOUT_S:.0f} s")
             return
         except OSError as error:
-            reply(error=f"nobody listens there ({error.strerror})")
+            reply(error=f"no server listens there ({error.strerror})")
             return
     os.environ |= PATIENCE
     import ray
@@ -51,7 +52,7 @@ def main(address: str) -> None:
 
 
 def reason_of(error: BaseException | None) -> str:
-    """What keeps us out, as an error and its causes say."""
+    """The reason that we cannot join, from an error and its causes."""
     said: list[str] = []
     while error is not None:
         said.append(str(error))
@@ -69,7 +70,7 @@ def reason_of(error: BaseException | None) -> str:
     if "when trying to resolve node to connect to" in text:
         return "no node of it runs on this machine: start the script on one of its nodes (`ray start`, or `ray job submit`)"
     if "Failed to connect to GCS" in text:
-        return f"nobody there answers as a Ray cluster does{PORT}"
+        return f"the server there does not answer as a Ray cluster does{PORT}"
     return " ".join(said[0].split())
 
 

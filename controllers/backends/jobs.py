@@ -1,10 +1,11 @@
-"""Jobs: runs on a Ray cluster that this machine need not belong to, through the job server of the cluster's head.
+"""Jobs: run scripts on a Ray cluster through its job server, from a machine that need not belong to
+the cluster.
 
     checked here ──submit──> pending ──> runs ──> succeeded | failed
                                            └──stop──> saves itself, if it can ──> stopped
 
-The user's folder travels as one package of the job's runtime environment, and every process of the run works in it. Ray keeps the settings
-of a job, and shows them to everybody who may use the cluster: no secrets are sent.
+The user's folder is sent as the working directory of the job's runtime environment. Ray stores a
+job's settings and shows them to all users of the cluster, so secrets are never sent.
 """
 
 from __future__ import annotations
@@ -30,23 +31,20 @@ from ...dataflow.runs.directory import check_run_name
 from ...dataflow.untrusted_text import is_secret_name
 from .user_code import UserCode
 
-# Job environment
-#
-# What a job of a Ray cluster tells the run in it, by its environment: the folder in which it lies,
-# and whether it goes on.
-#
-# A job works in a package of the user's files, which Ray removes some time after the job. A
-# relative `root` is therefore taken below `WEFT_ROOT`, or below `~/weft` where Weft runs in such a
-# package and nothing is said. `weft submit` sets both variables.
+# Job environment: variables that tell a run in a job where to put its directory and whether to
+# resume. A job works in a package of the user's files, which Ray deletes some time after the job. A
+# relative `root` is therefore taken below `WEFT_ROOT`, or below `~/weft` inside such a package.
+# `weft submit` sets both variables.
 
 
 ROOT = "WEFT_ROOT"
-"""Folder below which relative roots lie."""
+"""Variable with the folder for relative roots."""
 RESUME = "WEFT_RESUME"
-"""`resume` of runs that write checkpoints and whose script says nothing of it: "latest" or "weights"."""
+"""Variable with `resume` ("latest" or "weights") for runs with checkpoints whose script does not
+set it."""
 DEFAULT_ROOT = "~/weft"
 _PACKAGES = ("runtime_resources", "working_dir_files")
-"""Two folders, one in the other, below which Ray unpacks the files of jobs."""
+"""Two nested folders where Ray unpacks the files of jobs."""
 
 
 def in_package(folder: Path) -> bool:
@@ -61,15 +59,15 @@ def in_package(folder: Path) -> bool:
 def root_of(
     root: str | Path, environment: Mapping[str, str] = os.environ, folder: Path | None = None
 ) -> Path:
-    """Where the folder of runs lies.
+    """Return the folder for run directories.
 
     Args:
-        root: as the script gave it.
-        environment: of this process.
-        folder: in which this process works; None: as the system says.
+        root: Value from the script.
+        environment: Environment of this process.
+        folder: Working directory of this process; by default the current one.
 
     Returns:
-        `root` itself, unless it is relative and a job moves it.
+        `root`, below another folder if it is relative and this is a job.
 
     >>> root_of("runs", {"WEFT_ROOT": "/shared/weft"}), root_of("/data/runs", {"WEFT_ROOT": "/shared/weft"}), root_of("runs", {})
     (PosixPath('/shared/weft/runs'), PosixPath('/data/runs'), PosixPath('runs'))
@@ -80,10 +78,10 @@ def root_of(
 
 
 def resume_of(resume: str | Path, environment: Mapping[str, str] = os.environ) -> str | Path:
-    """What a run goes on from: as its script says, or, where that says "none", as its job says.
+    """Return what a run resumes from: the script's value, or the job's if the script says "none".
 
     Raises:
-        UserError: the job says something else than "latest", "weights" or "none".
+        UserError: The job's value is not "latest", "weights" or "none".
 
     >>> resume_of("none", {"WEFT_RESUME": "latest"}), resume_of("weights", {"WEFT_RESUME": "latest"}), resume_of("none", {})
     ('latest', 'weights', 'none')
@@ -91,53 +89,50 @@ def resume_of(resume: str | Path, environment: Mapping[str, str] = os.environ) -
     said, allowed = environment.get(RESUME) or "none", ("none", "latest", "weights")
     if said not in allowed:
         raise UserError(
-            f"{RESUME}={said!r} in the environment: it is one of {', '.join(allowed)}{nearest(said, allowed)}"
+            f"{RESUME}={said!r} in the environment is not one of {', '.join(allowed)}{nearest(said, allowed)}"
         )
     return said if resume == "none" else resume
 
 
-# Job request
-#
-# JobRequest: a script that is to run as a job of a Ray cluster, checked before anybody is asked
-# (`jobs.py` sends it).
+# Job request: a script to run as a job, checked before the cluster is contacted
 
 
 NUMBER = "WEFT_JOB"
-"""Environment variable of a job: its id."""
+"""Variable with the id of the job."""
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
-"""Environment variable of a job: seconds after SIGTERM before Ray kills it."""
+"""Variable with the seconds between SIGTERM and SIGKILL when Ray stops the job."""
 _OWN = {ROOT: "--root", RESUME: "--resume", NUMBER: "Weft", STOP_WAIT: "--stop-wait-s"}
-"""Variables that are not given by --env, and what sets each."""
+"""Variables that --env cannot set, and what sets each."""
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What is to run as a job.
+    """A script to run as a job.
 
     Raises:
-        UserError: a part of it makes no sense; the message names the part.
+        UserError: A value is wrong; the message names it.
     """
 
     script: Path
     """A Python program in `working_dir`."""
     arguments: Sequence[str] = ()
-    """Its arguments."""
     name: str | None = None
-    """Folder of the job's runs below `root`, and the beginning of its id; default: the name of the script."""
+    """Folder of the job's runs below `root`, and prefix of its id; by default the name of the
+    script."""
     working_dir: Path = Path()
-    """The folder that is sent."""
     excludes: Sequence[str] = ()
-    """Patterns, as in a `.gitignore`, of what is not sent."""
+    """Patterns of files that are not sent, as in a `.gitignore`."""
     root: str = DEFAULT_ROOT
-    """Folder on the head node below which runs of jobs lie; `~` is the home of the user who started Ray there."""
+    """Folder on the head node for the runs of jobs; `~` is the home of the user who started Ray
+    there."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the job."""
+    """Environment variables of the job."""
     resume: bool = False
-    """Go on from the last checkpoint of the runs of that name."""
+    """Resume the runs of this name from their last checkpoint."""
     python: str = "python"
-    """The interpreter on the cluster."""
+    """Python interpreter on the cluster."""
     stop_wait_s: int = 600
-    """Seconds that the job has to save itself when it is stopped."""
+    """[s] Time for the job to save itself when it is stopped."""
 
     def __post_init__(self) -> None:
         folder = self.working_dir.expanduser().absolute()
@@ -151,15 +146,15 @@ class JobRequest:
             raise UserError(f"script {str(self.script)!r}: there is no such file in {folder}{near}")
         if not script.resolve().is_relative_to(folder.resolve()):
             raise UserError(
-                f"script {str(self.script)!r} lies outside of {folder}, which is sent; choose --working-dir"
+                f"script {str(self.script)!r} is outside of {folder}, the folder that is sent; choose --working-dir"
             )
         check_run_name(self.run_name, "--name")
         if not self.root.startswith(("/", "~")):
             raise UserError(
-                f"--root={self.root!r} is a folder of the head node: an absolute path, or one below ~"
+                f"--root={self.root!r} must be a folder on the head node: an absolute path, or one below ~"
             )
         if self.stop_wait_s < 1:
-            raise UserError(f"--stop-wait-s={self.stop_wait_s}: it is a whole number of seconds above 0")
+            raise UserError(f"--stop-wait-s={self.stop_wait_s} must be a whole number of seconds above 0")
         for variable, value in self.environment.items():
             _check_variable(variable, value)
 
@@ -169,31 +164,29 @@ class JobRequest:
 
     @property
     def folder(self) -> str:
-        """The folder of the job's runs on the head node."""
         return f"{self.root.rstrip('/')}/{self.run_name}"
 
     @property
     def code(self) -> UserCode:
-        """What is sent.
+        """The user's code to send.
 
         Raises:
-            UserError: there is no such folder.
+            UserError: The folder does not exist.
         """
         return UserCode.of(self.working_dir, (), self.excludes)
 
     @property
     def entrypoint(self) -> str:
-        """The command of the job, for a shell."""
         return shlex.join([self.python, self.program, *self.arguments])
 
     @property
     def program(self) -> str:
-        """Path of the script below the folder that is sent."""
+        """Path of the script below the sent folder."""
         folder = self.working_dir.expanduser().absolute().resolve()
         return (folder / self.script.expanduser()).resolve().relative_to(folder).as_posix()
 
     def variables(self, job: str) -> dict[str, str]:
-        """The environment of the job of this id."""
+        """Environment variables of the job with this id."""
         resume = {RESUME: "latest"} if self.resume else {}
         own = {ROOT: self.folder, NUMBER: job, STOP_WAIT: str(self.stop_wait_s)}
         return {"PYTHONUNBUFFERED": "1", **resume, **own, **self.environment}
@@ -201,37 +194,37 @@ class JobRequest:
 
 def _check_variable(name: str, value: str) -> None:
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
-        raise UserError(f"--env {name}=...: this is no name of a variable")
+        raise UserError(f"--env {name}=...: this is not the name of a variable")
     if name in _OWN:
-        raise UserError(f"--env {name}=...: {_OWN[name]} says that")
+        raise UserError(f"--env {name}=...: {_OWN[name]} sets this variable")
     if is_secret_name(name):
         raise UserError(
-            f"--env {name}=...: Ray shows the settings of a job to everybody who may use the cluster. Set a secret in the environment in "
-            "which the nodes of the cluster start (a Kubernetes secret, for example)"
+            f"--env {name}=...: Ray shows the settings of a job to all users of the cluster. Set secrets in the environment of the nodes "
+            "instead (a Kubernetes secret, for example)"
         )
     if "\0" in value:
-        raise UserError(f"--env {name}=...: the value has a character 0")
+        raise UserError(f"--env {name}=...: the value contains a null character")
 
 
 VARIABLE = "RAY_API_SERVER_ADDRESS"
-"""Environment variable with the address of the job server, as Ray's own commands read it."""
+"""Variable with the address of the job server; Ray's commands read the same one."""
 EXAMPLE = "http://ray-head:8265"
 GCS_PORT = 6379
-"""At which drivers join a cluster, by Ray's default."""
+"""Ray's default port for drivers that join a cluster."""
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 10.0, 120.0
-"""Longest waits for the job server: to accept a connection, and to answer a request."""
+"""[s] Longest waits for the job server: to accept a connection, and to answer a request."""
 LOST_TIMEOUT_S = 300.0
-"""Longest time for which a job is followed while its server does not answer."""
+"""[s] How long a job is followed while its server does not answer."""
 QUIET_S = 300.0
-"""Longest time without a line of a job's log, after which it is seen whether the job and the connection are still there."""
+"""[s] After this long without log output, check the job and the connection."""
 POLL_S = 1.0
-"""Seconds between two questions how a job is doing."""
+"""[s] Time between two status requests."""
 OVER = ("SUCCEEDED", "FAILED", "STOPPED")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job as its server knows it."""
+    """A job, as its server describes it."""
 
     id: str
     status: str
@@ -239,12 +232,12 @@ class Job:
     message: str
     """What Ray says about that."""
     submitted_s: float
-    """Seconds since 1970."""
+    """[s] Unix time of submission."""
     entrypoint: str
     folder: str
-    """The folder of its runs on the head node; empty if something else than `weft submit` submitted it."""
+    """Folder of its runs on the head node; empty if it was not submitted by `weft submit`."""
     stop_wait_s: float
-    """Seconds that it has to save itself."""
+    """[s] Time to save itself when stopped."""
 
     @property
     def is_over(self) -> bool:
@@ -269,10 +262,11 @@ class Jobs:
     """The jobs of a cluster.
 
     Args:
-        address: of its job server, such as http://ray-head:8265; None: as `RAY_API_SERVER_ADDRESS` says.
+        address: Address of its job server, such as http://ray-head:8265; None uses
+            `RAY_API_SERVER_ADDRESS`.
 
     Raises:
-        UserError: it is no such address, nobody answers there, or the token is not that of the cluster.
+        UserError: The address is wrong, the server does not answer, or the token is wrong.
     """
 
     def __init__(self, address: str | None = None) -> None:
@@ -282,18 +276,15 @@ class Jobs:
             self._client = _client(self.address)
 
     def submit(self, request: JobRequest, tell: Callable[[str], None] = lambda line: None) -> str:
-        """Send the files of a job and start it.
+        """Send the files of a job, start it, and return its id.
 
         Args:
-            request: what is to run.
-            tell: told what is sent, in lines.
-
-        Returns:
-            The id of the job.
+            request: The job to run.
+            tell: Receives lines about the files that are sent.
 
         Raises:
-            UserError: the files are too many, or the script is not among them.
-            RunError: the cluster does not take the job.
+            UserError: The files are too large, or do not include the script.
+            RunError: The cluster rejects the job.
         """
         _check_files(request, tell)
         job = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', request.run_name)}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
@@ -306,16 +297,16 @@ class Jobs:
             )
 
     def list(self) -> list[Job]:
-        """All jobs that the cluster remembers, the latest first."""
+        """Return all jobs that the cluster remembers, latest first."""
         with _answers(self.address):
             found = [Job.of(details) for details in self._client.list_jobs() if details.submission_id]
         return sorted(found, key=lambda job: (job.submitted_s, job.id), reverse=True)
 
     def get(self, job: str) -> Job:
-        """One job.
+        """Return a job.
 
         Raises:
-            UserError: there is none of this id.
+            UserError: The cluster does not know this job.
         """
         with _answers(self.address):
             known = {
@@ -328,11 +319,11 @@ class Jobs:
         return Job.of(known[job])
 
     def stop(self, job: str) -> Job:
-        """Stop a job, and wait until it has saved itself and is over.
+        """Stop a job, and wait until it has saved itself and ended.
 
         Raises:
-            UserError: there is no such job.
-            RunError: it is not over in time.
+            UserError: The cluster does not know this job.
+            RunError: The job did not end in time.
         """
         found = self.get(job)
         if found.is_over:
@@ -345,25 +336,20 @@ class Jobs:
         end = time.monotonic() + timeout_s
         while not (found := self.get(job)).is_over:
             if time.monotonic() > end:
-                raise RunError(
-                    f"job {job} is not over after {timeout_s:.0f} s; the cluster says {found.status}"
-                )
+                raise RunError(f"job {job} is still {found.status} after {timeout_s:.0f} s")
             time.sleep(POLL_S)
         return found
 
     def follow(self, job: str, write: Callable[[str], None]) -> Job:
-        """Pass on what a job prints, from its beginning, until it is over.
+        """Pass on the output of a job from its beginning until it ends, and return the job.
 
         Args:
-            job: its id.
-            write: called with text as it comes.
-
-        Returns:
-            The job.
+            job: Id of the job.
+            write: Receives text as it arrives.
 
         Raises:
-            UserError: there is no such job.
-            RunError: its server did not answer for LOST_TIMEOUT_S.
+            UserError: The cluster does not know this job.
+            RunError: Its server did not answer for LOST_TIMEOUT_S.
         """
         log, heard = _Log(write), time.monotonic()
         while True:
@@ -376,15 +362,15 @@ class Jobs:
                 if time.monotonic() - heard > LOST_TIMEOUT_S:
                     raise RunError(
                         f"the job server at {self.address} has not answered for {LOST_TIMEOUT_S:.0f} s ({error}); the job {job} "
-                        f"may go on: `weft jobs follow {job}`"
+                        f"may still run: `weft jobs follow {job}`"
                     ) from error
             time.sleep(POLL_S)
 
     async def _tail(self, job: str, log: _Log) -> None:
-        """Follow the log of a job until its server ends that, or sends nothing for QUIET_S.
+        """Follow the log of a job until its server ends it, or sends nothing for QUIET_S.
 
         Raises:
-            RunError: the connection broke.
+            RunError: The connection broke.
         """
         import aiohttp
 
@@ -403,50 +389,41 @@ class Jobs:
 
 
 class _Log:
-    """Passes on the text of a log once, though it comes from its beginning after each break.
-
-    Args:
-        write: called with new text.
-    """
+    """Passes on the text of a log once, although each connection sends it from the beginning."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
         self._written = 0
-        """Characters of the log that were passed on."""
+        """Number of characters passed on."""
 
     def take(self, text: str, end: int) -> None:
-        """A piece has come.
-
-        Args:
-            text: the piece.
-            end: characters of the log up to its end.
-        """
+        """Pass on the new part of a piece."""
         if end > self._written:
             self._write(text[max(0, len(text) - (end - self._written)) :])
             self._written = end
 
 
 def server_address(given: str | None) -> str:
-    """The address of the job server that an option or `RAY_API_SERVER_ADDRESS` names.
+    """Return the address of the job server in an option or `RAY_API_SERVER_ADDRESS`.
 
     >>> server_address("http://ray-head:8265/")
     'http://ray-head:8265'
     >>> server_address("ray-head:6379")
     Traceback (most recent call last):
-    weft.dataflow.errors.UserError: --address 'ray-head:6379' is none of a job server; did you mean 'http://ray-head:8265'?
+    weft.dataflow.errors.UserError: --address 'ray-head:6379' is not the address of a job server; did you mean 'http://ray-head:8265'?
 
     Raises:
-        UserError: it is none.
+        UserError: It is not the address of a job server.
     """
     address = given or os.environ.get(VARIABLE) or ""
     if not address:
-        raise UserError(f"no cluster is named: give --address {EXAMPLE}, or set {VARIABLE}")
+        raise UserError(f"no cluster is given; use --address {EXAMPLE}, or set {VARIABLE}")
     where = f"--address {given!r}" if given else f"{VARIABLE}={address!r}"
     if "@" in address:
         raise UserError(
-            f"{where.split('=')[0].split()[0]} holds a name or a password; a token is given by RAY_AUTH_TOKEN or its file"
+            f"{where.split('=')[0].split()[0]} contains a user name or a password; give a token by RAY_AUTH_TOKEN or its file instead"
         )
-    meant = f"; it is one such as {EXAMPLE}"
+    meant = f"; use one such as {EXAMPLE}"
     try:
         scheme, _, rest = address.rpartition("://")
         parts = urlsplit(f"//{rest}")
@@ -455,13 +432,13 @@ def server_address(given: str | None) -> str:
                 return address.rstrip("/")
             port = 8265 if parts.port in (None, GCS_PORT) else parts.port
             meant = f"; did you mean 'http://{parts.hostname}:{port}'?"
-    except ValueError:  # the port is no number
+    except ValueError:  # the port is not a number
         pass
-    raise UserError(f"{where} is none of a job server{meant}")
+    raise UserError(f"{where} is not the address of a job server{meant}")
 
 
 def _require_listener(address: str) -> None:
-    """See that somebody listens: Ray's client has no deadline of its own."""
+    """Check that the server listens, because Ray's client has no connection timeout."""
     parts = urlsplit(address)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
@@ -474,12 +451,12 @@ def _require_listener(address: str) -> None:
 
 
 def _client(address: str) -> Any:
-    """Ray's client, whose requests have deadlines."""
+    """Ray's client, with timeouts for its requests."""
     try:
         import aiohttp  # noqa: F401
     except ImportError:
         raise UserError(
-            'jobs take Ray\'s client, which is not complete here: pip install "weft[jobs]"'
+            'jobs need Ray\'s complete client, which is not installed; run: pip install "weft[jobs]"'
         ) from None
     from ray.job_submission import JobSubmissionClient
 
@@ -497,7 +474,7 @@ def _client(address: str) -> Any:
             )
 
     before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = address  # it goes before what is passed, and RAY_ADDRESS too
+    os.environ[VARIABLE] = address  # takes precedence over the argument and RAY_ADDRESS
     try:
         return Client(address)
     finally:
@@ -508,11 +485,11 @@ def _client(address: str) -> Any:
 
 @contextmanager
 def _answers(address: str) -> Iterator[None]:
-    """Say plainly what Ray's client raises.
+    """Convert exceptions of Ray's client.
 
     Raises:
-        UserError: the token is wrong, or is lacking.
-        RunError: anything else.
+        UserError: The token is wrong or missing.
+        RunError: Another error.
     """
     from ray.exceptions import AuthenticationError
 
@@ -530,14 +507,14 @@ def _answers(address: str) -> Iterator[None]:
 
 
 def _check_files(request: JobRequest, tell: Callable[[str], None]) -> None:
-    """Refuse too large a folder, and one without its script; tell what is sent."""
+    """Check the size of the folder and that it contains the script, and print what is sent."""
     code = request.code
     code.check()
     assert code.working_dir is not None
     files = code.files(code.working_dir)
     if request.program not in files:
         raise UserError(
-            f"script {str(request.script)!r} would not be sent: a .gitignore, a .rayignore or an exclude leaves it out"
+            f"script {str(request.script)!r} would not be sent, because a .gitignore, a .rayignore or an exclude leaves it out"
         )
     largest = ", ".join(f"{name} ({_readable(size)})" for name, size in Counter(files).most_common(3))
     tell(

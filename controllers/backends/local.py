@@ -1,4 +1,4 @@
-"""Local: every worker group in this process, without Ray."""
+"""Local: run every worker group in this process, without Ray."""
 
 from __future__ import annotations
 
@@ -35,49 +35,48 @@ from ..ranks.tasks import Task
 from .backend import Event, Setup, check_machine, this_node
 from .witness import SIGNAL, Memory, memory_of, shown
 
-# Silence watch
+# SilenceWatch: end a call in this process that makes no progress. The driver waits in the same
+# thread, so another thread has to do it.
 #
-# SilenceWatch: ends a call that is carried out in this process and is silent for too long. Nobody
-# else could, since the driver waits in the same thread.
+#     limit_s over ──> `Silent` is raised in the thread that executes the call
+# 2 * limit_s  ──> the call hangs outside of Python: write all stacks to standard error, and end the
+# process
 #
-#     limit_s over ──> `Silent` is raised in the thread that carries out the call, where it stands
-#     as long again ──> it hangs where Python does not get control: all stacks are written to standard error, and the process ends
-#
-# A thread looks each second; a call costs two assignments. A call that a debugger holds is not
-# silent.
+# A thread checks every second; a call costs two assignments. Time in a debugger does not count.
 
 
 LOOK_S = 1.0
-"""Longest time between two looks."""
+"""[s] Longest time between two checks."""
 ASLEEP_S = 5.0
-"""A look that comes so much too late was not the call's fault: the process was stopped, or the machine."""
+"""[s] If a check is this late, the process or machine was suspended, so the call is not to
+blame."""
 DEBUGGERS = {"pdb.py", "bdb.py", "pydevd.py", "pydevd_bundle"}
 
 
 class SilenceWatch:
-    """Watches the calls of one thread: that in which it is made."""
+    """Watches the calls of the thread that creates it."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._limit_s = math.inf
         self._spoke = math.inf
-        """When the call under way said something last; infinite: there is none."""
+        """[s] Time of the last progress; infinity without a call."""
         self._closed = threading.Event()
         self._armed = False
         self._interrupts = threading.current_thread() is threading.main_thread()
-        """A signal reaches the thread also while it waits in the kernel."""
+        """Whether a signal can interrupt the thread, even in a system call."""
         self._before = signal.signal(SIGNAL, self._interrupted) if self._interrupts else None
         self._looker: threading.Thread | None = None
 
     @contextmanager
     def over(self, limit_s: float) -> Iterator[None]:
-        """Watch what this thread does within.
+        """Watch the block.
 
         Args:
-            limit_s: how long it may be silent.
+            limit_s: [s] Longest time without progress.
 
         Raises:
-            Silent: it was silent for longer.
+            Silent: The block made no progress for longer.
         """
         self._limit_s, self._spoke = limit_s, time.monotonic()
         if self._looker is None and limit_s < math.inf:
@@ -89,12 +88,10 @@ class SilenceWatch:
             self._spoke = math.inf
 
     def advance(self) -> None:
-        """The call under way goes on."""
         if self._spoke < math.inf:
             self._spoke = time.monotonic()
 
     def close(self) -> None:
-        """Watch no longer."""
         self._closed.set()
         self._disarm()
         if self._interrupts and signal.getsignal(SIGNAL) == self._interrupted:
@@ -131,7 +128,7 @@ class SilenceWatch:
             raise Silent(_where(frame))
 
     def _is_debugged(self) -> bool:
-        """Whether a debugger stands in the call."""
+        """Whether the call is in a debugger."""
         frame = sys._current_frames().get(self._thread)
         while frame is not None:
             if DEBUGGERS.intersection(Path(frame.f_code.co_filename).parts):
@@ -140,7 +137,8 @@ class SilenceWatch:
         return False
 
     def _arm(self, seconds: float) -> None:
-        """Have the process end, from outside of Python, unless the call says something meanwhile."""
+        """End the process after this time, without needing Python, unless the call makes
+        progress."""
         self._armed = True
         faulthandler.dump_traceback_later(seconds, exit=not hasattr(sys, "ps1"), file=sys.__stderr__ or 2)
 
@@ -159,9 +157,12 @@ REST_S = 0.05
 
 
 class Local:
-    """Every group in this process, with one rank each, on one thread: the groups work in turns while the driver waits. A placement that
-    asks for more is reported and not used, so that one script runs under Ray and under a debugger. A call that is silent for too long is
-    interrupted, and the run ends."""
+    """Runs every group in this process, with one rank each. The groups take turns on one thread
+    while the driver waits.
+
+    Ranks and devices in the placement are reported and ignored, so a script for Ray also runs under
+    a debugger. A call that makes no progress for too long is interrupted, and the run ends.
+    """
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
@@ -170,9 +171,9 @@ class Local:
         self._data: DataAccess | None = None
         self._watch: SilenceWatch | None = None
         self._limits: dict[str, float] = {}
-        """Group -> seconds for which it may be silent."""
+        """[s] Group -> longest time without progress."""
         self._silent: dict[str, str] = {}
-        """Group that was silent for longer -> where it stood."""
+        """Group that exceeded it -> its stack."""
 
     def __repr__(self) -> str:
         return "Local()"
@@ -182,11 +183,11 @@ class Local:
         placement: Mapping[str, Place],
         handles: Mapping[str, Handle] = MappingProxyType({}),
     ) -> None:
-        """Check that one process can do the work. `start` reports what it does not use of a placement.
+        """Check that one process can do the work. `start` reports unused parts of the placement.
 
         Raises:
-            UserError: this machine has too little memory, or a transport of vLLM is chosen. Such a transport needs leader and follower
-                to work at the same time.
+            UserError: This machine has too little memory, or a transport of vLLM is chosen, which
+                needs leader and follower to run at the same time.
         """
         check_machine(handles, {})
         for handle in handles.values():
@@ -194,7 +195,7 @@ class Local:
             if leader is not None and leader.vllm_backend:
                 raise UserError(
                     f'Local(): transport="{leader.transport}" of {leader.called!r} needs processes that work at the same time; '
-                    'take weft.RayBackend(), or transport="auto"'
+                    'use weft.RayBackend(), or transport="auto"'
                 )
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
@@ -202,13 +203,13 @@ class Local:
         if unused := _unused(setup.placement):
             setup.tell(
                 f"Local() runs one rank of each group in this process, without the devices of the placement ({unused}); "
-                "take weft.RayBackend() to use them"
+                "use weft.RayBackend() to use them"
             )
         self._data = setup.files.access(this_node(), "local")
         self._watch, self._silent = SilenceWatch(), {}
         for name in itertools.chain.from_iterable(start_turns(setup.placement, setup.follows)):
             handle, pool = setup.handles[name], setup.placement[name].pool
-            place = Place(replace(pool, nodes=None))  # world size 1, whatever the placement says
+            place = Place(replace(pool, nodes=None))  # one rank, whatever the placement says
             worker = self._made(name, handle, setup, self._watch)
             own = getattr(handle.config, "silence_s", None)
             self._limits[name] = max(setup.call_timeout_s, own or 0.0)
@@ -219,7 +220,7 @@ class Local:
             groups[name] = WorkerGroup(name, handle, place, [worker.coordinates], self._submit)
         self._executors = {
             name: self._executors[name] for name in setup.handles
-        }  # they take turns in this order
+        }  # the order of their turns
         return {name: groups[name] for name in setup.handles}
 
     def _made(self, name: str, handle: Handle, setup: Setup, watch: SilenceWatch) -> Worker:
@@ -232,11 +233,11 @@ class Local:
             raise DeadlineError(said) from None
 
     def delete(self, node: str, file: str) -> None:
-        """There is one node, and the buffer keeps its files itself."""
+        """Do nothing: there is one node, and the buffer deletes its files."""
 
     def _submit(self, rank: int, task: Task, call: Call) -> None:
         def begin() -> None:
-            call.started = self.clock()  # until then it waited for this thread, not for the worker
+            call.started = self.clock()  # do not count the wait for this thread
 
         executor = self._executors[call.group.name]
         executor.add(task, lambda reply: self._events.append(Event(call, rank, reply)), begin)
@@ -258,7 +259,7 @@ class Local:
             for name, executor in self._executors.items():
                 if executor.busy:
                     self._take_turn(name, executor, self._watch)
-        if self._silent:  # the loop that waits here ends the run within a second
+        if self._silent:  # the caller ends the run within a second
             time.sleep(min(timeout_s, REST_S))
             return []
         events, self._events = list(self._events), deque()
@@ -272,7 +273,7 @@ class Local:
             self._silent[name] = silent.stack
 
     def rest(self, seconds: float) -> None:
-        """Workers take their turns in `wait`."""
+        """Do nothing: workers only run in `wait`."""
 
     has_processes = False
     in_process = True
@@ -281,10 +282,10 @@ class Local:
     has_endpoint = False
 
     def report(self, run: str, metrics: Mapping[str, float]) -> None:
-        """There is no endpoint."""
+        """Do nothing: `has_endpoint` is False."""
 
     def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
-        """There is one node, and the buffer looks at its files itself."""
+        """There is one node, and the buffer checks its files."""
         return {}
 
     @property
@@ -304,13 +305,13 @@ class Local:
         raise RuntimeError(f"{group.name}[{rank}] has no process that could end")
 
     def vacant(self, group: WorkerGroup) -> Collection[int]:
-        """All ranks are there from the start."""
+        """All ranks exist from the start."""
         return ()
 
     wait_s = 0.0
 
     def sample_at(self, group: WorkerGroup, rank: int) -> None:
-        """Nobody asks: an exception names its samples itself."""
+        """Return None: an exception in this process names its samples."""
 
     def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
         return {0: self._silent[group.name]} if group.name in self._silent else {}
@@ -324,7 +325,7 @@ class Local:
         return {this_node(): Memory({DRIVER: own} if own else {}, node_memory())}
 
     def close(self) -> None:
-        with contextlib.ExitStack() as closing:  # each is closed, also when another's close() raises
+        with contextlib.ExitStack() as closing:  # close all, even if one raises
             for worker in self._workers.values():
                 closing.callback(worker.close)
             if self._watch is not None:
@@ -338,7 +339,7 @@ class Local:
 
 
 def _unused(placement: Mapping[str, Place]) -> str:
-    """The ranks and GPUs of a placement that one process does not have; empty if there are none.
+    """The ranks and GPUs of a placement that one process cannot use; empty if there are none.
 
     >>> from weft.controllers.placement import ResourcePool
     >>> _unused({"actor": Place(ResourcePool("p", gpus=4), ranks=2), "reward": Place(ResourcePool("q"))})

@@ -1,9 +1,10 @@
 """Copy model folders from the driver's node to the nodes whose ranks need them.
 
-A setting names a folder, or a Hugging Face id whose snapshot is in the cache of the driver's node. A rank on another node asks the
-`FolderSource` of the driver's node for the listing of the folder. If its own node has the same files at the same path or in its cache,
-the rank uses these. Otherwise one process of the node fetches the folder into the node's cache (`workers/models/node_folder.py`), and
-the rank gets the path of the copy.
+A setting names a folder, or a Hugging Face id whose snapshot is cached on the driver's node. A rank
+on another node asks the `FolderSource` on the driver's node for the folder's listing. If its node
+has the same files at the same path or in its cache, the rank uses them. Otherwise one process of
+the node fetches the folder into the node's cache (`workers/models/node_folder.py`), and all its
+ranks use the copy.
 """
 
 from __future__ import annotations
@@ -27,58 +28,52 @@ from ...workers.models.node_folder import (
 )
 
 AHEAD = 4
-"""Pieces of a file that a rank has asked for at a time."""
+"""Number of pieces of a file that a rank requests ahead."""
 PIECE_TIMEOUT_S = 120.0
-"""Longest wait for a piece."""
+"""[s] Longest wait for a piece."""
 
 
 class FolderSource:
-    """Reads folders of the driver's node for the ranks of others, in its Ray actor process.
-
-    Args:
-        folders: those that may be read.
-    """
+    """Reads folders of the driver's node for ranks on other nodes, in a Ray actor."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
         self._folders = frozenset(folders)
 
     def listing(self, folder: Path, weights: bool) -> FolderListing:
-        """What the folder holds."""
         self._check(folder)
         return list_folder(folder, weights=weights)
 
     def piece(self, folder: Path, name: str, start: int) -> tuple[bytes, bytes]:
-        """A piece of one of its files, and its checksum."""
+        """A piece of a file, and its checksum."""
         self._check(folder)
         return read_piece(folder / Path(name).name, start)
 
     def _check(self, folder: Path) -> None:
         if folder not in self._folders:
-            raise ValueError(f"{folder} is no folder of a model of this run")
+            raise ValueError(f"{folder} is not the folder of a model of this run")
 
 
 @dataclass(frozen=True)
 class ModelFolders:
-    """The folders that the settings of a group name, for its ranks on other nodes."""
+    """Model folders in the settings of a group, for its ranks on other nodes."""
 
     node: str
     """Ray's id of the driver's node."""
     source: Any
-    """The actor that reads them there."""
     named: Mapping[str, Path] = field(default_factory=dict)
-    """Setting -> the folder, as the driver's node has it."""
+    """Setting -> folder on the driver's node."""
 
     def on_node(self, node: str, config: Any, advance: Callable[[], None]) -> Any:
-        """The settings for a rank, with paths of this node.
+        """Return the group's settings with paths of this node, copying folders if needed.
 
         Args:
-            node: Ray's id of its node.
-            config: of its group.
-            advance: called as copies grow.
+            node: Ray's id of the rank's node.
+            config: Settings of its group.
+            advance: Called as copies grow.
 
         Raises:
-            UserError: a copy cannot be written here.
-            WorkerError: the driver's node does not answer.
+            UserError: A copy cannot be written on this node.
+            WorkerError: The driver's node does not answer.
         """
         if node == self.node:
             return config
@@ -90,7 +85,7 @@ class ModelFolders:
         return config.model_copy(update=changed) if changed else config
 
     def _here(self, given: Any, setting: str, folder: Path, advance: Callable[[], None]) -> Any:
-        """The copy of a folder, as its setting is typed; None: this node sees the folder itself."""
+        """The copy of a folder, with the type of the setting; None if this node has the folder."""
         weights = _has_weights(setting)
         listing: FolderListing = self._ask(self.source.listing.remote(folder, weights), folder)
         own = Path(given).expanduser()
@@ -98,7 +93,7 @@ class ModelFolders:
             own = own if own.is_dir() else cached_folder(given, weights=weights) or own
             if list_folder(own, weights=weights).contents == listing.contents:
                 return None
-        except (OSError, UserError):  # it is not here, or damaged
+        except (OSError, UserError):  # the folder is missing or damaged
             pass
         copy = copy_of(listing, lambda name, size: self._pieces(folder, name, size), advance=advance)
         return type(given)(str(copy)) if isinstance(given, str) else copy
@@ -127,12 +122,8 @@ class ModelFolders:
 
 
 class SentFolders:
-    """The model folders of a run, on the driver's side. The actor that reads them is started when a rank may stand elsewhere.
-
-    Args:
-        handles: the worker groups, by name.
-        node: Ray's id of the driver's node.
-    """
+    """Model folders of a run, on the driver's side. The actor that reads them starts when a rank
+    may be on another node."""
 
     def __init__(self, handles: Mapping[str, Handle], node: str) -> None:
         self._named = {name: named_folders(handle.config) for name, handle in handles.items()}
@@ -140,7 +131,7 @@ class SentFolders:
         self._source: Any = None
 
     def of(self, group: str) -> ModelFolders | None:
-        """Those of a group; None: its settings name none."""
+        """Model folders of a group; None if its settings name none."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -158,7 +149,6 @@ class SentFolders:
         return ModelFolders(self._node, self._source, self._named[group])
 
     def kill(self) -> None:
-        """End the actor."""
         import ray
 
         if self._source is not None:
@@ -167,16 +157,17 @@ class SentFolders:
 
 
 def named_folders(config: Any) -> dict[str, Path]:
-    """The folders of models and tokenizers that settings name, by their paths or by Hugging Face ids that this node has in its cache.
+    """Return the model and tokenizer folders in settings, given as paths or as Hugging Face ids in
+    this node's cache.
 
     Args:
-        config: of a group.
+        config: Settings of a group.
 
     Returns:
-        Setting -> the folder.
+        Setting -> folder.
 
     Raises:
-        UserError: the index of the weights of a cached model is damaged.
+        UserError: The weight index of a cached model is damaged.
     """
     named: dict[str, Path] = {}
     for name, value in dict(config).items():
@@ -191,5 +182,5 @@ def named_folders(config: Any) -> dict[str, Path]:
 
 
 def _has_weights(setting: str) -> bool:
-    """Whether ranks read weights of what a setting names."""
+    """Whether ranks read weights from the folder in this setting."""
     return "tokenizer" not in setting

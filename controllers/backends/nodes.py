@@ -1,10 +1,11 @@
-"""The nodes that the ranks of a run stand on, and that all of them know each other: each serves its segments, and each rank knows where.
+"""Nodes of a run: start a segment server on each node, and tell all ranks where the servers are.
 
-    a rank came up ──on a node that is used──> it is told where the servers are ────────────────────┐
-         └──on another──> a server starts there ──> all ranks are told where the servers are ──────> it is heard
-         └──────────── CONNECT_TIMEOUT_S ────────────> its failure, which names the node
+    a rank came up ──on a known node──> it is told where the servers are ───────────────┐
+         │                                                                              v
+         ├──on a new node──> a server starts there ──> all ranks are told of it ──────> ready
+         └──CONNECT_TIMEOUT_S──> its failure, which names the node
 
-Nothing here waits while a run goes on: what servers and ranks answer is taken when the driver looks.
+During a run nothing here blocks: the driver polls for answers of servers and ranks.
 """
 
 from __future__ import annotations
@@ -38,36 +39,32 @@ if TYPE_CHECKING:
     from .witness import Memory
 
 
-# Node logs
-#
-# NodeLogs: brings the logs of ranks on machines that do not see the run's directory into it.
-#
-# Such a rank writes its log beside the segments of its node. The node's server of segments is
-# asked for what is new: every LOG_S, when a rank has died, and at the end. A log that grows faster
-# than MAX_BYTES between two questions loses the middle, which a line says.
+# Node logs: ranks on machines that do not see the run's directory write their logs next to the
+# segments of their node. The driver asks the node's segment server for new text: every LOG_S, after
+# a rank died, and at the end. If a log grows by more than MAX_BYTES in between, its middle is lost.
 
 
 _logger = logging.getLogger(__name__)
 LOG_S = 10.0
-"""Seconds between two questions for what is new."""
+"""[s] Time between two requests for new log text."""
 MAX_BYTES = 256 << 10
-"""Most bytes of a log in one answer."""
+"""[bytes] Maximum log text in one answer."""
 BRING_S = 5.0
-"""Longest wait for the last of the logs, of all nodes together."""
+"""[s] Longest wait for the last log text of all nodes."""
 
 NewText = Mapping[str, tuple[int, bytes]]
-"""Name of a log -> byte at which the text begins, and the text."""
+"""Name of a log -> position of its new text, and the text."""
 
 
 def new_text(folder: Path, known: Mapping[str, int]) -> NewText:
-    """What stands in the logs of a folder behind what is known of them.
+    """Return the new text in the logs of a folder.
 
     Args:
-        folder: it need not exist.
-        known: name of a log -> bytes that were seen.
+        folder: Folder of logs, which may not exist.
+        known: Log -> number of bytes seen.
 
     Returns:
-        Of each log that is new or has grown; the last MAX_BYTES at most.
+        For each log that is new or has grown, at most the last MAX_BYTES.
     """
     found: dict[str, tuple[int, bytes]] = {}
     for path in sorted(folder.glob("*.log")):
@@ -81,12 +78,7 @@ def new_text(folder: Path, known: Mapping[str, int]) -> NewText:
 
 
 class NodeLogs:
-    """The logs of other machines, in the run's directory.
-
-    Args:
-        folder: of the logs in the run's directory.
-        clock: seconds.
-    """
+    """Copies the logs of other machines into the run's directory."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
@@ -94,23 +86,20 @@ class NodeLogs:
         self._asked: dict[Any, str] = {}
         """Promise of new text -> its node."""
         self._seen: dict[str, dict[str, int]] = {}
-        """Node -> log -> bytes that were brought."""
+        """Node -> log -> number of bytes copied."""
         self.silent: set[str] = set()
-        """Nodes that did not answer in time. Nobody waits for them again before they have answered."""
+        """Nodes that did not answer in time. `bring` does not wait for them until they have
+        answered."""
 
     def look(self, hosts: Mapping[str, Any]) -> None:
-        """Take what has come, and ask again when it is time. Waits for nobody.
-
-        Args:
-            hosts: node -> the actor that reads its logs.
-        """
+        """Store answers that have arrived, and ask again if it is time, without waiting."""
         self._take_ready(0.0, list(self._asked))
         if self._clock() - self._asked_at >= LOG_S:
             self._ask(hosts)
 
     def bring(self, hosts: Mapping[str, Any]) -> None:
-        """Bring what is there now, waiting no longer than BRING_S for all nodes together."""
-        # What was asked for before may be older; the new answer has its text, too.
+        """Ask for new text and wait up to BRING_S for all nodes."""
+        # Pending answers may be older than now; the new answers include their text.
         self._asked = {promise: node for promise, node in self._asked.items() if node in self.silent}
         self._ask(hosts)
         self._take_ready(0.0, [promise for promise, node in self._asked.items() if node in self.silent])
@@ -120,13 +109,11 @@ class NodeLogs:
         self.silent |= {self._asked[promise] for promise in late}
 
     def _ask(self, hosts: Mapping[str, Any]) -> None:
-        """Ask the nodes that have answered what they were asked before."""
         self._asked_at = self._clock()
         for node in hosts.keys() - {*self._asked.values()}:
             self._asked[hosts[node].new_text.remote(self._seen.get(node, {}))] = node
 
     def _take_ready(self, wait_s: float, promises: list[Any]) -> list[Any]:
-        """Take what has come of some promises; returns the others."""
         import ray
 
         if not promises:
@@ -144,16 +131,16 @@ class NodeLogs:
             self.silent.discard(node)
             try:
                 self.add(node, ray.get(promise))
-            except RayError:  # its server has ended, and is started again
+            except RayError:  # its server has died and will be restarted
                 continue
-            except OSError as error:  # the disk is full, say: no reason to end a run
+            except OSError as error:  # for example, a full disk: the run continues without the logs
                 _logger.warning("the logs of node %s cannot be written for now: %s", node, error)
 
     def add(self, node: str, found: NewText) -> None:
         """Append new text of a node to the logs in the run's directory.
 
         Raises:
-            OSError: the disk is full, say. What is missing comes with a later answer.
+            OSError: The text cannot be written, for example on a full disk. It is sent again later.
         """
         seen = self._seen.setdefault(node, {})
         for name, (begin, text) in found.items():
@@ -162,7 +149,7 @@ class NodeLogs:
             make_folder(self._folder)
             path, known = self._folder / name, seen.get(name, 0)
             end = begin + len(text)
-            if begin < known <= end:  # two answers hold it
+            if begin < known <= end:  # part of the text was in an earlier answer
                 text = text[known - begin :]
             elif begin > known:
                 text = (
@@ -176,19 +163,16 @@ class NodeLogs:
             seen[name] = end
 
 
-# Segment servers
-#
-# The nodes of a run, where there are several: what they are called, and the servers through which
-# each reads the others' segments.
+# Segment servers: with several nodes, each node serves its segments to the others
 
 
 LOOK_S = 1.0
-"""Seconds between two looks whether the servers live."""
+"""[s] Time between two checks that the servers are alive."""
 logger = logging.getLogger(__name__)
 
 
 class SegmentHost:
-    """The server of one node's segments, in its Ray actor process."""
+    """The segment server of a node, in a Ray actor. It also watches the run's processes there."""
 
     def __init__(
         self, files: Files, node: str, host: str, token: str, run: Path, *, encrypted: bool
@@ -205,15 +189,14 @@ class SegmentHost:
         self._notes = [f"node {node!r}: {note}" for note in notes(folder)]
 
     def location(self) -> tuple[str, bytes | None, list[str]]:
-        """Where it listens, its certificate, if it encrypts, and what speaks against its folder."""
+        """Its address, its certificate if it encrypts, and warnings about its folder."""
         return self.server.location, self._certificate, self._notes
 
     def new_text(self, known: Mapping[str, int]) -> NewText:
-        """What is new in the logs that processes of this node keep here."""
         return new_text(self._logs, known)
 
     def sample_at(self, group: str, rank: int) -> int | None:
-        """The sample that a rank of this node noted last."""
+        """The last sample that a rank of this node recorded."""
         return SampleNote.read(SampleNote.path(self._logs, group, rank))
 
     def _take_readings(self) -> None:
@@ -222,61 +205,61 @@ class SegmentHost:
             time.sleep(SAMPLE_S)
 
     def look(self, processes: Mapping[str, int]) -> Memory:
-        """Watch these processes of this node from here on; returns the memory of the node and of those that were watched before."""
+        """Watch these processes of this node. Return the memory of the node and of the processes
+        watched before."""
         self._witness.watch(processes)
         return self._witness.memory()
 
     def stacks(self, processes: Mapping[str, int], whose: Collection[str]) -> dict[str, str]:
-        """Where some of the processes of this node stand."""
+        """Stack traces of some processes of this node."""
         self._witness.watch(processes)
         return self._witness.stacks(whose)
 
     def ending(self, who: str, *, blamed: bool) -> str:
-        """How a process of this node ended, if it was watched."""
+        """How a watched process of this node ended, in words."""
         return self._witness.ending(who, blamed=blamed)
 
     def last(self) -> None:
-        """Never returns: who waits for it learns that the process has ended."""
+        """Never return: a broken promise of this call shows that the process has died."""
         threading.Event().wait()
 
 
 class SegmentServers:
-    """The servers of a run, one on each node; none when it has one node only."""
+    """The segment servers of a run, one per node; none if the run has only one node."""
 
     def __init__(self) -> None:
         self.peers: Peers | None = None
         self._actors: dict[str, Any] = {}
-        """Name of a node -> its server."""
+        """Node name -> its server."""
         self._lives: dict[Any, str] = {}
-        """Promise that is broken when a server ends -> name of its node."""
+        """Promise that breaks when a server dies -> its node."""
         self._asked: dict[Any, str] = {}
-        """Promise of where a server listens -> name of its node."""
+        """Promise of a server's address -> its node."""
         self._standing: dict[str, tuple[str, bytes | None, list[str]]] = {}
-        """Name of a node -> what its server has said."""
+        """Node name -> address, certificate and warnings of its server."""
         self._looked = 0.0
-        """When it was last looked whether they live."""
+        """[s] Time of the last check that servers are alive."""
         self._noted: set[str] = set()
         self._logs: NodeLogs | None = None
         self._deletions: Deletions | None = None
         self._token = secrets.token_hex(32)
         self._loopback = True
-        """All nodes are this machine."""
+        """Whether all nodes are on this machine."""
 
     def start(self, files: Files, names: Mapping[str, str], run: Path) -> None:
-        """Start a server on each node that has none; others go on. Returns at once: `advance` until nobody is `awaited`.
+        """Start a server on each node that has none, without waiting. Call `advance` until no node
+        is `awaited`.
 
         Args:
-            files: where the nodes keep segments.
-            names: Ray's id of a node -> its name in references, of all nodes that are there.
-            run: the directory of the run.
+            files: Where the nodes keep segments.
+            names: Ray's id -> name, for all current nodes.
+            run: Directory of the run.
         """
         import ray
 
         addresses = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
         loopback = len({addresses[id] for id in names}) == 1
-        if (
-            loopback != self._loopback
-        ):  # those that listen on loopback alone are of no use to another machine
+        if loopback != self._loopback:  # servers on loopback cannot be reached from another machine
             self.kill()
         self._loopback = loopback
         for id, name in names.items():
@@ -284,7 +267,7 @@ class SegmentServers:
                 self._actors[name] = self._start(
                     files, id, name, "127.0.0.1" if loopback else addresses[id], run
                 )
-        for name in self._actors.keys() - set(names.values()):  # of nodes that are gone
+        for name in self._actors.keys() - set(names.values()):  # lost nodes
             del self._actors[name]
         self._lives = {life: name for life, name in self._lives.items() if name in self._actors}
         self._asked = {server.location.remote(): name for name, server in self._actors.items()}
@@ -292,20 +275,17 @@ class SegmentServers:
 
     @property
     def hosts(self) -> Mapping[str, Any]:
-        """Name of a node -> its server, an actor with the methods of `SegmentHost`; none where the run has one node."""
+        """Node name -> its `SegmentHost` actor; empty if the run has one node."""
         return self._actors
 
     @property
     def awaited(self) -> list[str]:
-        """Nodes whose servers have not said where they listen."""
+        """Nodes whose servers have not reported their addresses."""
         return sorted(self._asked.values())
 
     def advance(self, wait_s: float = 0.0) -> bool:
-        """Take what servers have said; returns whether the last of them has, so that `peers` are new.
-
-        Args:
-            wait_s: longest wait for the next of them.
-        """
+        """Process answers of servers. Return whether the last one answered, so that `peers` are
+        new."""
         import ray
         from ray.exceptions import RayError
 
@@ -315,7 +295,7 @@ class SegmentServers:
         ready, _ = ray.wait(list(self._asked), num_returns=1, timeout=wait_s)
         for promise in ready:
             name = self._asked.pop(promise)
-            with suppress(RayError):  # it has ended: `take_ended` says so
+            with suppress(RayError):  # it died: see `take_ended`
                 self._standing[name] = ray.get(promise)
         if self._asked or self._standing.keys() != self._actors.keys():
             return False
@@ -323,7 +303,6 @@ class SegmentServers:
         return True
 
     def forget(self, name: str) -> None:
-        """End the server of a node that is of no use, whether it has started or not."""
         import ray
 
         if (actor := self._actors.pop(name, None)) is not None:
@@ -360,21 +339,22 @@ class SegmentServers:
         return actor
 
     def keep_logs(self, logs: Path) -> None:
-        """Bring the logs of nodes that do not see the run's directory into this folder of it, when `look` is called."""
+        """Copy the logs of nodes that do not see the run's directory into this folder, on each
+        `look_at_logs`."""
         self._logs = self._logs or NodeLogs(logs)
 
     def look_at_logs(self) -> None:
-        """Take what has come of them; waits for nobody."""
+        """Store log text that has arrived, without waiting."""
         if self._logs is not None and self._actors:
             self._logs.look(self._actors)
 
     def bring_logs(self) -> None:
-        """Bring what they have now."""
+        """Copy new log text now."""
         if self._logs is not None and self._actors:
             self._logs.bring(self._actors)
 
     def sample_at(self, node: str, group: str, rank: int) -> int | None:
-        """The sample that a rank on a node noted last, if it noted it there, and the node is still there to say so."""
+        """The last sample that a rank recorded on its node, or None if unknown."""
         import ray
         from ray.exceptions import RayError
 
@@ -385,14 +365,14 @@ class SegmentServers:
         silent |= {node} if late else set()
         try:
             return ray.get(ready[0]) if ready else None
-        except RayError:  # the node is gone, with the note
+        except RayError:  # the node is gone, with its record
             return None
 
     def take_ended(self) -> bool:
-        """Forget the servers whose processes have ended, so that `start` starts others; looks every LOOK_S.
+        """Forget dead servers, so that `start` replaces them. Checks every LOOK_S.
 
         Returns:
-            Whether one has.
+            Whether a server has died.
         """
         if not self._lives or time.monotonic() - self._looked < LOOK_S:
             return False
@@ -403,20 +383,20 @@ class SegmentServers:
         for life in ended:
             name = self._lives.pop(life)
             if self._actors.pop(name, None) is not None:
-                logger.warning("the server of segments on node %r has ended, and is started again", name)
+                logger.warning("the segment server on node %r has ended and is restarted", name)
         return bool(ended)
 
     def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
-        """Those of the segments that cannot be read on their nodes, and why."""
+        """Segments that cannot be read on their nodes, and why."""
         return self.peers.unreadable(segments) if self.peers is not None else {}
 
     def delete(self, node: str, file: str) -> None:
-        """Have all nodes let go of a file; returns at once."""
+        """Ask all nodes to delete a file, without waiting."""
         if self._deletions is not None:
             self._deletions(node, file)
 
     def tell_deletions(self) -> None:
-        """Tell the servers, while they are there, what is left to be deleted."""
+        """Send pending deletions to the servers while they exist."""
         if self._deletions is not None:
             self._deletions.close()
 
@@ -433,15 +413,16 @@ class SegmentServers:
 def node_names(
     nodes: Sequence[Mapping[str, Any]], here: str, known: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """What nodes are called in references: after their hosts, the same in the next run.
+    """Return names for nodes, derived from their host names, so that they are the same in the next
+    run.
 
     Args:
-        nodes: as `ray.nodes()` describes them.
+        nodes: Node descriptions from `ray.nodes()`.
         here: Ray's id of this node.
-        known: the names that were given before. They stay, and no other node gets one of them.
+        known: Existing names, which are kept and not used for other nodes.
 
     Returns:
-        Ray's id -> name, of this node, of those that are known, and of those that are alive.
+        Ray's id -> name, for this node, known nodes, and nodes that are alive.
     """
     names = {here: this_node(), **(known or {})}
     for node in sorted(nodes, key=lambda n: (n["NodeManagerHostname"], n["NodeID"])):
@@ -453,35 +434,33 @@ def node_names(
 
 
 NODE_TIMEOUT_S = 5.0
-"""Longest wait for a node to accept a connection, when a process is gone, or rows cannot be read."""
+"""[s] Longest wait for a node to accept a connection, when checking whether it is lost."""
 CONNECT_TIMEOUT_S = 60.0
-"""Longest wait, while the run goes on, for the server of segments of a node, and for all ranks to know it."""
+"""[s] During a run, longest wait for a node's segment server to start and for all ranks to know
+it."""
 POLL_S = 0.05
-"""Seconds between two looks while somebody is waited for."""
+"""[s] Time between two polls while waiting."""
 
 
 @dataclass
 class Process:
-    """The process of a rank."""
-
     actor: Any
     standing: Any = None
-    """Promise of where it stands, if it was asked."""
+    """Promise of its `Standing`, if it was requested."""
     is_up: bool = False
-    """It is known where it stands."""
+    """Whether its `Standing` is known."""
 
 
 @dataclass
 class _Arrival:
-    """A rank that came up while the run goes on."""
+    """A rank that came up during the run."""
 
     call: Call
-    """What it answered first."""
     rank: int
     reply: Reply
     process: Process
     by: float
-    """When it has to know the other nodes, and they its own."""
+    """[s] Deadline for it to know the other nodes, and for them to know its node."""
 
     @property
     def at(self) -> tuple[str, int]:
@@ -492,9 +471,9 @@ class NodeLinks:
     """Connects the nodes of a run.
 
     Args:
-        processes: (group, rank) -> its process, as it is now.
-        died: describes the process of a rank that died.
-        clock: seconds, which only grow.
+        processes: (group, rank) -> its current process.
+        died: Describes the process of a rank that died.
+        clock: [s] Monotonic clock.
     """
 
     def __init__(
@@ -505,45 +484,44 @@ class NodeLinks:
     ) -> None:
         self.servers = SegmentServers()
         self.stands_on: dict[tuple[str, int], str] = {}
-        """(group, rank) -> name of its node, also when its process is gone."""
+        """(group, rank) -> name of its node, also after its process has ended."""
         self.lost: set[str] = set()
-        """Names of nodes that are gone."""
         self._used: dict[str, str] = {}
-        """Ray's id -> name in references, of the nodes that ranks stand on, or stood on, and the driver's."""
+        """Ray's id -> name, for the driver's node and all nodes that ranks are or were on."""
         self._processes, self._died, self._clock = processes, died, clock
         self._files, self._logs = Files(Path()), Path()
         self._arrivals: list[_Arrival] = []
         self._telling: list[Any] = []
-        """Promises of ranks to know where the servers are."""
+        """Promises of ranks that are being told where the servers are."""
         self._by = math.inf
-        """When all ranks have to know all nodes, if some do not."""
+        """[s] Deadline for all ranks to know all nodes, or infinity."""
 
     @property
     def nodes(self) -> list[str]:
-        """Names of the nodes on which segments can be read."""
+        """Names of the nodes whose segments can be read."""
         return [name for name in self._used.values() if name not in self.lost]
 
     @property
     def hosts(self) -> Mapping[str, Any]:
-        """Other node than the driver's -> the actor that watches the processes there."""
+        """Node other than the driver's -> the actor that watches its processes."""
         return {name: host for name, host in self.servers.hosts.items() if name != this_node()}
 
     @property
     def settling(self) -> bool:
-        """Whether somebody is waited for who did not answer yet."""
+        """Whether an answer is still pending."""
         return self._connecting or bool(self._arrivals)
 
     def begin(self, files: Files, logs: Path, used: Mapping[str, str], timeout_s: float) -> None:
-        """Wait, before the run begins, until all ranks know all nodes.
+        """Before the run, wait until all ranks know all nodes.
 
         Args:
-            files: where the nodes keep segments.
-            logs: folder of the run's logs, into which those of other nodes are brought.
-            used: Ray's id -> name, of the nodes that ranks stand on, and the driver's.
-            timeout_s: longest wait.
+            files: Where the nodes keep segments.
+            logs: Folder of the run's logs; logs of other nodes are copied there.
+            used: Ray's id -> name, for the driver's node and the nodes of all ranks.
+            timeout_s: [s] Longest wait.
 
         Raises:
-            WorkerError: a server did not start in time.
+            WorkerError: A server did not start in time.
         """
         self._files, self._logs, self._used = files, logs, dict(used)
         self._connect()
@@ -556,29 +534,29 @@ class NodeLinks:
                 raise WorkerError(_not_serving(self.servers.awaited, timeout_s))
 
     def came_up(self, call: Call, rank: int, reply: Reply) -> None:
-        """A rank answered for the first time, perhaps on another node than before; `take` returns the answer when it can work."""
+        """Note that a rank has answered for the first time, perhaps on a new node. `take` returns
+        the answer when the rank can work."""
         process, by = self._processes[call.group.name, rank], self._clock() + CONNECT_TIMEOUT_S
         self._arrivals.append(_Arrival(call, rank, reply, process, by))
 
     def take(self) -> list[Event]:
-        """Take what servers and ranks have answered, and start servers again that have ended.
+        """Process answers of servers and ranks, and restart dead servers.
 
         Returns:
-            The answers of ranks that came up and can work now, and the failures of those that cannot.
+            Answers of new ranks that can work, and failures of the others.
 
         Raises:
-            WorkerDied: a server did not start in time, on a node that the run goes on with.
+            WorkerDied: A server did not start in time on a node that the run needs.
         """
         self.servers.look_at_logs()
         if self.servers.take_ended():
-            self.look_for_lost()  # else a server would be started on a node that is gone, too
+            self.look_for_lost()  # do not start a server on a lost node
             self._connect()
         self._advance()
         return self._take_arrivals()
 
     def look_for_lost(self) -> None:
-        """Ask the nodes whether they are there."""
-        if len(self._used) > 1:  # else it is the driver's own
+        if len(self._used) > 1:  # a single node is the driver's
             import ray
 
             used = [n for n in ray.nodes() if n["NodeID"] in self._used]
@@ -586,7 +564,8 @@ class NodeLinks:
             self.lost |= {self._used[id] for id in gone}
 
     def _connect(self) -> None:
-        """Have every node that is used serve its segments, if there are several. Returns at once: `_advance` goes on with it."""
+        """Start servers on all used nodes, if there are several, without waiting. `_advance`
+        continues."""
         nodes = {id: name for id, name in self._used.items() if name not in self.lost}
         if len(nodes) == 1 and self.servers.peers is None:
             return
@@ -597,11 +576,11 @@ class NodeLinks:
 
     @property
     def _connecting(self) -> bool:
-        """Whether servers are still starting, or ranks have still to be told of them."""
+        """Whether servers are still starting, or ranks have not been told of them."""
         return bool(self.servers.awaited or self._telling)
 
     def _advance(self, wait_s: float = 0.0) -> None:
-        """Take what servers and ranks have answered, and tell the ranks of new servers."""
+        """Process answers of servers and ranks, and tell ranks of new servers."""
         import ray
 
         if self.servers.advance(wait_s):
@@ -609,13 +588,12 @@ class NodeLinks:
         if self._telling:
             _, self._telling = ray.wait(self._telling, num_returns=len(self._telling), timeout=wait_s)
         if self._clock() > self._by:
-            self._telling = []  # who hangs is found by his silence
+            self._telling = []  # a hanging rank is found by its call timeout
             coming = {self.stands_on.get(arrival.at) for arrival in self._arrivals}
             if late := [node for node in self.servers.awaited if node not in coming]:
                 raise WorkerDied(_not_serving(late, CONNECT_TIMEOUT_S))
 
     def _tell(self, processes: Iterable[Process]) -> None:
-        """Tell the ranks that are up where the servers are."""
         if self.servers.peers is not None:
             self._telling += [p.actor.connect.remote(self.servers.peers) for p in processes if p.is_up]
 
@@ -625,7 +603,7 @@ class NodeLinks:
         events: list[Event] = []
         for arrival in list(self._arrivals):
             reply, over = arrival.reply, True
-            if self._processes.get(arrival.at) is arrival.process:  # else it was replaced in turn
+            if self._processes.get(arrival.at) is arrival.process:  # skip it if it was replaced
                 try:
                     over = self._has_arrived(arrival)
                 except RayError as error:
@@ -646,7 +624,6 @@ class NodeLinks:
         return events
 
     def _has_arrived(self, arrival: _Arrival) -> bool:
-        """Whether a rank that came up can work."""
         import ray
 
         process = arrival.process
@@ -664,10 +641,11 @@ class NodeLinks:
         return not self._connecting
 
     def _turn_away(self, arrival: _Arrival) -> str:
-        """Why a rank cannot work. If the others cannot reach its node, they go on without it."""
+        """Reason that a rank cannot work. If the others cannot reach its node, they continue
+        without it."""
         node = self.stands_on.get(arrival.at)
         if node is None or node not in self.servers.awaited:
-            return f"it did not get to know the other nodes within {CONNECT_TIMEOUT_S:.0f} s"
+            return f"it did not connect to the other nodes within {CONNECT_TIMEOUT_S:.0f} s"
         self.servers.forget(node)
         self._used = {id: name for id, name in self._used.items() if name != node}
         self._connect()
@@ -676,11 +654,11 @@ class NodeLinks:
 
 def _not_serving(nodes: Collection[str], timeout_s: float) -> str:
     which = f"node{'s' * (len(nodes) > 1)} {', '.join(map(repr, nodes))}"
-    return f"the server of segments on {which} did not start within {timeout_s:.0f} s: the others could not read rows of it"
+    return f"the segment server on {which} did not start within {timeout_s:.0f} s, so other nodes could not read its rows"
 
 
 def _listens(node: Mapping[str, Any]) -> bool:
-    """Whether the node is there; the cluster itself may take a while to notice that it is not."""
+    """Whether a node accepts connections. Ray itself may take longer to notice a lost node."""
     try:
         socket.create_connection(
             (node["NodeManagerAddress"], node["NodeManagerPort"]), NODE_TIMEOUT_S

@@ -1,4 +1,5 @@
-"""Resource pools on a Ray cluster: pools that share nodes are one placement group, of one bundle a node."""
+"""Resource pools on a Ray cluster. Pools that share nodes are one placement group, with one bundle
+per node."""
 
 from __future__ import annotations
 
@@ -14,38 +15,39 @@ from ..placement import Place, ResourcePool, is_own
 from .backend import Setup
 
 WAIT_S = 30.0
-"""Longest wait for the pools of a placement, which others on the cluster may hold, unless the user says otherwise."""
+"""[s] Default for the longest wait for the pools of a placement, which other jobs may hold."""
 OWN_POOL_TIMEOUT_S = 1.0
-"""Longest wait for a CPU of its own for a group without a place."""
+"""[s] Longest wait for a free CPU for a group without a place."""
 TELL_S = (3.0, 60.0)
-"""Seconds until the first line that says what is waited for, and most seconds between two: each comes after twice as long."""
+"""[s] Time until the first line about waiting, and longest time between two lines. The time doubles
+after each."""
 LOOK_S = 0.2
-"""Seconds between two looks for room for the ranks of an elastic group."""
+"""[s] Time between two checks for room for the ranks of an elastic group."""
 PROBE_TIMEOUT_S = 120.0
-"""Longest wait for a process that says which GPUs a bundle has."""
+"""[s] Longest wait for a process to report the GPUs of a bundle."""
 
 
 @dataclass(frozen=True)
 class ReservedPart:
-    """What a pool has on one node."""
+    """The part of a pool on one node."""
 
     strategy: Any
-    """Schedules an actor there."""
+    """Scheduling strategy that places an actor there."""
     node: str = ""
-    """Ray's id of the node; empty: there was no room for it when the run started."""
+    """Ray's id of the node; empty if the part had no room when the run started."""
     address: str = ""
-    """Of the node."""
     gpus: Sequence[str] = ()
-    """Its devices, as `CUDA_VISIBLE_DEVICES` names them on its node."""
+    """Its GPUs, as in `CUDA_VISIBLE_DEVICES` on the node."""
     bundle_gpus: int = 0
-    """GPUs of its bundle, which other pools may share."""
+    """Number of GPUs in the bundle, which pools may share."""
     first_gpu: int = 0
-    """Where its own begin among them."""
+    """Index of the pool's first GPU in the bundle."""
     own_gpus: int = 0
-    """How many are its own."""
+    """Number of the pool's GPUs in the bundle."""
 
     def find_gpus(self) -> Any:
-        """A promise of its devices where its bundle is now: Ray moves the bundle of a node that is gone."""
+        """Return a promise of its GPUs on the bundle's current node. Ray moves the bundle of a lost
+        node."""
         import ray
 
         held: Any = ray.remote(_gpus_from)
@@ -55,25 +57,18 @@ class ReservedPart:
 
 @dataclass(frozen=True)
 class ReservedPool:
-    """A resource pool that the cluster has reserved."""
-
     parts: Sequence[ReservedPart]
-    """One on each of its nodes."""
+    """One part for each of its nodes."""
     cpus: int
-    """CPUs that Ray counts as taken by the pool; 0 if its groups are guests on another pool's node."""
+    """CPUs that Ray counts for the pool; 0 if its groups are guests on another pool's node."""
 
 
 class Reservations:
-    """The pools that a run has reserved.
-
-    Args:
-        wait_s: longest wait for those that a user sized.
-    """
+    """The reserved pools of a run."""
 
     def __init__(self, wait_s: float = WAIT_S) -> None:
         self._wait_s = wait_s
         self._groups: list[Any] = []
-        """Placement groups of Ray."""
         self._pools: dict[str, ReservedPool] = {}
         self._by_rank: dict[str, list[Any]] = {}
         """Pool of an elastic group -> a placement group for each rank."""
@@ -82,14 +77,16 @@ class Reservations:
         return self._pools[name]
 
     def reserve(self, setup: Setup) -> None:
-        """Reserve the pools of a placement. Those that a user sized are waited for. A group without a place gets a CPU of its own where
-        one is free, near the group that it follows; else it is a guest on another pool's node and works while that pool's groups are idle.
+        """Reserve the pools of a placement. Wait for pools that the user sized.
+
+        A group without a place gets a free CPU, near the group that it follows. If there is none,
+        it is a guest on another pool's node, and works while that pool's groups are idle.
 
         Args:
-            setup: every pool of its placement has its number of nodes.
+            setup: Setup whose pools have numbers of nodes.
 
         Raises:
-            UserError: a pool that the user sized was not free in time.
+            UserError: A pool that the user sized was not free in time.
         """
         import ray
 
@@ -100,8 +97,8 @@ class Reservations:
         self._reserve([pools[name] for name in sized], self._wait_s, tell=setup.tell)
         if missing := [name for name in sized if name not in self._pools]:
             raise UserError(
-                f"{', '.join(_in_words(pools[name]) for name in missing)} did not get what it asks for within {self._wait_s:.0f} s; "
-                f"{_in_stock(ray.nodes(), ray.available_resources())}. RayBackend(wait_s=...) waits longer, for a cluster that grows"
+                f"{', '.join(_in_words(pools[name]) for name in missing)} did not get the requested devices within {self._wait_s:.0f} s; "
+                f"{_in_stock(ray.nodes(), ray.available_resources())}. For a cluster that grows, wait longer: RayBackend(wait_s=...)"
             )
         leaders = {
             setup.placement[e.follower].pool.name: setup.placement[e.leader].pool.name
@@ -125,11 +122,7 @@ class Reservations:
             self._pools.setdefault(name, ReservedPool([guest], cpus=0))
 
     def room(self, name: str) -> dict[int, str]:
-        """Ranks of an elastic group for which there is room now -> Ray's id of the node.
-
-        Args:
-            name: of its pool.
-        """
+        """Rank of an elastic group that has room now -> Ray's id of the node."""
         import ray
 
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -143,8 +136,8 @@ class Reservations:
         return found
 
     def _keep_recorder_here(self, setup: Setup) -> None:
-        """On a cluster of several nodes, make the recorder a guest of the driver's: it writes into the run's directory, which the others
-        need not see."""
+        """With several nodes, place the recorder on the driver's node, because it writes into the
+        run's directory."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -165,8 +158,8 @@ class Reservations:
             ray.util.remove_placement_group(group)
 
     def _reserve_by_rank(self, place: Place, tell: Callable[[str], None]) -> None:
-        """Ask for each rank of an elastic group by itself, and wait until there is room for as many as it has to have. The other requests
-        stand: Ray's autoscaler sees them, too."""
+        """Request each rank of an elastic group separately, and wait for `min_ranks`. Ray's
+        autoscaler sees the other requests as well."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -182,7 +175,7 @@ class Reservations:
             if now - began > self._wait_s:
                 raise UserError(
                     f"there was room for {has} after {self._wait_s:.0f} s (each needs {each[0].cpus} CPUs, {each[0].gpus} GPUs); {stock}. "
-                    "RayBackend(wait_s=...) waits longer, for a cluster that grows"
+                    "For a cluster that grows, wait longer: RayBackend(wait_s=...)"
                 )
             if now - told >= pause_s:
                 pause_s, told = min(2 * pause_s, longest_s), now
@@ -190,7 +183,7 @@ class Reservations:
                     f"there is room for {has}, waiting {began + self._wait_s - now:.0f} s at most; {stock}"
                 )
             time.sleep(LOOK_S)
-        time.sleep(LOOK_S)  # others have come at the same time
+        time.sleep(LOOK_S)  # other ranks may get room at the same time
         there, addresses = (
             self.room(pool.name),
             {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()},
@@ -212,10 +205,10 @@ class Reservations:
         tell: Callable[[str], None] = lambda line: None,
         near: Mapping[str, str] = {},
     ) -> None:
-        """Reserve those of the pools that are free in time, and take the requests for the others back.
+        """Reserve the pools that are free in time, and withdraw the requests for the others.
 
         Args:
-            near: pool -> Ray's id of the node that it must lie on.
+            near: Pool -> Ray's id of the node that it must be on.
         """
         import ray
 
@@ -238,7 +231,6 @@ class Reservations:
                 self._take(group, family, {pool.name: pool for pool in pools})
 
     def _take(self, group: Any, family: Sequence[Bundle], pools: Mapping[str, ResourcePool]) -> None:
-        """Note where the bundles of a placement group are, and which devices they have."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -266,7 +258,7 @@ class Reservations:
 
 
 def _ask(family: Sequence[Bundle], node: str | None) -> Any:
-    """Ask for bundles, each on a node of its own."""
+    """Request bundles, each on a different node."""
     import ray
 
     wanted = [{"CPU": float(b.cpus), **({"GPU": float(b.gpus)} if b.gpus else {})} for b in family]
@@ -276,7 +268,7 @@ def _ask(family: Sequence[Bundle], node: str | None) -> Any:
 
 
 def _gpus_from(first: int, number: int) -> list[str]:
-    """Some of the devices of the bundle in which this runs: only a process that holds the GPUs can tell which they are."""
+    """Some of the bundle's GPUs. Only a process that holds them can find out their numbers."""
     import ray
 
     return sorted((str(i) for i in ray.get_gpu_ids()), key=_in_order)[first : first + number]
@@ -295,7 +287,7 @@ def _in_words(pool: ResourcePool) -> str:
 
 
 def _in_stock(nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float]) -> str:
-    """What a cluster has, and what of it is free."""
+    """Describe the resources of a cluster, and how many are free."""
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     said: list[str] = []
     for kind in ("CPU", "GPU"):

@@ -1,4 +1,4 @@
-"""Rank: the Ray actor process of one rank of a group, and how it is started."""
+"""Rank: the Ray actor process of one rank of a group, and how it starts."""
 
 from __future__ import annotations
 
@@ -35,26 +35,23 @@ if TYPE_CHECKING:
     from ...dataflow.buffer.flight import Peers
 
 
-# Rank process
-#
-# Process of a rank: its class travels to it by value, so that it has its environment before it
-# imports anything of Weft or of the user.
-#
-# Ray can give a process an environment, too. But then it starts each by way of another one, which
-# imports Ray as well (0.7 s of a CPU), and writes the variables to its logs.
+# Rank process: the actor class is pickled by value, so that the process gets its environment before
+# it imports Weft or the user's code. Ray's own way to set an environment starts another process
+# that imports Ray as well (0.7 s of CPU), and writes the variables to its logs.
 
 
 def rank_process(rank_class: type) -> type:
-    """A class for a Ray actor: it takes an environment over, and then has the methods of a rank.
+    """Return a class for a Ray actor that sets its environment, then has the methods of a rank.
 
-    It is made in a function, so that it is pickled by value, and its methods refer to nothing outside.
+    It is made in a function so that it is pickled by value, and its methods use no outside names.
 
     Args:
-        rank_class: class of the rank. The process imports it by name.
+        rank_class: Class of the rank, which the process imports by name.
 
     Returns:
-        A class whose objects are made of an environment, in which `PYTHONPATH` and `OMP_NUM_THREADS` are; of a pickled tuple: the
-        class of the rank and its arguments; and of its GPUs, its last argument, where they had to be found (else None).
+        A class. Its arguments: an environment with `PYTHONPATH` and `OMP_NUM_THREADS`; a pickled
+            tuple of the rank class and its arguments; and the GPUs to use, or None if the
+            environment names them.
     """
 
     def __init__(
@@ -64,7 +61,7 @@ def rank_process(rank_class: type) -> type:
         import pickle
         import sys
 
-        sent = os.environ.get("PYTHONPATH")  # what Ray has brought to this node, if it has
+        sent = os.environ.get("PYTHONPATH")  # code that Ray has sent to this node
         os.environ.update(environment)
         if sent:
             os.environ["PYTHONPATH"] += os.pathsep + sent
@@ -73,7 +70,7 @@ def rank_process(rank_class: type) -> type:
         first = environment["PYTHONPATH"].split(os.pathsep)
         sys.path[:] = [*first, *(path for path in sys.path if path not in first)]
         torch = sys.modules.get("torch")
-        if torch is not None:  # Ray gave us a process in which a task of the script has run
+        if torch is not None:  # Ray reuses a process that has run a task of the script
             torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
         made_of, *arguments = pickle.loads(rank)
         self.rank = made_of(*arguments, *(() if gpus is None else (gpus,)))
@@ -93,7 +90,7 @@ def _handed_on(name: str, *, streams: bool) -> Callable[..., Any]:
     def method(self: Any, *arguments: Any, **named: Any) -> Any:
         return getattr(self.rank, name)(*arguments, **named)
 
-    def stream(self: Any, *arguments: Any, **named: Any) -> Iterator[Any]:  # Ray tells one from the other
+    def stream(self: Any, *arguments: Any, **named: Any) -> Iterator[Any]:  # Ray must see a generator
         yield from getattr(self.rank, name)(*arguments, **named)
 
     found = stream if streams else method
@@ -101,13 +98,8 @@ def _handed_on(name: str, *, streams: bool) -> Callable[..., Any]:
     return found
 
 
-# Forwarded
-#
-# Forwarded: which variables of the driver's environment the ranks get, wherever they stand.
-#
-# On an existing cluster a process has the environment in which its node joined. What a user sets
-# for NCCL, vLLM, the Hugging Face hub or a tracker where the script is started must reach the
-# ranks as well.
+# Forwarded variables: a process on an existing cluster has the environment of its node. Settings
+# for NCCL, vLLM, the Hugging Face hub or a tracker must reach the ranks from the driver.
 
 
 PREFIXES = (
@@ -123,7 +115,8 @@ PREFIXES = (
     "MLFLOW_",
     "WEFT_",
 )
-"""Variables whose names begin so are forwarded. `PYTHONPATH` and the number of threads are, too (`rank.py`)."""
+"""Prefixes of forwarded variables. `PYTHONPATH` and thread counts are set as well
+(`_environment`)."""
 OF_A_NODE = (
     "VLLM_HOST_IP",
     "HF_HOME",
@@ -142,12 +135,13 @@ OF_A_NODE = (
     "WANDB_DATA_DIR",
     "WEFT_CACHE",
 )
-"""Not these: an address or a folder of the driver's node may be none of another."""
+"""Variables that are not forwarded: addresses and folders of the driver's node may be wrong on
+another."""
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the ranks get before anything in their processes reads them. They travel with the arguments of a rank, and nobody
-    writes them to disk: tokens and keys are among them.
+    """Return the variables that ranks get from the driver. They may contain tokens and keys, so
+    they are sent with a rank's arguments and never written to disk.
 
     >>> forwarded({"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_x", "VLLM_CACHE_ROOT": "/home/me/.cache", "HOME": "/home/me"})
     {'NCCL_DEBUG': 'INFO', 'HF_TOKEN': 'hf_x'}
@@ -159,18 +153,15 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-# Network interface
-#
-# The network interface of a node's address, to which gloo, NCCL and vLLM are held: each would take
-# the first that it finds.
+# Network interface of a node's address: gloo, NCCL and vLLM would otherwise use the first they find
 
 
 SIOCGIFADDR = 0x8915
-"""Linux: the IPv4 address of an interface."""
+"""Linux ioctl for the IPv4 address of an interface."""
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has an address; None: this machine has no such interface.
+    """Return the network interface with this address, or None if this machine has none.
 
     >>> interface_of("127.0.0.1")
     'lo'
@@ -185,7 +176,7 @@ def interface_of(address: str) -> str | None:
         for _, name in socket.if_nameindex():
             try:
                 found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
+            except OSError:  # the interface has no IPv4 address
                 continue
             if socket.inet_ntoa(found[20:24]) == address:
                 return name
@@ -193,7 +184,7 @@ def interface_of(address: str) -> str | None:
 
 
 def network_environment(address: str) -> dict[str, str]:
-    """Variables that hold the libraries of a process to the address of its node.
+    """Return variables that make libraries use the address of this node.
 
     >>> network_environment("127.0.0.1")
     {'VLLM_HOST_IP': '127.0.0.1', 'GLOO_SOCKET_IFNAME': 'lo', 'NCCL_SOCKET_IFNAME': '=lo'}
@@ -204,50 +195,52 @@ def network_environment(address: str) -> dict[str, str]:
 
 
 MAX_CALLS = 64
-"""Calls with rows on one rank that may be under way. Each has a thread there, and all but one of them wait for their turn."""
+"""Maximum number of running calls with rows on a rank. Each has a thread, and all but one wait for
+their turn."""
 CONTROL = "control"
-"""Threads for calls without rows (weights, checkpoints, cancelling, closing), which calls with rows cannot occupy."""
+"""Threads for calls without rows (weights, checkpoints, cancelling, closing), so that calls with
+rows cannot block them."""
 CONTROL_CALLS = 16
 
 
 @dataclass(frozen=True)
 class RankFiles:
-    """How a rank reaches rows."""
+    """How a rank accesses rows."""
 
     files: Files
     node_names: Mapping[str, str]
     """Ray's id of a node -> its name in references."""
     replaced: int
-    """How often the rank was replaced: each process has files of its own."""
+    """How often the rank was replaced. Each process has separate files."""
     peers: Peers | None
-    """The other nodes, if they are known already."""
+    """The other nodes, if known."""
     models: ModelFolders | None = None
-    """The folders of models that its settings name; None: there are none, or all nodes are the driver's."""
+    """Model folders in its settings; None if there are none, or if the run uses only the driver's
+    node."""
     written_on: str | None = None
     """Name of the driver's node, for a group that writes into the run's directory."""
     alone: bool = False
-    """Whether the cluster has one node, and can have no other."""
+    """Whether the cluster can only have one node."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank stands."""
-
     at: Coordinates | Failure
-    """In the mesh of its group; or why it could not start."""
+    """Coordinates in the mesh of its group, or the failure to start."""
     node: str
     """Name of its node in references."""
     node_id: str
-    """Ray's id of the node."""
 
 
 class Rank:
-    """One rank of a group in a process of its own (`rank_process.py`), with its log in the run directory.
+    """One rank of a group, in a process of `rank_process`, with a log in the run's directory.
 
-        started ──take_port (rank 0 of a group whose ranks meet)──> has a port ──begin──> its worker is made ──close──> closed
-            └─────────────────────────────────────────────────────────────────┘
+        started ──take_port──> has a port ──begin──> its worker is made ──close──> closed
+            └───────────────────────────────┘
 
-    Ray calls in on a thread for each call; the work is done on the executor's thread.
+    Only rank 0 of a group whose ranks meet takes a port.
+
+    Ray runs each call on a separate thread; the executor's thread does the work.
     """
 
     def __init__(
@@ -272,9 +265,9 @@ class Rank:
         self._node_id: str = ray.get_runtime_context().get_node_id()
         self._node = (
             files.node_names.get(self._node_id) or f"node-{self._node_id}"
-        )  # it joined the cluster just now
+        )  # an unknown node has just joined the cluster
         self._hidden: str | None = None
-        """Why its worker cannot be made here."""
+        """Reason that the worker cannot be made here."""
         if (run := context.run_dir) is not None:
             logs = files.files.logs_of_node(self._node, run)
             _log_to(logs / f"{context.name}_{context.rank}.log")
@@ -283,8 +276,8 @@ class Rank:
             if not files.files.are_beside(run):
                 if files.written_on not in (None, self._node):
                     self._hidden = (
-                        f"node {self._node!r} does not see the run's directory, {run} on the driver's node, and {context.name!r} has "
-                        "checkpoints or samples to write there: choose a root that all nodes see (Driver(root=...)), or place "
+                        f"node {self._node!r} does not see the run's directory, {run} on the driver's node, but {context.name!r} has "
+                        "checkpoints or samples to write there; choose a root that all nodes see (Driver(root=...)), or place "
                         f"{context.name!r} on the driver's node"
                     )
                 context = replace(context, run_dir=None)
@@ -298,16 +291,16 @@ class Rank:
         self._begun: Future[ExecutorThread] = Future()
 
     def process(self) -> tuple[str, int]:
-        """Name of its node, and number of its process there; from here on it writes its stacks when it is asked to."""
+        """Name of its node, and its pid."""
         return self._node, os.getpid()
 
     def take_port(self, host: str, secret: str, timeout_s: float) -> Rendezvous:
-        """Take a free port, at which the ranks of its group will meet; returns where they come to.
+        """Take a free port where the ranks of the group meet, and return the rendezvous.
 
         Args:
-            host: address of this machine.
-            secret: of the group.
-            timeout_s: longest wait for the others, from when their workers are made.
+            host: Address of this machine.
+            secret: Shared secret of the group.
+            timeout_s: [s] Longest wait for the other ranks.
         """
         self._port = take_port(host)
         return replace(Rendezvous.at(self._port, secret, timeout_s), taken=None)
@@ -316,11 +309,11 @@ class Rank:
         """Make the worker, and wait until it is up.
 
         Args:
-            rendezvous: of its group; None: its ranks do not meet.
-            offload: give the memory of its devices back at once, for a group that is made next.
+            rendezvous: Rendezvous of the group; None if its ranks do not meet.
+            offload: Free device memory at once, for the group that is made next.
 
         Returns:
-            Where it stands, or why it could not start.
+            Where it runs, or its failure to start.
         """
         if rendezvous is not None:
             rendezvous = replace(rendezvous, taken=self._port)
@@ -345,11 +338,12 @@ class Rank:
         )
 
     def advanced(self) -> bool:
-        """Whether its worker has done anything since this was asked last; one that is being made may fetch a model."""
+        """Whether its worker has advanced since the last call, for example while downloading a
+        model."""
         return self._activity.is_new()
 
     def connect(self, peers: Peers) -> None:
-        """Tell it where the servers of the other nodes are."""
+        """Connect to the segment servers of the other nodes."""
         self._data.reader.fetch = peers.fetch
 
     def call(self, task: Task) -> Iterator[Reply]:
@@ -374,15 +368,12 @@ class Rank:
 def start_rank(
     handle: Handle, place: Place, context: Context, pool: ReservedPool, sharing: int, files: RankFiles
 ) -> Any:
-    """Start the process of a rank.
+    """Start the process of a rank, and return its actor, which has no worker yet.
 
     Args:
-        place: of its group; its pool has its number of nodes.
-        context: with its group, and its number there.
-        sharing: groups on the pool.
-
-    Returns:
-        Its actor, which has no worker yet.
+        place: Place of its group; its pool has a number of nodes.
+        context: Context with its group and rank.
+        sharing: Number of groups on the pool.
     """
     import ray
     from ray import cloudpickle
@@ -410,23 +401,24 @@ def start_rank(
 
 
 def _environment(place: Place, gpus: Sequence[str]) -> dict[str, str]:
-    """The environment of a rank's process, which it has before anything in it imports what reads it."""
+    """Environment of a rank's process, which must be set before any import that reads it."""
     return {
         **forwarded(os.environ),
-        # Threads must be known before anything in the process imports torch.
+        # Thread counts must be set before torch is imported.
         "OMP_NUM_THREADS": str(place.threads),
         "MKL_NUM_THREADS": str(place.threads),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-        # Rank i of every group on a pool sees the same devices; on a pool without GPUs, none. Ray, asked for shares of GPUs, would
-        # not promise the former; asked for none, it hides nothing, or hides all, as the last variable says.
+        # Rank i of every group on a pool sees the same devices, or none without GPUs. Ray cannot
+        # guarantee this with fractional GPUs, so it is asked for no GPUs. The last variable stops
+        # Ray from changing CUDA_VISIBLE_DEVICES.
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
 
 
 def _log_to(path: Path) -> None:
-    """Send everything that this process prints, libraries in C included, to a file."""
+    """Redirect all output of this process, including C libraries, to a file."""
     make_folder(path.parent)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)

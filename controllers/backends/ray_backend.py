@@ -1,7 +1,7 @@
-"""RayBackend: each rank is a Ray actor.
+"""RayBackend: run each rank as a Ray actor.
 
-Ray carries calls and small replies; the columns of rows lie in segments, which workers write and map themselves, and fetch from other
-nodes by Arrow Flight.
+Ray carries calls and small replies. Columns of rows are in segments, which workers write and map,
+and fetch from other nodes by Arrow Flight.
 """
 
 from __future__ import annotations
@@ -42,25 +42,18 @@ from .user_code import UserCode, cannot_import
 from .witness import Memory, log_name
 from .witnesses import Witnesses
 
-# Ray gauges
-#
-# RayGauges: the metrics of a run at the Prometheus endpoint of its Ray cluster, each as
-# `ray_weft_NAME`.
+# Ray gauges: metrics of a run at the Prometheus endpoint of its Ray cluster, as `ray_weft_NAME`
 
 
 class RayGauges:
-    """A gauge for each metric, labelled with the run and the evaluation (empty: training). A gauge keeps the latest value."""
+    """A gauge for each metric, labelled with the run and the evaluation (empty for training). It
+    keeps the latest value."""
 
     def __init__(self) -> None:
         self._gauges: dict[str, Any] = {}
 
     def report(self, run: str, metrics: Mapping[str, float]) -> None:
-        """Set the gauges.
-
-        Args:
-            run: its name.
-            metrics: of a step, as a run writes them.
-        """
+        """Set the gauges."""
         for name, value in metrics.items():
             gauge, evaluation = labelled(name)
             if gauge not in self._gauges:
@@ -78,7 +71,7 @@ def _new_gauge(gauge: str, metric: str) -> Any:
 
 
 def labelled(name: str) -> tuple[str, str]:
-    """The gauge of a metric, and its evaluation.
+    """Return the gauge of a metric, and its evaluation.
 
     >>> labelled("actor/entropy"), labelled("heldout/failed_rows"), labelled("eval/reward/mean"), labelled("reward/my own")
     (('weft_actor_entropy', ''), ('weft_failed_rows', 'heldout'), ('weft_reward_mean', 'eval'), ('weft_reward_my_own', ''))
@@ -93,28 +86,30 @@ def labelled(name: str) -> tuple[str, str]:
 
 
 LOOK_S = 1.0
-"""Longest wait, while workers start, before their memory is read."""
+"""[s] While workers start, longest wait between two readings of their memory."""
 ADVANCED_TIMEOUT_S = 5.0
-"""Longest wait for ranks that are starting to say whether they have done anything."""
+"""[s] Longest wait for starting ranks to report progress."""
 CLOSE_TIMEOUT_S = 5.0
-"""Longest wait for workers to release what they hold, before they are ended without being asked."""
+"""[s] Longest wait for workers to close before they are killed."""
 
 
 @names_arguments
 class RayBackend:
-    """A local Ray cluster made for this run, or the cluster at `address` (or in `RAY_ADDRESS`).
+    """Run worker groups on a Ray cluster: the one at `address` (or in `RAY_ADDRESS`), or else a new
+    local one.
 
     Args:
         address: `host:port`, or "auto".
-        wait_s: how long the pools of a placement are waited for, on a cluster that grows meanwhile; default: 30 s, and a placement that
-            is larger than the cluster is refused at once.
-        working_dir: a folder that is sent to every node: ranks work there, and import from it. Default: they import from the paths of
-            this process, which a folder that all nodes see, or `ray job submit --working-dir`, makes true.
-        py_modules: folders of packages that are sent, too.
-        excludes: patterns, as in a `.gitignore`, of what is not sent.
+        wait_s: [s] How long to wait for the pools of a placement while the cluster grows. By
+            default 30 s, and a placement that is larger than the cluster is rejected at once.
+        working_dir: Folder to send to every node; ranks work there and import from it. By default
+            ranks import from the paths of this process, so all nodes must see them. With `ray job
+            submit --working-dir` they do.
+        py_modules: More folders of packages to send.
+        excludes: Patterns of files not to send, as in a `.gitignore`.
 
     Raises:
-        UserError: naming the argument and its rule.
+        UserError: An argument is wrong; the message names it and its rule.
     """
 
     def __init__(
@@ -127,35 +122,33 @@ class RayBackend:
         excludes: Sequence[str] = (),
     ) -> None:
         if wait_s is not None and not wait_s > 0:
-            raise UserError(f"RayBackend(wait_s={wait_s!r}): it is a number of seconds above 0")
+            raise UserError(f"RayBackend(wait_s={wait_s!r}): wait_s must be a number of seconds above 0")
         code = UserCode.of(working_dir, py_modules, excludes)
         self._cluster = RayCluster(address, grows=wait_s is not None, code=code)
         if code.folders and not self._cluster.address:
             raise UserError(
-                "RayBackend(working_dir=..., py_modules=...) sends folders to nodes of a cluster: give its address; a local one sees them"
+                "RayBackend(working_dir=..., py_modules=...) sends folders to nodes of a cluster; give its address (a local one sees them)"
             )
         if wait_s is not None and not self._cluster.address:
             raise UserError(
-                f"RayBackend(wait_s={wait_s!r}) waits for a cluster to grow; a local one does not: give its address"
+                f"RayBackend(wait_s={wait_s!r}) waits for a cluster to grow, but a local cluster does not grow; give an address"
             )
         self._wait_s = WAIT_S if wait_s is None else wait_s
         self._setup: Setup | None = None
         self._run_dir = Path()
         self._is_open = False
         self._node_names: Mapping[str, str] = {}
-        """Ray's id -> name in references, of all nodes of the cluster."""
+        """Ray's id -> name in references, for all nodes of the cluster."""
         self._pools = Reservations(self._wait_s)
         self._gauges = RayGauges()
         self._models = SentFolders({}, "")
         self._processes: dict[tuple[str, int], Process] = {}
-        """(group, rank) -> its process."""
         self._links = NodeLinks(self._processes, self._died)
         self._starts: Counter[tuple[str, int]] = Counter()
-        """(group, rank) -> how often a process of it was started."""
+        """(group, rank) -> number of processes started for it."""
         self._unheard: list[tuple[Call, int]] = []
-        """Calls of ranks that had no process any more."""
+        """Calls to ranks that have no process anymore."""
         self._streams: dict[Any, tuple[Call, int]] = {}
-        """Stream of replies -> call and rank."""
         self._witnesses = Witnesses(Path())
 
     @property
@@ -175,7 +168,6 @@ class RayBackend:
         self._lay_out(placement, handles)
 
     def _lay_out(self, placement: Mapping[str, Place], handles: Mapping[str, Handle]) -> dict[str, Place]:
-        """The placement with the number of nodes of each pool."""
         return lay_out(placement, handles, self._cluster.nodes())
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
@@ -211,7 +203,6 @@ class RayBackend:
         return groups
 
     def _start_rank(self, name: str, rank: int) -> None:
-        """Start a process, which has no worker yet."""
         setup = self._setup
         assert setup is not None
         place = setup.placement[name]
@@ -231,12 +222,8 @@ class RayBackend:
         self._witnesses.meet(f"{name}[{rank}]", actor.process.options(concurrency_group=CONTROL).remote())
 
     def _begin_in_turn(self, setup: Setup) -> dict[str, list[Coordinates]]:
-        """Have all workers made: of groups that share GPUs one group after the other, of all others at once.
-
-        Returns:
-            Group -> where its ranks stand in its mesh.
-        """
-        # Ranks of elastic groups that are absent will stand where independent ranks do.
+        """Make all workers: groups that share GPUs one after the other, all others at once."""
+        # Absent ranks of elastic groups are independent, so their coordinates are known.
         meshes = {
             name: [Coordinates(dp=r) for r in range(setup.placement[name].ranks)]
             for name in setup.handles
@@ -245,19 +232,19 @@ class RayBackend:
             for (name, rank), standing in sorted(self._wait_for(self._begin(setup, groups)).items()):
                 self._links.stands_on[name, rank] = standing.node
                 self._processes[name, rank].is_up = True
-                assert isinstance(standing.at, Coordinates)  # `_wait_for` has raised the failures
+                assert isinstance(standing.at, Coordinates)  # `_wait_for` has raised any failure
                 meshes[name][rank] = standing.at
         return meshes
 
     def _begin(self, setup: Setup, groups: Sequence[str]) -> dict[Any, tuple[str, int]]:
-        """Have the workers of groups made; returns promises of where they stand."""
+        """Start making the workers of groups, and return promises of their `Standing`."""
 
         meeting: dict[Any, str] = {}
         for name in groups:
             place, handle = setup.placement[name], setup.handles[name]
             if (
                 place.ranks > 1 and not handle.worker_class.replaceable
-            ):  # a rank that can be replaced meets nobody
+            ):  # ranks that can be replaced do not meet
                 first = self._processes[name, 0].actor
                 host = self._meeting_host(place)
                 meeting[first.take_port.remote(host, secrets.token_hex(32), setup.start_timeout_s)] = name
@@ -273,19 +260,20 @@ class RayBackend:
         }
 
     def _meeting_host(self, place: Place) -> str:
-        """The address at which the ranks of a group meet: loopback, if all are on one machine."""
+        """Address where the ranks of a group meet: loopback if all are on one machine."""
         addresses = [part.address for part in self._pools[place.pool.name].parts]
         return LOOPBACK if len({*addresses}) == 1 else addresses[0]
 
     def _wait_for(self, promises: Mapping[Any, tuple[str, int]]) -> dict[tuple[str, int], Any]:
-        """What ranks answer as they start. The deadline holds from when the last of them answered, or did something that shows.
+        """Wait for the answers of starting ranks. The timeout restarts whenever a rank answers or
+        makes progress.
 
         Args:
-            promises: promise -> group and rank.
+            promises: Promise -> group and rank.
 
         Raises:
-            WorkerError: naming those that did not answer in time, whose process ended, or who could not start.
-            UserError: a worker could not start, and the user can mend it.
+            WorkerError: A rank did not answer in time, died, or could not start.
+            UserError: A worker could not start, and the user can fix it.
         """
         import ray
         from ray.exceptions import RayError
@@ -312,7 +300,7 @@ class RayBackend:
                     raise WorkerError(self._died(who, error)) from None
                 if isinstance(answer, Standing) and isinstance(
                     failure := answer.at, Failure
-                ):  # others may wait for it
+                ):  # raise at once: others may wait for this rank
                     if failure.kind is FailureKind.USER_ERROR:
                         raise UserError(f"worker {who}: {failure.message}")
                     raise WorkerError(
@@ -322,7 +310,7 @@ class RayBackend:
         return found
 
     def _late(self, ranks: Sequence[tuple[str, int]]) -> str:
-        """What is said of ranks that are not up in time."""
+        """Error message for ranks that did not start in time, with their stacks."""
         assert self._setup is not None
         late = ["{}[{}]".format(*at) for at in ranks]
         stacks = self._witnesses.stacks(late, self._links.hosts)
@@ -330,7 +318,8 @@ class RayBackend:
         return "\n".join([said, *(f"{who}: {text}" for who, text in stacks.items())])
 
     def _some_advanced(self, ranks: Iterable[tuple[str, int]]) -> bool:
-        """Whether some of the ranks that are starting have done anything since this was asked last, such as fetching a model."""
+        """Whether a starting rank has made progress since the last call, such as downloading a
+        model."""
         import ray
         from ray.exceptions import RayError
 
@@ -340,7 +329,7 @@ class RayBackend:
         answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ADVANCED_TIMEOUT_S)
         try:
             return any(ray.get(answered))
-        except RayError:  # a process ended; the wait for its worker says so
+        except RayError:  # a process died: the wait for its worker reports it
             return True
 
     has_processes = True
@@ -374,7 +363,7 @@ class RayBackend:
         for stream in [s for s, (call, r) in self._streams.items() if call.group is group and r == rank]:
             del self._streams[stream]
         if (process := self._processes.pop((group.name, rank), None)) is not None:
-            ray.kill(process.actor)  # it may hang, or have lost its connection alone
+            ray.kill(process.actor)  # it may be alive but hang, or have lost its connection
         self._witnesses.forget(f"{group.name}[{rank}]")
 
     def vacant(self, group: WorkerGroup) -> Collection[int]:
@@ -426,7 +415,7 @@ class RayBackend:
     def _submit(self, rank: int, task: Task, call: Call) -> None:
         if (
             process := self._processes.get((call.group.name, rank))
-        ) is None:  # it left since the call was requested
+        ) is None:  # the rank left after the call was requested
             self._unheard.append((call, rank))
             return
         options = {"num_returns": "streaming"} | (
@@ -436,7 +425,6 @@ class RayBackend:
         self._streams[stream] = (call, rank)
 
     def _actors_of(self, call: Call) -> list[Any]:
-        """The actors of the ranks of a call, as far as they have processes."""
         processes = (self._processes.get((call.group.name, rank)) for rank in call.ranks)
         return [process.actor for process in processes if process is not None]
 
@@ -460,7 +448,7 @@ class RayBackend:
             return events + self._without_streams(0.0 if events else timeout_s)
         ready: Any
         ready, _ = ray.wait(streams, num_returns=1, timeout=timeout_s, fetch_local=False)
-        if ready and len(streams) > 1:  # whatever else has come by now, at no wait
+        if ready and len(streams) > 1:  # take all other streams that are ready
             ready, _ = ray.wait(streams, num_returns=len(streams), timeout=0, fetch_local=False)
         for stream in ready:
             call, rank = self._streams[stream]
@@ -478,7 +466,7 @@ class RayBackend:
         return events
 
     def _without_streams(self, timeout_s: float) -> list[Event]:
-        """Failures of calls that nobody heard; if there are none, nobody was called, and time passes."""
+        """Return failures of calls to ranks without processes. If there are none, sleep."""
         if not self._unheard:
             time.sleep(timeout_s)
         unheard, self._unheard = self._unheard, []
@@ -489,7 +477,8 @@ class RayBackend:
         time.sleep(seconds)
 
     def _died(self, who: str, error: BaseException) -> str:
-        """Description of a process that died. It quotes the end of the process's own log, which says more than Ray does."""
+        """Describe a process that died. Quote the end of its log, which says more than Ray's
+        error."""
         self._links.servers.bring_logs()
         log = self._run_dir / LOGS / log_name(who)
         tail = log.read_text(errors="replace")[-2000:] if log.exists() else str(error)
@@ -503,7 +492,7 @@ class RayBackend:
 
         try:
             self._end_processes()
-        except RayError:  # the cluster is gone, and everything in it
+        except RayError:  # the cluster is gone, with everything in it
             pass
         finally:
             self._processes.clear()
@@ -524,7 +513,7 @@ class RayBackend:
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
         self._links.servers.bring_logs()
-        if not self._cluster.folder:  # a local cluster ends with all that is on it
+        if not self._cluster.folder:  # a local cluster ends with everything on it
             for actor in actors:
                 ray.kill(actor)
             self._links.servers.kill()

@@ -1,6 +1,7 @@
-"""RayCluster: the cluster under a run, a local one made for it or an existing one that it joins.
+"""RayCluster: the Ray cluster of a run, either an existing one or a local one.
 
-A local cluster listens on loopback alone, keeps its files in a folder of its own, and is gone when the run ends.
+A local cluster listens only on loopback, keeps its files in a separate folder, and is removed when
+the run ends.
 """
 
 from __future__ import annotations
@@ -29,18 +30,16 @@ from ..placement import Place, machine_cpus, machine_gpus
 from ..signals import signals_deferred
 from .user_code import UserCode
 
-# Token file
-#
-# Token file: where Ray's authentication token lies. Nobody but its owner may read it: who has it
-# runs programs on the cluster.
+# Token file: Ray's authentication token. Whoever can read it can run programs on the cluster, so
+# only its owner may.
 
 
 MODE, TOKEN, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-"""Variables that Ray reads."""
+"""Environment variables that Ray reads."""
 
 
 def token_file(environment: Mapping[str, str], home: Path) -> Path | None:
-    """Where Ray looks for the token; None: a variable has it.
+    """Return the file where Ray looks for the token, or None if a variable holds it.
 
     >>> str(token_file({}, Path("/home/me"))), token_file({"RAY_AUTH_TOKEN": "x"}, Path("/home/me"))
     ('/home/me/.ray/auth_token', None)
@@ -51,32 +50,26 @@ def token_file(environment: Mapping[str, str], home: Path) -> Path | None:
 
 
 def keep_private(environment: Mapping[str, str], home: Path, *, make: bool) -> None:
-    """See that only its owner can read the token file. Ray makes it for everybody who may look into the folder.
-
-    Args:
-        environment: in which Ray is going to be started, or joined.
-        home: folder of the user.
-        make: make a file with a token, where there is none, as Ray would for a local cluster.
-    """
+    """Make the token file readable only by its owner. Ray creates it readable by others."""
     file = token_file(environment, home)
     if file is None:
         return
     if make and environment.get(MODE) == "token" and not file.exists():
         with suppress(
             OSError
-        ):  # Ray says what is wrong with the place, or somebody has made one meanwhile
+        ):  # Ray reports problems with the folder; another process may have created the file
             make_folder(file.parent)
             descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w") as written:
                 written.write(secrets.token_hex(32))
-    with suppress(OSError):  # it is not there
+    with suppress(OSError):  # the file does not exist
         found = file.stat()
         if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & 0o077:
             file.chmod(0o600)
 
 
 def unprotected(address: str, environment: Mapping[str, str]) -> str:
-    """What is said of a cluster that was joined without a token; empty: it was joined with one.
+    """Return a warning about a cluster that was joined without a token, or an empty string.
 
     >>> unprotected("head:6379", {"RAY_AUTH_MODE": "token"})
     ''
@@ -84,31 +77,32 @@ def unprotected(address: str, environment: Mapping[str, str]) -> str:
     if environment.get(MODE, "").lower() == "token":
         return ""
     return (
-        f"the Ray cluster at {address} was joined without an authentication token: whoever reaches its ports runs programs on its nodes; "
-        "start it with RAY_AUTH_MODE=token, and set that here (docs/clusters.md)"
+        f"the Ray cluster at {address} was joined without an authentication token: anyone who can reach its ports can run programs on its "
+        "nodes; start it with RAY_AUTH_MODE=token, and set that here (docs/clusters.md)"
     )
 
 
-# Cluster
+# Probe: check an existing cluster before starting anything on it: its address, whether it accepts
+# us, and its nodes.
 #
-# An existing Ray cluster, before anything is started on it: where it is, whether it lets us in,
-# and how large its nodes are.
+#     address_of("head:6379")     checks the text
+# nodes_of("head:6379")       asks the cluster in a separate program (`cluster_probe.py`) with a
+# deadline
 #
-#     address_of("head:6379")     checked as text, at once
-#     nodes_of("head:6379")       asked of the cluster by a program of its own (`cluster_probe.py`), which a deadline ends
-#
-# Ray has no deadline of its own for joining a cluster, and a connection that hangs cannot be ended
-# in this process.
+# Ray has no deadline for joining a cluster, and a hanging connection cannot be ended in this
+# process.
 
 
 VARIABLE = "RAY_ADDRESS"
 PROBE_TIMEOUT_S = 60.0
-"""Longest wait for the program that asks. Its own waits are shorter, but it imports Ray, perhaps from a slow disk."""
+"""[s] Longest wait for the probe. Its waits are shorter, but it imports Ray, perhaps from a slow
+disk."""
 EXAMPLE = "ray-head:6379"
 
 
 def address_of(given: str | None) -> str | None:
-    """The address of the cluster that an argument or `RAY_ADDRESS` names: `host:port` or "auto"; None: a local one is wanted.
+    """Return the address in an argument or `RAY_ADDRESS`: `host:port` or "auto"; None for a local
+    cluster.
 
     >>> address_of("ray-head:6379")
     'ray-head:6379'
@@ -118,7 +112,7 @@ def address_of(given: str | None) -> str | None:
 joins a cluster by host:port, such as ray-head:6379 (`ray job submit --address http://ray-head:8265 -- python SCRIPT` runs it there)
 
     Raises:
-        UserError: it is not an address of a cluster.
+        UserError: The text is not the address of a cluster.
     """
     address = given or os.environ.get(VARIABLE) or "local"
     if address in ("local", "auto"):
@@ -137,17 +131,17 @@ joins a cluster by host:port, such as ray-head:6379 (`ray job submit --address h
     try:
         parts = urlsplit(f"//{rest}")
         sound = bool(parts.hostname and parts.port) and rest == parts.netloc and "@" not in rest
-    except ValueError:  # the port is no number, or an IPv6 address stands without its brackets
+    except ValueError:  # the port is not a number, or an IPv6 address has no brackets
         sound = False
     if not sound:
         raise UserError(
-            f'{where} is no address of a Ray cluster: that is host:port, such as {EXAMPLE}, or "auto"'
+            f'{where} is not the address of a Ray cluster; use host:port, such as {EXAMPLE}, or "auto"'
         )
     return address
 
 
 def may_be_same(address: str, joined: str) -> bool:
-    """Whether an address may be that of the cluster that this process has joined.
+    """Whether an address may belong to the cluster that this process has joined.
 
     >>> may_be_same("auto", "10.0.0.1:6379"), may_be_same("127.0.0.1:6379", "10.0.0.1:6379")
     (True, True)
@@ -156,7 +150,7 @@ def may_be_same(address: str, joined: str) -> bool:
 
     Args:
         address: `host:port`, or "auto".
-        joined: `host:port` of that cluster.
+        joined: `host:port` of the joined cluster.
     """
     if address in ("auto", joined):
         return True
@@ -168,7 +162,6 @@ def may_be_same(address: str, joined: str) -> bool:
 
 
 def _addresses(host: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """The addresses of a host; none if it is not known."""
     try:
         return {ipaddress.ip_address(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), None)}
     except (OSError, ValueError):
@@ -176,10 +169,10 @@ def _addresses(host: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
 
 
 def nodes_of(address: str) -> list[Mapping[str, float]]:
-    """The resources of each node of a cluster that lets us in: `{"CPU": 16.0, "GPU": 8.0, ...}`.
+    """Return the resources of each node of a cluster: `{"CPU": 16.0, "GPU": 8.0, ...}`.
 
     Raises:
-        UserError: it cannot be joined.
+        UserError: The cluster cannot be joined.
     """
     child = ChildProcess(Path(__file__).with_name("cluster_probe.py"), address, errors=subprocess.DEVNULL)
     last: dict[str, Any]
@@ -202,12 +195,11 @@ def nodes_of(address: str) -> list[Mapping[str, float]]:
 
 
 def sizes(nodes: Sequence[Mapping[str, float]]) -> list[tuple[int, int]]:
-    """CPUs and GPUs of each node."""
     return [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes]
 
 
 CLOSE_TIMEOUT_S = 5.0
-"""Longest wait for the reaper to end."""
+"""[s] Longest wait for the reaper to end."""
 QUIET: Mapping[str, Any] = {
     "log_to_driver": False,
     "logging_level": logging.ERROR,
@@ -219,9 +211,9 @@ class RayCluster:
     """Connects to Ray and disconnects from it.
 
     Args:
-        address: `host:port` or "auto"; None: as `RAY_ADDRESS` says, or else a local cluster.
-        grows: more nodes may come while pools are waited for.
-        code: what is sent to the nodes of an existing cluster.
+        address: `host:port` or "auto". None uses `RAY_ADDRESS`, or else a local cluster.
+        grows: Whether nodes may join while pools are reserved.
+        code: The user's code, to send to the nodes of an existing cluster.
     """
 
     def __init__(self, address: str | None, *, grows: bool = False, code: UserCode | None = None) -> None:
@@ -229,19 +221,20 @@ class RayCluster:
         self._grows = grows
         self._code = code or UserCode(None, (), ())
         self.folder: str | None = None
-        """Of the local cluster, while there is one."""
+        """Folder of the local cluster while it runs."""
         self.is_connected = False
-        """Whether this object connected, and so disconnects; a script may have done so before."""
+        """Whether this object connected to Ray, so that it must disconnect. A script may have
+        connected before."""
         self._sizes: list[tuple[int, int]] | None = None
-        """CPUs and GPUs of each node of the cluster at the address, if it has been asked."""
+        """CPUs and GPUs of each node of the cluster, if known."""
         self._reaper: subprocess.Popen[str] | None = None
 
     def nodes(self) -> Nodes:
-        """The nodes of the cluster, before anything is started on it.
+        """Return the nodes of the cluster, before anything is started on it.
 
         Raises:
-            UserError: the cluster is not there, or does not let us in, or this process has joined another one; or what is to be sent to
-                its nodes is too large.
+            UserError: The cluster cannot be joined, this process is in another cluster, or the
+                user's code is too large to send.
         """
         if not self.address:
             return Nodes([(machine_cpus(), machine_gpus())], THIS_MACHINE)
@@ -251,7 +244,7 @@ class RayCluster:
 
     @property
     def notes(self) -> list[str]:
-        """What speaks against the cluster that was joined."""
+        """Warnings about the joined cluster."""
         said = unprotected(self.address, os.environ) if self.address else ""
         return [said] if said else []
 
@@ -259,14 +252,16 @@ class RayCluster:
         """Start or join the cluster, unless this process is connected.
 
         Raises:
-            UserError: it is not there, or does not let us in.
+            UserError: The cluster cannot be joined.
         """
         if not self.address:
-            # Ray reads these when it is imported: listen on loopback alone (test_sockets.py holds it to that), and ask
-            # for a token, which is its default for local clusters (said aloud, it prints no warning).
+            # Ray reads these on import: listen only on loopback (checked by test_sockets.py), and
+            # require a token. That is the default for local clusters, but setting it avoids a
+            # warning.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
             os.environ.setdefault("RAY_AUTH_MODE", "token")
-            # A rank has an environment of its own, so a worker that Ray starts beforehand, one for each CPU, would serve nobody.
+            # Ranks have their own environments, so workers that Ray starts in advance would never
+            # be used.
             os.environ.setdefault("RAY_enable_worker_prestart", "0")
             os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         keep_private(os.environ, Path.home(), make=not self.address)
@@ -275,7 +270,7 @@ class RayCluster:
 
         if self.address:
             _check_joined(self.address)
-            self._node_sizes(self.address)  # asks, unless that has just been done
+            self._node_sizes(self.address)  # checks that the cluster answers
             self._sizes = None
         if ray.is_initialized():
             if self._code.folders and not ray.get_runtime_context().runtime_env.get("working_dir"):
@@ -285,9 +280,9 @@ class RayCluster:
                 )
             return
         self.is_connected = True
-        with signals_deferred("Ray has started, and is ended again"):
+        with signals_deferred("Ray has started and stopped again"):
             set_handler = utils.set_sigterm_handler
-            utils.set_sigterm_handler = lambda *_: None  # Ray's own ends the process on the spot
+            utils.set_sigterm_handler = lambda *_: None  # Ray's handler would end the process at once
             try:
                 if self.address:
                     self._join(self.address)
@@ -297,7 +292,7 @@ class RayCluster:
                 utils.set_sigterm_handler = set_handler
 
     def disconnect(self) -> None:
-        """Leave the cluster; a local one is ended, and nothing is left of it."""
+        """Leave the cluster. A local one is ended and removed."""
         import ray
 
         if self.is_connected:
@@ -306,7 +301,7 @@ class RayCluster:
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = None
-        if self._reaper is not None:  # it finds nothing to do
+        if self._reaper is not None:  # the folder is gone, so it ends
             with suppress(subprocess.TimeoutExpired):
                 self._reaper.communicate(timeout=CLOSE_TIMEOUT_S)
             self._reaper = None
@@ -331,14 +326,15 @@ class RayCluster:
             ray.init(
                 address=address, namespace="weft", runtime_env=self._code.runtime_env() or None, **QUIET
             )
-        except (ConnectionError, RuntimeError, RayError) as error:  # gone since it was asked
+        except (ConnectionError, RuntimeError, RayError) as error:  # gone since the probe
             raise UserError(f"the Ray cluster at {address} cannot be joined: {error}") from None
 
     def _start(self, placement: Mapping[str, Place]) -> None:
         from ray._private import services
 
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # Ray's sockets lie in it, 66 characters deeper, and the path of a socket has at most 107.
+        # Ray's sockets are in it, 66 characters deeper, and a socket path has at most 107
+        # characters.
         self.folder = tempfile.mkdtemp(
             prefix="weft-", dir=None if len(tempfile.gettempdir()) <= 28 else "/tmp"
         )
@@ -346,8 +342,9 @@ class RayCluster:
         start = services.ConsolePopen
 
         def start_apart(*arguments: Any, **settings: Any) -> Any:
-            # A signal to the process group of a run (from a terminal, or a batch system) is for the driver: Ray's own processes
-            # must live for as long as it takes to save. An internal name: test_sockets.py sends such a signal.
+            # A signal to the run's process group (from a terminal or batch system) is meant for the
+            # driver. Ray's processes must live until the run is saved. This uses an internal name;
+            # test_sockets.py checks it.
             process = start(*arguments, **settings, process_group=0)
             assert reaper.stdin is not None
             print(process.pid, file=reaper.stdin, flush=True)
@@ -366,24 +363,25 @@ class RayCluster:
 
         ray.init(
             address="local",
-            num_cpus=max(machine_cpus(), cpus),  # groups without a place share the machine with the pools
+            num_cpus=max(machine_cpus(), cpus),  # groups without a place share the CPUs of the pools
             object_store_memory=_object_store_bytes(),
             include_dashboard=False,
-            _temp_dir=f"{self.folder}/r",  # which Ray opens to everybody; nobody else comes through the folder above it
+            _temp_dir=f"{self.folder}/r",  # Ray makes it public, but its parent folder is private
             namespace="weft",
             **QUIET,
         )
 
 
 def _check_joined(address: str) -> None:
-    """Refuse an address when this process has joined another cluster: it can be in one only."""
+    """Reject the address if this process has joined another cluster. A process can only be in
+    one."""
     ray = sys.modules.get("ray")
     joined: str = (
         ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else address
     )
     if not may_be_same(address, joined):
         raise UserError(
-            f"RayBackend({address!r}): this process has joined the Ray cluster at {joined} already, and can be in one only; "
+            f"RayBackend({address!r}): this process has joined the Ray cluster at {joined} already, and can be in only one; "
             "leave it first with ray.shutdown(), or give its address"
         )
 
@@ -401,6 +399,7 @@ def _started_reaper(folder: str) -> subprocess.Popen[str]:
 
 
 def _object_store_bytes() -> int:
-    """An eighth of the free shared memory: Ray carries calls and replies alone, and would take a third of the machine."""
+    """An eighth of the free shared memory. Ray's default is a third of the machine's memory, but it
+    only carries calls and replies."""
     free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 1 << 30
     return max(128 << 20, min(4 << 30, free // 8))

@@ -1,8 +1,9 @@
-"""Reaper: a small process beside a local Ray cluster, which cleans up after a driver that was killed.
+"""Reaper: a small process that cleans up a local Ray cluster after its driver was killed.
 
-Run as a program, which imports nothing of Weft: `reaper.py FOLDER`. The driver holds its standard input open for as long as it
-lives, and writes the process groups of the cluster there, one a line. If the cluster's folder is there at the end of it, the
-reaper ends what still belongs to the cluster, and removes the folder.
+Run as a program without Weft's imports: `reaper.py FOLDER SESSION`. The driver keeps its standard
+input open, and writes the cluster's process groups there, one per line. If the cluster's folder
+still exists at the end of the input, the reaper kills the cluster's processes and removes the
+folder.
 """
 
 import os
@@ -15,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 GRACE_S = 3.0
-"""How long the cluster's processes have to find out by themselves that the driver is gone."""
+"""[s] Time for the cluster's processes to notice that the driver is gone."""
 
 
 def main(folder: Path, session: int) -> None:
@@ -33,10 +34,11 @@ def main(folder: Path, session: int) -> None:
 
 
 def processes_of(folder: Path, groups: set[int], session: int) -> Iterator[int]:
-    """Those in one of these groups of the driver's session, or whose command or environment names the folder; not this one."""
+    """Processes in one of these groups of the driver's session, or whose command or environment
+    names the folder."""
     name = os.fsencode(folder)
     for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it is gone, or somebody else's
+        with suppress(OSError):  # the process is gone, or belongs to another user
             state, _, group, of_session = (entry / "stat").read_text().rpartition(") ")[2].split()[:4]
             ours = int(group) in groups and int(of_session) == session
             named = any(name in (entry / of).read_bytes() for of in ("cmdline", "environ"))

@@ -1,4 +1,4 @@
-"""SampleNote: the sample that a rank works on, noted so that it can be blamed when its process ends."""
+"""SampleNote: record which sample a rank works on, so that it is known if the process dies."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ _EIGHT = struct.Struct("<q")
 
 
 class SampleNote:
-    """Eight bytes of a file of the run, mapped: what is written there outlives the process. The file is made when the worker first says
-    which sample it works on (`Context.at`), and removed when it is closed."""
+    """Eight mapped bytes of a file, which outlive the process.
+
+    The file is created when the worker first reports a sample (`Context.at`), and removed on close.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._bytes: mmap.mmap | None = None
-        path.unlink(missing_ok=True)  # of an earlier process of the rank
+        path.unlink(missing_ok=True)  # left by an earlier process of the rank
 
     def __call__(self, sample_id: int | None) -> None:
         if self._bytes is None:
@@ -33,7 +35,7 @@ class SampleNote:
 
     @staticmethod
     def read(path: Path) -> int | None:
-        """The sample that was noted last; None: there is none."""
+        """The last recorded sample, or None."""
         if not path.exists():
             return None
         written = path.read_bytes()

@@ -1,6 +1,7 @@
-"""UserCode: the folders with a user's own modules, which Ray brings to every node of a cluster.
+"""UserCode: folders with the user's modules, which Ray sends to every node of a cluster.
 
-Ray zips them, keeps them with the job under a name made of their contents, and unpacks them once on a node; ranks import from there.
+Ray zips them, stores them with the job under a hash of their contents, and unpacks them once per
+node. Ranks import from there.
 """
 
 from __future__ import annotations
@@ -19,39 +20,38 @@ from typing import Any
 from ...dataflow.errors import UserError
 
 MAX_BYTES = 100 << 20
-"""Largest size of a folder, before it is zipped. Ray keeps what it zips in the memory of its head node."""
+"""[bytes] Maximum size of a folder before zipping. Ray keeps the zip files in the memory of its
+head node."""
 EXCLUDES = ("runs/", ".venv/", "venv/", ".git/", "__pycache__/")
-"""What is never sent, beside what the folder's own `.gitignore` and `.rayignore` exclude."""
+"""Patterns that are never sent, in addition to the folder's `.gitignore` and `.rayignore`."""
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Environment variable in which `ray job submit` hands its settings on."""
+"""Environment variable with the settings of `ray job submit`."""
 
 
 @dataclass(frozen=True)
 class UserCode:
-    """What a user wants sent."""
-
     working_dir: Path | None
-    """In which ranks work, and from which they import."""
+    """Working directory of ranks; they can import from it."""
     py_modules: tuple[Path, ...]
     """Folders of packages that they can import."""
     excludes: tuple[str, ...]
-    """Patterns, as in a `.gitignore`, of what is left out."""
+    """Patterns of files not to send, as in a `.gitignore`."""
 
     @classmethod
     def of(
         cls, working_dir: str | Path | None, py_modules: Sequence[str | Path], excludes: Sequence[str]
     ) -> UserCode:
-        """Check what a user gave.
+        """Check the user's arguments.
 
         Raises:
-            UserError: naming the argument and the folder.
+            UserError: An argument is wrong; the message names it and the folder.
         """
         for name, given in (("py_modules", py_modules), ("excludes", excludes)):
             if isinstance(given, str | Path):
-                raise UserError(f"RayBackend({name}={str(given)!r}): it is a list")
+                raise UserError(f"RayBackend({name}={str(given)!r}): it must be a list")
         if excludes and working_dir is None and not py_modules:
             raise UserError(
-                f"RayBackend(excludes={list(excludes)}) leaves nothing out: give working_dir or py_modules"
+                f"RayBackend(excludes={list(excludes)}) has no effect without a folder to send; give working_dir or py_modules"
             )
         named = [("working_dir", working_dir)] if working_dir is not None else []
         for name, path in [*named, *(("py_modules", module) for module in py_modules)]:
@@ -71,7 +71,7 @@ class UserCode:
         """Check the sizes of the folders.
 
         Raises:
-            UserError: one is too large; the message names what is largest in it.
+            UserError: A folder is too large; the message lists its largest entries.
         """
         for folder in self.folders:
             sizes = Counter[str]()
@@ -82,13 +82,13 @@ class UserCode:
                     f"{name} ({size / 1e6:.0f} MB)" for name, size in Counter(sizes).most_common(3)
                 )
                 raise UserError(
-                    f"{folder} has {total / 1e6:.0f} MB to send to other nodes, and {MAX_BYTES / 1e6:.0f} MB are allowed; the largest: "
-                    f"{largest}. RayBackend(excludes=[...]) leaves out what ranks do not need, as a .gitignore there does; models, "
-                    "which settings name, travel by themselves"
+                    f"{folder} has {total / 1e6:.0f} MB to send to other nodes, but the limit is {MAX_BYTES / 1e6:.0f} MB; the largest: "
+                    f"{largest}. Leave out what ranks do not need by RayBackend(excludes=[...]) or a .gitignore in the folder; models "
+                    "in settings are sent separately"
                 )
 
     def files(self, folder: Path) -> dict[str, int]:
-        """What of a folder would be sent: path below it -> bytes."""
+        """Files of a folder that would be sent: path below it -> bytes."""
         from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
 
         sizes: dict[str, int] = {}
@@ -102,7 +102,8 @@ class UserCode:
         return sizes
 
     def runtime_env(self, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-        """What `ray.init` is told. Nothing, if `ray job submit` has sent the working directory already."""
+        """The runtime environment for `ray.init`; empty if `ray job submit` has sent the working
+        directory."""
         job = json.loads(environment.get(_JOB) or "{}").get("runtime_env") or {}
         told: dict[str, Any] = {}
         if self.working_dir is not None and "working_dir" not in job:
@@ -113,7 +114,8 @@ class UserCode:
 
 
 def cannot_import(error: Exception) -> str | None:
-    """What to say of a process that ended since its node lacks a module that this process has; None: it ended for another reason."""
+    """Return an error message if a process died because its node lacks a module that this process
+    has, else None."""
     lacking = re.search(r"No module named '([\w.]+)'", str(error))
     top = lacking.group(1).partition(".")[0] if lacking else ""
     file = getattr(sys.modules.get(top), "__file__", None)
@@ -122,5 +124,5 @@ def cannot_import(error: Exception) -> str | None:
     folder = Path(file).parent.parent if Path(file).name == "__init__.py" else Path(file).parent
     return (
         f"its node cannot import {lacking.group(1)!r}, which the driver has from {file}. RayBackend(working_dir={str(folder)!r}) sends "
-        "that folder to all nodes; it need not be sent where they all see it, or under `ray job submit --working-dir`"
+        "that folder to all nodes. It is not needed if all nodes see the folder, or with `ray job submit --working-dir`"
     )

@@ -1,4 +1,5 @@
-"""Witness: what a node knows of the processes of ranks on it. One is in the driver, one in the server of segments of each other node."""
+"""Witness: memory, stacks and exit reasons of the processes on a node. The driver and the segment
+server of each other node have one."""
 
 from __future__ import annotations
 
@@ -20,45 +21,43 @@ from pathlib import Path
 from ...dataflow.config import gib
 from ...workers.device import NodeMemory, cgroup_folders, node_memory
 
-# Process memory
-#
-# Memory of processes, as the kernel counts it. Reading a process costs about 30 us. That of the
-# node is in `workers/device.py`.
+# Memory of processes, as the kernel counts it (about 30 us per process)
 
 
 ENDS = 4
-"""Readings that are shown of a course, evenly spread."""
+"""Number of readings in a description, evenly spread over time."""
 
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Memory of a process that is in RAM."""
+    """Resident memory of a process."""
 
     resident_bytes: int
-    """Its own: the heap, and files that it has mapped."""
+    """Private memory: the heap and mapped files."""
     shared_bytes: int
-    """Shared memory that it has touched: segments of rows, weights on their way, Ray's object store. Others may count it, too."""
+    """Shared memory that it has touched: row segments, weight transfers, Ray's object store. Other
+    processes may count it as well."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of a node, and of what of the run is on it."""
+    """Memory of a node, and of the run's processes on it."""
 
     processes: dict[str, ProcessMemory]
     """Worker, such as `rollout[0]` -> its memory."""
     node: NodeMemory | None = None
     object_store_bytes: int = 0
-    """What Ray's object store takes of it."""
+    """Bytes in Ray's object store."""
 
 
 def memory_of(process: int | str, root: Path = Path("/")) -> ProcessMemory | None:
-    """Memory of a process of this machine; None: it is gone.
+    """Return the memory of a process on this machine, or None if it is gone.
 
     >>> memory_of("self").resident_bytes > 1 << 20, memory_of(-1)
     (True, None)
 
     Args:
-        process: its number, or "self".
+        process: Its pid, or "self".
     """
     try:
         text = (root / f"proc/{process}/status").read_text()
@@ -67,13 +66,13 @@ def memory_of(process: int | str, root: Path = Path("/")) -> ProcessMemory | Non
     found = {
         name: int(kib) << 10 for name, kib in re.findall(r"^(Rss\w+):\s+(\d+) kB$", text, re.MULTILINE)
     }
-    if "RssAnon" not in found:  # it has ended, and nobody has taken notice
+    if "RssAnon" not in found:  # a zombie
         return None
     return ProcessMemory(found["RssAnon"] + found.get("RssFile", 0), found.get("RssShmem", 0))
 
 
 def object_store(root: Path = Path("/")) -> int:
-    """Bytes that the object stores of the Ray nodes of this machine hold, as far as this user may see them."""
+    """Bytes in the object stores of this machine's Ray nodes that this user may see."""
     total = 0
     for entry in (root / "proc").glob("[0-9]*"):
         try:
@@ -86,13 +85,13 @@ def object_store(root: Path = Path("/")) -> int:
 
 
 def course(readings: Sequence[tuple[float, int]]) -> str:
-    """How memory went over time, in words; empty where there are no two readings.
+    """Describe memory over time; empty for fewer than two readings.
 
     >>> course([(0.0, 1 << 30), (10.0, 2 << 30), (20.0, 4 << 30)])
     'its own memory in the last 20 s: 1.0 GiB, 2.0 GiB, 4.0 GiB'
 
     Args:
-        readings: seconds and bytes, oldest first.
+        readings: Pairs of seconds and bytes, oldest first.
     """
     if len(readings) < 2:
         return ""
@@ -103,32 +102,27 @@ def course(readings: Sequence[tuple[float, int]]) -> str:
     )
 
 
-# Exit status
-#
-# With which code or signal a process has ended, also one that is no child of this: the kernel
-# keeps it for whoever holds its pidfd.
-#
-# Linux 6.15 and later answer this for any process. Earlier ones do not; then it is known of a
-# process that nobody has waited for.
+# Exit status of a process that need not be a child of this one, through its pidfd. Linux 6.15 and
+# later report it for any process; earlier versions only while no process has waited for it.
 
 
 GET_INFO = 0xC040FF0B
-"""PIDFD_GET_INFO of linux/pidfd.h, for its first 64 bytes."""
+"""PIDFD_GET_INFO in linux/pidfd.h, for its first 64 bytes."""
 EXIT = 1 << 3
-"""PIDFD_INFO_EXIT: the exit status is wanted, and is there."""
+"""PIDFD_INFO_EXIT: the exit status is requested, or present."""
 INFO = struct.Struct("=Q52xi")
-"""The mask, and the exit status."""
+"""Layout: the mask, and the exit status."""
 EXIT_POLL_S = 0.02
 
 
 class HeldProcess:
-    """A process that is held: its number is given to no other as long as this lives.
+    """A handle to a process, which keeps its pid from being reused.
 
     Args:
-        pid: of the process, on this machine.
+        pid: Pid of a process on this machine.
 
     Raises:
-        OSError: there is none.
+        OSError: There is no such process.
     """
 
     def __init__(self, pid: int) -> None:
@@ -136,22 +130,23 @@ class HeldProcess:
         self._held = os.pidfd_open(pid)
 
     def send(self, number: int) -> bool:
-        """Send it a signal; returns whether it is there to get it."""
+        """Send a signal. Return whether the process exists."""
         with suppress(OSError):
             signal.pidfd_send_signal(self._held, number)
             return True
         return False
 
     def exit_code(self, wait_s: float) -> int | None:
-        """Its exit code, or minus the signal that ended it; None: it lives, or the kernel does not say.
+        """Return the exit code, or minus the signal that ended it; None if it is alive or the
+        status is unknown.
 
         Args:
-            wait_s: longest wait for its end, and for the process that started it to take notice.
+            wait_s: [s] Longest wait for its end, and for its parent to reap it.
         """
         if not select.select([self._held], [], [], wait_s)[0]:
             return None
         status = self._status()
-        while status is None and wait_s > 0:  # its parent has not waited for it yet
+        while status is None and wait_s > 0:  # its parent has not reaped it yet
             select.select([], [], [], EXIT_POLL_S)
             wait_s -= EXIT_POLL_S
             status = self._status()
@@ -165,9 +160,7 @@ class HeldProcess:
             mask, status = INFO.unpack(info)
             if mask & EXIT:
                 return status
-        with suppress(
-            OSError, ValueError, IndexError
-        ):  # nobody has waited for it: the last field but none is its status
+        with suppress(OSError, ValueError, IndexError):  # a zombie: the exit status is in its stat file
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].split()
             return int(fields[49]) if fields[0] in "ZX" else None
         return None
@@ -178,7 +171,7 @@ class HeldProcess:
 
 
 def said_of(code: int | None) -> str:
-    """An exit code, in words.
+    """Describe an exit code.
 
     >>> said_of(3), said_of(-9), said_of(None)
     ('exit code 3', 'signal SIGKILL', '')
@@ -193,21 +186,19 @@ def said_of(code: int | None) -> str:
         return f"signal {-code}"
 
 
-# Out of memory
-#
-# Out of memory: whether a process was ended because memory ran out, which it cannot say itself.
-# The kernel counts the processes that it ends; the error of Ray's memory monitor says so.
+# Out of memory: find out whether memory ran out, which the process itself cannot report. The kernel
+# counts the processes that it kills; Ray's memory monitor raises an error.
 
 
 FILES = ("memory.events", "memory.oom_control")
-"""Files of a cgroup (versions 2 and 1) that count the processes ended because its memory ran out."""
+"""Files of a cgroup (versions 2 and 1) that count processes killed because it ran out of memory."""
 ADVICE = (
     "give the worker more memory, or smaller microbatches, shorter responses, fewer ranks on its node"
 )
 
 
 def kills(root: Path = Path("/")) -> dict[str, int]:
-    """File -> processes that the kernel has ended because memory ran out, as far as this process can see.
+    """Return file -> number of processes killed by the kernel because memory ran out.
 
     >>> all(number >= 0 for number in kills().values())
     True
@@ -227,20 +218,21 @@ def kills(root: Path = Path("/")) -> dict[str, int]:
 
 
 def said_by_kernel(before: dict[str, int], now: dict[str, int]) -> str:
-    """What the counts of the kernel say of a process that SIGKILL has ended; empty: nothing.
+    """Describe what the kernel's counts say about a process that SIGKILL ended; empty if they did
+    not grow.
 
     Args:
-        before: `kills()` when it was looked at last.
+        before: Earlier result of `kills()`.
         now: `kills()` after the end of the process.
     """
     grown = [file for file, number in now.items() if number > before.get(file, number)]
     if not grown:
         return ""
-    return f"out of memory: the kernel has ended a process of this machine meanwhile ({grown[0]} counts them); {ADVICE}"
+    return f"out of memory: the kernel has killed a process on this machine since the last check ({grown[0]} counts them); {ADVICE}"
 
 
 def said_by_ray(error: str) -> str:
-    """What Ray says of its memory monitor in an error; empty: nothing."""
+    """Describe a memory monitor error of Ray; empty for other errors."""
     if (
         "OutOfMemoryError" not in error
         and "memory pressure" not in error
@@ -252,28 +244,22 @@ def said_by_ray(error: str) -> str:
     return f"out of memory: Ray's memory monitor ended it, because its node had too little left{had}; {ADVICE}"
 
 
-# Stacks
-#
-# Where a process stands: on a signal it writes the stacks of all of its threads to its log, also
-# while it hangs in C.
-#
-# The driver, or the server of segments of another node, sends the signal, and reads what comes.
-# The part that matters is the thread that carries out the calls; the log has all of them.
+# Stacks: on a signal, a process writes the stacks of all threads to its log, even while it hangs in
+# C. The reader shows the thread that executes calls; the log has all of them.
 
 
 SIGNAL = signal.SIGURG
-"""A process that does not know of it ignores it."""
+"""Ignored by processes that do not handle it."""
 WAIT_S = 2.0
-"""Longest wait for the stacks of a process."""
+"""[s] Longest wait for the stacks of a process."""
 SETTLED_S = 0.1
-"""A log that does not grow for so long has all of them."""
+"""[s] The stacks are complete when the log has not grown for this long."""
 POLL_S = 0.02
 MAX_BYTES = 1 << 20
-"""Most bytes of a log that are read."""
+"""[bytes] Maximum part of a log that is read."""
 MAX_FRAMES = 12
-"""Frames that are shown, the innermost."""
 AT_WORK = "executor.py"
-"""The file whose frame is in the stack of the thread that carries out calls."""
+"""File with a frame in the stack of the thread that executes calls."""
 FRAME = re.compile(r'^  File "(.*)", line (\S+) in (.*)$')
 STATES = {
     "T": "it is stopped, by SIGSTOP or from a terminal",
@@ -285,33 +271,32 @@ STATES = {
 
 
 def write_on_request(stream: int = 2) -> None:
-    """From here on this process writes its stacks on request.
+    """Let this process write its stacks on request.
 
     Args:
-        stream: descriptor of the file that they are written to.
+        stream: File descriptor to write to.
     """
     faulthandler.register(SIGNAL, file=stream, all_threads=True)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Processes of this machine that were asked for their stacks, all at once."""
+    """Processes of this machine that were asked for their stacks."""
 
     logs: Mapping[str, tuple[int, Path]]
-    """Worker -> number of its process, and its log."""
+    """Worker -> pid and log of its process."""
     begun: Mapping[str, int]
-    """Bytes of each log before."""
+    """Size of each log before the request."""
     known: Mapping[str, bool]
-    """Whether the process was there."""
 
     def answers(self, wait_s: float = WAIT_S) -> dict[str, str]:
-        """Where the processes stand, each in a few lines. Holds no process: others may end and forget them meanwhile.
+        """Return a description of each process's stack. Processes may end in the meantime.
 
         Args:
-            wait_s: longest wait for all of them.
+            wait_s: [s] Longest wait for all of them.
 
         Returns:
-            Worker -> the innermost frames of the thread that carries out calls, or why there are none.
+            Worker -> innermost frames of the thread that executes calls, or why there are none.
         """
         deadline, grown, last = time.monotonic() + wait_s, dict(self.begun), time.monotonic()
         while time.monotonic() < deadline:
@@ -329,11 +314,7 @@ class Asked:
 
 
 def ask_stacks(processes: Mapping[str, tuple[HeldProcess, Path]]) -> Asked:
-    """Have processes of this machine write their stacks.
-
-    Args:
-        processes: worker -> its process, and its log.
-    """
+    """Ask processes of this machine to write their stacks."""
     begun = {who: _size(log) for who, (_, log) in processes.items()}
     known = {who: process.send(SIGNAL) for who, (process, _) in processes.items()}
     return Asked({who: (process.pid, log) for who, (process, log) in processes.items()}, begun, known)
@@ -344,9 +325,8 @@ def _in_words(text: str, pid: int, *, known: bool) -> str:
         return "its process is gone"
     found = threads_in(text)
     if not found:
-        return (
-            f"its process does not say where it stands: {STATES.get(_state(pid), 'it answers no signal')}"
-        )
+        state = STATES.get(_state(pid), "it does not respond to signals")
+        return f"its process does not report its stack: {state}"
     working = [
         frames
         for frames in found
@@ -356,7 +336,8 @@ def _in_words(text: str, pid: int, *, known: bool) -> str:
 
 
 def threads_in(text: str) -> list[list[tuple[str, str, str]]]:
-    """The stacks in what `faulthandler` wrote: of each thread the frames (file, line, function), the innermost first.
+    """Parse the output of `faulthandler`: frames (file, line, function) of each thread, innermost
+    first.
 
     >>> threads_in('noise\\nThread 0x01 (most recent call first):\\n  File "a.py", line 7 in f\\n  File "b.py", line 9 in g\\n')
     [[('a.py', '7', 'f'), ('b.py', '9', 'g')]]
@@ -371,17 +352,17 @@ def threads_in(text: str) -> list[list[tuple[str, str, str]]]:
 
 
 def shown(frames: list[tuple[str, str, str]]) -> str:
-    """The frames above those of the executor; that it waits for a call, where there are none."""
+    """Describe the frames above the executor's; without any, the worker waits for a call."""
     own: list[tuple[str, str, str]] = []
     for frame in frames:
         if Path(frame[0]).name == AT_WORK and Path(frame[0]).parent.name == "ranks":
             break
         own.append(frame)
     if not own or (len(own) < len(frames) and frames[len(own)][2] == "_serve"):
-        return "it waits for a call, as if it had none"
+        return "it is idle: it waits for a call"
     more = [f"  ... and {len(own) - MAX_FRAMES} more"] if len(own) > MAX_FRAMES else []
     lines = [f'  File "{file}", line {line}, in {name}' for file, line, name in own[:MAX_FRAMES]]
-    return "\n".join(["it stands at (the innermost call first)", *lines, *more])
+    return "\n".join(["stack (innermost call first)", *lines, *more])
 
 
 def _size(log: Path) -> int:
@@ -408,20 +389,20 @@ def _state(pid: int) -> str:
 
 
 SAMPLE_S = 1.0
-"""Seconds between two readings of the memory of a process."""
+"""[s] Time between two readings of a process's memory."""
 READINGS = 120
-"""Readings that are kept of each."""
+"""Number of readings kept per process."""
 STORE_S = 10.0
-"""Seconds between two looks at the object stores: these look at all processes."""
+"""[s] Time between two readings of object stores, which scan all processes."""
 EXIT_S = 2.0
-"""Longest wait for the exit status of a process that is gone."""
+"""[s] Longest wait for the exit status of a process that is gone."""
 
 
 @dataclass
 class _Watched:
     process: HeldProcess
     readings: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=READINGS))
-    """Seconds and own bytes."""
+    """Pairs of seconds and private bytes."""
     memory: ProcessMemory | None = None
 
 
@@ -429,8 +410,8 @@ class Witness:
     """Watches processes of this machine.
 
     Args:
-        logs: folder of their logs.
-        root: of the file system, where the kernel's files are.
+        logs: Folder of their logs.
+        root: Root of the file system with the kernel's files.
     """
 
     def __init__(self, logs: Path, root: Path = Path("/")) -> None:
@@ -440,14 +421,10 @@ class Witness:
         self._sampled = self._stored = float("-inf")
         self._store_bytes = 0
         self._lock = threading.Lock()
-        """A server is asked on one thread, and takes readings on another."""
+        """A segment server answers on one thread and takes readings on another."""
 
     def watch(self, processes: Mapping[str, int]) -> None:
-        """Watch these, and no others.
-
-        Args:
-            processes: worker, such as `rollout[0]` -> number of its process on this machine.
-        """
+        """Watch these processes, and no others."""
         with self._lock:
             for who in list(self._watched):
                 if processes.get(who) != self._watched[who].process.pid:
@@ -456,11 +433,11 @@ class Witness:
                 if who not in self._watched:
                     try:
                         self._watched[who] = _Watched(HeldProcess(pid))
-                    except OSError:  # it has ended meanwhile
+                    except OSError:  # it has ended already
                         continue
 
     def look(self) -> None:
-        """Take a reading of their memory, when it is time."""
+        """Read their memory, if it is time."""
         now = time.monotonic()
         if now - self._sampled < SAMPLE_S:
             return
@@ -475,18 +452,13 @@ class Witness:
                 self._stored, self._store_bytes = now, object_store(self._root)
 
     def memory(self) -> Memory:
-        """The last readings, and the memory of the node now."""
+        """Return the last readings, and the current memory of the node."""
         with self._lock:
             found = {who: watched.memory for who, watched in self._watched.items() if watched.memory}
         return Memory(found, node_memory(self._root), self._store_bytes)
 
     def stacks(self, whose: Collection[str], wait_s: float = WAIT_S) -> dict[str, str]:
-        """Where processes stand: worker -> some lines. Those that are not watched are left out.
-
-        Args:
-            whose: workers.
-            wait_s: longest wait for all of them; others may use this witness meanwhile.
-        """
+        """Return worker -> stack, in words; unwatched workers are left out."""
         with self._lock:
             asked = ask_stacks(
                 {
@@ -498,12 +470,13 @@ class Witness:
         return asked.answers(wait_s) if asked.logs else {}
 
     def ending(self, who: str, wait_s: float = EXIT_S, *, blamed: bool = False) -> str:
-        """How a process ended, in words: its exit code or signal, memory that ran out, and how its memory went; empty: that is not known.
+        """Describe how a process ended: exit code or signal, out of memory, and its memory over
+        time. Empty if unknown.
 
         Args:
-            who: the worker.
-            wait_s: longest wait for its exit status.
-            blamed: it is known already who has ended it.
+            who: The worker.
+            wait_s: [s] Longest wait for its exit status.
+            blamed: Whether the cause is known already.
         """
         with self._lock:
             watched = self._watched.pop(who, None)
@@ -514,7 +487,9 @@ class Witness:
             before, self._kills = self._kills, kills(self._root)
         by_kernel = said_by_kernel(before, self._kills) if code in (None, -9) and not blamed else ""
         if code == -9 and not by_kernel and not blamed:
-            by_kernel = "the kernel counts nothing that it ended for want of memory: somebody, or another program, has sent it"
+            by_kernel = (
+                "the kernel reports no out-of-memory kill: a user or another program has sent the signal"
+            )
         return "; ".join(part for part in (said_of(code), by_kernel, course(watched.readings)) if part)
 
     def _log(self, who: str) -> Path:
@@ -525,7 +500,7 @@ class Witness:
 
 
 def log_name(who: str) -> str:
-    """Name of the log of a worker.
+    """Name of a worker's log.
 
     >>> log_name("rollout[0]")
     'rollout_0.log'

@@ -1,4 +1,5 @@
-"""Witnesses: asks the nodes of a run what they know of its processes: the driver's at once, others over their servers of segments."""
+"""Witnesses: collect memory, stacks and exit reasons of the run's processes, from this node and
+others."""
 
 from __future__ import annotations
 
@@ -14,57 +15,48 @@ from .backend import this_node
 from .witness import EXIT_S, SAMPLE_S, Memory, Witness, said_by_ray
 
 ASK_S = 10.0
-"""Seconds between two questions to other nodes."""
+"""[s] Time between two requests to other nodes."""
 ANSWER_S = 8.0
-"""Longest wait for another node that is asked where a process stands, or how it ended."""
+"""[s] Longest wait for another node to report stacks or an exit reason."""
 
 
 class Witnesses:
-    """What the nodes of a run know of its processes. Stacks may be asked for by another thread than the loop's.
+    """Information about the run's processes on all nodes. Stacks may be requested from another
+    thread than the loop's.
 
     Args:
-        logs: folder of the logs in the run's directory.
+        logs: Folder of logs in the run's directory.
     """
 
     def __init__(self, logs: Path) -> None:
         self._own = Witness(logs)
         self._lock = threading.RLock()
-        """Held by whoever takes or changes what is below, never while somebody's answer is waited for."""
+        """Protects the fields below. It is never held while waiting for an answer."""
         self._coming: dict[Any, str] = {}
-        """Promise of where a process is -> its worker."""
+        """Promise of a process's node and pid -> its worker."""
         self._processes: dict[str, tuple[str, int]] = {DRIVER: (this_node(), os.getpid())}
-        """Worker -> name of its node, and number of its process there."""
+        """Worker -> name of its node, and its pid there."""
         self._asked: dict[Any, str] = {}
         """Promise of the memory of a node -> the node."""
         self._told: dict[str, dict[str, int]] = {}
-        """Other node -> the processes that it was told to watch."""
+        """Other node -> processes that it was told to watch."""
         self._elsewhere: dict[str, Memory] = {}
-        """Other node -> its memory, when it was asked last."""
+        """Other node -> its last known memory."""
         self._looked = self._asked_at = float("-inf")
 
     def meet(self, who: str, process: Any) -> None:
-        """Ask where the process of a worker is, which has just been started.
-
-        Args:
-            who: the worker, such as `rollout[0]`.
-            process: promise of its node and number.
-        """
+        """Start watching the new process of a worker."""
         with self._lock:
             self.forget(who)
             self._coming[process] = who
 
     def forget(self, who: str) -> None:
-        """The process of a worker was ended."""
         with self._lock:
             self._coming = {promise: other for promise, other in self._coming.items() if other != who}
             self._processes.pop(who, None)
 
     def look(self, hosts: Mapping[str, Any]) -> None:
-        """Take what has come, and readings when it is time. Waits for nobody.
-
-        Args:
-            hosts: other node -> the actor that watches processes there.
-        """
+        """Process answers, and take or request new readings if it is time, without waiting."""
         now = time.monotonic()
         if now - self._looked < SAMPLE_S:
             return
@@ -96,7 +88,7 @@ class Witnesses:
                 who = self._coming.pop(promise)
                 try:
                     self._processes[who] = ray.get(promise)
-                except RayError:  # it has ended before it could say so
+                except RayError:  # the process died first
                     continue
 
     def _take_asked(self) -> None:
@@ -112,7 +104,7 @@ class Witnesses:
             node = self._asked.pop(promise)
             try:
                 self._elsewhere[node] = ray.get(promise)
-            except RayError:  # its server has ended, and is started again
+            except RayError:  # its server has died and will be restarted
                 continue
 
     def _on(self, node: str) -> dict[str, int]:
@@ -120,11 +112,11 @@ class Witnesses:
             return {who: pid for who, (at, pid) in self._processes.items() if at == node}
 
     def memory(self) -> dict[str, Memory]:
-        """Node -> the memory of it and of its processes, as far as it is known."""
+        """Node -> last known memory of the node and its processes."""
         return {this_node(): self._own.memory(), **self._elsewhere}
 
     def stacks(self, whose: Collection[str], hosts: Mapping[str, Any]) -> dict[str, str]:
-        """Where the processes of workers stand, in words; those that are not known are left out."""
+        """Stack traces of workers, in words; unknown ones are left out."""
         with self._lock:
             self._watch()
             nodes = {self._processes[who][0] for who in whose if who in self._processes} - {this_node()}
@@ -139,11 +131,7 @@ class Witnesses:
         return found
 
     def ending(self, who: str, error: BaseException, hosts: Mapping[str, Any]) -> str:
-        """How the process of a worker ended, in words.
-
-        Args:
-            error: what Ray says of it.
-        """
+        """Describe how the process of a worker ended."""
         self._take_coming()
         by_ray = said_by_ray(f"{type(error).__name__}: {error}")
         with self._lock:
@@ -163,7 +151,7 @@ class Witnesses:
         for promise in ready:
             try:
                 yield ray.get(promise)
-            except RayError:  # the node is gone, with all that it knew
+            except RayError:  # the node is gone
                 continue
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""The parts of a run's loop: admit, dispatch, settle, close. `run.py`, one folder up, puts them together."""
+"""The loop of a run (`run.py`) and its parts: admit, dispatch, settle, close."""

@@ -1,4 +1,4 @@
-"""Admission: how many prompts are issued now, and when an evaluation begins."""
+"""Admission: decide how many prompts to issue, and when an evaluation begins."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from ..schedule import MAX_REFILLS
 from .calls import RunParts
 
 FEW_PASS = (
-    "Try easier prompts if the rewards are low, harder ones if they are high, more responses to each prompt (n), a higher temperature, "
+    "Try easier prompts if the rewards are low, harder ones if they are high, more responses per prompt (n), a higher temperature, "
     "or the graph without drop_zero_variance"
 )
 
 
 class Admission:
-    """Issues rows as the schedule wants them and the buffer has capacity for them."""
+    """Issue rows, as the schedule wants and the buffer allows."""
 
     def __init__(
         self, parts: RunParts, alert: Callable[[str, str], None], *, stop_without_signal: bool
     ) -> None:
         """
         Args:
-            alert: takes the name and the text of a warning.
-            stop_without_signal: end the run when a filter drops all groups of its first prompts because their rewards are equal.
+            alert: Receives the name and the text of a warning.
+            stop_without_signal: End the run if a filter drops all groups of the first prompts
+                because their rewards are equal.
         """
         self._parts = parts
         self._alert = alert
@@ -36,7 +37,6 @@ class Admission:
 
     @property
     def possible(self) -> bool:
-        """Whether rows could be issued now."""
         if any(
             self._may_begin(e, v)
             for e in self._parts.graph_runs.evaluations.values()
@@ -53,8 +53,9 @@ class Admission:
         """Begin evaluations that are due, and issue prompts for training.
 
         Raises:
-            StalledError: filters drop so many rows, or the buffer is so small, that no step would ever be over.
-            NoSignalError: no group of the prompts of the first two steps has passed a filter of equal rewards.
+            StalledError: No step could ever end, because filters drop too many rows or the buffer
+                is too small.
+            NoSignalError: In the first two steps, no group passed a filter of equal rewards.
         """
         for evaluation in self._parts.graph_runs.evaluations.values():
             for step, versions in list(evaluation.due.items()):
@@ -71,13 +72,13 @@ class Admission:
 
     @property
     def _waits(self) -> bool:
-        """Whether an evaluation has to be over before another step begins."""
         return self._parts.evaluation_rules.holds_training and self._parts.graph_runs.evaluating
 
     def _admit_ahead(self) -> None:
         train, schedule = self._parts.train, self._parts.schedule
         wanted = schedule.admit(train)
         number = min(wanted, self._capacity().groups) if wanted else 0
+        # More prompts than this without a full batch means that filters drop nearly all groups.
         ahead = 1 + (schedule.max_staleness or 0) + MAX_REFILLS
         if number and schedule.lacks(train) and train.issued > ahead * schedule.prompts_per_step:
             self._shorten(2 * ahead * schedule.prompts_per_step)
@@ -96,7 +97,7 @@ class Admission:
                 raise StalledError(
                     f"step {step} needs {number} groups at once; the buffer is full: {capacity.reason}"
                 )
-            return  # until some are finished; the calls that work on them have deadlines
+            return  # wait until groups are finished; calls on them have deadlines
         if train.open:
             self._check_signal()
             train.refills += 1
@@ -107,13 +108,16 @@ class Admission:
             train.issue(number, step)
 
     def _shorten(self, most: int) -> None:
-        """End the step under way with the groups that have passed the filters, if the schedule allows it.
+        """End the current step with the groups that have passed the filters, if the schedule allows
+        it.
 
         Args:
-            most: prompts that the step may issue to get a last group, where updates have begun with all that passed.
+            most: Maximum number of prompts to issue for one last group, if updates have begun with
+                all that passed.
 
         Raises:
-            StalledError: the schedule does not allow it, no group has passed, or `most` prompts gave no last group.
+            StalledError: The schedule does not allow it, no group has passed, or `most` prompts
+                were not enough.
         """
         train, schedule = self._parts.train, self._parts.schedule
         exhausted = train.issued > most
@@ -129,19 +133,20 @@ class Admission:
                 schedule.short_steps == "stop"
             )
             raise StalledError(f"{found}. {FEW_PASS}{fewer}")
-        if schedule.size(train) < each and not self._has_alerted:  # one warning is enough
+        if schedule.size(train) < each and not self._has_alerted:  # warn once
             self._has_alerted = True
             self._alert("short_step", f"{found}. It is trained on {train.short_size}. {FEW_PASS}")
 
     def _may_begin(self, evaluation: EvaluationRun, versions: Mapping[str, int]) -> bool:
-        """Whether an evaluation that wants groups to hold these versions may begin: when they do, and, where its rows do not take their
-        place among others, that of an earlier step is over; or, where training waits for it, when nothing else is under way."""
+        """Whether an evaluation may begin: the groups must have these versions."""
+        # Training waits for the evaluation, and the evaluation for everything that runs.
         if self._parts.evaluation_rules.holds_training:
             idle = (
                 all(call.behind for call in self._parts.calls.at_work)
                 and not self._parts.calls.beside_the_graph
             )
             return idle and not self._parts.weights.under_way
+        # Groups keep the weights of the previous evaluation until it is over.
         if evaluation.under_way and self._parts.evaluation_rules.keeps_weights:
             return False
         return all(self._parts.groups[name].version >= version for name, version in versions.items())
@@ -162,7 +167,8 @@ class Admission:
         )
 
     def _check_signal(self) -> None:
-        """Before more prompts are issued in the first step: some group must have passed the filters."""
+        """Before issuing more prompts in the first step, check that some group passed the
+        filters."""
         train, each = self._parts.train, self._parts.schedule.prompts_per_step
         first = (
             self._stop_without_signal and not train.step and train.issued >= FIRST_WITHOUT_SIGNAL * each

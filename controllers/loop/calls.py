@@ -1,10 +1,10 @@
-"""Calls: every call of a run, from the request to its end.
+"""Calls: every call of a run, from request to end.
 
-    queued ──> waiting for the devices of a shared pool ──> under way ──last reply──> ended
-      ^                                                                                 │
-      └──────────────────────────── requests that follow from it ──────────────────────┘
+    queued ──> waiting for the devices of a shared pool ──> running ──last reply──> ended
+      ^                                                                               │
+      └───────────────────────────── requests that follow from it ────────────────────┘
 
-Nothing that follows from a reply is done while replies are taken: it is queued, and made on a later turn of the loop.
+Requests that follow from a reply are queued, and made on a later turn of the loop.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from ..schedule import EvaluationRules, Training
 from ..weight_sync import WeightSync
 from .recording import Recording
 
-# Device turns
-#
-# DeviceTurns: which group has its model on the devices of a pool that several groups share.
+# Device turns of groups that share the devices of a pool
 
 
 @dataclass
 class _Pool:
     holder: WorkerGroup | None = None
-    """The group whose model is on the devices, or will be when the change is over."""
+    """The group whose model is on the devices, or is being loaded."""
     changing: bool = False
     waiting: deque[CallRequest] = field(default_factory=deque)
 
 
 class DeviceTurns:
-    """Groups on one pool with GPUs take turns: the holder is offloaded before the next group is onloaded.
+    """Groups on one pool with GPUs take turns: the holder is offloaded before the next group is
+    onloaded.
 
-        nobody ──request of b──────────────────────> onloading b ──> held by b
+        free      ──request of b──────────────────> onloading b ──> held by b
         held by a ──request of b──> offloading a ──> onloading b ──> held by b
 
-    A request that needs the devices waits while they change hands. Requests of one pool are made in the order in which they came.
+    Requests that need the devices wait for the change. Requests for one pool keep their order.
     """
 
     def __init__(self) -> None:
         self._pools: dict[str, _Pool] = {}
 
     def ask(self, request: CallRequest) -> list[CallRequest]:
-        """Requests that may be made now: this one, if its group has the devices or needs none, or the change that it waits for."""
+        """Return the requests to make now: this one if its group holds the devices or needs none,
+        or the offload that it waits for."""
         place = request.group.place.pool
         if not request.on_device or not place.gpus:
             return [request]
@@ -59,6 +59,7 @@ class DeviceTurns:
 
     def _next(self, pool: _Pool) -> list[CallRequest]:
         ready: list[CallRequest] = []
+        # Serve the holder first; then hand the devices to the next group in the queue.
         while pool.waiting and pool.waiting[0].group is pool.holder:
             ready.append(replace(pool.waiting.popleft(), on_device=False))
         if pool.waiting:
@@ -73,13 +74,13 @@ class DeviceTurns:
 
 
 MAX_REST_S = 0.5
-"""Most seconds for which the driver rests."""
+"""[s] Longest rest of the driver between two turns."""
 MOST_RANKS = 64
-"""Ranks of a call that the timeline tells apart: of more, those that answered last."""
+"""[ranks] Number of ranks per call in the timeline; for larger calls, the slowest ones."""
 
 
 class BusyTimes:
-    """For how long each group had a call under way. Calls that overlap count once.
+    """Time that each group had a running call. Overlapping calls count once.
 
     >>> times = BusyTimes()
     >>> times.add("actor", 1.0, 3.0), times.add("actor", 2.0, 4.0)
@@ -90,19 +91,19 @@ class BusyTimes:
 
     def __init__(self) -> None:
         self._spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-        """Group -> start and end of each of its calls that has ended since it was asked last."""
+        """Group -> start and end of its ended calls since the last `take`."""
 
     def add(self, group: str, start: float, end: float) -> None:
-        """A call of the group has ended."""
         self._spans[group].append((start, end))
 
     def take(self, group: str, since: float, now: float, begun: Iterable[float] = ()) -> float:
-        """Seconds in which the group had a call under way.
+        """Return and reset the seconds that the group had a running call.
 
         Args:
-            since: what was before counts no more.
-            begun: when its calls that are still under way began.
+            since: Earliest time that counts.
+            begun: Start times of calls that are still running.
         """
+        # Merge overlapping spans from left to right.
         spans = sorted([*self._spans.pop(group, ()), *((start, now) for start in begun)])
         seconds, counted = 0.0, since
         for start, end in spans:
@@ -113,13 +114,13 @@ class BusyTimes:
 
 @dataclass(frozen=True)
 class CallTimes:
-    """When calls begin and end: the run's timeline.
+    """The run's timeline: start and end of each call.
 
     Args:
-        directory: where it is written.
-        train: the training graph; a call belongs to the step in which it ends.
-        clock: of the run, in seconds.
-        started: when the run started, by this clock.
+        directory: Directory of the run.
+        train: Training graph; a call belongs to the step that is current when it ends.
+        clock: [s] Clock of the run.
+        started: Start of the run on this clock.
     """
 
     directory: RunDirectory
@@ -127,14 +128,11 @@ class CallTimes:
     clock: Callable[[], float]
     started: float
     busy: BusyTimes = field(default_factory=BusyTimes)
-    """Of each group, since the last step was closed."""
 
     def begin(self, call: Call) -> None:
-        """Note that a call begins now."""
         call.started = self.clock()
 
     def end(self, call: Call) -> None:
-        """Note a call that ends now in the timeline."""
         now = self.clock()
         self.busy.add(call.group.name, call.started, now)
         self.directory.add_call(
@@ -152,7 +150,6 @@ class CallTimes:
         )
 
     def _by_rank(self, call: Call) -> list[dict[str, float]] | None:
-        """When each rank of a call had answered; None where there is only one."""
         if len(call.answered) < 2:
             return None
         ranks = sorted(call.answered, key=call.answered.__getitem__)[-MOST_RANKS:]
@@ -163,13 +160,13 @@ class CallTimes:
 
 
 class Calls:
-    """The requests that are queued, and the calls that are under way.
+    """Queued requests and running calls.
 
     Args:
-        groups: the worker groups of the run, by name.
-        failures: counts which calls its ranks have answered.
-        times: notes when each call begins and ends.
-        commit: writes the log, which is ahead of the work on rows.
+        groups: Worker groups, by name.
+        failures: Counts the calls that ranks have answered.
+        times: Records when calls start and end.
+        commit: Writes the log, which must be on disk before work on rows starts.
     """
 
     def __init__(
@@ -188,17 +185,12 @@ class Calls:
         self._then: dict[Call, Then] = {}
         self.under_way = UnderWay()
         self._changed = True
-        """A call was made or has ended since that was asked last."""
+        """A call was made or ended since the last `take_changed`."""
         self._committed = False
-        """The log is on disk as far as the requests that are being made rely on it."""
+        """The log on disk covers the requests that are being made."""
 
     def take_idle_shares(self, since: float, now: float) -> dict[str, float]:
-        """Share of the time since the last step was closed in which each group had no call under way.
-
-        Args:
-            since: when that was, by the run's clock.
-            now: by the same.
-        """
+        """Share of the time since the last step during which each group had no running call."""
         begun: defaultdict[str, list[float]] = defaultdict(list)
         for call in self.under_way:
             begun[call.group.name].append(call.started)
@@ -211,12 +203,11 @@ class Calls:
 
     @property
     def now(self) -> float:
-        """By the run's clock."""
         return self._times.clock()
 
     @property
     def at_work(self) -> UnderWay:
-        """Calls under way, except those on ranks that get no rows meanwhile: nobody waits for a process that is not up."""
+        """Running calls, except calls on ranks that get no rows, such as starting processes."""
         groups = self._groups.values()
         return (
             UnderWay(c for g in groups for c in g.at_work)
@@ -226,33 +217,31 @@ class Calls:
 
     @property
     def rest_s(self) -> float:
-        """Seconds for which rows that can wait may gather before they are taken: none where few ranks bring them."""
+        """[s] How long the driver may rest so that more rows arrive; 0 for few ranks."""
         return min(MAX_REST_S, gather_s(self.under_way.ranks))
 
     @property
     def idle(self) -> bool:
-        """Whether no call is queued or at work."""
         return not self._queue and not self.at_work
 
     @property
     def beside_the_graph(self) -> bool:
-        """Whether a call that belongs to no node, such as a weight sync, is queued or under way."""
+        """Whether a call without a node, such as a weight transfer, is queued or running."""
         return bool(self._queue) or self.at_work.beside_the_graph > 0
 
     def take_changed(self) -> bool:
-        """Whether a call was made or has ended since this was asked last."""
+        """Whether a call was made or ended since the last call of this method."""
         changed, self._changed = self._changed, False
         return changed
 
     def queue(self, requests: Iterable[CallRequest]) -> None:
-        """Have these calls made when the loop comes to them."""
         self._queue.extend(requests)
 
     def make(self) -> None:
-        """Make every call that is queued and needs not wait for devices.
+        """Make every queued call that need not wait for devices.
 
         Raises:
-            UserError: a worker has no such method, or refuses the arguments.
+            UserError: A worker does not have the method, or rejects the arguments.
         """
         self._committed = False
         while self._queue:
@@ -260,6 +249,7 @@ class Calls:
                 self._make(request)
 
     def _make(self, request: CallRequest) -> None:
+        # The log must be on disk before ranks work on rows, so that a resumed run knows of them.
         if isinstance(request, NodeRequest) and not self._committed:
             self._commit()
             self._committed = True
@@ -270,11 +260,11 @@ class Calls:
         call.group.watch(call)
         self.under_way.add(call)
         self._then[call] = request.then
-        if call.done:  # no rank had anything to do
+        if call.done:  # no rank got any rows
             self.end(call)
 
     def end(self, call: Call) -> None:
-        """The last reply of a call has come; what follows from it is queued."""
+        """End a call after its last reply, and queue the requests that follow."""
         self._changed = True
         self._committed = False
         call.group.forget(call)
@@ -284,19 +274,17 @@ class Calls:
         self.queue(self._then.pop(call)(call))
 
     def end_lost(self) -> None:
-        """End calls whose last ranks were lost."""
+        """End calls that lost their last waiting ranks."""
         for call in [c for c in self.under_way if c.done]:
             self.end(call)
 
 
-# Run parts
-#
-# RunParts: what the verbs of a run's loop (admit, dispatch, close) work on.
+# Parts that the steps of the loop (admit, dispatch, close) work on
 
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of one life of a run. No part holds this record: the verbs do."""
+    """The parts of a run. Only the steps of the loop hold this record; the parts do not."""
 
     schedule: Training
     buffer: SampleBuffer

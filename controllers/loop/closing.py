@@ -1,4 +1,4 @@
-"""Closing: ends steps and evaluations that are over, and notes what was measured in them."""
+"""Closing: end steps and evaluations that are over, and record their metrics."""
 
 from __future__ import annotations
 
@@ -23,23 +23,16 @@ from ..reports.symptoms import Seen
 from ..run_spec import RunHistory, RunSpec
 from .calls import RunParts
 
-# Memory ledger
-#
-# MemoryLedger: who takes how much memory, as metrics of a step: worker groups, the driver,
-# segments of rows, Ray's object store; and what is left on the node that has least.
+# MemoryLedger: memory of groups, driver, segments and Ray's object store as metrics of a step, and
+# the free memory of the fullest node
 
 
 READ_S = 1.0
-"""Seconds for which a reading is good: short steps share one."""
+"""[s] How long a reading stays valid, so that short steps share one."""
 
 
 class MemoryLedger:
-    """Reads the memory of a run.
-
-    Args:
-        backend: knows the nodes and processes.
-        buffer: the rows of the run.
-    """
+    """Reads the memory of a run."""
 
     def __init__(self, backend: Backend, buffer: SampleBuffer) -> None:
         self._backend, self._buffer = backend, buffer
@@ -47,7 +40,7 @@ class MemoryLedger:
         self._nodes: Mapping[str, Memory] = {}
 
     def metrics(self) -> dict[str, float]:
-        """The last readings; none where no process takes any."""
+        """Return the latest readings; empty if the backend has none."""
         now = time.monotonic()
         if now - self._read_at >= READ_S:
             self._read_at, self._nodes = now, self._backend.memory()
@@ -57,12 +50,7 @@ class MemoryLedger:
 
 
 def memory_metrics(nodes: Mapping[str, Memory], segment_bytes: float) -> dict[str, float]:
-    """The metrics of these readings.
-
-    Args:
-        nodes: name -> its memory.
-        segment_bytes: of the columns of all rows in flight.
-    """
+    """Return the metrics of these readings."""
     processes = [
         (who.partition("[")[0], memory)
         for node in nodes.values()
@@ -71,7 +59,7 @@ def memory_metrics(nodes: Mapping[str, Memory], segment_bytes: float) -> dict[st
     metrics: dict[str, float] = {}
     for group in dict.fromkeys(group for group, _ in processes):
         own = [memory for name, memory in processes if name == group]
-        # Ranks on one node touch the same shared memory: their sum would count it again and again.
+        # Ranks on one node share the same memory, so a sum would count it several times.
         metrics[f"{group}/resident_bytes"] = float(sum(memory.resident_bytes for memory in own))
         metrics[f"{group}/shared_bytes"] = float(max(memory.shared_bytes for memory in own))
     metrics["segment_bytes"] = float(segment_bytes)
@@ -88,8 +76,8 @@ class Closing:
     """Ends steps and evaluations.
 
     Args:
-        started: when the run started, by the backend's clock; a run that goes on counts from its first start.
-        stop: says whether somebody wants the run to end.
+        started: Start of the run on the backend's clock; for a resumed run, of its first start.
+        stop: Whether a user has asked the run to end.
     """
 
     def __init__(
@@ -113,10 +101,10 @@ class Closing:
         self._closed_at = spec.backend.clock()
         self._best_is_checked = False
         self.ended_by: Seen | None = None
-        """The symptom that ends the run; None: it goes on."""
+        """The symptom that ends the run, or None."""
 
     def resume(self) -> None:
-        """The run goes on: the step under way begins now."""
+        """Continue a resumed run: the current step begins now."""
         self._closed_at = self._spec.backend.clock()
         self._history.watch.remember(self._directory.metrics)
         if best := self._saving.folder.best(self._directory.values):
@@ -125,15 +113,18 @@ class Closing:
 
     @property
     def _possible(self) -> bool:
-        """Whether a step may be closed: where generation does not run ahead, not before its weights have arrived, and the evaluations of
-        the step before it are over. So a checkpoint has no evaluation in it that would be lost."""
+        """Whether a step may be closed.
+
+        If groups keep the evaluated weights, its weights must have arrived and evaluations of the
+        previous step must be over. So a checkpoint never contains a running evaluation.
+        """
         if not self._parts.evaluation_rules.keeps_weights:
             return True
         weights = self._parts.calls.beside_the_graph or self._parts.weights.under_way
         return not (weights or self._parts.graph_runs.evaluating)
 
     def close_training(self) -> bool:
-        """End the step of training if it is over; returns whether it is."""
+        """End the training step if it is over. Return whether it is."""
         if not (self._possible and self._spec.schedule.over(self._parts.train)):
             return False
         metrics = self._parts.train.close(overlaps=self._spec.schedule.overlaps)
@@ -142,13 +133,13 @@ class Closing:
         return True
 
     def close_evaluations(self) -> None:
-        """End the evaluations that are over."""
         for evaluation in self._parts.graph_runs.evaluations.values():
             for step in evaluation.ended:
                 self._close_evaluation(evaluation, step)
 
     def close_step(self, metrics: Mapping[str, float]) -> None:
-        """Note the metrics of a step (the start of the run is step 0) and mark the evaluations that are due."""
+        """Record the metrics of a step (0 is the start of the run), and mark the evaluations that
+        are due."""
         train, now = self._parts.train, self._spec.backend.clock()
         row = {"step": float(train.step), "time_s": now - self._started, **metrics}
         if train.step:
@@ -179,20 +170,21 @@ class Closing:
         self._mark_evaluations()
 
     def _look_at(self, row: Mapping[str, float]) -> None:
-        """Report the symptoms that show in a step. Of those that end the run, the first does, and its error says so."""
+        """Report the symptoms of a step. The first that is in `stop_on` ends the run."""
         for seen in self._history.watch.see(row):
             ends = seen.symptom.name in self._spec.stop_on and self.ended_by is None
             self._history.progress.alert(seen.symptom.name, seen.text, ends=ends)
             self.ended_by = seen if ends else self.ended_by
 
     def _idle_shares(self, now: float) -> Mapping[str, float]:
-        """Of the groups of the graphs: those that write samples or run pure functions are not told of."""
         shares = self._parts.calls.take_idle_shares(self._closed_at, now)
         return {name: share for name, share in shares.items() if name not in RESERVED}
 
     def _close_evaluation(self, evaluation: EvaluationRun, step: int) -> None:
-        """Note the metrics of an evaluation beside those of the step that it evaluates, when its calls are over, too."""
+        """Record the metrics of an evaluation for the step that it evaluates, once its calls are
+        over."""
         calls = (c for c in self._parts.calls.under_way if c.ledger is evaluation.ledger and not c.behind)
+        # Rows are finished, but the last calls may still return metrics.
         if any(call.lease is not None and call.lease.step == step for call in calls):
             return
         metrics = evaluation.close(step, overlaps=not self._parts.evaluation_rules.keeps_weights)
@@ -205,18 +197,17 @@ class Closing:
         self._ask_to_stop(row)
 
     def _check_best(self, evaluation: str, metrics: Mapping[str, float]) -> None:
-        """Say once that the metric that the best checkpoint is chosen by is none of its evaluation."""
+        """Warn once if the evaluation does not have the metric that selects the best checkpoint."""
         name = (self._spec.checkpoint.best or "").removeprefix("-")
         if name.startswith(f"{evaluation}/") and name not in metrics and not self._best_is_checked:
             near = nearest(name, metrics)
             self._history.progress.alert(
                 "mistake",
-                f"CheckpointConfig(best={name!r}): that evaluation does not measure it{near}, so no checkpoint is the best",
+                f"CheckpointConfig(best={name!r}): that evaluation has no such metric{near}, so no checkpoint is marked as best",
             )
         self._best_is_checked |= name.startswith(f"{evaluation}/")
 
     def _mark_evaluations(self) -> None:
-        """Mark the evaluations that are due at this step."""
         for name, evaluation in self._spec.evaluations.items():
             if evaluation.is_due(self._parts.train.step, over=self._parts.train.over):
                 self._mark(self._parts.graph_runs.evaluations[name])
@@ -227,15 +218,16 @@ class Closing:
     def _ask_to_stop(self, row: Mapping[str, float]) -> None:
         if not self._parts.train.stopped and self._is_to_stop(row):
             self._parts.train.stopped = True
-            self._mark_evaluations()  # those that are made after the last step
+            self._mark_evaluations()  # the evaluations after the last step
 
     def _is_to_stop(self, row: Mapping[str, float]) -> bool:
-        """Whether no step comes after this one. (A run that makes checkpoints leaves as it stands when it is asked to end.)"""
+        """Whether this is the last step. A run with checkpoints does not wait for the end of the
+        step when asked to end."""
         wanted = self._spec.stop is not None and self._spec.stop(row)
         return wanted or (self._stop.asked and not self._spec.checkpoint.writes)
 
     def ending(self, seconds: float) -> Ending:
-        """The summary of a finished run that took this many seconds."""
+        """Return the summary of a finished run that took this many seconds."""
         path = self._directory.path
         found = {
             "samples": path / SAMPLES,

@@ -1,13 +1,15 @@
-"""Dispatcher: gives idle worker groups the rows that are ready for their nodes.
+"""Dispatcher: give idle worker groups the rows that are ready for their nodes.
 
-- A group begins nothing while it is at something else, unless both give way to each other (generation that overlaps training).
-- A group begins nothing while another one on its pool is busy.
-- An update sees no group that is too old for it: such groups are set aside first, so a claim gets as many groups as its share says,
-  and the update knows whether they complete its batch. Each step is therefore one update.
-- An update waits for evaluations of the weights that it would change, and for recording that is too far behind.
-- Where generation overlaps training, evaluations come first: they have few rows, which must not stand at the end of a queue. Otherwise they
-  come last, and take the groups that training leaves idle.
-- Rows that come one by one are gathered for a moment (`gathering.py`).
+- A group starts nothing while it is busy, except interruptible calls (generation that overlaps
+  training).
+- A group starts nothing while another group on its pool is busy.
+- Before an update claims groups, the ones that are too old are set aside. So the update knows
+  whether the rest completes its batch, and each step is one update.
+- An update waits for evaluations of the weights that it would change, and for recording that is too
+  far behind.
+- If generation overlaps training, evaluation rows go first, because they are few. Otherwise they go
+  last, and use groups that training leaves idle.
+- Single rows wait briefly for others, so that calls have more rows (`Gathering`).
 """
 
 from __future__ import annotations
@@ -29,46 +31,44 @@ from ..request import CallRequest, NodeRequest
 from ..schedule import OnePass, Share
 from .calls import RunParts
 
-# Gathering
-#
-# Gathering: rows that come one by one wait a moment for others of their groups, so that a call has
-# more than one row.
+# Gathering: batching delay of rows that arrive one by one
 
 
 MAX_WAIT_S = 0.25
-"""Longest time for which rows wait for others, by the run's clock, where few ranks are at work; many may take longer (`gather_s`)."""
+"""[s] Maximum batching delay for few ranks; for many ranks, `gather_s` may be longer."""
 MAX_ROWS = 32
-"""Rows for each replica with which a call is large enough: they wait for no others."""
+"""[rows] Rows per replica that make a call large enough to start without delay."""
 CLOCK_S = 1e-6
-"""A wait of less is over: a clock that is moved to the end of it may be off by its rounding."""
+"""[s] Ignore shorter waits, because a simulated clock may have rounding errors."""
 
 
 class Gathering:
-    """Until when the rows that are ready for each node may wait.
+    """Decide how long ready rows may wait for more rows before their node is called.
 
-    - Only a map or a filter that takes rows gathers them, and only while no group is complete there: what follows could not begin
-      with a part of a group. Where MANY_RANKS or more are at work, complete groups wait, too.
-    - No row waits longer than MAX_WAIT_S, or `gather_s` of many ranks, which runs while the node's worker group is busy, too.
-    - Rows that a quorum may be waiting for do not wait.
-    - Nothing waits when no other call of the graph is under way: nobody would bring more.
+    - Only maps and filters that take rows wait, and only until a group is complete, because later
+      nodes need complete groups. With MANY_RANKS or more at work, complete groups wait as well.
+    - The maximum delay is MAX_WAIT_S, or `gather_s` for many ranks. Time while the worker group is
+      busy counts.
+    - Rows that a quorum may need do not wait.
+    - Rows do not wait if no other call of the graph is running, because no more rows would come.
 
     Args:
-        clock: of the run, in seconds.
+        clock: [s] Clock of the run.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._until: dict[tuple[str, str], float] = {}
-        """Graph and node with rows that are ready -> until when they may wait."""
+        """Graph and node with ready rows -> end of their delay."""
 
     @property
     def next_end_s(self) -> float | None:
-        """When the first of the waits that are not over ends, by the run's clock; None: there is none."""
+        """End of the earliest delay that is not over, on the run's clock, or None."""
         now = self._clock()
         return min((until for until in self._until.values() if until - now > CLOCK_S), default=None)
 
     def look(self, graph_run: GraphRun, node: Node, under_way: UnderWay) -> None:
-        """Note whether rows are ready for a node, which cannot begin now."""
+        """Start or reset the delay of a node that cannot start now."""
         if not gathers(node):
             return
         if graph_run.ledger.readiness.ready(node):
@@ -77,12 +77,7 @@ class Gathering:
             self._until.pop((graph_run.name, node.name), None)
 
     def holds(self, graph_run: GraphRun, node: Node, replicas: int, under_way: UnderWay) -> bool:
-        """Whether the rows that are ready for a node wait for others.
-
-        Args:
-            replicas: of the node's worker group, among which the rows are spread.
-            under_way: all calls of the run.
-        """
+        """Whether the ready rows of a node should wait for more."""
         if not gathers(node):
             return False
         key, ledger, now = (graph_run.name, node.name), graph_run.ledger, self._clock()
@@ -98,7 +93,6 @@ class Gathering:
         return under_way.ranks >= MANY_RANKS or ledger.live.lacks_siblings(node)
 
     def begin(self, graph_run: GraphRun, node: Node) -> None:
-        """Note that a node begins with the rows that are ready for it."""
         self._until.pop((graph_run.name, node.name), None)
 
 
@@ -107,18 +101,11 @@ def _wait_s(under_way: UnderWay) -> float:
 
 
 def gathers(node: Node) -> bool:
-    """Whether rows that are ready for a node may wait for others."""
     return not node.operation.takes_groups and node.operation.shape in (Shape.MAP, Shape.FILTER)
 
 
 class Dispatcher:
-    """Claims rows for nodes and requests the calls.
-
-    Args:
-        parts: of the run.
-        clock: of the run, in seconds.
-        say: tells the user something.
-    """
+    """Claim rows for nodes and request the calls."""
 
     def __init__(self, parts: RunParts, clock: Callable[[], float], say: Callable[[str], None]) -> None:
         self._parts = parts
@@ -126,19 +113,18 @@ class Dispatcher:
         self._gathering = Gathering(clock)
         self._one_pass = OnePass(overlaps=parts.evaluation_rules.comes_first)
         self._seen = {run.name: list(run.ledger.readiness.num_rows) for run in parts.graph_runs}
-        """Graph -> rows that were ready for each of its nodes after the last dispatch."""
+        """Graph -> number of ready rows of each node after the last dispatch."""
         self._pools: dict[str, list[WorkerGroup]] = {}
         for group in parts.groups.values():
             self._pools.setdefault(group.place.pool.name, []).append(group)
 
     @property
     def next_due_s(self) -> float | None:
-        """When a node can begin though nothing happens until then, by the run's clock; None: there is no such time."""
+        """When a node can start without further events, on the run's clock, or None."""
         return self._gathering.next_end_s
 
     @property
     def possible(self) -> bool:
-        """Whether a node could begin something now."""
         if any(
             self._share(run, n, self._parts.groups[group_of(n)])
             for run in self._parts.graph_runs
@@ -153,10 +139,10 @@ class Dispatcher:
         )
 
     def dispatch(self) -> None:
-        """Begin whatever can begin now.
+        """Start every node that can start now.
 
         Raises:
-            StalenessError: rows of an on-policy schedule are too old.
+            StalenessError: Rows of an on-policy schedule are too old.
         """
         self.record(hurry=self._parts.train.over)
         train, evaluations = self._parts.train, self._parts.graph_runs.evaluations.values()
@@ -181,9 +167,9 @@ class Dispatcher:
         self._seen = {run.name: list(run.ledger.readiness.num_rows) for run in self._parts.graph_runs}
 
     def can_wait(self, graph_run: GraphRun) -> bool:
-        """Whether no node can begin anything with rows that have become ready since the last dispatch.
+        """Whether no node can start with the rows that became ready since the last dispatch.
 
-        Nodes that gather rows can wait while their groups are busy or the rows wait for others; no other node can.
+        Only nodes with a batching delay can wait: while their group is busy or the delay lasts.
         """
         seen = self._seen[graph_run.name]
         for i, rows in enumerate(graph_run.ledger.readiness.num_rows):
@@ -202,7 +188,8 @@ class Dispatcher:
         return True
 
     def record(self, *, hurry: bool) -> None:
-        """Have the recorder write what is over, if it has nothing else to do; in a hurry, less than a step, too."""
+        """Let the recorder write finished rows if it is idle; in a hurry, also less than a step's
+        worth."""
         recorder = self._parts.groups.get(RECORDER)
         idle = recorder is None or not (recorder.busy or self._pool_is_taken(recorder))
         self._parts.calls.queue(
@@ -211,24 +198,25 @@ class Dispatcher:
         self._parts.calls.make()
 
     def _joins(self, node: Node) -> bool:
-        """Whether calls of a node go on beside each other."""
+        """Whether several calls of a node may run at the same time."""
         return node.operation.interruptible and self._parts.schedule.overlaps
 
     def _share(self, graph_run: GraphRun, node: Node, group: WorkerGroup) -> Share | None:
-        """What a node may begin with now; None: nothing."""
+        """Return what a node may claim now, or None."""
         if not graph_run.ledger.readiness.ready(node):
             return None
         if not group.is_free(to_join=self._joins(node)):
             return None
-        # Weights that wait for an evaluation do not hold it back.
+        # An evaluation must not wait for new weights that wait for the evaluation.
         waits_for_it = isinstance(graph_run, EvaluationRun) and self._parts.evaluation_rules.keeps_weights
         if self._parts.weights.holds_back(group) and not waits_for_it:
             return None
+        # Without replicas, all ranks are starting or have no weights yet.
         if self._pool_is_taken(group) or not group.replicas:
             return None
         if isinstance(graph_run, EvaluationRun):
             return self._one_pass.share(graph_run, node)
-        if self._parts.train.over:  # what was trained on is still observed
+        if self._parts.train.over:  # rows that were trained on are still observed
             return Share() if self._parts.train.observes(node) else None
         if node.operation.updates and (
             self._is_evaluated(group) or self._parts.recording.is_full(self._parts.train)
@@ -245,26 +233,27 @@ class Dispatcher:
         return share
 
     def _pool_is_taken(self, group: WorkerGroup) -> bool:
-        """Whether another group on the same pool is busy: they take turns."""
         return any(other.busy for other in self._pools[group.place.pool.name] if other is not group)
 
     def _is_evaluated(self, group: WorkerGroup) -> bool:
-        """Whether an update of this group would change weights that are evaluated: those of the group itself. (Groups that follow it keep
-        what they have.)"""
+        """Whether an update of this group would change weights that are being evaluated. Followers
+        keep their weights, so only the group itself matters."""
         return any(
             e.pending and group.name in e.graph.handles
             for e in self._parts.graph_runs.evaluations.values()
         )
 
     def _start(self, graph_run: GraphRun, node: Node, group: WorkerGroup, share: Share) -> None:
-        """Claim rows and request a call. Where it joins others, those replicas get rows that have least left to do."""
+        """Claim rows and request a call. If it joins running calls, the least loaded replicas get
+        the rows."""
         updates = node.operation.updates
         lease = graph_run.ledger.claim(
             node,
             max_rows=share.max_rows,
             max_groups=share.max_groups,
             holder=group.name,
-            # An update that was begun cannot be taken back: its group's own deadline ends the run.
+            # No lease deadline: a started update cannot be undone, so the call's timeout ends the
+            # run.
             deadline_s=None if updates else self._parts.buffer.config.lease_deadline_s,
             staleness=self._staleness(node, group) if graph_run is self._parts.train else None,
             version=group.version if str(RESPONSE_VERSIONS) in node.writes else None,
@@ -294,20 +283,16 @@ class Dispatcher:
         self._parts.calls.queue([request])
 
     def _staleness(self, node: Node, group: WorkerGroup) -> Staleness | None:
-        """The bound of the schedule on every row that an update claims."""
+        """The schedule's staleness bound for rows that an update claims, or None."""
         if not node.operation.updates or not self._parts.weights.followers(group.name):
-            return None  # the versions in the rows, if any, count some other group's updates
+            return None  # versions in the rows count updates of another group
         bound, fate = self._parts.schedule.max_staleness, self._parts.buffer.config.on_stale
         if bound and fate == "wait":
-            fate = "requeue"  # neither the bound of a run nor the version goes back, so the group would wait forever
+            fate = "requeue"  # a row never gets younger, so "wait" would wait forever
         return Staleness(group.version, bound, fate if bound else "wait")
 
     def _set_too_old_aside(self, node: Node, group: WorkerGroup) -> None:
-        """Apply the staleness bound to the groups that are ready for an update.
-
-        Raises:
-            StalenessError: the schedule is on-policy, so groups that are too old would never be trained on.
-        """
+        """Apply the staleness bound to the groups that are ready for an update."""
         staleness, ledger = self._staleness(node, group), self._parts.train.ledger
         if staleness is None:
             return
@@ -325,12 +310,14 @@ class Dispatcher:
             )
 
     def _ended(self, call: Call, graph_run: GraphRun) -> Iterable[CallRequest]:
-        """Finish the rows of a node's call; an update whose batch is complete publishes its weights."""
+        """Finish the rows of a node's call; an update whose batch is complete publishes its
+        weights."""
         node, lease, group = call.node, call.lease, call.group
         assert node is not None and lease is not None
         updates = node.operation.updates
         held = graph_run.ledger.leases.holds(lease)
-        # A call that lost its rows keeps what it had published, and so its metrics. Otherwise all of it is done, and measured, again.
+        # If the call lost its lease, only rows that it published count; otherwise they are computed
+        # and measured again.
         if held or publishes_as_it_goes(node):
             measured = call.merged_metrics()
             graph_run.take(
@@ -339,7 +326,7 @@ class Dispatcher:
         if updates and call.last:
             group.updating = False
         if not held:
-            return ()  # its deadline passed, or it was given up: its other rows are somebody else's
+            return ()  # the lease expired or was given up, so the rows belong to another lease
         graph_run.finish(lease)
         if not (updates and call.last):
             return ()

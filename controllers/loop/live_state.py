@@ -1,9 +1,12 @@
-"""LiveState: what a run that goes on looks like now, in `live.json` of its directory, for whoever watches it.
+"""LiveState: write the current state of a run to `live.json` in its directory, for the dashboard
+and other viewers.
 
-    {"at": 1763851200.2, "time_s": 812.4, "step": 12, "graphs": {"train": {"nodes": {"rollout.generate": {"todo": 96, ...}}}}, ...}
+    {"at": 1763851200.2, "time_s": 812.4, "step": 12,
+     "graphs": {"train": {"nodes": {"rollout.generate": {"todo": 96, ...}}}}, ...}
 
-The file is replaced once a second at most. The loop copies numbers that are kept anyway, which takes some tens of microseconds; a thread
-makes text of them, reads the memory of processes, and writes. It writes nothing that a run needs: a full disk costs it the file.
+The file is replaced at most once a second. The loop only copies existing counters, which takes tens
+of microseconds. A thread serializes them, reads the memory of processes, and writes the file. The
+run does not need the file, so a full disk only stops the updates.
 """
 
 from __future__ import annotations
@@ -34,26 +37,26 @@ from ..group import WorkerGroup
 from .calls import RunParts
 
 EVERY_S = 1.0
-"""Seconds between two looks."""
+"""[s] Time between two updates."""
 READ_EVERY_S = 10.0
-"""Seconds between two readings of memory that are kept."""
+"""[s] Time between two stored readings of memory."""
 RATE_S = 10.0
-"""Rates are means over so many seconds."""
+"""[s] Averaging period of rates."""
 MOST_LEASES, MOST_GROUPS = 100, 12
-"""Leases and groups in flight that are named, the oldest."""
+"""Maximum number of listed leases, and of listed groups in flight, oldest first."""
 LEAVE_S = 2.0
-"""Seconds that the thread has to write the last state."""
+"""[s] Time for the thread to write the last state."""
 
 
 class LiveState:
-    """Says what the run looks like.
+    """Writes the state of the run.
 
     Args:
-        run: its directory.
-        parts: of the run.
-        backend: knows processes and their memory.
-        started: when the run started, by the backend's clock.
-        epoch: of the driver.
+        run: Directory of the run.
+        parts: Parts of the run.
+        backend: Provides processes and their memory.
+        started: Start of the run on the backend's clock.
+        epoch: Number of the driver's start.
     """
 
     def __init__(self, run: Path, parts: RunParts, backend: Backend, started: float, epoch: int) -> None:
@@ -61,13 +64,13 @@ class LiveState:
         self._requests = StacksRequests(run, epoch)
         self._looked = -EVERY_S
         self._begun: dict[tuple[str, int], float] = {}
-        """Graph and number of a lease -> when it was seen first, by the clock of the wall."""
+        """Graph and number of a lease -> wall-clock time when it was first seen."""
         self._issued: dict[tuple[str, int], float] = {}
-        """Graph and step -> when groups that were issued in it were seen first."""
+        """Graph and step -> time when its groups were first seen."""
         self._past: deque[tuple[float, dict[str, tuple[float, float]]]] = deque()
-        """When, and of each node the rows that had come to it and those that it was done with."""
+        """Past times, each with the number of rows that had arrived at and left each node."""
         self._stacks: dict[str, dict[str, Any]] = {}
-        """Worker -> what was read when somebody asked for it last; the thread's alone."""
+        """Worker -> its last requested stack trace. Only the thread uses it."""
         self._given: dict[str, Any] | None = None
         self._wanted, self._over = threading.Event(), False
         self._readings = TableStream(run / f"{PROCESSES}{STREAM}", READINGS)
@@ -75,11 +78,13 @@ class LiveState:
         self._thread = threading.Thread(target=self._write_all, name="live state", daemon=True)
 
     def note(self) -> None:
-        """Copy what the run looks like now, if the last copy is old enough. The loop calls it at each turn."""
+        """Copy the state of the run if the last copy is old enough. Called at each turn of the
+        loop."""
         now = time.monotonic()
         if now - self._looked < EVERY_S:
             return
         self._looked = now
+        # Replace the whole dict: the thread may be reading the old one.
         self._given = self._state()
         if self._thread.ident is None:
             self._keep_readings()
@@ -87,7 +92,6 @@ class LiveState:
         self._wanted.set()
 
     def close(self) -> None:
-        """Write the state at the end, and stop."""
         if self._thread.is_alive():
             self._given, self._over = {**self._state(), "over": True}, True
             self._wanted.set()
@@ -157,7 +161,7 @@ class LiveState:
         }
 
     def _ages(self, graph: str, groups_of_step: Mapping[int, int]) -> dict[str, list[float]]:
-        """Step -> groups that were issued in it and are in flight, and seconds since the first was."""
+        """Step -> its groups in flight, and seconds since the first was issued."""
         now = time.time()
         for key in [key for key in self._issued if key[0] == graph and key[1] not in groups_of_step]:
             del self._issued[key]
@@ -167,7 +171,7 @@ class LiveState:
         }
 
     def _rates(self, graph: str, nodes: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-        """Rows a second that came to each node, and that it was done with."""
+        """Rows per second that arrive at each node and leave it."""
         now = time.monotonic()
         counts = {
             f"{graph} {name}": (node["todo"] + node["done"], node["done"]) for name, node in nodes.items()
@@ -236,7 +240,9 @@ class LiveState:
         while not self._over:
             self._wanted.wait()
             self._wanted.clear()
-            with suppress(OSError, RuntimeError):  # a full disk; what the loop changes while it is read
+            with suppress(
+                OSError, RuntimeError
+            ):  # a full disk; a dict that the loop changed while it was read
                 self._write()
 
     def _write(self) -> None:
@@ -246,6 +252,7 @@ class LiveState:
         for worker in self._requests.new():
             self._stacks[worker] = {"at": time.time(), "text": self._stack(worker)}
         given["stacks"] = self._stacks
+        # Write to another name first, so that readers never see half a file.
         partial = self._path.with_name(f"{LIVE}{PARTIAL}")
         make_file(partial)
         partial.write_text(json.dumps(given, default=str))
@@ -253,7 +260,8 @@ class LiveState:
         self._read_memory(given["time_s"], memory)
 
     def _stack(self, worker: str) -> str:
-        """Where a worker stands. A process of its own is asked, and waited for: by this thread, so that the loop goes on."""
+        """Stack trace of a worker. Another process must answer, so this thread waits and not the
+        loop."""
         if self._backend.in_process:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             return "".join(traceback.format_stack(frame)) if frame else ""
@@ -261,7 +269,7 @@ class LiveState:
         group = self._parts.groups.get(name)
         if group is None or not rank.isdecimal() or int(rank) >= len(group.mesh):
             return "there is no such rank"
-        return self._backend.stacks(group, [int(rank)]).get(int(rank)) or "nobody says where it stands"
+        return self._backend.stacks(group, [int(rank)]).get(int(rank)) or "the worker did not answer"
 
     def _read_memory(self, time_s: float, memory: Mapping[str, Memory]) -> None:
         now = time.monotonic()
@@ -280,7 +288,7 @@ class LiveState:
         self._readings.flush()
 
     def _keep_readings(self) -> None:
-        """Go on with the readings of an earlier start, without what a kill has left torn at their end."""
+        """Continue the readings of an earlier start, without a torn end."""
         with suppress(OSError):
             path = self._readings.path
             if path.is_file():

@@ -1,9 +1,12 @@
-"""Recording: the node that is added to every graph and writes its samples to the run directory, behind the run.
+"""Recording: add a node to every graph that writes its samples to the run directory in the
+background.
 
-A group is recorded when everything else is done with it. A row is filed under the step of the update that trained it; in a graph
-without updates, under the step that it was issued in (in an evaluation, the step that is evaluated). Steps do not wait for their
-records. Until these are written, the columns of their rows stay in the buffer, so recording may be MAX_BEHIND steps behind before
-updates wait for it. Checkpoints do not wait: what is not recorded by then is recorded when the run goes on.
+A group is recorded when all other nodes are done with it. Its rows are stored under the step that
+trained on them; without updates, under the step that issued them, and for an evaluation under the
+evaluated step.
+
+Steps and checkpoints do not wait for recording. Unwritten rows stay in the buffer, so updates wait
+if recording is MAX_BEHIND steps behind. A resumed run records the rest.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from ..own_groups import RECORDER
 from ..request import CallRequest, NodeRequest
 
 MAX_BEHIND = 2
-"""Steps that recording may be behind training before updates wait for it."""
+"""[steps] How far recording may be behind training before updates wait for it."""
 RECORDED = (
     PROMPT,
     PROMPT_IDS,
@@ -65,14 +68,13 @@ RECORDED = (
     REJECTED_IDS,
     PREFERRED,
 )
-"""Columns of a sample that go to the run directory, where they exist, beside those that its reward is made of."""
+"""Recorded columns, if they exist, in addition to columns that the reward is computed from."""
 
 RECORD = f"{RECORDER}.record"
-"""The node that writes samples."""
 
 
 def with_recording(graph: Graph) -> Graph:
-    """The graph with one more node, which writes samples to the run directory."""
+    """Return the graph with another node, which writes samples to the run directory."""
     own = [column for column in graph.source.columns if column not in file_columns(graph.source)]
     writers: dict[str, str] = dict.fromkeys(own, "")
     level = 0
@@ -84,6 +86,7 @@ def with_recording(graph: Graph) -> Graph:
     while level:
         level = graph.parent_level(level)
         on_path.add(level)
+    # Record at the deepest level, where the responses are.
     level = max(on_path)
     wanted = dict.fromkeys([*map(str, RECORDED), *(c for c in writers if is_of_reward(c))])
     reads = tuple(c for c in wanted if c in writers and graph.level_of(writers[c]) in on_path)
@@ -91,7 +94,7 @@ def with_recording(graph: Graph) -> Graph:
         return graph
     declaration = declaration_of(RecorderWorker.record)
     assert declaration is not None
-    # An update on a level below is waited for, too: the recorder is given a group when all else is done with it.
+    # Wait for updates on lower levels as well: a group is recorded when everything else is done.
     updates = [n.name for n in graph.nodes if n.operation.updates and n.level in on_path]
     node = Node(
         name=RECORD,
@@ -111,14 +114,15 @@ def with_recording(graph: Graph) -> Graph:
 
 
 class Recording:
-    """Decides when the rows that a run is through with are recorded, and which of them.
+    """Decide which finished rows are recorded, and when.
 
     Args:
-        every: of how many steps one is recorded; 0: none.
-        prompts_per_step: groups that a step trains on.
-        folder: where samples are written.
-        deadline_s: of the leases that the recorder holds.
-        written: called with the step of training samples that were written, and the files that may hold them.
+        every: [steps] Record every n-th step; 0 records none.
+        prompts_per_step: Groups that a step trains on.
+        folder: Folder for samples.
+        deadline_s: [s] Deadline of the recorder's leases.
+        written: Called after training samples were written, with their step and the files that may
+            hold them.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class Recording:
         self._tell = written
 
     def is_due(self, graph_run: GraphRun, node: Node, *, hurry: bool) -> bool:
-        """Whether there is a step's worth to record, or a complete evaluation; or, in a hurry, anything."""
+        """Whether a step or a complete evaluation is ready to record; in a hurry, anything."""
         ready = graph_run.ledger.readiness.ready_groups(node)
         if isinstance(graph_run, EvaluationRun):
             complete = not graph_run.ledger.live.groups_at_work
@@ -145,20 +149,19 @@ class Recording:
         return ready > 0 and (complete or hurry)
 
     def is_full(self, graph_run: GraphRun) -> bool:
-        """Whether recording is so far behind that no more rows may come to it."""
         limit = 1 if isinstance(graph_run, EvaluationRun) else MAX_BEHIND * self._prompts_per_step
         return graph_run.ledger.live.groups_behind >= limit
 
     def requests(
         self, graph_runs: Iterable[GraphRun], recorder: WorkerGroup | None, *, idle: bool, hurry: bool
     ) -> list[NodeRequest]:
-        """Calls that write what is due.
+        """Return calls that write the rows that are due.
 
         Args:
-            graph_runs: the graphs of the run.
-            recorder: the group that writes; None: nothing is written, and rows are only finished.
-            idle: the recorder may begin something.
-            hurry: less than a step is due, too.
+            graph_runs: Graphs of the run.
+            recorder: Group that writes; None only finishes the rows.
+            idle: Whether the recorder may start a call.
+            hurry: Record less than a step as well.
         """
         for graph_run in graph_runs:
             for node in graph_run.recorders:
@@ -197,7 +200,7 @@ class Recording:
         return ()
 
     def _steps(self, graph_run: GraphRun, lease: Lease) -> dict[int, int]:
-        """Group -> step that it is filed under, of the groups of a lease that are kept."""
+        """Recorded group -> step that its samples are stored under."""
         filed = {
             group.id: group.trained_in if graph_run.updates else group.issued_in for group in lease.groups
         }

@@ -1,4 +1,5 @@
-"""Replies: what becomes of each reply of a rank. Rows are published, failures are seen to, and a call ends with its last reply."""
+"""Replies: process each reply of a rank: publish its rows, handle failures, and end the call after
+its last reply."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from .calls import Calls
 
 
 class Remedies:
-    """Handles ranks that fail or fall silent: a checkpoint is given up, a full disk pauses the run, nodes that are gone are done without,
-    or the work is repeated."""
+    """Handle ranks that fail or fall silent: drop a checkpoint, pause for a full disk, continue
+    without lost nodes, or repeat the work."""
 
     def __init__(
         self,
@@ -41,11 +42,12 @@ class Remedies:
         self._disk = disk
 
     def hear(self, events: Sequence[Event], under_way: UnderWay) -> list[CallRequest]:
-        """Note who has replied; returns the requests that replace ranks which were silent for too long or whose nodes are gone, and that
-        bring in those for which there is room now.
+        """Note which ranks replied. Return requests that replace silent or lost ranks, and add
+        ranks if the cluster has room.
 
         Raises:
-            DeadlineError: a silent rank cannot be replaced by itself, or a group has had too few ranks for too long.
+            DeadlineError: A silent rank cannot be replaced alone, or a group had too few ranks for
+                too long.
         """
         for event in events:
             if event.reply.paused:
@@ -53,19 +55,19 @@ class Remedies:
         return [*self._failures.listen(events), *self._lost_nodes.look(under_way), *self._elastic.look()]
 
     def take_lost(self) -> bool:
-        """Whether a rank was taken out of its calls since this was asked last."""
         return self._failures.take_lost()
 
     def remedy(self, event: Event, under_way: UnderWay, *, void: bool) -> Sequence[CallRequest] | None:
-        """See to a rank that failed.
+        """Handle a failed rank.
 
         Args:
-            event: a reply with a failure.
-            under_way: all calls of the run.
-            void: the rows of the call belong to another lease by now.
+            event: A reply with a failure.
+            under_way: All running calls.
+            void: Whether the rows of the call belong to another lease already.
 
         Returns:
-            Requests that mend it; None: the call raises what it failed with, or is too late to matter.
+            Requests that repair the failure. None if the call must raise the error, or came too
+            late to matter.
         """
         if self._saving.failed(event):
             return ()
@@ -93,7 +95,7 @@ class Remedies:
 
 
 class Replies:
-    """Takes replies, and tells calls which of their rows they have lost meanwhile."""
+    """Process replies, and tell calls which of their rows are no longer needed."""
 
     def __init__(
         self,
@@ -110,13 +112,15 @@ class Replies:
         self._remedies = remedies
 
     def take(self, timeout_s: float) -> set[str]:
-        """Wait for replies and take them.
+        """Wait for replies and process them.
 
         Returns:
-            The names of the graphs that got rows, if nothing else came and their parents are not finished; else an empty set.
+            Names of the graphs that got rows, if no other replies came and no parent was finished;
+            otherwise an empty set.
 
         Raises:
-            WorkerError, WorkerDied, DeadlineError, UserError: the run cannot go on; the message names the worker.
+            WorkerError, WorkerDied, DeadlineError, UserError: The run cannot continue; the message
+                names the worker.
         """
         events = self._backend.wait(timeout_s=timeout_s)
         requests = self._remedies.hear(events, self._calls.under_way)
@@ -127,11 +131,11 @@ class Replies:
         else:
             alone = True
         rows: dict[Call, list[Event]] = {}
-        """Replies that bring rows of a call: those of all its ranks are published together."""
+        """Replies with rows, by call, to publish the rows of all its ranks together."""
         for event in events:
             call, reply = event.call, event.reply
             alone = alone and _is_rows_alone(reply)
-            if event.rank not in call.waiting:  # it was lost, or was cancelled just as it ended
+            if event.rank not in call.waiting:  # the rank was lost, or cancelled just as it finished
                 continue
             if reply.published is not None and _brings_rows(call, reply):
                 if call in rows:
@@ -139,6 +143,8 @@ class Replies:
                 else:
                     rows[call] = [event]
                 continue
+            # Keep the order of replies: rows before a failure or the end of a call are published
+            # first.
             for other in list(rows) if reply.failure else (call,) if call in rows else ():
                 self._publish(other, rows.pop(other))
             self._take(event)
@@ -147,7 +153,7 @@ class Replies:
         return {call.ledger.name for call in rows if call.ledger} if alone else set()
 
     def cancel_expired(self) -> None:
-        """End generating calls whose leases have expired."""
+        """Cancel generating calls whose leases have expired."""
         for ledger in self._buffer.ledgers.values():
             expired = {lease.token for lease in ledger.expire()}
             for call in list(self._calls.under_way) if expired else ():
@@ -160,7 +166,7 @@ class Replies:
                     self._backend.cancel(call)
 
     def give_up_rows(self) -> None:
-        """Tell calls which of their rows a quorum does without."""
+        """Tell calls which of their rows are given up because a quorum is complete."""
         for ledger in self._buffer.ledgers.values():
             parents: dict[int, list[int]] = {}
             for token, parent in ledger.leases.take_given_up():
@@ -183,7 +189,7 @@ class Replies:
                 self._calls.queue(requests)
                 self._calls.end_lost()
                 return
-        if void:  # too late: its rows, and what was measured on them, belong to another lease
+        if void:  # too late: its rows and their metrics belong to another lease
             reply = replace(reply, done=reply.is_last, failure=None, metrics={}, published=None)
         call.take(event.rank, reply, self._calls.now)
         if reply.published is not None:
@@ -192,7 +198,7 @@ class Replies:
             self._calls.end(call)
 
     def _publish(self, call: Call, events: Sequence[Event]) -> None:
-        """Take replies of a call that bring rows."""
+        """Publish the rows of several replies to one call."""
         lease = call.lease
         if lease is None or call.ledger is None or not call.ledger.leases.holds(lease):
             for event in events:
@@ -212,7 +218,6 @@ class Replies:
             self._calls.end(call)
 
     def _accept(self, call: Call, ranks: Sequence[int], published: Published, written: Written) -> None:
-        """Publish rows of a call that these ranks have finished."""
         if call.ledger is None or call.lease is None:
             return
         self._buffer.publish(call.ledger, call.lease, published, written)
@@ -223,13 +228,13 @@ class Replies:
 
 
 def _brings_rows(call: Call, reply: Reply) -> bool:
-    """Whether a reply with published rows may be published with those of other ranks of its call."""
+    """Whether the rows of a reply can be published together with rows of other ranks."""
     written = reply.segment is not None and reply.failure is None
     return written and call.node is not None and not call.node.operation.takes_groups
 
 
 def _is_rows_alone(reply: Reply) -> bool:
-    """Whether a reply brings rows, and neither the call nor any of the rows' parents ends with it."""
+    """Whether a reply brings only rows, and ends neither the call nor a parent of the rows."""
     published = reply.published
     if (
         published is None

@@ -1,13 +1,30 @@
-"""Run: one life of a run, made anew at each start. It walks the graphs over the worker groups until the schedule is done.
+"""Run: the loop that moves rows through the graphs, until the schedule is done.
 
-    admit      issue prompts, as many as the schedule wants and the buffer has capacity for
-    dispatch   give idle groups the rows that are ready for their nodes
-    settle     take replies: publish rows, and queue what follows
-    close      end the step, or the evaluation, that is over
-    save       take the checkpoint that is being written further, and begin the one that is due
+       ┌───────────────────────────── next turn ─────────────────────────────┐
+       v                                                                     │
+     admit ───────> dispatch ───────> settle ────────> close ────────> save ─┘
+     issue          claim rows        take replies,    end steps and   continue or
+     prompts        that are ready,   publish rows,    evaluations     begin a
+                    call idle groups  queue requests   that are over   checkpoint
+                       │                 ^
+                       │ tasks           │ replies
+                       v                 │
+                     ranks of the worker groups
 
-The driver moves row ids and references; no token passes through it. Nothing re-enters the loop: what follows from a reply (to publish
-weights, to change who has a device, to save) is a `CallRequest` in a queue, made on a later turn.
+- admit waits for room in the buffer. `Synchronous` and `Pipelined` also wait for the previous step
+  and the transfer of its weights.
+- dispatch runs a node when it has rows and its group and pool are free. An update also waits until
+  followers have read the previous weights, evaluations of them are over, and recording has caught
+  up.
+- settle is where the driver waits for the ranks: until replies, a deadline, or a second has
+  passed.
+- close waits for the step's update. If generation does not run ahead, it also waits for the
+  transfer of the weights and for evaluations.
+- save begins a checkpoint between updates. While one is due, nothing is admitted or dispatched.
+
+The driver handles row ids and references, never tokens. A reply never starts a call directly:
+requests that follow from it (publish weights, hand over devices, save) are queued as `CallRequest`
+values for a later turn.
 """
 
 from __future__ import annotations
@@ -47,20 +64,21 @@ from .recording import Recording
 from .replies import Remedies, Replies
 
 DEBUGGER = "To step through it under a debugger, run the same script with backend=weft.Local()."
-"""Advice where a call on a process has failed."""
+"""Advice after a failed call in a process."""
 
 
 class Run:
-    """One life of a run: its buffer is open, its worker groups are up.
+    """One start of a run, from open buffer and running worker groups to the end. A restart makes a
+    new `Run`.
 
     Args:
-        spec: what is run.
-        history: of all lives of the run.
-        directory: of the run.
-        point: the checkpoint that it goes on from; None: it begins.
-        buffer: its rows.
-        groups: its worker groups, by name.
-        graph_runs: its graphs.
+        spec: Description of the run.
+        history: State that is shared by all starts of the run.
+        directory: Directory of the run.
+        point: Checkpoint to resume from; None for a new run.
+        buffer: Sample buffer of the run.
+        groups: Worker groups, by name.
+        graph_runs: State of the graphs.
     """
 
     def __init__(
@@ -118,15 +136,14 @@ class Run:
         self._live = LiveState(directory.path, parts, self._backend, self._started, directory.starts + 1)
         self._closing = Closing(spec, history, directory, parts, self._saving, self._started, self._stop)
         self.failed = False
-        """A reply ended the run."""
         self.ended = False
-        """The run came to the end of its schedule."""
+        """The run reached the end of its schedule."""
         self.closed = False
 
     # Before the first step
 
     def prepare(self) -> None:
-        """Load the checkpoint, if the run goes on from one, and give every follower its leader's weights."""
+        """Load the checkpoint, if any, and give every follower its leader's weights."""
         if self._point is not None:
             self._load(self._point)
         self._calls.queue(self._weights.publish_all())
@@ -136,7 +153,7 @@ class Run:
         if later := self._saving.resume(point.state.step):
             names = ", ".join(sorted(path.name for path in later))
             self._history.progress.say(
-                f"later checkpoints ({names}) lie in {later[0].parent} until the run has checkpoints of these steps again"
+                f"later checkpoints ({names}) are kept in {later[0].parent} until the run has new ones for these steps"
             )
         if self._copies is not None:
             self._copies.resume()
@@ -151,7 +168,7 @@ class Run:
         """Run until the schedule is done.
 
         Raises:
-            SystemExit: the run was asked to end, and has saved itself.
+            SystemExit: The run was asked to end and has saved itself.
         """
         with collected_seldom(not self._backend.in_process):
             self._walk()
@@ -160,16 +177,16 @@ class Run:
         if self._spec.checkpoint.writes:
             self._save_to_the_end()
             self._saving.folder.prune(self._directory.values)
-        self._commit()  # the log is ahead of the metrics
+        self._commit()  # the log must not be behind the metrics
         self._disk.write(self._directory.flush)
         self._end_copies(END_S)
         self._history.progress.ended(self._closing.ending)
         self.ended = True
 
     def _walk(self) -> None:
-        """Take turns until nothing is left to do."""
         self._begin()
         while not self._finished:
+            # Leave only between updates: half an update is not in a checkpoint.
             if self._asked_to_leave and self._can_be_saved:
                 self._leave()
             if self._closing.ended_by is not None and self._can_be_saved:
@@ -182,7 +199,8 @@ class Run:
 
     @property
     def _asked_to_leave(self) -> bool:
-        """Whether the run is to save itself and end now. One that makes no checkpoints ends after its step (`Closing`)."""
+        """Whether the run should save itself and end. A run without checkpoints ends after its step
+        (`Closing`)."""
         return bool(asked_to_end()) or (self._spec.checkpoint.writes and self._stop.asked)
 
     def _begin(self) -> None:
@@ -191,7 +209,7 @@ class Run:
             return
         self._closing.resume()
         if not self._point.with_rows and self._spec.checkpoint.writes:
-            self._saving.require()  # that of this step has its position in a log that is no more
+            self._saving.require()  # the old checkpoint of this step points into a log that is gone
             self._save()
 
     def _admit(self) -> None:
@@ -199,14 +217,14 @@ class Run:
             self._admission.admit()
 
     def _dispatch(self) -> None:
-        """Make the calls that follow from earlier replies, then those of nodes that are ready."""
+        """Make queued calls, then call nodes that are ready."""
         self._calls.queue(self._weights.receive_when_idle())
         self._calls.make()
         if not self._saving.holds_up:
             self._dispatcher.dispatch()
 
     def _settle(self) -> None:
-        """Take what came back. What follows from it is queued."""
+        """Take replies, publish rows, and queue the requests that follow."""
         self._calls.make()
         self._commit()
         self._replies.give_up_rows()
@@ -219,24 +237,25 @@ class Run:
                 if type(error) is WorkerError and self._backend.has_processes:
                     error.add_note(DEBUGGER)
                 raise
+        # No replies are due, but a checkpoint is being written.
         elif self._saving.holds_up:
             time.sleep(ASK_S / 10)
         elif not self._finished and not self._can_move:
             raise StalledError(self._why_stalled())
 
     def _take(self) -> None:
-        """Take replies until something can follow from them, something is due, or none come."""
+        """Take replies until a node can start, something is due, or no more replies come."""
         self._live.note()
+        # After a call was made or has ended, other nodes may be able to start.
         settled = not self._calls.take_changed() and not self._saving.holds_up
         patience_s = self._patience_s
         while came := self._replies.take(patience_s):
             can_wait = all(self._dispatcher.can_wait(self.graph_runs[name]) for name in came)
-            patience_s = (
-                self._patience_s
-            )  # rows that have begun to wait for others have brought it forward
+            patience_s = self._patience_s  # shorter if rows have begun to wait for a fuller batch
             if not (settled and can_wait and patience_s):
                 return
             self._disk.write(lambda: self.buffer.log.commit(fenced=False))
+            # With many ranks, resting lets replies arrive in larger batches.
             if rest_s := min(patience_s, self._calls.rest_s):
                 self._backend.rest(rest_s)
 
@@ -247,6 +266,7 @@ class Run:
             self._saving.step_over(
                 step, last=over, for_best=self._spec.is_evaluated_for_best(step, over=over)
             )
+            # Without checkpoints nothing is resumed, so old log entries are useless.
             if not self._spec.checkpoint.writes:
                 self._disk.write(self.buffer.shorten_log)
         self._disk.write(lambda: self._directory.flush(when_due=True))
@@ -260,13 +280,12 @@ class Run:
         if not at_rest or any(run.ledger.live.groups_behind for run in graph_runs):
             return False
         unseen = any(train.observes(n) and train.ledger.readiness.ready(n) for n in train.graph.nodes)
-        # Where generation runs ahead, what it has left over at the end of training stays as it is in the log.
+        # If generation runs ahead, its surplus rows stay in the log when training ends.
         left = graph_runs.evaluations.values() if self._spec.schedule.overlaps else graph_runs
         return not unseen and not any(run.ledger.live.groups for run in left)
 
     @property
     def _can_move(self) -> bool:
-        """Whether the next turn of the loop will find something to do."""
         over = self._spec.schedule.over(self._train) or any(
             e.ended for e in self.graph_runs.evaluations.values()
         )
@@ -274,7 +293,8 @@ class Run:
 
     @property
     def _patience_s(self) -> float:
-        """Seconds until the driver looks up: when a lease, a quorum, or a node that gathers rows is due, or a second."""
+        """[s] Longest wait for replies: until a lease, a quorum or a batching delay ends, at most a
+        second."""
         due = [ledger.next_deadline for ledger in self.buffer.ledgers.values()]
         now = self._backend.clock()
         return max(
@@ -282,7 +302,9 @@ class Run:
         )
 
     def _why_stalled(self) -> str:
-        lines = ["rows are in flight, nothing is under way, and no node can start:"]
+        lines = [
+            "the run cannot continue: rows are in flight, but no call is running and no node can start:"
+        ]
         for run in self.graph_runs:
             for group in list(run.ledger.live.groups)[:3]:
                 lines += [f"graph {run.graph.name!r}, group {group}:"]
@@ -290,13 +312,13 @@ class Run:
         return "\n".join(lines)
 
     def _commit(self) -> None:
-        """Write what happened to the rows to the log."""
         self._disk.write(self.buffer.commit)
 
     # Checkpoints
 
     def _save(self) -> None:
-        """Take the checkpoint that is being written further, and begin the one that is due: no update is under way then."""
+        """Continue the checkpoint in progress, and begin the next one if it is due and no update is
+        running."""
         self._tell_of_copies()
         progressed = self._saving.advance(self._directory.values)
         self._calls.queue(progressed.requests)
@@ -310,7 +332,7 @@ class Run:
             self._calls.queue(self._disk.write(lambda: self._saving.begin(state)))
 
     def _state(self, position: Position) -> RunState:
-        """The state of the driver, with the rows as they are at a position in the log."""
+        """State of the driver for a checkpoint, with the rows at a position in the log."""
         return RunState(
             self._train.step,
             self._spec.seed,
@@ -327,7 +349,8 @@ class Run:
         )
 
     def _save_to_the_end(self, *, anew: bool = False) -> None:
-        """Have the present step in a checkpoint that is on the disk; `anew`: in one that is made from here on."""
+        """Save the current step, and wait until it is on disk. Existing checkpoints count unless
+        `anew`."""
         self._saving.finish(self._train.step, anew=anew)
         self._until(self._is_saved)
 
@@ -341,21 +364,19 @@ class Run:
             self._tell_of_copies()
 
     def _is_saved(self) -> bool:
-        """Take a turn of saving; returns whether nothing is left to save."""
         self._save()
         return not self._saving.holds_up
 
     @property
     def _can_be_saved(self) -> bool:
-        """Whether everything is in the buffer, or can be made again: no update is under way or has half of its batch, and training
-        waits for no evaluation."""
+        """Whether a checkpoint can be made: no update is running or has part of its batch, and
+        training does not wait for an evaluation."""
         evaluating = any(e.under_way for e in self.graph_runs.evaluations.values())
         return not (evaluating and self._spec.evaluation_rules.holds_training) and not any(
             self._train.taken.values()
         )
 
     def _leave(self) -> NoReturn:
-        """Save the run, record what it is through with, and end the process."""
         number = asked_to_end()
         self._save_as_it_stands()
         self._end_copies(LEAVE_S)
@@ -363,7 +384,8 @@ class Run:
         raise SystemExit(128 + number if number == signal.SIGINT else 0)
 
     def _refuse(self, seen: Seen) -> NoReturn:
-        """End the run because of a symptom. It saves itself first, if it makes checkpoints and its weights have not suffered."""
+        """End the run because of a symptom. Save it first, unless the symptom means that its
+        weights are damaged."""
         if seen.symptom.spoils:
             self._record_all()
         else:
@@ -375,23 +397,23 @@ class Run:
         if self._spec.checkpoint.writes:
             self._save_to_the_end(
                 anew=True
-            )  # there may be one of this step, with fewer rows in the buffer
+            )  # an existing checkpoint of this step may lack rows that are in the buffer now
         self._record_all()
 
     def _record_all(self) -> None:
-        """Have everything on the disk that people look at."""
         self._until(self._all_recorded)
         self._disk.write(self._directory.flush)
 
     def _all_recorded(self) -> bool:
-        """Have the recorder write the remaining samples; returns whether none remain."""
+        """Let the recorder write remaining samples, and return whether all are written."""
         self._dispatcher.record(hurry=True)
         return not any(run.ledger.live.groups_behind for run in self.graph_runs)
 
     # From outside the loop
 
     def call(self, group: WorkerGroup, method: str, **arguments: Any) -> list[Any]:
-        """Call a method of a group and wait; returns each rank's result. Not from within the loop."""
+        """Call a method of a group, wait, and return the result of each rank. Do not use it within
+        the loop."""
         ended: list[Call] = []
 
         def end(call: Call) -> list[CallRequest]:
@@ -406,12 +428,12 @@ class Run:
         self._until(lambda: self._calls.idle)
 
     def _until(self, condition: Callable[[], bool]) -> None:
-        """Make calls and take replies until a condition holds. Nothing is issued or dispatched meanwhile."""
+        """Make calls and take replies until a condition holds, without admitting or dispatching."""
         while not condition():
             self._settle()
 
     def close(self) -> None:
-        """End every process of the run, and close its buffer."""
+        """End every process of the run and close its buffer."""
         self.closed = True
         try:
             self._live.close()

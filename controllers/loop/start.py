@@ -1,4 +1,5 @@
-"""Starting a run: its buffer is opened, its worker groups come up, and each graph gets its ledger and its place in the data."""
+"""Start a run: open its buffer, start its worker groups, and give each graph its ledger and its
+place in the data."""
 
 from __future__ import annotations
 
@@ -29,16 +30,17 @@ from .run import Run
 
 
 def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: ResumePoint | None) -> Run:
-    """Start a run, or go on from a checkpoint: its worker groups are up, and followers have their leaders' weights.
+    """Start a run, or resume it from a checkpoint. On return, followers have their leaders'
+    weights.
 
     Args:
-        spec: what is run.
-        history: of all lives of the run.
-        directory: of the run, which this process holds.
-        point: where it goes on; None: it begins.
+        spec: Description of the run.
+        history: State that is shared by all starts of the run.
+        directory: Directory of the run, locked by this process.
+        point: Checkpoint to resume from; None for a new run.
 
     Raises:
-        UserError: a worker cannot be made, or the buffer is not that of the graphs.
+        UserError: A worker cannot be made, or the buffer belongs to other graphs.
     """
     progress, backend = history.progress, spec.backend
     _tell(spec, progress, directory, in_full=point is None)
@@ -66,7 +68,6 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
 
 
 def _tell(spec: RunSpec, progress: Progress, directory: RunDirectory, *, in_full: bool) -> None:
-    """Tell the user what is being started."""
     for note in directory.notes:
         progress.say(note)
     progress.starting(spec.handles, repr(spec.backend))
@@ -83,7 +84,7 @@ def _open_buffer(
     point: ResumePoint | None,
     graphs: Mapping[str, Graph],
 ) -> SampleBuffer:
-    """Open the buffer once the disk has room, since what is kept of the log is copied."""
+    """Open the buffer when the disk has room, because part of the log is copied."""
     backend, keep = spec.backend, spec.checkpoint.keep
     return history.disk.write(
         lambda: open_buffer(
@@ -93,7 +94,6 @@ def _open_buffer(
 
 
 def _forget_samples(directory: RunDirectory, buffer: SampleBuffer) -> None:
-    """Remove the samples of leases that are void in the state to which the run went back."""
     ledgers = buffer.ledgers
     directory.forget_samples(
         lambda graph, lease: graph in ledgers and ledgers[graph].leases.is_void(lease)
@@ -101,7 +101,7 @@ def _forget_samples(directory: RunDirectory, buffer: SampleBuffer) -> None:
 
 
 def _files(spec: RunSpec, directory: RunDirectory, buffer: SampleBuffer, progress: Progress) -> Files:
-    """Where the processes write segments. The user is warned if there is little room."""
+    """Where processes write segments. Warn if there is little room."""
     segments, config = buffer.segments.parent, spec.buffer
     for note in notes(segments, config.max_bytes):
         progress.alert("little_room", note)
@@ -129,9 +129,9 @@ def _setup(spec: RunSpec, directory: RunDirectory, files: Files, progress: Progr
 
 
 def _drop_lost_rows(buffer: SampleBuffer, backend: Backend, progress: Progress) -> None:
-    """Issue the groups again whose rows lie on nodes that are gone, or cannot be read where they lie."""
+    """Issue groups again if their rows are on lost nodes or unreadable."""
     for graph, group in buffer.drop_unreachable(backend.nodes, live=False):
-        progress.say(f"group {group} of graph {graph!r} is issued again: the node that it lay on is gone")
+        progress.say(f"group {group} of graph {graph!r} is issued again, because its node is gone")
     for said in buffer.drop_lost(backend.unreadable(buffer.elsewhere())):
         progress.say(said)
 
@@ -180,8 +180,8 @@ def _evaluation_run(name: str, graph: Graph, ledger: Ledger, source: Batch) -> E
 
 
 def _give_up(run: EvaluationRun, history: RunHistory) -> None:
-    """Give up evaluations that were under way at a checkpoint, since the weights of their step are gone. That of the present step
-    is made again."""
+    """Give up evaluations that were running at the checkpoint, because the weights of their step
+    are gone. The evaluation of the current step starts again."""
     for step in sorted(run.ledger.live.groups_of_step):
         history.progress.given_up(run.name, step)
     for group in run.ledger.live.ids_at_work:
@@ -191,6 +191,7 @@ def _give_up(run: EvaluationRun, history: RunHistory) -> None:
 
 
 def _num_tokens(graph: Graph, source: Batch) -> np.ndarray:
-    """[source rows] tokens of each row. Where new rows are made of the source's, these have only the tokens of their prompts."""
+    """[source rows] Tokens of each row. If new rows are made from the source's, only prompt tokens
+    count."""
     makes_rows = any(node.level == SOURCE and node.makes_level is not None for node in graph.nodes)
     return num_tokens(source, {str(PROMPT_IDS)}.intersection(source.columns) if makes_rows else None)

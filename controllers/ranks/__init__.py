@@ -1,1 +1,1 @@
-"""What happens on a rank: tasks come in, take turns, read and write rows, and are answered."""
+"""Code that runs on a rank: execute tasks, read and write rows, and reply to the driver."""

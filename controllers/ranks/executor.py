@@ -1,4 +1,5 @@
-"""Executor: carries out the calls on one worker, on one thread, in turns (`call_order.py`). All backends with workers use it."""
+"""Executor: execute the calls on one worker, in turns on one thread. All backends with workers use
+it."""
 
 from __future__ import annotations
 
@@ -29,14 +30,9 @@ from . import row_io
 from .row_io import DataAccess, Publisher, gather
 from .tasks import Failure, FailureKind, Reply, RowTask, Task
 
-# Call order
-#
-# CallOrder: the order in which one rank carries out its calls, as a state machine without a
-# worker, a thread or a clock.
-#
-# A generating call is interruptible (`@remote(interruptible=True)`): it makes a step and gives
-# way. So weights go in between two steps of generation, and new prompts join those that are being
-# answered. Every other call is exclusive.
+# CallOrder: the order of calls on one rank, as a state machine without a worker, thread or clock.
+# Generating calls are interruptible (`@remote(interruptible=True)`): after each step other calls
+# may run, such as a weight transfer. All other calls are exclusive.
 #
 #     expected ──add──> waiting ──next──> at work ──finish──> over
 #         │                ^                 │
@@ -44,15 +40,13 @@ from .tasks import Failure, FailureKind, Reply, RowTask, Task
 #         v
 #     cancelled ──add──> over
 #
-# - The call at work is the first exclusive call; if there is none, the first interruptible one.
-# - Exclusive calls run in the order in which they came, each to its end.
+# - The next call is the first exclusive one, or else the first interruptible one.
+# - Exclusive calls run to their end, in order of arrival.
 # - An interruptible call that gives way goes behind the other interruptible ones.
-# - An exclusive call waits for no more than the step that is being made.
+# - An exclusive call waits at most for the current step of an interruptible one.
 
 
 class TakesTurns(Protocol):
-    """A call, as far as its turns depend on it."""
-
     @property
     def number(self) -> int: ...
 
@@ -64,24 +58,23 @@ C = TypeVar("C", bound=TakesTurns)
 
 
 class CallOrder(Generic[C]):
-    """The calls on one rank that are not over."""
+    """The unfinished calls on one rank."""
 
     def __init__(self) -> None:
         self._exclusive: deque[C] = deque()
         self._interruptible: deque[C] = deque()
         self._cancelled: set[int] = set()
-        """Numbers of calls that were cancelled before they came."""
+        """Numbers of calls that were cancelled before they arrived."""
 
     def __len__(self) -> int:
         return len(self._exclusive) + len(self._interruptible)
 
     @property
     def next(self) -> C | None:
-        """The call whose turn it is; None: there is none."""
         return next(iter(self._exclusive or self._interruptible), None)
 
     def add(self, call: C) -> bool:
-        """Take a call in. False: it was cancelled before it came, and is over."""
+        """Add a call. Return False if it was cancelled before it arrived."""
         if call.number in self._cancelled:
             self._cancelled.discard(call.number)
             return False
@@ -89,20 +82,20 @@ class CallOrder(Generic[C]):
         return True
 
     def give_way(self, call: C) -> None:
-        """Note that a call made a step and is not over; an exclusive one keeps its place."""
+        """Move an interruptible call behind the others after a step. An exclusive call keeps its
+        place."""
         if call.interruptible:
             self._interruptible.remove(call)
             self._interruptible.append(call)
 
     def finish(self, call: C) -> None:
-        """Note that a call is over."""
         self._queue(call).remove(call)
 
     def cancel(self, number: int) -> C | None:
-        """End a call.
+        """Cancel a call.
 
         Returns:
-            The call, which is over; None: it has not come, and is over as soon as it does.
+            The removed call, or None if it has not arrived yet; it is then dropped on arrival.
         """
         call = self.find(number)
         if call is None:
@@ -112,7 +105,7 @@ class CallOrder(Generic[C]):
         return call
 
     def find(self, number: int) -> C | None:
-        """The call of this number; None: it has not come, or is over."""
+        """The call with this number, or None if it has not arrived or is finished."""
         return next(
             (c for queue in (self._exclusive, self._interruptible) for c in queue if c.number == number),
             None,
@@ -122,23 +115,13 @@ class CallOrder(Generic[C]):
         return self._interruptible if call.interruptible else self._exclusive
 
 
-# Gathered
-#
-# Gathered: rows that an expansion yields one by one, kept on their rank for a moment so that one
-# reply brings several of them.
-#
-# A driver of many ranks is told of each of them once in a while and not of each row. Rows that are
-# kept are published when the first of them has waited for `gather_s`, and when the call ends in
-# whatever way: only the death of the process loses them, and they are made again.
+# Gathered: a batching delay for rows that an expansion yields one by one, so that a reply carries
+# several. The rows are published after `gather_s`, and however the call ends. Only the death of the
+# process loses them, and then they are made again.
 
 
 class Gathered:
-    """What a call has yielded and not published.
-
-    Args:
-        gather_s: seconds for which rows may wait; 0: none waits.
-        clock: in seconds.
-    """
+    """Rows that a call has yielded but not published."""
 
     def __init__(self, gather_s: float, clock: Callable[[], float]) -> None:
         self._gather_s = gather_s
@@ -148,7 +131,8 @@ class Gathered:
         self._until = math.inf
 
     def add(self, part: Any) -> list[Any]:
-        """Take in what a method yielded; returns the parts that are to be published now. Only `Children` wait."""
+        """Add a part that a method yielded, and return the parts to publish. Only `Children`
+        wait."""
         children, metrics = part if isinstance(part, tuple) and len(part) == 2 else (part, {})
         if not self._gather_s or not isinstance(children, Children):
             return [*self.take(), part]
@@ -159,11 +143,11 @@ class Gathered:
         return self.take_due()
 
     def take_due(self) -> list[Any]:
-        """The rows that have waited long enough, as one part; empty when there are none."""
+        """Return the waiting rows as one part if their time is over, else an empty list."""
         return self.take() if self._clock() >= self._until else []
 
     def take(self) -> list[Any]:
-        """All rows that wait, as one part; empty when there are none."""
+        """Return all waiting rows as one part, or an empty list."""
         children, metrics = self._children, self._metrics
         self._children, self._metrics, self._until = [], [], math.inf
         return [(_joined(children), merge(metrics))] if children else []
@@ -179,21 +163,23 @@ def _joined(parts: list[Children]) -> Children:
 
 
 KEEPALIVE_S = 5.0
-"""Longest time for which a worker that makes steps says nothing."""
+"""[s] A worker that makes steps sends a reply at least this often."""
 OURS = (Ended, Cancelled, Silent, Planned, GeneratorExit, KeyboardInterrupt)
-"""Exceptions that Weft or the user raises to end a call or a process. The code that runs has not failed."""
+"""Exceptions that Weft or the user raises to end a call or process. They are not failures of the
+code that runs."""
 OnReply = Callable[[Reply], None]
 Replies = Generator[Reply | None, None, None]
 
 
 def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Replies:
-    """Carry out a call.
+    """Execute a call.
 
     Args:
-        given_up: receives the sample ids of the call's rows that are no longer wanted.
+        given_up: Receives sample ids of the call that are no longer needed.
 
     Yields:
-        Its replies, the last with `done` or `failure`; None: it made a step, and other calls may have their turn.
+        Replies, the last with `done` or `failure`. None after a step, so that other calls can take
+        a turn.
     """
     started = time.perf_counter()
     try:
@@ -209,16 +195,16 @@ def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Re
         if held:
             last = replace(last, metrics={**last.metrics, "device_bytes": Max(float(held))})
         yield replace(last, done=last.failure is None, seconds=time.perf_counter() - started)
-    except OURS:  # Weft or the user ends the process or the call
+    except OURS:  # not a failure
         raise
-    except BaseException as error:  # the user's code may raise anything (`asyncio.CancelledError`), and ends no process by it
+    except BaseException as error:  # user code may raise anything, such as asyncio.CancelledError
         yield Reply(failure=failure_of(error))
 
 
 def _run_on_rows(
     worker: Worker, task: Task, rows: RowTask, data: DataAccess, given_up: list[int]
 ) -> Generator[Reply | None, None, Reply]:
-    """Gather the rows of a call, run its method on them, publish what comes back; returns the last reply."""
+    """Gather the rows of a call, run its method, publish the results, and return the last reply."""
     method = getattr(worker, task.method)
     try:
         batch = gather(rows, data.reader)
@@ -239,7 +225,6 @@ def _run_on_rows(
 def _publish_parts(
     task: Task, result: Iterator[Any], publisher: Publisher, given_up: list[int]
 ) -> Replies:
-    """Publish what a method yields, part by part."""
     assert task.rows is not None
     gathered = Gathered(task.gather_s, time.monotonic)
     try:
@@ -250,7 +235,7 @@ def _publish_parts(
             )
             if gives_way:
                 yield None
-    except (Exception, SystemExit, Cancelled) as error:  # these rows are finished, whatever ends the call
+    except (Exception, SystemExit, Cancelled) as error:  # publish finished rows before the call ends
         if not isinstance(error, Ended):
             yield from _published(task, publisher, gathered.take())
         raise
@@ -265,7 +250,8 @@ def _published(task: Task, publisher: Publisher, parts: Sequence[Any]) -> Replie
 
 
 def _parts(result: Iterator[Any], given_up: list[int]) -> Iterator[Any]:
-    """What a method yields. A generator is sent the sample ids that were given up since it yielded last."""
+    """Parts that a method yields. A generator receives the sample ids that were given up since its
+    last part."""
     if not isinstance(result, Generator):
         yield from result
         return
@@ -280,8 +266,8 @@ def _parts(result: Iterator[Any], given_up: list[int]) -> Iterator[Any]:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """An exception as text, with the samples that it names: `error.sample_ids`, and the first in words, `error.sample`."""
-    # The message of a UserError says it all, unless an exception of the user's code is behind it.
+    """Convert an exception to text, with the samples in `error.sample_ids` and `error.sample`."""
+    # The message of a UserError is enough, unless an exception of the user's code caused it.
     explained = isinstance(error, UserError) and error.__cause__ is None
     text = (
         ""
@@ -290,28 +276,28 @@ def failure_of(error: BaseException) -> Failure:
     )
     message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):
-        message = f"it called sys.exit({error.code!r}), which ends no run"
+        message = f"it called sys.exit({error.code!r}), which does not end a run"
     elif isinstance(error, BdbQuit):
-        message = "a debugger was left, and the run ends"
+        message = "the debugger was quit, so the run ends"
         if sys.stdin is None or not sys.stdin.isatty():
-            # On the main thread it is `Local` already.
+            # `Local` runs workers on the main thread.
             how = (
                 ""
                 if threading.current_thread() is threading.main_thread()
                 else " with backend=weft.Local()"
             )
-            message = f"breakpoint() found no terminal to stop at; run{how} in a terminal, or take it out"
+            message = f"breakpoint() found no terminal to stop at; run{how} in a terminal, or remove it"
     kind = FailureKind.USER_ERROR if isinstance(error, UserError | BdbQuit) else FailureKind.EXCEPTION
     kind = FailureKind.DISK_FULL if is_full(error) else kind
     ids, sample = tuple(getattr(error, "sample_ids", ())), getattr(error, "sample", "")
-    if isinstance(error, ResultError):  # no sample is to blame
+    if isinstance(error, ResultError):  # the error is not caused by one sample
         ids, message, sample = (), f"{message} ({sample})" if sample else message, ""
     message, text, sample = (readable(redacted(part)) for part in (message, text, sample))
     return Failure(message, text, kind, ids, sample)
 
 
 def _below_executor(error: BaseException) -> Any:
-    """The traceback from the worker's own method on: the frames above it help nobody."""
+    """The traceback without Weft's frames above the worker's method."""
     trace = error.__traceback__
     ours = (__file__, row_io.__file__)
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
@@ -321,8 +307,6 @@ def _below_executor(error: BaseException) -> Any:
 
 @dataclass(eq=False)
 class _Running:
-    """A call on the worker."""
-
     task: Task
     replies: Replies
     on_reply: OnReply
@@ -337,7 +321,7 @@ class _Running:
 
 
 def _cancelled(replies: Replies) -> Iterator[Reply]:
-    """End a call that was begun; returns its last replies."""
+    """Cancel a started call and return its last replies."""
     try:
         reply = replies.throw(Cancelled())
         while True:
@@ -349,13 +333,7 @@ def _cancelled(replies: Replies) -> Iterator[Reply]:
 
 
 class Executor:
-    """The calls on one worker.
-
-    Args:
-        worker: carries out one call at a time.
-        data: reads and writes the rows of calls.
-        clock: in seconds.
-    """
+    """Executes the calls on one worker."""
 
     def __init__(
         self, worker: Worker, data: DataAccess, clock: Callable[[], float] = time.monotonic
@@ -365,18 +343,18 @@ class Executor:
         self._clock = clock
         self._order: CallOrder[_Running] = CallOrder()
         self._spoke_s = clock()
-        """When a call replied last."""
+        """[s] Time of the last reply of any call."""
 
     @property
     def busy(self) -> bool:
         return len(self._order) > 0
 
     def add(self, task: Task, on_reply: OnReply, on_start: Callable[[], None] = lambda: None) -> None:
-        """Take a call in.
+        """Add a call.
 
         Args:
-            on_reply: told each reply; the last has `done` or `failure`.
-            on_start: called when the call has its first turn.
+            on_reply: Receives each reply; the last has `done` or `failure`.
+            on_start: Called before the first turn of the call.
         """
         given_up: list[int] = []
         replies = run(self._worker, task, self._data, given_up)
@@ -386,7 +364,7 @@ class Executor:
             on_reply(Reply(done=True))
 
     def take_turn(self) -> None:
-        """Let the call whose turn it is go on until it replies or gives way. Nothing happens when there is none."""
+        """Continue the next call until it replies or gives way. Do nothing if there is none."""
         running = self._order.next
         if running is None:
             return
@@ -396,7 +374,7 @@ class Executor:
         reply = next(running.replies)
         now_s = self._clock()
         if reply is None and now_s - self._spoke_s > KEEPALIVE_S:
-            reply = Reply()  # the call goes on
+            reply = Reply()  # a sign of life
         if reply is not None:
             self._spoke_s = now_s
         if reply is not None and reply.is_last:
@@ -407,14 +385,14 @@ class Executor:
             running.on_reply(reply)
 
     def give_up(self, number: int, sample_ids: Collection[int]) -> None:
-        """Tell a call that nobody wants these of its rows any more. A method that does not listen makes them all the same, and they are
-        let go."""
+        """Tell a call that these rows are no longer needed. A method that ignores it still makes
+        them, and they are dropped."""
         running = self._order.find(number)
         if running is not None:
             running.given_up += sample_ids
 
     def cancel(self, number: int) -> None:
-        """End a call where it stands, or as soon as it comes; what it has published counts, and rows that are finished are published."""
+        """Cancel a call, now or on arrival. Rows that are finished are still published."""
         running = self._order.cancel(number)
         if running is None:
             return
@@ -425,19 +403,16 @@ class Executor:
         running.on_reply(Reply(done=True))
 
 
-# Executor thread
-#
-# ExecutorThread: a worker and its executor on a thread of their own, for a process that takes
-# calls on other threads.
+# ExecutorThread: a worker on a separate thread, in a process that receives calls on other threads
 
 
 POLL_S = 1.0
-"""Longest wait for a reply before the worker's activity is looked at."""
+"""[s] Longest wait for a reply before checking the worker's activity."""
 
 
 class Activity:
-    """Counts what a worker does, as it says itself (`Context.advance`), so that work can be told from silence. A thread that merely
-    said that the process lives could not tell them apart."""
+    """Counter that a worker advances (`Context.advance`), to distinguish work from a hang. A
+    heartbeat thread could not, because it keeps running during a hang."""
 
     def __init__(self) -> None:
         self._count = self._seen = 0
@@ -446,7 +421,7 @@ class Activity:
         self._count += 1
 
     def is_new(self) -> bool:
-        """Whether the worker has done anything since this was asked last."""
+        """Whether the worker has advanced since the last call of this method."""
         before, self._seen = self._seen, self._count
         return self._seen != before
 
@@ -454,7 +429,8 @@ class Activity:
 def replies_of(
     coming: queue.SimpleQueue[Reply], activity: Activity, poll_s: float = POLL_S
 ) -> Iterator[Reply]:
-    """Yield the replies of a call to the last, and an empty one whenever none came for a while but the worker did something."""
+    """Yield the replies of a call, and an empty one when the worker has advanced without
+    replying."""
     while True:
         try:
             reply = coming.get(timeout=poll_s)
@@ -468,21 +444,21 @@ def replies_of(
 
 
 class ExecutorThread:
-    """The thread makes the worker, carries out its calls, and closes it.
+    """A thread that makes the worker, executes its calls, and closes it.
 
         starting ──the worker is made──> up ──────close──> closed
             └────────an exception──────> failed ──close──> closed
 
     Args:
-        make_worker: called on the thread.
-        activity: what the worker counts.
+        make_worker: Called on the thread.
+        activity: Counter that the worker advances.
     """
 
     def __init__(self, make_worker: Callable[[], Worker], data: DataAccess, activity: Activity) -> None:
         self._data = data
         self._activity = activity
         self._requests: queue.SimpleQueue[Callable[[Executor], None] | None] = queue.SimpleQueue()
-        """What other threads want done between two turns; None: the end."""
+        """Actions for other threads to run between two turns; None ends the thread."""
         self._up = threading.Event()
         self._worker: Worker | None = None
         self._failure: Failure | None = None
@@ -490,7 +466,7 @@ class ExecutorThread:
         self._thread.start()
 
     def worker(self) -> Worker | Failure:
-        """The worker, or why it could not be made; waits for it."""
+        """Wait for the worker, and return it or the failure to make it."""
         self._up.wait()
         if self._failure is not None:
             return self._failure
@@ -498,8 +474,11 @@ class ExecutorThread:
         return self._worker
 
     def call(self, task: Task) -> Iterator[Reply]:
-        """Yield the replies to a task; the last has `done` or `failure`. While the worker is being made, and does something (it fetches a
-        model, say), empty ones say so."""
+        """Yield the replies to a task; the last has `done` or `failure`.
+
+        While the worker is being made and advances (such as downloading a model), empty replies are
+        sent.
+        """
         while not self._up.wait(POLL_S):
             if self._activity.is_new():
                 yield Reply()
@@ -512,15 +491,15 @@ class ExecutorThread:
         yield from replies_of(replies, self._activity)
 
     def cancel(self, number: int) -> None:
-        """End a call, also one that has not come yet; returns at once."""
+        """Cancel a call without waiting, also if it has not arrived yet."""
         self._requests.put(lambda executor: executor.cancel(number))
 
     def give_up(self, number: int, sample_ids: Sequence[int]) -> None:
-        """Tell a call that these of its rows are no longer wanted; returns at once."""
+        """Tell a call that these rows are no longer needed, without waiting."""
         self._requests.put(lambda executor: executor.give_up(number, sample_ids))
 
     def close(self) -> None:
-        """Close the worker after the turn that it has, and end the thread."""
+        """Close the worker after its current turn, and end the thread."""
         self._requests.put(None)
         self._thread.join()
 
@@ -529,14 +508,12 @@ class ExecutorThread:
         try:
             self._worker = make_worker()
             executor = Executor(self._worker, self._data)
-        except BaseException as error:  # told as text: not every exception survives a pickle
+        except BaseException as error:  # sent as text, because not every exception can be pickled
             self._failure = failure_of(error)
         self._up.set()
         try:
             self._serve(executor)
-        except (
-            BaseException
-        ):  # a worker that ends its thread ends its process: nobody waits for it in vain
+        except BaseException:  # exit, so that callers see a dead process instead of waiting forever
             traceback.print_exc()
             os._exit(1)
         if self._worker is not None:

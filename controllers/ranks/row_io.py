@@ -1,5 +1,5 @@
-"""Rows on a rank: the columns of a call's rows are gathered from segments, and what the worker makes of them is checked, written
-to a segment, and described to the ledger."""
+"""Rows on a rank: read a call's columns from segments, check the worker's results, and write them
+to a segment."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ TOKEN_COLUMNS = (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
 
 
 def num_tokens(batch: Batch, columns: Container[str] | None = None) -> np.ndarray:
-    """Tokens of each row.
+    """Return the number of tokens of each row.
 
     Args:
-        batch: [rows].
-        columns: count those of the token columns that are among these; None: those that the batch has.
+        batch: [rows] Rows.
+        columns: Token columns to count, if present; None counts all token columns of the batch.
 
     Returns:
         [rows] int64.
@@ -59,7 +59,7 @@ def num_tokens(batch: Batch, columns: Container[str] | None = None) -> np.ndarra
 
 @dataclass(frozen=True)
 class DataAccess:
-    """How a process reaches rows: it maps the files of its node, and appends to files of its own."""
+    """A process's access to rows: it maps the files of its node and appends to separate files."""
 
     reader: SegmentReader
     writer: SegmentWriter
@@ -70,14 +70,15 @@ class DataAccess:
 
 
 def gather(rows: RowTask, reader: SegmentReader) -> Batch:
-    """The columns of a call's rows, in the order of the rows; without a copy where the data already lies in that order.
+    """Return the columns of a call's rows, in their order. Data that is in this order already is
+    not copied.
 
     Args:
-        rows: which rows and columns, and the segments that hold them.
-        reader: of the segments of this node.
+        rows: Row ids, columns, and the segments that hold them.
+        reader: Reader for the segments of this node.
 
     Returns:
-        [len(rows.ids)] rows.
+        [len(rows.ids)] Rows.
     """
     columns: dict[str, Any] = {
         str(SAMPLE_ID): rows.ids,
@@ -104,7 +105,7 @@ def gather(rows: RowTask, reader: SegmentReader) -> Batch:
             part = part.take(where)
         (of_file if piece.of_file else columns).update({name: part[name] for name in part.columns})
     batch = Batch.of(**columns)
-    if of_file:  # a column may have a name of Weft's, and another type
+    if of_file:  # a file's column may have the name of a Weft column, but another type
         record = batch.record
         names = [*record.schema.names, *of_file]
         batch = Batch(pa.RecordBatch.from_arrays([*record.columns, *of_file.values()], names=names))
@@ -112,7 +113,7 @@ def gather(rows: RowTask, reader: SegmentReader) -> Batch:
 
 
 def _masked(batch: Batch, ids: frozenset[int]) -> Batch:
-    """The batch with no token of these rows trained on."""
+    """The batch, with the response mask of these rows set to 0."""
     lengths = batch.lengths(RESPONSE_IDS)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     mask = (
@@ -123,11 +124,13 @@ def _masked(batch: Batch, ids: frozenset[int]) -> Batch:
 
 
 class Publisher:
-    """Checks and writes what a call returns for its rows, all at once or part by part.
+    """Check and write the results of a call, at once or in parts.
 
-    - A map, a group or a filter returns rows that it was given, each at most once; a map and a group return all of them.
-    - An expansion returns rows of parents that it was given: all of a parent together, numbered in order, or `Children` that say their
-      numbers. Each gets the sample id that is reserved for its parent and number, and a row that was published before is left out.
+    - A map, group or filter returns rows that it was given, each at most once. A map and a group
+      must return all.
+    - An expansion returns new rows of its parents: all rows of a parent together, in order, or
+      `Children` with their numbers. Each row gets the sample id reserved for its parent and number.
+      Rows published earlier are skipped.
     """
 
     def __init__(self, task: Task, rows: RowTask, writer: SegmentWriter) -> None:
@@ -147,22 +150,22 @@ class Publisher:
         }
 
     def publish(self, part: Any) -> Generator[Reply, None, Reply]:
-        """Write what a method returned or yielded to a segment. Yields a paused reply while the disk is full.
+        """Write a result to a segment. Yields a paused reply while the disk is full.
 
         Returns:
-            The reply that tells the driver of it.
+            The reply that describes the rows to the driver.
 
         Raises:
-            TypeError: it is no batch, no metrics, or lacks a column.
-            UserError: it breaks a rule of the operation's shape.
-            OSError: the disk stayed full for MAX_PAUSE_S, or is broken.
+            TypeError: The result is not a batch or metrics, or lacks a column.
+            UserError: The result breaks a rule of the operation's shape.
+            OSError: The disk stayed full for MAX_PAUSE_S, or is broken.
         """
         operation = self._rows.operation
         rows, metrics = _taken_apart(operation.name, part)
         if not self._keep:
             return Reply()
         if rows is None or not (self._rows.writes or operation.shape in (Shape.FILTER, Shape.EXPAND)):
-            return Reply(metrics=metrics)  # an update, say: nothing was written
+            return Reply(metrics=metrics)  # for example, an update: it writes no rows
         published, kept = self._described(rows)
         began = time.monotonic()
         while self._rows.writes:
@@ -176,18 +179,18 @@ class Publisher:
         return Reply(published, metrics=metrics)
 
     def check_complete(self) -> None:
-        """Check, when the call is over, that no row is missing.
+        """Check at the end of a call that no row is missing.
 
         Raises:
-            UserError: a map or a group has not returned all rows.
+            UserError: A map or a group has not returned all rows.
         """
         rows, shape = self._rows, self._rows.operation.shape
         if not (self._keep and rows.writes and self._missing and shape in (Shape.MAP, Shape.GROUP)):
             return
         some = ", ".join(map(str, list(self._missing)[:4])) + ", ..." * (len(self._missing) > 4)
         raise UserError(
-            f"{self._declared}: it returns every row that it was given; it lost {len(self._missing)} of {len(rows.ids)} "
-            f"(samples {some}). An operation that may leave rows out is declared with shape=Shape.FILTER"
+            f"{self._declared}: it must return every row that it was given, but lost {len(self._missing)} of {len(rows.ids)} "
+            f"(samples {some}). Declare an operation that leaves rows out with shape=Shape.FILTER"
         )
 
     @property
@@ -197,19 +200,18 @@ class Publisher:
         )
 
     def _described(self, rows: Batch | Children) -> tuple[Published, Batch]:
-        """The report of a result to the ledger, and the columns of it that are written."""
         name, writes = self._rows.operation.name, self._rows.writes
         batch = rows.rows if isinstance(rows, Children) else rows
         expands = self._rows.operation.shape is Shape.EXPAND
         if isinstance(rows, Children) and not expands:
-            raise TypeError(f"{self._declared}: it returns a Batch, not Children")
+            raise TypeError(f"{self._declared}: it must return a Batch, not Children")
         missing = [c for c in writes if c not in batch]
         if missing:
             raise TypeError(
                 f"{name} must write column {missing[0]!r}, but returned {', '.join(batch.columns) or 'no columns'}"
             )
         if expands and PARENT_ID not in batch:
-            raise TypeError(f"{name} expands rows: what it returns needs a 'parent_id' column")
+            raise TypeError(f"{name} expands rows, so its result needs a 'parent_id' column")
         parents, finished = None, None
         if expands:
             batch, ids, parents, finished = self._described_children(rows)
@@ -223,7 +225,7 @@ class Publisher:
         return Published(ids, num_tokens(batch, writes), versions, parents, finished, newest), kept
 
     def _returned_ids(self, batch: Batch) -> np.ndarray:
-        """[rows] int64 sample ids of rows that come back, each of which may come back once."""
+        """[rows] int64 sample ids of returned rows. Each row may be returned once."""
         if SAMPLE_ID in batch:
             ids = batch.numpy(SAMPLE_ID).astype(np.int64)
         elif len(batch) == len(self._rows.ids):
@@ -236,17 +238,20 @@ class Publisher:
         for id in ids.tolist():
             if id not in self._given:
                 raise UserError(
-                    f"{self._declared}: it returns rows that it was given, with their sample_id; it returned sample_id {id}"
+                    f"{self._declared}: it must return rows that it was given, with their sample_id, but returned sample_id {id}"
                 )
             if id not in self._missing:
-                raise UserError(f"{self._declared}: it returns a row once; it returned sample {id} twice")
+                raise UserError(
+                    f"{self._declared}: it must return each row once, but returned sample {id} twice"
+                )
             del self._missing[id]
         return ids
 
     def _described_children(
         self, rows: Batch | Children
     ) -> tuple[Batch, np.ndarray, np.ndarray, np.ndarray]:
-        """New rows without those published before, their [rows] int64 sample ids and parents, and the [parents] that are finished."""
+        """New rows without earlier ones, their [rows] int64 sample ids and parents, and [parents]
+        that are finished."""
         batch, numbers = (
             (rows.rows, rows.numbers.tolist()) if isinstance(rows, Children) else (rows, None)
         )
@@ -256,8 +261,8 @@ class Publisher:
             (id for id in (*parents.tolist(), *finished.tolist()) if id not in self._first), None
         ):
             raise UserError(
-                f"{self._declared}: the parent_id of a row that it makes is the sample_id of a row that it was given; "
-                f"it made a row of {stranger}"
+                f"{self._declared}: the parent_id of a new row must be the sample_id of a row that it was given, "
+                f"but it made a row of {stranger}"
             )
         numbers = _in_order(parents) if numbers is None else numbers
         new = [
@@ -274,23 +279,22 @@ class Publisher:
         return batch, ids, parents, finished
 
     def _is_new(self, parent: int, number: int) -> bool:
-        """Note that a row is made; False: an earlier worker published it."""
+        """Record a new row. Return False if it was published before, by an earlier worker."""
         if not 0 <= number < MAX_CHILDREN:
             raise UserError(
-                f"{self._declared}: it makes at most {MAX_CHILDREN} rows of one row; it made more of {parent}"
+                f"{self._declared}: it may make at most {MAX_CHILDREN} rows from one row, but made more from {parent}"
             )
         if (parent, number) in self._made_before:
             return False
         if number in self._made[parent]:
             raise UserError(
-                f"{self._declared}: it makes a row once; it made row {number} of {parent} twice"
+                f"{self._declared}: it must make each row once, but made row {number} of {parent} twice"
             )
         self._made[parent].add(number)
         return True
 
 
 def _taken_apart(name: str, part: Any) -> tuple[Batch | Children | None, Metrics]:
-    """The rows and the metrics in what a method returned or yielded."""
     batch, metrics = part if isinstance(part, tuple) and len(part) == 2 else (part, {})
     if isinstance(batch, Mapping):
         batch, metrics = None, batch
@@ -304,13 +308,13 @@ def _taken_apart(name: str, part: Any) -> tuple[Batch | Children | None, Metrics
     for key, metric in metrics.items():
         if not isinstance(metric, Metric):
             raise TypeError(
-                f"{name}: metric {key!r} must be a Mean, Max, Sum or Std, which know how to be merged, not {metric!r}"
+                f"{name}: metric {key!r} must be a Mean, Max, Sum or Std, which can be merged, not {metric!r}"
             )
     return batch, metrics
 
 
 def _in_order(parents: np.ndarray) -> list[int]:
-    """Number of each row among those of its parent, as they come."""
+    """Number of each row among the rows of its parent, in order."""
     seen: Counter[int] = Counter()
     numbers: list[int] = []
     for parent in parents.tolist():
@@ -320,7 +324,7 @@ def _in_order(parents: np.ndarray) -> list[int]:
 
 
 def _minimum_per_row(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Smallest value of each row of a ragged column; -1 for an empty row."""
+    """Smallest value per row of a ragged column; -1 for empty rows."""
     lengths = np.diff(offsets)
     out = np.full(len(lengths), -1, np.int64)
     if len(values):

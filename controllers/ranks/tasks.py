@@ -1,4 +1,4 @@
-"""Messages between the driver and a rank: a task there, replies back. No message holds the columns of a row."""
+"""Messages between the driver and a rank: tasks and replies. They carry row ids, never columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...dataflow.operation import Operation
 
 @dataclass(frozen=True)
 class RowTask:
-    """The rows of one call on one rank: their ids and where their columns are."""
+    """The rows of a call on one rank: their ids and the places of their columns."""
 
     operation: Operation
     writes: tuple[str, ...]
@@ -27,17 +27,19 @@ class RowTask:
     parent_ids: np.ndarray
     pieces: Sequence[Piece] = ()
     first_children: np.ndarray | None = None
-    """For each row, the first of the MAX_CHILDREN sample ids that are reserved for rows made of it (EXPAND only)."""
+    """For each row, the first of MAX_CHILDREN sample ids reserved for its new rows (EXPAND
+    only)."""
     masked: frozenset[int] = frozenset()
     """Rows whose tokens are not trained on."""
     draws: Sequence[Sequence[int]] | None = None
-    """The column `draw_path`, for an operation that names it."""
+    """The column `draw_path`, for operations that read it."""
     made: Sequence[Sequence[int]] | None = None
-    """For each row, the numbers of the rows that were made of it before (EXPAND only); None: none was made of any."""
+    """For each row, the numbers of the rows made from it earlier (EXPAND only); None if there are
+    none."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Nothing in it is the user's, so the plain pickler will do. Ray's own asks Python about each object, to find functions
-        # and classes that are defined in a script.
+        # The task holds no user objects, so the plain pickler is enough. Ray's pickler is slower:
+        # it checks each object for functions and classes that are defined in a script.
         return _row_task, (pickle.dumps(self.__dict__, protocol=5),)
 
 
@@ -47,40 +49,36 @@ def _row_task(state: bytes) -> RowTask:
 
 @dataclass(frozen=True)
 class Task:
-    """One call on one rank."""
-
     method: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     rows: RowTask | None = None
     keep: bool = True
-    """Whether this rank publishes the rows that come back: one rank of each replica does."""
+    """Whether this rank publishes the resulting rows. One rank of each replica does."""
     number: int = 0
-    """The call's number in the run."""
     gather_s: float = 0.0
-    """Seconds for which rows that the call yields one by one may wait on the rank for others (`gathered.py`)."""
+    """[s] How long rows that the call yields may wait on the rank for more rows."""
 
     @property
     def interruptible(self) -> bool:
-        """Whether other calls on the worker take turns with this one."""
+        """Whether other calls on the worker may take turns with this one."""
         return self.rows is not None and self.rows.operation.interruptible
 
 
 @dataclass(frozen=True)
 class Reply:
-    """One reply to a call. The last has `done` or `failure`; an empty one says that the call goes on."""
+    """A reply to a call. The last one has `done` or `failure`; an empty one is a sign of life."""
 
     published: Published | None = None
     segment: Segment | None = None
-    """Where the columns of the published rows lie; None: nothing was written."""
+    """Location of the published rows' columns; None if nothing was written."""
     metrics: Metrics = field(default_factory=dict)
     value: Any = None
-    """The result of a method without rows."""
     done: bool = False
     seconds: float = 0.0
-    """Time spent in the worker; set in the last reply."""
+    """[s] Time spent in the worker, in the last reply."""
     failure: Failure | None = None
     paused: str = ""
-    """Why nothing can be written at present: the disk is full. The rows are written when there is space."""
+    """Why writing is paused, because the disk is full. Writing continues when there is space."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         plain = pickle.dumps((self.published, self.segment, self.done, self.seconds), protocol=5)
@@ -97,28 +95,27 @@ def _reply(plain: bytes, metrics: Metrics, value: Any, failure: Failure | None, 
 
 
 class FailureKind(Enum):
-    """What has failed; it decides what can be done about it."""
+    """Kind of a failure, which decides how it is handled."""
 
     EXCEPTION = auto()
-    """The worker raised an exception."""
     USER_ERROR = auto()
-    """The worker raised an exception that the user can mend."""
+    """The worker raised an exception that the user can fix."""
     DISK_FULL = auto()
-    """The worker found no room on a disk."""
+    """A disk of the worker is full."""
     UNREADABLE = auto()
-    """The rows of the call could not be read: their node may be gone."""
+    """The rows of the call could not be read. Their node may be gone."""
     DIED = auto()
     """The process is gone."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong in a worker, as text, because not every exception survives a pickle."""
+    """A failure in a worker as text, because not every exception can be pickled."""
 
     message: str
     traceback: str = ""
     kind: FailureKind = FailureKind.EXCEPTION
     sample_ids: tuple[int, ...] = ()
-    """The samples at fault, where the worker knows them."""
+    """Samples that caused it, if known."""
     sample: str = ""
-    """The first of them in words (its prompt and response, say), where the worker knows it."""
+    """Description of the first one, such as its prompt and response, if known."""

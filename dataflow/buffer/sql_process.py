@@ -4,9 +4,9 @@ DuckDB can only be interrupted between two pieces of work, not in a function, th
 binder. A process can always be killed: this one has an unhandled alarm, so that the kernel ends it
 in time, and a memory limit.
 
-It reads one line of JSON, prints `true`, and reads the tables of the query as Arrow streams; it prints one line of JSON, and then
-the answer as a stream. While it waits for the first line, it ends when the pipe is closed, or after as many seconds as its argument says.
-It imports nothing of Weft.
+It reads one line of JSON, prints `true`, and reads the tables of the query as Arrow streams.
+Then it prints one line of JSON, and the answer as a stream. While waiting for the first line, it
+ends when the pipe is closed, or after the seconds in its argument. It imports nothing of Weft.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).with_name("bad_input.py")
 
 OF_SAMPLES = {
     "nan": "error: worker reward[0], node 'reward.score' failed 3 times at sample ",
-    "lost": "best is declared with shape=Shape.MAP: it returns every row that it was given; it lost 3 of 4 (samples ",
+    "lost": "best is declared with shape=Shape.MAP: it must return every row that it was given, but lost 3 of 4 (samples ",
 }
 """Mistakes that only show when the run goes on."""
 

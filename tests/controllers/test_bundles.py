@@ -50,9 +50,7 @@ def test_an_elastic_group_has_a_bundle_for_each_rank_and_is_refused_only_if_the_
     assert position(replace(place, pool=pool), 3) == Position(node_rank=3, local_rank=0, nodes=4)
     with pytest.raises(UserError, match=r"asks for 4 GPUs \(spot: 4\), but the cluster has 3"):
         laid_out({"reward": place}, Nodes([(8, 3)], "the cluster"))
-    said = (
-        "'spot' asks for 4 CPUs and 2 GPUs for each of at least 2 ranks, but the cluster has that 1 times"
-    )
+    said = "'spot' needs 4 CPUs and 2 GPUs for each of at least 2 ranks, but the cluster has room for 1"
     with pytest.raises(UserError, match=said):
         laid_out({"reward": place}, Nodes([(8, 2), (3, 2)], "the cluster"))
     assert (
@@ -97,7 +95,7 @@ def test_a_cluster_that_grows_need_not_be_large_enough_yet():
     assert nodes_of(ResourcePool("p", gpus=8), 8, growing) == 1
     with pytest.raises(
         UserError,
-        match=r"no node of the cluster has both .*; say how it is to lie on nodes that are still to come",
+        match=r"no node of the cluster has both .*; for nodes that will join later, give the layout",
     ):
         nodes_of(ResourcePool("p", gpus=16), 1, growing)
 
@@ -111,7 +109,7 @@ def test_a_replica_never_lies_across_two_nodes_unless_it_is_larger_than_one():
         "each replica has two whole nodes"
     )
     with pytest.raises(
-        UserError, match="a replica of 'actor' has 4 ranks, and pool 'p' has 6 of them on each of its 4"
+        UserError, match="a replica of 'actor' has 4 ranks, but pool 'p' has 6 of them on each of its 4"
     ):
         nodes_of(ResourcePool("p", nodes=4, gpus_per_node=6), 24, tensor_parallel=4)
     with pytest.raises(UserError, match="tensor_parallel=3 does not divide the 4 ranks of 'actor'"):

@@ -601,5 +601,5 @@ def test_calls_beside_the_loop_are_checked(tmp_path: Path):
     with drive(recorded, tmp_path) as driver:
         with pytest.raises(UserError, match="ToyActor has no remote method 'sav'"):
             driver.call(recorded.handles["actor"], "sav")
-        with pytest.raises(UserError, match="no group of this run"):
+        with pytest.raises(UserError, match="not a group of this run"):
             driver.call(group(ToyActor, name="stranger"), "seen_groups")

@@ -46,6 +46,7 @@ def test_a_group_of_the_user_cannot_have_the_name_of_one_of_them():
         prompts(2), rollout=group(ToyRollout, name=FUNCTIONS), reward=group(ToyReward)
     )
     with pytest.raises(
-        UserError, match=r"a worker group is called 'functions', .* that runs the functions of graphs"
+        UserError,
+        match="worker group 'functions' has the name of Weft's group that runs the functions of graphs",
     ):
         own_groups([taken], taken.handles, 1)

@@ -42,13 +42,16 @@ def test_a_pool_is_sized_in_all_or_by_node():
         ({"nodes": 2, "cpus_per_node": 0}, "at least one CPU on each of its nodes"),
         ({"nodes": "2"}, "'p': nodes is a whole number, not '2'"),
         ({"gpus": 2.0}, "'p': gpus is a whole number, not 2.0"),
-        ({"gpus_per_node": 8}, "gpus_per_node=8 is of each node; say nodes=..., too, or gpus=... in all"),
-        ({"nodes": 2, "gpus": 16, "gpus_per_node": 8}, "gpus=16 and gpus_per_node=8 say the same twice"),
+        (
+            {"gpus_per_node": 8},
+            "gpus_per_node=8 needs the number of nodes; give nodes=... as well, or gpus=",
+        ),
+        ({"nodes": 2, "gpus": 16, "gpus_per_node": 8}, "gpus=16 and gpus_per_node=8 set the same number"),
         (
             {"nodes": 3, "gpus": 8},
-            "gpus=8 do not divide over nodes=3 evenly; the nearest number that does is 9",
+            "gpus=8 is not a multiple of nodes=3; the nearest multiple is 9",
         ),
-        ({"beside": "p"}, "'p' cannot lie beside itself"),
+        ({"beside": "p"}, "'p' cannot share nodes with itself"),
         ({"gpu_per_node": 8}, "did you mean 'gpus_per_node'"),
     ],
 )
@@ -80,9 +83,14 @@ def test_an_impossible_place_is_refused_where_it_is_made():
             {"gpus": 4, "nodes": 2},
             4,
             1,
-            "each of its 4 ranks goes wherever there is room, and nodes=2 cannot hold",
+            "cannot have nodes=2, because each of its 4 ranks runs on any node with room",
         ),
-        ({"gpus": 4, "beside": "train"}, 4, 1, "and beside='train' cannot hold; leave it out"),
+        (
+            {"gpus": 4, "beside": "train"},
+            4,
+            1,
+            "cannot have beside='train', because each of its 4 ranks runs on any node",
+        ),
     ],
 )
 def test_an_impossible_elastic_group_is_refused_where_it_is_made(
@@ -99,10 +107,10 @@ def test_an_impossible_elastic_group_is_refused_where_it_is_made(
 def test_an_elastic_group_shares_its_pool_with_nobody():
     spot = ResourcePool("spot", cpus=2)
     with pytest.raises(
-        UserError, match="group 'a' has min_ranks=1, and its pool 'spot' is used by 'b', too"
+        UserError, match="group 'a' has min_ranks=1, but shares pool 'spot' with 'b'; give"
     ):
         resolve({"a": Place(spot, 2, 1), "b": Place(spot, 2)}, {"a": 0, "b": 0})
-    with pytest.raises(UserError, match="'spot' is used by 'b', too"):
+    with pytest.raises(UserError, match="shares pool 'spot' with 'b'"):
         resolve({"a": Place(spot, 2, 1), "b": Place(ResourcePool("p", beside="spot"))}, {"a": 0, "b": 0})
 
 
@@ -120,14 +128,14 @@ def test_a_pool_lies_beside_one_that_there_is_and_not_in_a_circle():
     assert besides(train=None, rollout="train", reward="rollout")["reward"].pool.beside == "rollout"
     with pytest.raises(
         UserError,
-        match=r"'rollout' lies beside 'trian', which no group of the placement is on; did you mean 'train'\?",
+        match=r"'rollout' shares nodes with 'trian', but no group is placed on a pool of that name; did you mean 'train'\?",
     ):
         besides(train=None, rollout="trian")
     with pytest.raises(
         UserError, match="in a circle: 'a' beside 'c' beside 'b' beside 'a'; leave out one beside="
     ):
         besides(a="c", b="a", c="b")
-    with pytest.raises(UserError, match="'b' has nodes=2 and lies beside 'a', which has only 1"):
+    with pytest.raises(UserError, match="'b' has nodes=2, more than the 1 nodes of 'a', which it shares"):
         places = {
             "a": Place(ResourcePool("a", nodes=1)),
             "b": Place(ResourcePool("b", nodes=2, beside="a"), 2),
@@ -184,7 +192,7 @@ def test_what_local_does_not_use_of_a_placement_is_reported(
         ) as driver:
             driver.run()
         said = " ".join(capfd.readouterr().out.split())
-        assert ("(rollout: 2 GPUs; actor: 2 ranks, 2 GPUs); take weft.RayBackend()" in said) == (
+        assert ("(rollout: 2 GPUs; actor: 2 ranks, 2 GPUs); use weft.RayBackend()" in said) == (
             placement is not None
         )
         assert ("without the devices of the placement" in said) == (placement is not None)

@@ -82,13 +82,13 @@ def test_graphs_that_give_no_constant_column_are_refused(tmp_path: Path):
     ):
         precompute(nothing(SOURCE), root=tmp_path)
     with pytest.raises(
-        UserError, match="'filtered' took 1 of 11 rows away, such as row 0; filter the source itself"
+        UserError, match="'filtered' dropped 1 of 11 rows, such as row 0; filter the source instead"
     ):
         precompute(filtered(SOURCE), root=tmp_path, progress=False)
     training = toy_grpo(
         prompts(4), rollout=group(ToyRollout), reward=group(ToyReward), actor=group(ToyActor)
     )
-    with pytest.raises(UserError, match=r"node 'actor.update' of graph 'toy_grpo' makes new weights"):
+    with pytest.raises(UserError, match=r"node 'actor.update' of graph 'toy_grpo' updates weights"):
         precompute(training, root=tmp_path)
     with pytest.raises(UserError, match="rows_per_step=0"):
         precompute(both(SOURCE), rows_per_step=0)

@@ -98,20 +98,20 @@ def test_a_node_that_returns_something_else_is_told_what_it_must_return(
 BROKEN_RULES = [
     (
         lambda rows: rows.take([0]).with_columns(advantages=[[]]),
-        "it returns every row that it was given; it lost 7 of 8 (samples 5, 4100, 4101, 8196, ...). "
-        "An operation that may leave rows out is declared with shape=Shape.FILTER",
+        "it must return every row that it was given, but lost 7 of 8 (samples 5, 4100, 4101, 8196, ...). "
+        "Declare an operation that leaves rows out with shape=Shape.FILTER",
     ),
     (
         lambda rows: None,
-        "it returns every row that it was given; it lost 8 of 8 (samples 4, 5, 4100, 4101, ...)",
+        "it must return every row that it was given, but lost 8 of 8 (samples 4, 5, 4100, 4101, ...)",
     ),
     (
         lambda rows: rows.take([0, *range(8)]).with_columns(advantages=[[]] * 9),
-        "it returns a row once; it returned sample 4 twice",
+        "it must return each row once, but returned sample 4 twice",
     ),
     (
         lambda rows: rows.with_columns(sample_id=list(range(8)), advantages=[[]] * 8),
-        "it returns rows that it was given, with their sample_id; it returned sample_id 0",
+        "it must return rows that it was given, with their sample_id, but returned sample_id 0",
     ),
 ]
 
@@ -146,7 +146,7 @@ def test_an_expansion_names_a_parent_that_it_was_not_given(tmp_path: Path):
     recorded = making(prompts(8), actor=handles()["actor"])
     with (
         drive(recorded, tmp_path) as driver,
-        pytest.raises(UserError, match="sample_id of a row that it was given; it made a row of 999"),
+        pytest.raises(UserError, match="sample_id of a row that it was given, but it made a row of 999"),
     ):
         driver.run()
 

@@ -335,9 +335,9 @@ def test_each_held_out_set_that_has_a_name_is_an_evaluation(
         ),
         (
             {"offload": "moments"},
-            "; what else workers are set to goes into the program that explain=True prints",
+            "; to change other worker settings, edit the program that explain=True prints",
         ),
-        ({"rewards": None}, "method='grpo' trains on responses that are rewarded: give rewards=..."),
+        ({"rewards": None}, "method='grpo' needs a reward for its responses; give rewards=..."),
         ({"method": "gpro"}, "method='gpro'; did you mean 'grpo'?"),
         ({"reading": {"promt": "prompt"}}, "no setting 'promt' (value 'prompt'); did you mean 'prompt'?"),
         (
@@ -360,7 +360,7 @@ def test_each_held_out_set_that_has_a_name_is_an_evaluation(
             {"method": "sft", "rewards": None, "held_out": "prompts.jsonl"},
             "method='sft' has no evaluation",
         ),
-        ({"lora": 16}, "lora=16: it is an adapter, such as lora=weft.Lora(rank=16)"),
+        ({"lora": 16}, "lora=16 is not an adapter; give one, such as lora=weft.Lora(rank=16)"),
         ({"kl": -1.0}, "KlPenalty.coefficient: input should be greater than 0, not -1.0"),
         (
             {"method": "dpo", "rewards": None, "kl": 0.1},
@@ -537,7 +537,8 @@ def test_a_program_refuses_an_object_that_has_no_text_and_says_how_to_give_it_on
             return float(len(response) == self.goal)
 
     with pytest.raises(
-        weft.UserError, match="has no text for a program: give it a name at the top level of the script"
+        weft.UserError,
+        match="cannot be written in a program; give it a name at the top level of the script",
     ):
         weft.train("model", PROMPTS, Near(1, 2), max_tokens=6, explain=True)
 
@@ -644,7 +645,7 @@ def test_a_signal_ends_a_run_after_its_step_and_saves_the_model(
     said, errors = capfd.readouterr()
     assert left.value.code == 128 + number
     assert (
-        f"{said_as}: the run ends after this step, and saves its model; a second one ends it at once"
+        f"{said_as}: the run ends after this step and saves its model; a second one ends it at once"
         in errors
     )
     assert f"the model is saved in {tmp_path / 'run' / 'model'}" in said

@@ -22,11 +22,11 @@ def test_an_address_in_another_form_is_refused_by_the_name_of_where_it_stands(
     assert RayBackend("ray-head:6379").address == "ray-head:6379", "what is said in the script counts"
     for wrong, why in (
         ("ray://ray-head:10001", "joins it by host:port"),
-        ("ray-head", "no address of a Ray cluster"),
-        ("ray-head:", "no address of a Ray cluster"),
-        ("ray-head:six", "no address of a Ray cluster"),
-        ("ray-head:6379/x", "no address of a Ray cluster"),
-        ("::1:6379", "no address of a Ray cluster"),
+        ("ray-head", "not the address of a Ray cluster"),
+        ("ray-head:", "not the address of a Ray cluster"),
+        ("ray-head:six", "not the address of a Ray cluster"),
+        ("ray-head:6379/x", "not the address of a Ray cluster"),
+        ("::1:6379", "not the address of a Ray cluster"),
     ):
         with pytest.raises(UserError, match=f"RayBackend.'{wrong}'..*{why}"):
             RayBackend(wrong)
@@ -44,7 +44,7 @@ def test_a_cluster_that_is_gone_is_named_before_ray_is_imported():
     with pytest.raises(UserError) as caught:
         RayBackend(f"127.0.0.1:{port}").check({}, {})
     assert str(caught.value) == (
-        f"the Ray cluster at 127.0.0.1:{port} cannot be joined: nobody listens there (Connection refused)"
+        f"the Ray cluster at 127.0.0.1:{port} cannot be joined: no server listens there (Connection refused)"
     )
     with pytest.raises(UserError, match=r"the host 'no-such-host\.invalid' is not known"):
         nodes_of("no-such-host.invalid:6379")

@@ -52,13 +52,13 @@ def test_what_is_to_be_sent_is_checked_before_anything_starts(
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"working_dir": tmp_path / "nothing"}, r"RayBackend\(working_dir='.*nothing'\): no such folder"),
         ({"py_modules": [tmp_path, "no"]}, r"RayBackend\(py_modules='no'\): no such folder"),
-        ({"py_modules": "package"}, r"RayBackend\(py_modules='package'\): it is a list"),
-        ({"excludes": ["data"]}, r"RayBackend\(excludes=\['data'\]\) leaves nothing out"),
+        ({"py_modules": "package"}, r"RayBackend\(py_modules='package'\): it must be a list"),
+        ({"excludes": ["data"]}, r"RayBackend\(excludes=\['data'\]\) has no effect without a folder"),
     ]
     for settings, said in wrong:
         with pytest.raises(UserError, match=said):
             RayBackend("head:6379", **settings)
-    with pytest.raises(UserError, match="give its address; a local one sees them"):
+    with pytest.raises(UserError, match=r"give its address \(a local one sees them\)"):
         RayBackend(working_dir=tmp_path)
 
 
@@ -71,7 +71,8 @@ def test_a_folder_that_is_too_large_to_send_is_refused_with_what_is_largest_in_i
         if name != "small.py":
             os.truncate(tmp_path / name, MAX_BYTES + 1)
     with pytest.raises(
-        UserError, match=r"has 105 MB to send to other nodes, and 105 MB .* the largest: data \(105 MB\)"
+        UserError,
+        match=r"has 105 MB to send to other nodes, but the limit is 105 MB; the largest: data \(105 MB\)",
     ) as refused:
         UserCode.of(tmp_path, (), ()).check()
     assert "runs" not in str(refused.value) and ".venv" not in str(refused.value)

@@ -33,18 +33,18 @@ def project(tmp_path: Path) -> Path:
         ),
         (
             {"script": Path("../below/train.py")},
-            r"lies outside of .*project, which is sent; choose --working-dir",
+            r"is outside of .*project, the folder that is sent; choose --working-dir",
         ),
         ({"name": "a/b"}, r"--name='a/b' cannot name a folder: .*; did you mean 'a-b'"),
         (
             {"root": "runs"},
-            r"--root='runs' is a folder of the head node: an absolute path, or one below ~",
+            r"--root='runs' must be a folder on the head node: an absolute path, or one below ~",
         ),
-        ({"stop_wait_s": 0}, r"--stop-wait-s=0: it is a whole number of seconds above 0"),
+        ({"stop_wait_s": 0}, r"--stop-wait-s=0 must be a whole number of seconds above 0"),
         ({"environment": {"WANDB_API_KEY": "x"}}, r"--env WANDB_API_KEY=\.\.\.: Ray shows the settings"),
         ({"environment": {"HF_TOKEN": "x"}}, r"--env HF_TOKEN=\.\.\.: Ray shows the settings"),
-        ({"environment": {"1X": "x"}}, r"--env 1X=\.\.\.: this is no name of a variable"),
-        ({"environment": {"WEFT_ROOT": "/x"}}, r"--env WEFT_ROOT=\.\.\.: --root says that"),
+        ({"environment": {"1X": "x"}}, r"--env 1X=\.\.\.: this is not the name of a variable"),
+        ({"environment": {"WEFT_ROOT": "/x"}}, r"--env WEFT_ROOT=\.\.\.: --root sets this variable"),
     ],
     ids=str,
 )
@@ -81,11 +81,11 @@ def test_an_address_that_is_none_of_a_job_server_is_refused_with_the_nearest(
 ):
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
     for given, says in (
-        (None, "no cluster is named: give --address http://ray-head:8265, or set RAY_API_SERVER_ADDRESS"),
+        (None, "no cluster is given; use --address http://ray-head:8265, or set RAY_API_SERVER_ADDRESS"),
         ("head:6379", "did you mean 'http://head:8265'"),
         ("head:9000", "did you mean 'http://head:9000'"),
         ("ray://head:10001", "did you mean 'http://head:10001'"),
-        ("http://me:secret@head:8265", "holds a name or a password"),
+        ("http://me:secret@head:8265", "contains a user name or a password"),
     ):
         with pytest.raises(UserError, match=says) as refused:
             server_address(given)

@@ -61,7 +61,7 @@ def registered() -> Call:
 def test_a_start_ends_with_an_error_that_names_the_nodes_and_the_deadline(
     links: NodeLinks, tmp_path: Path
 ):
-    said = r"the server of segments on nodes 'a', 'b' did not start within 60 s: the others could not read rows of it"
+    said = r"the segment server on nodes 'a', 'b' did not start within 60 s, so other nodes could not read its rows"
     with pytest.raises(WorkerError, match=said):
         links.begin(Files(tmp_path), tmp_path, {"1": "a", "2": "b"}, 60.0)
 
@@ -79,7 +79,7 @@ def test_a_node_with_which_the_run_goes_on_ends_it_when_its_server_does_not_star
     links._connect()  # pyright: ignore[reportPrivateUsage]
     assert links.settling
     with pytest.raises(
-        WorkerDied, match=r"the server of segments on nodes 'a', 'b' did not start within 60 s"
+        WorkerDied, match=r"the segment server on nodes 'a', 'b' did not start within 60 s"
     ):
         until(links)
 
@@ -96,5 +96,5 @@ def test_a_rank_on_a_node_that_nobody_can_reach_fails_and_the_run_goes_on_withou
     (event,) = until(links)
     failure: Any = event.reply.failure
     assert failure.kind is FailureKind.DIED
-    assert failure.message.startswith("the server of segments on node 'b' did not start within 60 s")
+    assert failure.message.startswith("the segment server on node 'b' did not start within 60 s")
     assert links.nodes == ["a"] and not links.settling and links.take() == []

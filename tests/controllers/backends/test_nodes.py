@@ -41,7 +41,7 @@ def test_groups_on_three_nodes_read_each_others_rows(scenes: Any, tmp_path: Path
     assert result["fetched"][second] > 0 and result["fetched"][third] > 0, (
         "each node that works reads rows of another"
     )
-    waits = {"0": "it waits for a call, as if it had none", "1": "it waits for a call, as if it had none"}
+    waits = {"0": "it is idle: it waits for a call", "1": "it is idle: it waits for a call"}
     assert result["stand"] == {"rollout": waits, "reward": waits}, (
         "ranks of all nodes say where they stand"
     )
@@ -58,7 +58,7 @@ def test_groups_on_three_nodes_read_each_others_rows(scenes: Any, tmp_path: Path
         and "does not see the run's directory, " in result["hidden"]
     )
     assert (
-        "'actor' has checkpoints or samples to write there: choose a root that all nodes see"
+        "'actor' has checkpoints or samples to write there; choose a root that all nodes see"
         in result["hidden"]
     )
 

@@ -15,7 +15,7 @@ def test_the_kernels_count_of_the_own_cgroup_is_read(tmp_path: Path):
     assert before == {str(events): 2}
     assert said_by_kernel(before, kills(tmp_path)) == ""
     events.write_text("low 0\noom 4\noom_kill 3\n")
-    assert "the kernel has ended a process" in said_by_kernel(before, kills(tmp_path))
+    assert "the kernel has killed a process" in said_by_kernel(before, kills(tmp_path))
 
 
 def test_the_older_kind_of_cgroup_and_the_machine_are_read_too(tmp_path: Path):

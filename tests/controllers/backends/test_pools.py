@@ -14,10 +14,13 @@ from weft.dataflow.errors import UserError
 
 def test_a_wait_that_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(UserError, match=r"RayBackend\(wait_s=0\): it is a number of seconds above 0"):
+    with pytest.raises(
+        UserError, match=r"RayBackend\(wait_s=0\): wait_s must be a number of seconds above 0"
+    ):
         RayBackend("head:6379", wait_s=0)
     with pytest.raises(
-        UserError, match=r"waits for a cluster to grow; a local one does not: give its address"
+        UserError,
+        match=r"waits for a cluster to grow, but a local cluster does not grow; give an address",
     ):
         RayBackend(wait_s=60)
 
@@ -113,7 +116,7 @@ def test_a_cluster_that_grows_is_waited_for_and_the_user_is_told_what_is_missing
 ):
     assert "asks for 4 GPUs (train: 4), but the cluster at" in result["too_large"]
     assert (
-        "resource pool 'train' (2 CPUs, 2 GPUs on each of 2 nodes) did not get what it asks for within 1 s"
+        "resource pool 'train' (2 CPUs, 2 GPUs on each of 2 nodes) did not get the requested devices within 1 s"
         in result["in_vain"]
     )
     assert "the cluster has 2 nodes with 10 CPUs" in result["in_vain"] and "3 GPUs" in result["in_vain"]

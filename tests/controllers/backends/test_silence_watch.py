@@ -106,7 +106,7 @@ def test_a_worker_that_hangs_ends_the_run_with_its_stack(tmp_path: Path, clock: 
     assert said.startswith(
         "nobody answered for 600 s. Waited for: worker reward[0], node 'reward.score', on "
     )
-    assert "samples " in said and "reward[0]: it stands at (the innermost call first)" in said
+    assert "samples " in said and "reward[0]: stack (innermost call first)" in said
     assert "in waits_for_an_answer" in said and "executor.py" not in said
     assert signal.getsignal(SIGNAL) == before
 

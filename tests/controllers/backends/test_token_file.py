@@ -40,4 +40,4 @@ def test_nothing_is_made_where_a_variable_has_the_token_or_none_is_wanted(tmp_pa
 
 
 def test_a_cluster_without_a_token_is_said_to_be_open():
-    assert "whoever reaches its ports runs programs on its nodes" in unprotected("head:6379", {})
+    assert "anyone who can reach its ports can run programs on its nodes" in unprotected("head:6379", {})

@@ -44,7 +44,7 @@ def let_go(started: subprocess.Popen[bytes]) -> None:
 
 DEATHS = {
     "os._exit(3)": "exit code 3",
-    "os.kill(os.getpid(), 9)": "signal SIGKILL; the kernel counts nothing that it ended for want of memory",
+    "os.kill(os.getpid(), 9)": "signal SIGKILL; the kernel reports no out-of-memory kill",
     "os.kill(os.getpid(), 11)": "signal SIGSEGV",
     "raise ValueError('no such token')": "exit code 1",
 }
@@ -85,7 +85,7 @@ def test_memory_that_ran_out_is_named_with_how_it_went(tmp_path: Path, monkeypat
         started.kill()
         said = witness.ending("actor[1]", 20.0)
     assert said.startswith(
-        f"signal SIGKILL; out of memory: the kernel has ended a process of this machine meanwhile ({events}"
+        f"signal SIGKILL; out of memory: the kernel has killed a process on this machine since the last check ({events}"
     )
     assert "smaller microbatches" in said and said.endswith("s: 1.0 GiB, 2.0 GiB, 7.0 GiB")
 
@@ -127,7 +127,7 @@ def test_where_a_process_stands_is_read_from_its_log(tmp_path: Path):
         witness.watch({"actor[0]": started.pid})
         said = witness.stacks(["actor[0]", "actor[1]"])
     assert list(said) == ["actor[0]"]
-    assert said["actor[0]"].splitlines()[0] == "it stands at (the innermost call first)"
+    assert said["actor[0]"].splitlines()[0] == "stack (innermost call first)"
     assert "in wait_for_the_others" in said["actor[0]"] and "take_turn" not in said["actor[0]"]
     assert log.read_text().count("hread 0x") == 2, "the log has all of them"
 
@@ -136,7 +136,7 @@ def test_a_process_that_cannot_say_where_it_stands_says_why(tmp_path: Path):
     witness = Witness(tmp_path)
     with process(*python("")) as started:
         witness.watch({"actor[0]": started.pid})
-        assert witness.stacks(["actor[0]"], 0.2)["actor[0]"].endswith("it answers no signal")
+        assert witness.stacks(["actor[0]"], 0.2)["actor[0]"].endswith("it does not respond to signals")
         started.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 20
         while (
@@ -145,8 +145,7 @@ def test_a_process_that_cannot_say_where_it_stands_says_why(tmp_path: Path):
         ):
             time.sleep(0.01)
         assert (
-            said
-            == "its process does not say where it stands: it is stopped, by SIGSTOP or from a terminal"
+            said == "its process does not report its stack: it is stopped, by SIGSTOP or from a terminal"
         )
         started.kill()
         started.wait()
@@ -158,7 +157,7 @@ def test_a_worker_that_waits_for_a_call_is_said_to_do_so():
   File "/weft/controllers/ranks/executor.py", line 9 in _serve
   File "/weft/controllers/ranks/executor.py", line 8 in _work
 """
-    assert shown(threads_in(text)[0]) == "it waits for a call, as if it had none"
+    assert shown(threads_in(text)[0]) == "it is idle: it waits for a call"
     deep = [("a.py", str(k), "f") for k in range(20)]
     assert shown([*deep, ("/weft/ranks/executor.py", "1", "run")]).endswith(
         "line 11, in f\n  ... and 8 more"

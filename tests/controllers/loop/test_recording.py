@@ -256,7 +256,7 @@ def test_a_group_of_the_graph_cannot_be_called_as_one_of_the_run(tmp_path: Path)
     recorder = group(ToyReward, name="recorder")
     graph = toy_grpo(prompts(4), rollout=group(ToyRollout), reward=recorder, actor=group(ToyActor))
     with pytest.raises(
-        UserError, match="a worker group is called 'recorder', as is the group of each run that writes"
+        UserError, match="worker group 'recorder' has the name of Weft's group that writes"
     ):
         Driver(graph, schedule=Synchronous(steps=1), root=tmp_path)
 

@@ -196,7 +196,7 @@ def test_a_checkpoint_that_is_a_copy_of_another_is_passed_over_and_no_intact_one
         run(tmp_path, SCHEDULES[0], resume="latest", progress=True, kill_at=7)
     said = capsys.readouterr().out
     assert "step_000008: it is a copy of another checkpoint" in said and "goes on after step 6" in said
-    assert "later checkpoints (step_000008) lie in" in said
+    assert "later checkpoints (step_000008) are kept in" in said
     assert [path.name for path in (tmp_path / "run" / "checkpoints.later").iterdir()] == ["step_000008"]
     assert (folder / "step_000006").is_dir()
 
