@@ -146,7 +146,7 @@ def test_a_script_that_writes_before_its_driver_is_told_where(folder: Path):
     done = plan(folder, "train.py", "--writes")
     assert done.returncode == 2
     assert (
-        "before it makes its driver, the script writes made (train.py:18), and weft plan starts and"
+        "before it makes its driver, the script writes made (train.py:18), but weft plan must not"
         in done.stderr
     )
     assert not (folder / "made").exists()
