@@ -1,4 +1,7 @@
-"""FollowedTable: a table of a run, which is a stream while the run goes on and a Parquet file afterwards; each look reads what is new."""
+"""FollowedTable: a table of a run. Each look reads only new rows.
+
+The table is a stream while the run is alive, and a Parquet file afterwards.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +33,19 @@ from ...dataflow.runs.files import (
 from ...dataflow.runs.tables import BY_RANK, CALLS, StreamTail
 
 MOST_FOOTER = 64 << 20
-"""Bytes of a Parquet file's description of itself, which is read as a whole: that of 300,000 columns."""
+"""[bytes] Largest footer of a Parquet file to read; enough for 300,000 columns."""
 
 
 @dataclass(frozen=True)
 class News:
-    """What has come since the last look."""
+    """New rows since the last look."""
 
     anew: bool = False
-    """What was read before counts no more."""
+    """Whether to discard all rows that were read before."""
     batches: Sequence[pa.RecordBatch] = ()
     """New rows of the stream."""
     table: pa.Table | None = None
-    """All rows, as the Parquet file has them."""
+    """All rows of the Parquet file."""
     left_out: int = 0
     """Columns of the Parquet file that were not read."""
 
@@ -51,9 +54,9 @@ class FollowedTable:
     """A table that a run writes.
 
     Args:
-        run: its directory, which need not have the table yet.
-        name: of the table, without the ending of a file.
-        most_columns: how many of a Parquet file are read; None: all.
+        run: the directory of the run, which need not have the table yet.
+        name: the name of the table, without a file suffix.
+        most_columns: most columns of a Parquet file to read, or None for all.
     """
 
     def __init__(self, run: Path, name: str, most_columns: int | None = None) -> None:
@@ -63,20 +66,20 @@ class FollowedTable:
         self._begun = 0
         self._damage: Exception | None = None
         self._read_from: object = None
-        """Which Parquet file was read, by its number, size and time."""
+        """Inode, size and time of the Parquet file that was read."""
 
     @property
     def path(self) -> Path:
-        """The file that it is read from."""
+        """The file to read."""
         return self._stream if self._stream.is_file() else self._parquet
 
     def news(self) -> News:
-        """What is new; nothing where there is no file.
+        """Return new rows, or empty news without a file.
 
         Raises:
             OSError: the file cannot be read.
-            pyarrow.ArrowException: it is no table.
-            ValueError: what it says of its columns alone takes more than MOST_FOOTER.
+            pyarrow.ArrowException: the file is damaged.
+            ValueError: the footer is larger than MOST_FOOTER.
         """
         if self._stream.is_file():
             batches = self._tail.read()
@@ -91,30 +94,28 @@ class FollowedTable:
         this = found.st_ino, found.st_size, found.st_mtime_ns
         if this == self._read_from:
             if self._damage is not None:
-                raise self._damage.with_traceback(
-                    None
-                )  # which would grow, and keep frames, with each look
+                # Drop the traceback, which would grow and keep frames alive with each look.
+                raise self._damage.with_traceback(None)
             return News()
         self._read_from, self._damage = None, None
         try:
             news = self._read()
         except (OSError, ValueError, pa.ArrowException) as error:
-            if not (
-                isinstance(error, OSError) and error.errno
-            ):  # what the system refuses may be granted at the next look
-                self._read_from, self._damage = this, error  # not tried again until the file has changed
+            # An OSError with a number may pass by the next look; other errors stay until the file changes.
+            if not (isinstance(error, OSError) and error.errno):
+                self._read_from, self._damage = this, error
             raise
         self._read_from = this
         return news
 
     def _read(self) -> News:
-        """All of the Parquet file, as far as most_columns goes."""
+        """Read the Parquet file, up to `most_columns` columns."""
         with self._parquet.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 8))
             footer, ending = int.from_bytes(file.read(4), "little"), file.read(4)
         if ending == b"PAR1" and footer > MOST_FOOTER:
             raise ValueError(
-                f"it describes its columns in {footer / 1e6:.0f} MB; {MOST_FOOTER / 1e6:.0f} are read"
+                f"its footer describes the columns in {footer / 1e6:.0f} MB; at most {MOST_FOOTER / 1e6:.0f} MB are read"
             )
         with pq.ParquetFile(self._parquet) as file:
             names = file.schema_arrow.names
@@ -122,10 +123,7 @@ class FollowedTable:
             return News(anew=True, table=file.read(kept), left_out=len(names) - len(kept))
 
 
-# Changes
-#
-# Changes: which parts of a run's directory have changed since one looked last, by the times and
-# sizes of its files.
+# The parts of a run's directory that have changed since the last look, by file times and sizes.
 
 
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -138,11 +136,11 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "checkpoints": (CHECKPOINTS,),
     "logs": (LOGS,),
 }
-"""Part of a run -> its files and folders; that of a folder changes with its entries."""
+"""Part of a run -> its files and folders. A folder changes with its entries."""
 
 
 def state_of(run: Path) -> dict[str, object]:
-    """Part -> something that is another value when the part has changed."""
+    """Return part -> a value that changes whenever the part changes."""
     return {part: tuple(_stat(run / name) for name in names) for part, names in PARTS.items()}
 
 
@@ -155,7 +153,8 @@ def _stat(path: Path) -> tuple[int, int, int] | None:
 
 
 def changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """The parts that differ.
+    """Return the parts that differ.
+
 
     >>> changed({"metrics": 1, "live": 1}, {"metrics": 2, "live": 1})
     ['metrics']
@@ -163,23 +162,23 @@ def changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[str
     return [part for part, value in now.items() if before.get(part) != value]
 
 
-# Call log
-#
-# CallLog: the timeline of a run as arrays. While the run goes on, each look reads what is new.
+# The timeline of a run as arrays.
 
 
-compute: Any = pyarrow.compute  # its functions are made when it is imported
+compute: Any = pyarrow.compute  # its functions are created on import, so type checkers do not see them
 NUMBERS = ("step", "start_s", "end_s", "worker_s", "rows", "tokens")
 WORDS = ("graph", "group", "node")
 RANKS = {"call": np.int64, "rank": np.int32, "end_s": np.float64, "worker_s": np.float32}
-"""Columns of the ranks of calls that had several: the place of the call, its rank, when it had answered, and what it itself took."""
+"""Columns for the ranks of calls with several ranks: index of the call, rank, time of its answer,
+and seconds in the worker.
+"""
 
 
 class CallLog:
-    """The calls of one run, in the order in which they ended.
+    """The calls of one run, in the order of their ends.
 
     Args:
-        run: its directory, which need not have any yet.
+        run: the directory of the run, which need not have a timeline yet.
     """
 
     def __init__(self, run: Path) -> None:
@@ -190,10 +189,10 @@ class CallLog:
         self._words: dict[str, dict[str, int]] = {name: {} for name in WORDS}
         """Column -> word -> its number."""
         self.damage: str | None = None
-        """Why the file cannot be read."""
+        """Error if the file cannot be read."""
 
     def refresh(self) -> None:
-        """Read what is new."""
+        """Read new calls."""
         try:
             news = self._table.news()
             if news.anew:
@@ -224,7 +223,7 @@ class CallLog:
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """[calls] of each column; `graph`, `group` and `node` are numbers of `words`."""
+        """The columns: [calls] each. `graph`, `group` and `node` are indexes into `words`."""
         if len(self._parts) > 1:
             self._parts = [
                 {name: np.concatenate([part[name] for part in self._parts]) for name in self._parts[0]}
@@ -238,7 +237,7 @@ class CallLog:
 
     @property
     def ranks(self) -> dict[str, np.ndarray]:
-        """[ranks of calls] of each column of RANKS, in the order of the calls."""
+        """The columns of RANKS: [ranks of calls] each, in the order of the calls."""
         if len(self._rank_parts) > 1:
             self._rank_parts = [
                 {name: np.concatenate([part[name] for part in self._rank_parts]) for name in RANKS}
@@ -250,16 +249,16 @@ class CallLog:
         )
 
     def words(self, column: str) -> Sequence[str]:
-        """The words of `graph`, `group` or `node` by their numbers."""
+        """Return the words of `graph`, `group` or `node`, in the order of their numbers."""
         return list(self._words[column])
 
 
 def _ranks(column: pa.ListArray, before: int) -> dict[str, np.ndarray]:
-    """The ranks of some calls; empty where none had several.
+    """Return the ranks of some calls, or nothing if none had several.
 
     Args:
         column: [calls] BY_RANK.
-        before: calls that come before these.
+        before: number of calls before these.
     """
     inner = column.flatten()
     if not len(inner):

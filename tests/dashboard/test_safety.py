@@ -262,5 +262,5 @@ def test_a_request_that_does_not_say_its_length_is_refused(client: TestClient):
 
 @pytest.mark.parametrize("port", [-1, 65536, 70000])
 def test_a_port_that_is_none_is_refused(tmp_path: Path, port: int):
-    with pytest.raises(UserError, match=f"--port {port} is no port"):
+    with pytest.raises(UserError, match=f"--port {port} is not a port"):
         Serving.at(tmp_path, port=port)
