@@ -7,7 +7,7 @@ run_pages.py           the content of each page of a run, made of those parts
 follow.py              tables and call logs that grow with a run, and the parts that have changed
 
 metrics.py             metrics as arrays, curves, and the cards of the curves page
-sample_index.py        the columns by which samples are filtered, sorted and searched
+sample_index.py        the columns for filtering, sorting and searching samples
 sample_pages.py        the sample pages
 turns.py               the turns of a conversation
 graph_page.py, lanes.py, workers_page.py

@@ -101,7 +101,7 @@ class FollowedTable:
         try:
             news = self._read()
         except (OSError, ValueError, pa.ArrowException) as error:
-            # An OSError with a number may pass by the next look; other errors stay until the file changes.
+            # An OSError with a number may be temporary; other errors stay until the file changes.
             if not (isinstance(error, OSError) and error.errno):
                 self._read_from, self._damage = this, error
             raise

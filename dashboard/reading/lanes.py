@@ -114,7 +114,7 @@ class Lanes:
         """
         c = self._columns
         inside = np.flatnonzero((c["end_s"] >= window.start_s) & (c["start_s"] <= window.end_s))
-        # Round before comparing: a page that asks for a range until the end of a step sends the rounded end.
+        # Round before comparing: pages send the rounded end of a step.
         ends = ((step, round(end, 6)) for step, end in self.steps)
         until = round(window.end_s, 6)
         steps = [(step, end) for step, end in ends if window.start_s <= end <= until]

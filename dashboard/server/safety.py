@@ -48,7 +48,7 @@ class Access:
 
     Args:
         token: the token in the address, or empty for none.
-        names: host names of this address, besides those of loopback.
+        names: host names of this address, besides localhost.
         any_address: whether requests may use any IP address as their host, because the server
             listens on more than loopback.
     """

@@ -1,4 +1,4 @@
-"""Serving: the process of a dashboard, from its socket to its end."""
+"""Serving: the process of a dashboard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .app import new_app
 from .safety import Access, new_token
 
 LEAVE_S = 1
-"""Seconds that answers under way have when the server ends."""
+"""[s] Time for open responses to finish at shutdown."""
 
 
 class Serving:
@@ -30,7 +30,7 @@ class Serving:
         listening: the socket.
         folder: the folder of runs, or the directory of one.
         token: the token that requests must have, or empty for none.
-        names: host names of this address, besides those of loopback.
+        names: host names of this address, besides localhost.
         any_address: whether it listens on more than loopback.
     """
 

@@ -191,7 +191,7 @@ def test_what_is_asked_of_a_run_needs_a_header_that_no_form_sends(client: TestCl
     for address, body in (("stop", {"run": "one"}), ("stacks", {"run": "one", "worker": "actor[0]"})):
         assert "x-weft-stop" in client.post(f"/api/{address}", json=body).json()["message"]
         said = client.post(f"/api/{address}", json=body, headers={"x-weft-stop": "yes"})
-        assert said.status_code == 400 and "is not going on: it is done" in said.json()["message"]
+        assert said.status_code == 400 and "is not running: it is done" in said.json()["message"]
         form = {"x-weft-stop": "yes", "content-type": "application/x-www-form-urlencoded"}
         assert client.post(f"/api/{address}", content=b"run=one", headers=form).status_code == 400
 
