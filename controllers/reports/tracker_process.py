@@ -1,10 +1,11 @@
-"""TrackerProcess: the program that hands the metrics of one run to one tracker.
+"""TrackerProcess: a separate program that sends the metrics of one run to one tracker.
 
     python -m weft.controllers.reports.tracker_process RUN TRACKER [SAMPLES [STEP]]
 
-The driver starts it, and holds its standard input open. It ends when a line comes there that says how the run ended, or when the driver
-is gone: then it sends what remains, and has PATIENCE_S for that. It never writes to the run's directory but for its log and what it has
-sent (`sent_metrics.py`), whose time of change shows the driver that it is not stuck.
+The driver starts it, and keeps its standard input open. The process ends when a line arrives there
+that tells how the run ended, or when the driver is gone. It then sends the remaining metrics within
+PATIENCE_S. In the run's directory it writes only its log and the record of sent metrics, whose
+modification time shows the driver that it is not stuck.
 """
 
 from __future__ import annotations
@@ -34,31 +35,28 @@ from ...dataflow.untrusted_text import redacted, without_secrets
 from .sample import Sample, sample_of
 from .trackers import TrackedRun, Tracker, new_tracker
 
-# New values
-#
-# NewValues: what was added to the metrics of a run since the last look. Its cost does not depend
-# on how long the run has gone on.
+# New metrics of a run since the last look. The cost does not grow with the length of the run.
 
 
 class NewValues:
     """Reads the metrics of a run while another process appends to them.
 
-    The stream that they are appended to becomes a Parquet file when the run ends. Whoever has opened the stream reads it to its end;
-    whoever comes later reads the Parquet file.
+    When the run ends, the stream is replaced by a Parquet file. A reader that has opened the stream
+    reads it to the end; otherwise it reads the Parquet file.
 
     Args:
-        run: directory of the run.
+        run: the directory of the run.
     """
 
     def __init__(self, run: Path) -> None:
         self._run = run
         self._file: BinaryIO | None = None
         self._read = 0
-        """Bytes of the stream that were read: complete messages."""
+        """[bytes] Position in the stream, after complete messages."""
         self._over = False
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Step and metrics, of what was added since the last time; a step comes again when more of its metrics were measured."""
+        """Yield (step, metrics) added since the last time. A step may come again with more metrics."""
         if self._over:
             return
         if self._file is None:
@@ -70,7 +68,7 @@ class NewValues:
         yield from _by_step(by_step(pa.Table.from_batches(self._batches(self._file), VALUES)))
 
     def _batches(self, file: BinaryIO) -> Iterator[pa.RecordBatch]:
-        """The messages that are complete. One that is being written is read another time."""
+        """Yield complete messages. A partial one is read the next time."""
         file.seek(self._read)
         reader = pa.ipc.MessageReader.open_stream(file)
         while True:
@@ -89,7 +87,7 @@ class NewValues:
             yield from _by_step([present(row) for row in table.to_pylist()])
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the stream."""
         if self._file is not None:
             self._file.close()
 
@@ -99,31 +97,26 @@ def _by_step(rows: list[dict[str, float]]) -> Iterator[tuple[int, dict[str, floa
         yield int(row["step"]), {name: value for name, value in row.items() if name != "step"}
 
 
-# Sent metrics
-#
-# SentMetrics: which metrics a tracker has taken, kept in the run's directory, so that a run that
-# goes on sends nothing twice.
-#
-# A tracker takes each metric's steps in order, so one number for each metric says it all: the
-# latest step that was sent.
+# The record of sent metrics in the run's directory, so that a resumed run sends nothing twice. Trackers
+# take the steps of a metric in order, so the latest sent step of each metric is enough.
 
 
 @dataclass
 class SentMetrics:
-    """What one tracker has taken of a run."""
+    """The metrics that one tracker has received from a run."""
 
     id: str = ""
-    """The tracker's own id of the run."""
+    """The tracker's id of the run."""
     logged: int = 0
     """Calls of `Tracker.log` so far."""
     steps: dict[str, int] = field(default_factory=dict)
-    """Metric -> the latest step that was sent of it."""
+    """Metric -> latest sent step."""
     error: str = ""
-    """Why the process of the tracker has ended; empty: it goes on, or ended well."""
+    """Error that ended the tracker's process, or empty."""
 
     @classmethod
     def read(cls, path: Path) -> SentMetrics:
-        """What was written there; nothing was sent where there is no such file, or it is damaged."""
+        """Read the record, or return an empty one if it is missing or damaged."""
         try:
             found = read_json(path)
             return cls(
@@ -136,20 +129,21 @@ class SentMetrics:
 
     @staticmethod
     def error_in(path: Path) -> str:
-        """The error that was written there; empty where there is none."""
+        """Return the error in the record, or an empty string."""
         try:
             return str(read_json(path)["error"])
         except (OSError, ValueError, LookupError, TypeError):
             return ""
 
     def write(self, path: Path) -> None:
-        """Replace the file."""
+        """Write the record, replacing the file."""
         make_folder(path.parent)
         with replacing(path) as partial:
             partial.write_text(json.dumps(asdict(self)))
 
     def go_back(self, step: int) -> None:
-        """What was sent of later steps counts no more.
+        """Forget what was sent for later steps.
+
 
         >>> sent = SentMetrics(steps={"loss": 7, "eval/mean": 2})
         >>> sent.go_back(4)
@@ -159,7 +153,8 @@ class SentMetrics:
         self.steps = {name: min(latest, step) for name, latest in self.steps.items()}
 
     def new(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Those of the metrics of a step that were not sent.
+        """Return the metrics of a step that were not sent yet.
+
 
         >>> SentMetrics(steps={"loss": 7}).new(7, {"loss": 0.5, "eval/mean": 1.0})
         {'eval/mean': 1.0}
@@ -167,13 +162,14 @@ class SentMetrics:
         return {name: value for name, value in metrics.items() if step > self.steps.get(name, -1)}
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
-        """These were sent."""
+        """Record that these metrics were sent."""
         self.steps |= dict.fromkeys(metrics, step)
         self.logged += 1
 
 
 def path_of(run: Path, tracker: str) -> Path:
-    """Where the tracker of a run keeps what it has sent.
+    """Return the path of a tracker's record.
+
 
     >>> path_of(Path("runs/sums"), "my_module:Mine").as_posix()
     'runs/sums/trackers/my_module-Mine.json'
@@ -182,23 +178,23 @@ def path_of(run: Path, tracker: str) -> Path:
 
 
 POLL_S = 1.0
-"""Seconds between two looks at the metrics of the run."""
+"""[s] Time between two looks at the metrics of the run."""
 PATIENCE_S = 60.0
-"""Longest time for what remains to be sent when the driver is gone."""
+"""[s] Longest time to send remaining metrics after the driver is gone."""
 FINISHED = "finished"
-"""The line that says that the run came to its end."""
+"""Input line for a run that finished."""
 NICE = 5
-"""It gives way to the run."""
+"""Niceness of the process, so that the run has priority."""
 
 
 class TrackerProcess:
-    """Hands metrics to a tracker.
+    """Sends metrics to a tracker.
 
     Args:
-        run: directory of the run.
-        name: of the tracker.
-        after: the step after which the run goes on; None: it begins.
-        samples: number of recorded samples of each step that the tracker gets.
+        run: the directory of the run.
+        name: the name of the tracker.
+        after: the step that the run resumes after, or None for a new run.
+        samples: recorded samples of each step to send.
     """
 
     def __init__(self, run: Path, name: str, after: int | None, samples: int = 0) -> None:
@@ -211,7 +207,8 @@ class TrackerProcess:
         """Send metrics until the run is over.
 
         Args:
-            said_within: waits so many seconds for what the driver says at the end; empty: it is gone; None: it has said nothing yet.
+            said_within: waits up to a number of seconds for the driver's last line. Returns an
+                empty string if the driver is gone, and None if there is no line yet.
         """
         tracker = new_tracker(self._name)
         if tracker.overwrites and self._after is not None:
@@ -222,9 +219,8 @@ class TrackerProcess:
         said = None
         try:
             while said is None:
-                said = said_within(
-                    POLL_S
-                )  # first: what is on the disk when the run is over is all there is
+                # Wait before reading: once the run is over, everything is on the disk.
+                said = said_within(POLL_S)
                 self._send(tracker)
         finally:
             self._values.close()
@@ -244,8 +240,10 @@ class TrackerProcess:
         self._sent.write(self._path)
 
     def _send_samples(self, tracker: Tracker, latest: int) -> bool:
-        """Send samples of the latest recorded step whose metrics have come; returns whether any were sent. Steps that were passed over
-        are in the run's directory: a slow tracker never has a backlog of texts."""
+        """Send samples of the latest recorded step with metrics. Return whether any were sent.
+
+        Earlier steps are skipped, so that a slow tracker never builds up a backlog of texts.
+        """
         log = getattr(tracker, "log_samples", None)
         if not self._samples or log is None or latest < 0:
             return False
@@ -264,14 +262,16 @@ class TrackerProcess:
         return bool(found)
 
     def failed(self, error: BaseException) -> None:
-        """Note why it ended."""
+        """Record the error that ended the process."""
         self._sent.error = redacted(f"{type(error).__name__}: {error}")
         with suppress(OSError):
             self._sent.write(self._path)
 
 
 class Input:
-    """Waits for the line that ends the process, in a thread, so that it is heard also while a tracker is stuck."""
+    """Waits in a thread for the line that ends the process, so that it arrives even if a tracker is
+    stuck.
+    """
 
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -279,13 +279,12 @@ class Input:
 
     def _wait(self) -> None:
         line = sys.stdin.readline().strip()
-        signal.setitimer(
-            signal.ITIMER_REAL, PATIENCE_S
-        )  # its signal ends this process, wherever it is stuck
+        # The timer's signal ends this process, even if the tracker is stuck.
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE_S)
         self._lines.put(line)
 
     def within(self, seconds: float) -> str | None:
-        """The line, if it comes in time; empty when the driver is gone. None: nothing came."""
+        """Return the line, an empty string if the driver is gone, or None after a timeout."""
         try:
             return self._lines.get(timeout=seconds)
         except queue.Empty:
@@ -297,7 +296,7 @@ def _of_step(files: Sequence[SampleFile], step: int) -> list[SampleFile]:
 
 
 def _hidden(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The row without secrets of the environment, before a text is cut in the middle of one."""
+    """Remove secrets of the environment from a row, before its texts are cut."""
     for at, column in enumerate(batch.schema):
         if pa.types.is_string(column.type):
             texts = [None if text is None else redacted(text) for text in batch.column(at).to_pylist()]
@@ -306,14 +305,14 @@ def _hidden(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _row(sample: Sample) -> dict[str, str | float]:
-    """A sample as a row of a table. Long texts are cut, and control characters escaped."""
+    """Return a sample as a table row. Long texts are cut, and control characters escaped."""
     texts = {name: sample.shown.get(name, "") for name in ("prompt", "response", "answer")}
     reward = sample.reward if sample.reward is not None else float("nan")
     return {**texts, "reward": reward, "verdict": sample.verdict}
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """The configuration of a run without secrets, also those of this environment; empty where it cannot be read."""
+    """Return the configuration of a run without secrets, or nothing if it is unreadable."""
     try:
         return without_secrets(parse_object(read_file(path).decode(errors="replace"), path))
     except (OSError, ValueError):
@@ -321,7 +320,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def main(run: str, name: str, samples: str = "0", *after: str) -> int:
-    """Follow a run to its end; returns the exit code."""
+    """Follow a run to its end. Return the exit code."""
     os.nice(NICE)
     follower = TrackerProcess(Path(run), name, int(after[0]) if after else None, int(samples))
     try:
@@ -337,4 +336,4 @@ if __name__ == "__main__":
     code = main(*sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a thread that the tracker's package has left does not keep the process
+    os._exit(code)  # do not wait for threads of the tracker's package

@@ -1,9 +1,10 @@
-"""TrackerProcesses: the driver's side of the trackers. It starts a process for each, looks at them after each step, and ends them.
+"""TrackerProcesses: starts a process for each tracker, checks them after each step, and ends them.
 
-    start ──> FOLLOWS ──"finished" or "failed" on its standard input──> ENDS ──> gone
-                 │ ends by itself, or is stuck: said once                 │ PATIENCE: killed, and said
+    start ──> FOLLOWS ──"finished" or "failed" on standard input──> ENDS ──> gone
+                 │ ends on its own, or is stuck: warned once          │ timeout: killed, and warned
 
-The run never waits for a tracker until it is over, and then for a bounded time. What a tracker lacks is in the run's own files.
+The run waits for trackers only at its end, for a limited time. Metrics that a tracker missed are in
+the run's own files.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from .tracker_process import SentMetrics, path_of
 from .trackers import PROMETHEUS
 
 FINISH_S = 30.0
-"""Longest time that a run that is finished gives its trackers for what remains."""
+"""[s] Longest wait for trackers to send remaining metrics when a run has finished."""
 LEAVE_S = 5.0
-"""The same of a run that ends in another way: an error, a signal, or to start again."""
+"""[s] The same when a run ends in another way: an error, a signal, or a restart."""
 STUCK_S = 60.0
-"""Time for which the process of a tracker may show no sign of life."""
+"""[s] Longest time without activity before a tracker counts as stuck."""
 
 Row = Mapping[str, float]
 
@@ -41,21 +42,21 @@ class _Process:
     log: Path
     sent: Path
     seen: tuple[int, float]
-    """Time of change of what it has sent, and when that was seen first."""
+    """Modification time of its record of sent metrics, and the time when it was first seen."""
     told: bool = False
-    """Something was said about it."""
+    """Whether a warning was shown for it."""
 
 
 class TrackerProcesses:
     """The trackers of a run.
 
     Args:
-        names: of the trackers.
-        run: directory of the run.
-        report: sets the gauges of the backend's endpoint, where `prometheus` is among the trackers.
+        names: names of the trackers.
+        run: the directory of the run.
+        report: sets the gauges of the backend's endpoint, if `prometheus` is among the trackers.
         warn: shows a line.
-        clock: seconds, which only grow.
-        samples: number of recorded samples of a step that each tracker gets.
+        clock: a monotonic clock [s].
+        samples: recorded samples of each step to send.
     """
 
     def __init__(
@@ -77,17 +78,17 @@ class TrackerProcesses:
         self._processes: list[_Process] = []
 
     def start(self, after: int | None) -> None:
-        """Start the processes. What each has sent in an earlier start of the run is not sent again.
+        """Start the processes. Metrics from earlier starts of the run are not sent again.
 
         Args:
-            after: the step after which the run goes on; None: it begins.
+            after: the step that the run resumes after, or None for a new run.
         """
         for name in self._names:
             try:
                 self._processes.append(self._started(name, after))
             except OSError as error:
                 self._warn(
-                    f"tracker {name!r} could not be started, and the run goes on without it: {error}"
+                    f"tracker {name!r} could not be started; the run continues without it: {error}"
                 )
 
     def _started(self, name: str, after: int | None) -> _Process:
@@ -112,18 +113,18 @@ class TrackerProcesses:
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
                 },
-                start_new_session=True,  # a signal of the terminal is for the driver
+                start_new_session=True,  # signals of the terminal are for the driver
             )
         return _Process(name, process, log, path_of(self._run, name), (0, self._clock()))
 
     def stepped(self, row: Row) -> None:
-        """A step or an evaluation is over: report it to the endpoint, and see whether the processes live. Nothing is waited for."""
+        """Report a step or evaluation to the endpoint, and check the processes without waiting."""
         if self._reports:
             try:
                 self._report(self._run.name, row)
-            except Exception as error:  # whatever Ray raises: its endpoint must not end a run
+            except Exception as error:  # Ray may raise anything, and its endpoint must not end a run
                 self._reports = False
-                self._warn(f"tracker {PROMETHEUS!r} failed, and the run goes on without it: {error}")
+                self._warn(f"tracker {PROMETHEUS!r} failed; the run continues without it: {error}")
         for one in self._processes:
             self._look(one)
 
@@ -137,26 +138,26 @@ class TrackerProcesses:
         if changed != one.seen[0]:
             one.seen = changed, self._clock()
         elif self._clock() - one.seen[1] > STUCK_S:
-            self._tell(one, f"has shown no sign of life for {STUCK_S:g} s")
+            self._tell(one, f"has not responded for {STUCK_S:g} s")
 
     def _tell(self, one: _Process, what: str) -> None:
         if one.told:
             return
         one.told = True
         self._warn(
-            f"tracker {one.name!r} {what}. The run goes on; all metrics are in its own files, and what is missing there is sent when the "
-            f"run is resumed. Its log: {one.log}"
+            f"tracker {one.name!r} {what}. The run continues. All metrics are in the run's own files, and missing ones are sent when "
+            f"the run is resumed. Log of the tracker: {one.log}"
         )
 
     def end(self, *, finished: bool) -> None:
-        """Have the processes send what remains, wait for them for FINISH_S or LEAVE_S, and end those that live then.
+        """Let the processes send remaining metrics for FINISH_S or LEAVE_S, and kill the rest.
 
         Args:
-            finished: the run has come to the end of its schedule.
+            finished: whether the run has reached the end of its schedule.
         """
         processes, self._processes = self._processes, []
         for one in processes:
-            with suppress(OSError):  # it is gone
+            with suppress(OSError):  # the process is gone
                 assert one.process.stdin is not None
                 one.process.stdin.write(
                     f"{tracker_process.FINISHED if finished else 'failed'}\n".encode()
@@ -170,14 +171,14 @@ class TrackerProcesses:
             except subprocess.TimeoutExpired:
                 one.process.kill()
                 one.process.wait()
-                self._tell(one, f"had not sent everything {patience_s:g} s after the end, and was ended")
+                self._tell(one, f"had not sent everything {patience_s:g} s after the end, and was killed")
                 continue
             if one.process.returncode:
                 self._tell(one, f"has ended ({_why(one)})")
 
 
 def _changed(path: Path) -> int:
-    """Time of the last change of a file, in nanoseconds; 0 where there is none."""
+    """Return the modification time of a file in nanoseconds, or 0 if it does not exist."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -185,6 +186,6 @@ def _changed(path: Path) -> int:
 
 
 def _why(one: _Process) -> str:
-    """Why a process ended: its own words, or its exit code."""
+    """Return the error that ended a process, or its exit code."""
     code = one.process.returncode
     return SentMetrics.error_in(one.sent) or (f"signal {-code}" if code < 0 else f"exit code {code}")

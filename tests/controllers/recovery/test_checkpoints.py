@@ -83,7 +83,7 @@ def test_an_evaluation_that_was_under_way_at_a_checkpoint_is_given_up_and_that_o
     report = check_log(tmp_path / "run" / "buffer")
     assert not report.violations
     given_up = report.graphs["eval"].dropped.get("given up", 0)
-    assert given_up and "was under way, and is given up" in said
+    assert given_up and "was still running, and is discarded" in said
     assert [row["step"] for row in metrics if "eval/reward/mean" in row][-1] == 9
     assert all(row["eval/rollout/tokens"] >= 2 for row in metrics if "eval/reward/mean" in row), (
         "none is of half its rows"
