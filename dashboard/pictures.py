@@ -94,8 +94,7 @@ NUM_BINS = 400
 def draw_timeline(timeline: Timeline, path: Path, run: str) -> Path:
     """Draw a lane per group, coloured by node, with the ends of steps, and save the picture.
 
-    Up to `MAX_BARS` calls, each bar is a call. Beyond that, the height shows the busy share of the
-    group.
+    Up to `MAX_BARS` calls, each bar is a call. Beyond that, its height is the group's busy share.
 
     Args:
         timeline: the timeline to draw.

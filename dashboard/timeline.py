@@ -1,7 +1,6 @@
 """The timeline of a run: when each worker group was busy, and its idle gaps.
 
-A run appends to its timeline every few seconds (`dataflow/runs/tables.py`), so it can be viewed
-live.
+A run appends to its timeline every few seconds (`dataflow/runs/tables.py`).
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ class IdleStretches(NamedTuple):
 
 
 def idle_stretches(starts: np.ndarray, ends: np.ndarray, start_s: float, end_s: float) -> IdleStretches:
-    """Return the idle stretches between calls within a window. Overlapping calls form one busy
-    stretch.
+    """Return the idle stretches between calls in a window. Overlapping calls are one busy stretch.
 
 
     >>> starts, ends = np.array([1.0, 2.0, 5.0]), np.array([3.0, 2.5, 6.0])

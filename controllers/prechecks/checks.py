@@ -546,8 +546,7 @@ def longest_silence_s(num_bytes: int) -> float:
 def set_deadlines(
     start_timeout_s: float | None, call_timeout_s: float | None, handles: Iterable[Handle]
 ) -> dict[str, float]:
-    """Return the deadlines of a run: the user's values, or defaults from the size of its largest
-    model.
+    """Return the deadlines of a run: the user's, or defaults from the size of its largest model.
 
     Raises:
         UserError: `start_timeout_s` is not above 0.

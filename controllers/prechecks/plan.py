@@ -67,8 +67,7 @@ def sequence_plan(
         update: the update.
         sizes: the sizes of a step.
         costs: the costs of its calls, or None if unknown.
-        ranks: ranks of the group. With several replicas, the plan is for the one with the longest
-            row.
+        ranks: ranks of the group. With several replicas, plan for the one with the longest row.
 
     Raises:
         UserError: the largest power of two of the ranks has no room for the longest row.

@@ -55,8 +55,7 @@ ONE_PROCESS = 540 * MIB
 """Driver and all groups together, under `Local`, without Ray."""
 HELD_FREE = 0.15
 """Heap overhead on a CPU, as a share of the memory that a pass allocates and frees. Two FSDP2 ranks
-of a model with 84M parameters held 11 to 15 % more than their tensors at peak.
-"""
+of a model with 84M parameters held 11 to 15 % more than their tensors at peak."""
 
 
 def resident_bytes(name: str, handle: Handle, functions: Iterable[Callable[..., Any]]) -> int:

@@ -6,9 +6,8 @@ time. This planner does the same without an integer program:
 
 - It tries all partitions of up to 8 ranks. For more ranks it tries groups of equal size and groups
   of powers of two, with a descent if there are too many.
-- It deals out rows longest first, each to the group that finishes it first, and then moves rows
-away
-  from the slowest group while that helps.
+- It deals out rows longest first, each to the group that finishes it first. Then it moves rows
+  away from the slowest group while that helps.
 - It returns a lower bound that no groups of any sizes beat.
 
 A group takes its rows in microbatches that fit its ranks' memory, and is fixed for the whole step.
@@ -55,8 +54,7 @@ class SequenceCost:
     """Cost of a row, in tokens of linear layers."""
     exchange_s: Mapping[int, float] = field(default_factory=dict)
     """[s] Degree -> time of the all-to-all exchanges for each token of a rank. A missing degree
-    takes the value of the next smaller one; degree 1 has no exchange.
-    """
+    takes the value of the next smaller one; degree 1 has no exchange."""
 
     def seconds(self, lengths: np.ndarray, degree: int) -> np.ndarray:
         """Return the seconds of each row on a group of this many ranks: [rows]."""

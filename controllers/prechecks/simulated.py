@@ -138,8 +138,7 @@ class Simulated:
         """Heap of replies by their time."""
         self._due: list[tuple[float, int, Replica]] = []
         """Heap of replicas by the time of their next event. Outdated entries are skipped when they
-        come up.
-        """
+        come up."""
         self._order = itertools.count()
         self._offset = 0
 

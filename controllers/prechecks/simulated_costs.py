@@ -62,8 +62,7 @@ class FixedLengths(Config):
 
     lengths: tuple[tuple[int, ...], ...]
     """[tokens] Lengths of the responses to each row of the source, in order. Take them from a run
-    to replay it.
-    """
+    to replay it."""
 
     def draw(self, key: Sequence[int], position: int, n: int) -> np.ndarray:
         """Return the given lengths, as `LogNormal.draw` does; the key is not used."""
@@ -82,16 +81,13 @@ class LinearCost(Config):
 
     fixed_s: float = Field(default=0.0, ge=0)
     """[s] Time of each call. If an update comes in parts, the last part takes it. Set it to the
-    time of a call without rows.
-    """
+    time of a call without rows."""
     per_row_s: float = Field(default=0.0, ge=0)
     """[s] Time for each row of the busiest replica. Set it for calls whose time depends on the
-    number of rows, such as rewards.
-    """
+    number of rows, such as rewards."""
     per_token_s: float = Field(default=0.0, ge=0)
     """[s] Time for each token of the busiest replica, including prompts. Set it for calls whose
-    time depends on tokens, such as training.
-    """
+    time depends on tokens, such as training."""
     keep: float = Field(default=1.0, ge=0, le=1)
     """[share] Rows (or groups, for a filter of whole groups) that a filter passes. Lower it for a
     filter that drops many."""
@@ -145,8 +141,7 @@ class PipelineCost(LinearCost):
     """[chunks] Model pieces on each stage. Raise it for a smaller bubble and more transfers."""
     microbatch_tokens: int = Field(ge=1)
     """[tokens] Upper limit of a microbatch, as in `ModelConfig`. Lower it for more microbatches and
-    a smaller bubble.
-    """
+    a smaller bubble."""
     transfer_s: float = Field(default=0.0, ge=0)
     """[s] Time to send a token's activations or gradient to the next stage. Raise it for a slow
     network."""
@@ -193,9 +188,7 @@ class PipelineCost(LinearCost):
         return self._play([(own, own * tokens / rows if rows else 0.0) for own in sizes])
 
     def microbatches(self, rows: float, tokens: float) -> int:
-        """Return the number of microbatches, without the padding of an interleaved schedule's last
-        round.
-        """
+        """Return the number of microbatches, without the padding of an interleaved schedule."""
         return max(1, math.ceil(rows / self._rows_of_one(rows, tokens)))
 
     def _rows_of_one(self, rows: float, tokens: float) -> int:
@@ -245,8 +238,7 @@ class SequenceParallelCost(LinearCost):
     their number."""
     memory_tokens: int = Field(ge=1)
     """[tokens] Most that a rank can hold in one pass. Set it to the value from `weft plan` or a
-    trial run.
-    """
+    trial run."""
     attention_length: float = Field(default=math.inf, gt=0, allow_inf_nan=True)
     """[tokens] Length of a row whose attention takes as long as everything else. Set it for rows of
     more than a few thousand tokens."""
@@ -255,8 +247,7 @@ class SequenceParallelCost(LinearCost):
     measured within a node and between nodes."""
     degree: int | None = Field(default=None, ge=1)
     """[ranks] Size of all groups; None for different sizes. Set it to see the cost of one degree
-    for all rows.
-    """
+    for all rows."""
 
     def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
         """As `LinearCost.seconds`, with groups chosen for each optimizer step."""
@@ -305,12 +296,10 @@ class Generation(Config):
 
     lengths: LogNormal | FixedLengths
     """[tokens] Lengths of responses: `LogNormal` or `FixedLengths`. Set it to your task's lengths:
-    the tail decides how much a schedule gains.
-    """
+    the tail decides how much a schedule gains."""
     decode_step_s: float | Sequence[tuple[float, float]]
     """[s] Time of a decode step, or a table of (responses in the batch, seconds), linear in
-    between. Give values measured on your engine.
-    """
+    between. Give values measured on your engine."""
     max_num_seqs: int = Field(default=256, ge=1)
     """[responses] Most responses in the batch; others queue in order. Set it as in the rollout's
     configuration."""
@@ -352,21 +341,17 @@ class CostModel(Config):
     nodes: Mapping[str, LinearCost | Generation] = Field(default_factory=dict)
     """Costs by node ("actor.update", or the name of a function), or by group and method outside the
     graph ("actor.publish_weights", "rollout.receive_weights", "actor.onload", "actor.offload").
-    Other calls take no time. Give measured values; `calibrate` fits them to a timeline.
-    """
+    Other calls take no time. Give measured values; `calibrate` fits them to a timeline."""
     ranks_per_replica: Mapping[str, int] = Field(default_factory=dict)
     """[ranks] Ranks of one replica of a group; by default, as in the group's configuration. Costs
     are those of a replica. Set it for workers without such a setting, or for ranks that share rows
-    by a `SequenceParallelCost`.
-    """
+    by a `SequenceParallelCost`."""
     dispatch_s: float = Field(default=0.0, ge=0)
     """[s] Time that the driver takes to send a call to each rank, one after the other. All ranks
-    begin when the first has been called. Raise it for a slow network.
-    """
+    begin when the first has been called. Raise it for a slow network."""
     seed: int = 0
     """[seed] Seed of the drawn lengths. A prompt gets the same ones under every schedule and
-    placement. Change it to see the spread.
-    """
+    placement. Change it to see the spread."""
 
     @field_validator("ranks_per_replica")
     @classmethod

@@ -89,8 +89,7 @@ class Replica:
 
     Calls take turns as on a real rank (`../ranks/executor.py`). All generating calls share the
     batch and have their turn together; a turn is one decode step. Other calls run to their end
-    between two decode steps. While no response ends or joins, a stretch of decode steps is one
-    event.
+    between two decode steps. Decode steps in which no response ends or joins form one event.
 
     `at` is the latest boundary between two steps (or the end of a call) that was processed. It may
     be ahead of the clock.

@@ -27,8 +27,7 @@ class Progress:
     Args:
         steps: total steps of the run.
         run_dir: the directory of the run.
-        display: the display. If its terminal or pipe is closed, it is replaced by one that shows
-            nothing.
+        display: the display. When its terminal or pipe closes, nothing more is shown.
         show_every: show a sample every this many steps; 0 for none.
     """
 
@@ -41,8 +40,7 @@ class Progress:
         self._began = time.monotonic()
         self._paced_from: tuple[int, float] | None = None
         """First finished step since the start, and its time. The pace excludes this step, which is
-        slow.
-        """
+        slow."""
         self._shown_at = 0.0
         self._step: Step | None = None
         self._waits = False

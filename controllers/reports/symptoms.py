@@ -30,8 +30,7 @@ KEPT = 64
 FIRST = 3
 """First steps with a metric that form the baseline for later ones."""
 FIRST_WITHOUT_SIGNAL = 2
-"""Report "no signal" after this many steps without any signal from the start. Nothing is learned in
-them."""
+"""Report "no signal" after this many steps without any signal from the start of a run."""
 LAST_JUDGED = 10
 """Last step for reporting that there was no signal from the start."""
 LARGE_RATE = 0.1

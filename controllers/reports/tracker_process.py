@@ -269,9 +269,7 @@ class TrackerProcess:
 
 
 class Input:
-    """Waits in a thread for the line that ends the process, so that it arrives even if a tracker is
-    stuck.
-    """
+    """Waits in a thread for the line that ends the process, even while a tracker is stuck."""
 
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()

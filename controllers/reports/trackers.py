@@ -50,11 +50,9 @@ class Tracker(Protocol):
     """
 
     overwrites: ClassVar[bool]
-    """Whether a run that went back to a checkpoint sends later steps again, to replace the earlier
-    values.
+    """Whether a run that went back to a checkpoint sends later steps again, as replacements.
 
-    Otherwise these steps are not sent again.
-    """
+    Otherwise these steps are not sent again."""
 
     def open(self, run: TrackedRun) -> str:
         """Begin, or continue an earlier start of the run. Return the id for the next start."""

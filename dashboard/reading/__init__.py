@@ -1,5 +1,4 @@
-"""reading: run directories as plain records, without web code. A file is read again only if it has
-changed.
+"""reading: run directories as plain records, without web code. Only changed files are read again.
 
 catalogue.py           the runs below a folder, by name
 run_reader.py          one run: its parts, each read once and then followed

@@ -170,8 +170,7 @@ NUMBERS = ("step", "start_s", "end_s", "worker_s", "rows", "tokens")
 WORDS = ("graph", "group", "node")
 RANKS = {"call": np.int64, "rank": np.int32, "end_s": np.float64, "worker_s": np.float32}
 """Columns for the ranks of calls with several ranks: index of the call, rank, time of its answer,
-and seconds in the worker.
-"""
+and seconds in the worker."""
 
 
 class CallLog:

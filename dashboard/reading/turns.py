@@ -136,8 +136,7 @@ def _called(text: str) -> str:
 
 
 def turns_of_tokens(tokens: Sequence[str]) -> list[dict[str, Any]] | None:
-    """Split a response into turns whose parts are token ranges, or return None for a single plain
-    turn.
+    """Split a response into turns with token ranges, or return None for a single plain turn.
 
     Args:
         tokens: the text of each token, including special ones.

@@ -240,8 +240,8 @@ def linked(folder: Path, entry: str = ENTRY) -> str:
     its exports.
 
     Imports must have the form `import { a, b } from "./NAME.js";` at the beginning of a line.
-    Exports must be functions, constants or classes, exported at their declaration. Cycles are not
-    allowed.
+    Exports must be functions, constants or classes, exported at their declaration. There must be
+    no cycles.
 
     Raises:
         UserError: a module imports or exports in another way.

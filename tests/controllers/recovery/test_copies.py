@@ -199,7 +199,7 @@ def test_a_later_checkpoint_does_not_wait_out_the_pause_of_one_that_failed(
     bucket.fails = lambda path: True
     copies = Copies(saved(tmp_path), remote_of(bucket), first_pause_s=600.0)
     copies.add(6)
-    until(lambda: any("tried again in 600 s" in note for note in copies.take_notes()))
+    until(lambda: any("retrying in 600 s" in note for note in copies.take_notes()))
     bucket.fails = lambda path: False
     copies.add(9)
     copies.close(60.0)

@@ -142,7 +142,7 @@ def test_a_pause_ends_when_the_run_is_asked_to_end(tmp_path: Path):
         can_be_ended(True),
         pytest.raises(
             RunError,
-            match=r"No space left on device: 'metrics.parquet'; the run waited \d+ s for room in ",
+            match=r"No space left on device: 'metrics.parquet'; the run waited \d+ s for space in ",
         ),
     ):
         assert ask_to_end(signal.SIGTERM)
