@@ -126,7 +126,7 @@ def test_a_machine_with_gpus_is_planned_for_without_one(folder: Path):
     wrong = plan(folder, "--machine", "80GB", "train.py")
     assert (
         wrong.returncode == 2
-        and "--machine 80GB: it is the number of GPUs and the GB of each, such as 1x80" in wrong.stderr
+        and "--machine 80GB: give the number of GPUs and the GB of each, such as 1x80" in wrong.stderr
     )
 
 

@@ -155,7 +155,7 @@ def test_a_script_has_the_same_weights_in_process_on_a_local_ray_and_as_a_job(he
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
     assert "sends 2 files of" in there.stderr and "large.bin" not in there.stderr
     assert re.search(
-        r"job same-\S+ succeeded; its runs lie in ~/weft/same on the head node", there.stdout
+        r"job same-\S+ succeeded; its runs are in ~/weft/same on the head node", there.stdout
     )
 
 
@@ -177,7 +177,7 @@ def test_jobs_of_a_queue_take_turns_and_one_that_is_stopped_goes_on(head: Head):
     }
     assert not (head.home / "weft" / "short").exists(), "its turn has not come"
     stopped = head.weft("jobs", "stop", first, "--address", head.address).stdout
-    assert f"job {first} stopped; its runs lie in ~/weft/long on the head node" in stopped
+    assert f"job {first} stopped; its runs are in ~/weft/long on the head node" in stopped
     followed = head.weft("jobs", "follow", second, "--address", head.address).stdout
     assert f"1 jobs of the queue 'night' are ahead; the one that runs is {first}" in followed
     assert f"job {second} succeeded" in followed and digest(followed)
