@@ -165,8 +165,8 @@ def amount(num_bytes: float) -> str:
 
 def _before(made: Planning) -> Iterator[str]:
     """Yield the lines about the work before the run."""
-    found = [f"makes {path}, of which this plan has a sketch" for path in made.sketched]
-    found += [f"goes once over {rows:,} rows with graph {graph}" for graph, rows in made.passes]
+    found = [f"makes {path}; this plan uses a sketch of it" for path in made.sketched]
+    found += [f"makes one pass over {rows:,} rows with graph {graph}" for graph, rows in made.passes]
     if found:
         yield from ("BEFORE THE RUN the script", *(f"  {each}" for each in found), "")
 
@@ -297,11 +297,11 @@ def _group(group: GroupMemory) -> Sequence[str]:
 def _machine(plan: Plan) -> Iterator[str]:
     machine = plan.machine
     short = "  NOT ENOUGH" if plan.host_bytes > machine.memory_bytes else ""
-    there = f"this machine has {amount(machine.memory_bytes)}, of which {amount(machine.memory_free)} are free{short}"
-    there = "how much the other machine has is not known" if machine.planned_for else there
+    there = f"this machine has {amount(machine.memory_bytes)}, {amount(machine.memory_free)} of it free{short}"
+    there = "the host memory of the other machine is unknown" if machine.planned_for else there
     ranks = sum(group.ranks for group in plan.groups if group.libraries)
     yield (
-        f"  together {amount(plan.host_bytes)} of host memory, {amount(plan.driver_bytes)} of it the driver's"
+        f"  together {amount(plan.host_bytes)} of host memory, {amount(plan.driver_bytes)} of it for the driver"
         f"{f', in {ranks + 1} processes' if ranks else ''}; {there}"
     )
     for pool, needed in plan.device_bytes.items():
@@ -313,7 +313,7 @@ def _machine(plan: Plan) -> Iterator[str]:
         short = "  NOT ENOUGH" if machine.gpus and needed > machine.gpu_bytes else ""
         yield f"  together {amount(needed)} of each GPU of {pool}; {there}{short}"
     if machine.gpus and not plan.device_bytes:
-        yield f"  nothing of it is on a GPU, of which the machine has {machine.gpus}: no group with a model has a pool with gpus=..."
+        yield f"  no GPU is used, but the machine has {machine.gpus}: no group with a model has a pool with gpus=..."
 
 
 def _disk(plan: Plan) -> Iterable[Sequence[str]]:

@@ -2,7 +2,7 @@
 
 checks.py              checks of a run as a whole; each error names the setting and the fix
 dry_run.py             runs a script up to its driver without starting anything
-plan.py                the plan of a run; plan_sizes, plan_memory and plan_stages compute its parts
+plan.py                the plan of a run; plan_sizes and plan_memory compute its parts
 machine.py             findings about this machine: environment, limits, network, disks and memory
 machine_packages.py    findings about installed packages and GPUs
 simulated.py           the backend without workers; its cost model: simulated_costs, simulated_replica

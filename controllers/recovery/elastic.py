@@ -208,7 +208,7 @@ class LostNodes:
             self._said.add(node)
             ranks = sum(at == node for *_, at in gone)
             self._progress.lost_node(
-                f"node {node} is gone, with {ranks} ranks; the run goes on with the others"
+                f"node {node} is gone, with {ranks} ranks; the run continues with the others"
             )
         if again:
             self._progress.say(f"{len(again)} groups with rows on lost nodes are issued again")

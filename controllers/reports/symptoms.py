@@ -386,7 +386,7 @@ SYMPTOMS = (
     Symptom(
         "signal_lost",
         _signal_lost,
-        "If the rewards are high, the prompts are learned: end the run, or go on with harder ones. If they are low, try easier prompts, "
+        "If the rewards are high, the prompts are learned: end the run, or continue with harder ones. If they are low, try easier prompts, "
         "more responses to each (n), or a higher temperature; drop_zero_variance spares the work on such groups",
         steps=5,
     ),

@@ -293,7 +293,7 @@ class Lanes:
             )
         if next_node is None:
             most = max(others, key=lambda row: min(c["end_s"][row], end) - max(c["start_s"][row], start))
-            return "rows", f"no more work in this window; {self._what(most)} went on"
+            return "rows", f"no more work in this window; {self._what(most)} was running"
         method = next_node.rpartition(".")[2]
         upstream = self._upstream.get(next_node, frozenset())
         fed = [
