@@ -137,7 +137,7 @@ def test_a_run_is_exported_as_one_file(runs: Path, tmp_path: Path, capsys: pytes
     ]
     assert len(curves) == 3 and "reward/mean" in curves[0]
     assert main(["dashboard", str(runs), "--export", str(file)]) == 2
-    assert "an export is of one run" in capsys.readouterr().err
+    assert "an export takes one run" in capsys.readouterr().err
 
 
 def test_modules_are_linked_in_their_order(tmp_path: Path):

@@ -176,7 +176,7 @@ def test_static_files_are_those_of_the_pages(client: TestClient, path: str):
 
 def test_only_loopback_may_do_without_a_token(tmp_path: Path):
     with pytest.raises(
-        UserError, match=r"--host 0\.0\.0\.0 without a token would show the runs to everybody"
+        UserError, match=r"--host 0\.0\.0\.0 without a token would show the runs to anyone"
     ):
         Serving.at(tmp_path, host="0.0.0.0", token="")
     assert Access("t").knows_host("10.0.0.1") is False and Access("t", any_address=True).knows_host(

@@ -168,6 +168,6 @@ def test_costs_of_other_ranks_are_refused_before_anything_starts(tmp_path: Path)
         seconds_of_an_update(tmp_path, shared, 2, (20, 20))
     actor: Any = group(ActorWorker, model="m")
     with pytest.raises(
-        UserError, match="of a pipeline of 2 stages, and its group has pipeline_parallel=1"
+        UserError, match="for a pipeline of 2 stages, but its group has pipeline_parallel=1"
     ):
         Simulated(CostModel(nodes={"actor.update": pipeline})).check(apart(1, 1), {"actor": actor})

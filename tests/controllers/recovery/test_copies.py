@@ -374,8 +374,8 @@ def test_a_mistyped_address_is_refused_rather_than_taken_for_a_folder(
 
 def test_an_address_with_a_password_and_one_that_is_none_are_refused(tmp_path: Path):
     for address, says in (
-        ("s3://me:secret@bucket/x", "by the environment"),
-        ("s3://me:secret@[bucket/x", "by the environment"),
+        ("s3://me:secret@bucket/x", "through the environment"),
+        ("s3://me:secret@[bucket/x", "through the environment"),
         ("", "is empty"),
         ("gopher://x/y", "cannot be used"),
     ):
