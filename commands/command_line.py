@@ -131,7 +131,6 @@ def _union(tree: Mapping[str, Any], *, stubs: bool = False) -> Any:
     """Return the commands as a type for tyro.
 
     Args:
-        tree: names of commands.
         stubs: leave out their arguments, which take time to import.
     """
     return Union[tuple(_branch(name, below, stubs) for name, below in tree.items())]  # noqa: UP007

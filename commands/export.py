@@ -98,7 +98,6 @@ def _checkpoint(run: Path, step: int | None) -> Path:
 
 
 def _model(checkpoint: Path, group: str | None) -> Path:
-    """Return the folder of a group's model in a checkpoint."""
     there = {path.parent.name: path for path in sorted(checkpoint.glob(f"*/{MODEL}")) if path.is_dir()}
     if not there:
         raise UserError(f"{checkpoint} has no model: none of its worker groups trains one")

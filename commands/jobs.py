@@ -87,8 +87,6 @@ def followed(jobs: Jobs, job: str, *, as_json: bool) -> Answer:
     """Follow a job to its end.
 
     Args:
-        jobs: the jobs of the cluster.
-        job: the id of the job.
         as_json: print the log of the job to standard error, since standard output is for the
             answer.
 

@@ -130,7 +130,6 @@ def lines(plan: Plan, made: Planning) -> Iterator[str]:
     """Yield the lines of the page.
 
     Args:
-        plan: the plan of the run.
         made: facts about its script, collected before.
     """
     yield from _before(made)
@@ -164,7 +163,6 @@ def amount(num_bytes: float) -> str:
 
 
 def _before(made: Planning) -> Iterator[str]:
-    """Yield the lines about the work before the run."""
     found = [f"makes {path}; this plan uses a sketch of it" for path in made.sketched]
     found += [f"makes one pass over {rows:,} rows with graph {graph}" for graph, rows in made.passes]
     if found:

@@ -34,12 +34,7 @@ def script_file(name: str) -> Path:
 
 
 def run_script(path: Path, arguments: Sequence[str]) -> int:
-    """Run a script, and return its exit code. Imports work as with `python SCRIPT`, also in
-    workers.
-
-    Args:
-        path: the file of the script.
-        arguments: its arguments in `sys.argv`.
+    """Run a script, and return its exit code. Its imports work as with `python SCRIPT`.
 
     Raises:
         WeftError: the script did not catch it.

@@ -81,7 +81,6 @@ class Samples(Command):
 
 
 def _rows(table: pa.Table, limit: int) -> list[Any]:
-    """Return the first rows, each as a separate batch."""
     batches = table.slice(0, limit).to_batches()
     return [batch.slice(at, 1) for batch in batches for at in range(len(batch))]
 

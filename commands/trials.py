@@ -139,7 +139,6 @@ def save_random_model(folder: Path, *, large: bool) -> Path:
     """Save a random model of Qwen2's architecture.
 
     Args:
-        folder: the folder to write.
         large: the sizes of Qwen2-0.5B; otherwise tiny sizes, which a CPU trains in seconds.
     """
     import torch
@@ -455,7 +454,6 @@ def examine(gpu: bool, checks: Sequence[Check] = CHECKS) -> list[Record]:
 
     Args:
         gpu: use the GPUs of this machine; otherwise skip checks that need one.
-        checks: the checks to run.
 
     Returns:
         A record of each.

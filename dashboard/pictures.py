@@ -97,7 +97,6 @@ def draw_timeline(timeline: Timeline, path: Path, run: str) -> Path:
     Up to `MAX_BARS` calls, each bar is a call. Beyond that, its height is the group's busy share.
 
     Args:
-        timeline: the timeline to draw.
         path: the file to write; its suffix sets the format.
         run: the name of the run, for the title.
 
@@ -224,7 +223,6 @@ def _draw_steps(axes: Axes, timeline: Timeline) -> None:
 
 
 def _write_above(axes: Axes, at: float, text: str, align: Literal["left", "center", "right"]) -> None:
-    """Write a small label above the lanes."""
     axes.annotate(
         text,
         (at, -0.55),
@@ -246,7 +244,6 @@ def _round_numbers() -> Iterable[int]:
 
 
 def _draw_side(axes: Axes, timeline: Timeline) -> None:
-    """Draw the table next to the lanes."""
     axes.set_axis_off()
     axes.set_xlim(0, 1)
     columns = {"calls": 0.2, "busy": 0.42, "idle": 0.64, "longest gap": 1.0}

@@ -71,7 +71,6 @@ def covered(starts: np.ndarray, ends: np.ndarray, begin: float, width: float, nu
         starts, ends: [calls] seconds.
         begin: start of the first bin.
         width: [seconds] of a bin.
-        number: number of bins.
     """
     edges = begin + width * np.arange(number + 1)
     # Time covered until each edge: the summed lengths, until then, of the calls that have begun.
@@ -136,7 +135,6 @@ class Lane:
 
     @cached_property
     def _times(self) -> tuple[np.ndarray, np.ndarray]:
-        """Starts and ends of the calls."""
         return np.array([call.start_s for call in self.calls]), np.array(
             [call.end_s for call in self.calls]
         )
@@ -254,7 +252,6 @@ def load_timeline(run: Path, steps: tuple[int | None, int | None] = (None, None)
     """Load the timeline of a run, or of some steps.
 
     Args:
-        run: the directory of the run.
         steps: first step, and the step to stop before; None for either end of the run.
 
     Raises:

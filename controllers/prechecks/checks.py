@@ -204,7 +204,6 @@ def check_resumes(spec: RunSpec, handles: Mapping[str, Handle], point: ResumePoi
     """Check that the run can resume from a checkpoint, and that every updated group can be saved.
 
     Args:
-        handles: the worker groups of the graphs, by name.
         point: the checkpoint to resume from, or None for a new run.
 
     Raises:

@@ -71,7 +71,7 @@ def prepared(made: str | Path, make: Callable[[], object], sketch: Callable[[Pat
     Args:
         made: the file or folder. It counts as complete once it exists, so `make` must give it its
             final name last.
-        make: makes it.
+        make: makes the file or folder.
         sketch: makes a sketch at the given path. The path has the same name, in a folder that
             replaces the parent and is shared by everything prepared there.
 

@@ -72,8 +72,6 @@ def look_at_environment(environment: Mapping[str, str], home: Path, cpus: int) -
     """Yield findings about the environment.
 
     Args:
-        environment: the variables of this process.
-        home: the user's home folder.
         cpus: CPUs that this process may use.
     """
     yield from variables(environment)
@@ -233,7 +231,6 @@ def processes(limit: int, left: int | None) -> Finding:
     """Check the limit on processes and threads.
 
     Args:
-        limit: the user's limit.
         left: processes left in this container, or None without a limit.
     """
     todo = "ulimit -u, or the container's own limit (docker run --pids-limit, podPidsLimit)"
@@ -520,7 +517,6 @@ def look(runs: Path, variables: Mapping[str, str] = os.environ) -> list[Finding]
 
     Args:
         runs: the folder of runs, which need not exist.
-        variables: the environment of this process.
     """
     return [
         *machine_packages.look_at_packages(),

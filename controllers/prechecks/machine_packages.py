@@ -67,7 +67,6 @@ def package_findings(names: Mapping[str, Package | None], python: tuple[int, int
 
     Args:
         names: package name -> the installed package.
-        python: version of the interpreter.
     """
     said = ".".join(map(str, python))
     if python < OLDEST_PYTHON:
@@ -241,9 +240,7 @@ def gpu_findings(
     Args:
         devices: number of GPU device files in /dev.
         driver: output of nvidia-smi, or None if it failed.
-        why: the error of nvidia-smi.
         cuda: CUDA version that torch is built for, empty for a CPU build, or None without torch.
-        environment: the variables of this process.
     """
     if driver is None:
         if devices:

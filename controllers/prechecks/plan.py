@@ -64,8 +64,6 @@ def sequence_plan(
     Return None if the cost of the update is not a `SequenceParallelCost`.
 
     Args:
-        update: the update.
-        sizes: the sizes of a step.
         costs: the costs of its calls, or None if unknown.
         ranks: ranks of the group. With several replicas, plan for the one with the longest row.
 
@@ -133,10 +131,7 @@ def step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> Ste
     """Return the time of a step.
 
     Args:
-        spec: the run.
-        sizes: the sizes of a step.
         costs: the costs of its calls; calls without a cost take no time.
-        of: the source of the costs.
     """
     graph, places = spec.graphs[TRAIN], spec.placement
     if any(isinstance(cost, Generation) for cost in costs.nodes.values()):

@@ -1,6 +1,6 @@
 """Memory of each group and rank of a run in each phase.
 
-It comes from settings, model files, and a pass on the meta device.
+It comes from settings, model files, and a pass with fake tensors.
 """
 
 from __future__ import annotations
@@ -62,8 +62,6 @@ def resident_bytes(name: str, handle: Handle, functions: Iterable[Callable[..., 
     """Return the memory of a rank before it holds a tensor.
 
     Args:
-        name: the name of the group.
-        handle: the handle of the group.
         functions: the functions in the graphs of the run.
     """
     if isinstance(handle.config, ModelConfig):
@@ -148,11 +146,6 @@ def group_memory(
     """Return the memory of a group.
 
     Args:
-        spec: the run.
-        name: the name of the group.
-        handle: the handle of the group.
-        place: the placement of the group.
-        sizes: the sizes of a training step.
         gpu_bytes: memory of a GPU of this machine, or 0 without GPUs.
         chunks: chunks of each stage, if the group is a pipeline.
 

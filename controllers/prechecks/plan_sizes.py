@@ -265,17 +265,10 @@ def stage_memory(
     Layers are cut evenly, and the ranks of a stage share its memory.
 
     Args:
-        size: the size of the model.
-        config: the configuration of the group.
-        passes: the sizes of its update in a step.
-        chunks: chunks of each stage.
-        ranks: ranks of the group.
         activations: bytes of one microbatch in the whole model, including logits. They are spread
             evenly over its layers.
         trains: whether the group is updated; otherwise a stage keeps the activations of one
             microbatch.
-        lora: the adapter that is trained instead of the model.
-        saves: whether the run writes checkpoints.
     """
     number = config.pipeline_parallel
     schedule = schedule_of(config, passes, chunks)

@@ -98,9 +98,7 @@ def plan_groups(lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceC
     """Choose groups for these rows, and the rows of each.
 
     Args:
-        lengths: [rows] tokens of each.
         ranks: number of ranks to cut into groups.
-        cost: the cost of rows on groups.
 
     Raises:
         UserError: all ranks together have no room for the longest row.

@@ -46,11 +46,7 @@ from .simulated_replica import Generating, Replica, Work
 
 
 class Draws:
-    """The random draws of one run.
-
-    Args:
-        seed: the seed of the cost model.
-    """
+    """The random draws of one run."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

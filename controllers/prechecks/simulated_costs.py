@@ -40,9 +40,7 @@ class LogNormal(Config):
         """Draw the lengths of the responses to a prompt.
 
         Args:
-            key: seed of the draw.
             position: position of the prompt's row in the source.
-            n: number of responses.
 
         Returns:
             [n] int64 tokens, the same for the same key.
@@ -96,8 +94,6 @@ class LinearCost(Config):
         """Return the seconds of a call on rows of equal length.
 
         Args:
-            rows: rows of the call.
-            tokens: tokens of all rows.
             steps: optimizer steps of an update. Times of this class are for the whole call, however
                 many steps it has; times of subclasses are for one pass.
         """
@@ -367,10 +363,6 @@ class CostModel(Config):
 
     def pipeline(self, name: str, config: object) -> PipelineCost | None:
         """Return the pipeline cost of a node, or None if its cost is of another kind.
-
-        Args:
-            name: the name of the node.
-            config: the configuration of its group.
 
         Raises:
             UserError: the group has a different number of stages.

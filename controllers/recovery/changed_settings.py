@@ -35,7 +35,6 @@ def recorded_settings(
     Args:
         graphs: name -> graph.
         handles: name -> worker group.
-        schedule: the training schedule.
     """
     found: list[tuple[str, str, Rule]] = [*_walk("schedule", schedule, "reported")]
     for name, handle in handles.items():

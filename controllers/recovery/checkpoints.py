@@ -148,7 +148,6 @@ class CheckpointFolder:
     """The folder `checkpoints/` of one run.
 
     Args:
-        run: the directory of the run.
         config: which checkpoints to keep.
         on_complete: called in another thread with the step of each complete checkpoint.
     """
@@ -199,7 +198,6 @@ class CheckpointFolder:
         prune.
 
         Args:
-            step: the step of the checkpoint.
             values: metric -> step -> value, for the best checkpoint.
             advance: called after each piece of a file that is read for the manifest.
 

@@ -66,7 +66,6 @@ class RemoteRun:
     """The copy of one run.
 
     Args:
-        files: the file system.
         base: the folder of the run on that file system.
         address: the address of the copy, for messages.
     """
@@ -82,7 +81,6 @@ class RemoteRun:
 
         Args:
             address: `s3://bucket/folder`, `gs://bucket/folder`, `file:///folder`, or a path.
-            name: the name of the run.
 
         Raises:
             UserError: the address is invalid (see `check_address`) or cannot be opened.
@@ -129,7 +127,6 @@ class RemoteRun:
         skipped.
 
         Args:
-            run: the directory of the run.
             step: the step of a complete checkpoint.
             went_back_to: the step that the run resumed after, if nothing was copied since then.
                 Copies of later checkpoints are outdated.
@@ -311,7 +308,6 @@ class RemoteRun:
             self._read_file(str(name), into / name)
 
     def _below(self, folder: str) -> list[PurePosixPath]:
-        """Return all files below a folder of the copy."""
         selector = pf.FileSelector(str(self._base / folder), allow_not_found=True, recursive=True)
         return [
             PurePosixPath(i.path)
@@ -376,10 +372,6 @@ SAY_S = 30.0
 def copies_of(run: Path, config: CheckpointConfig) -> Copies | None:
     """Return the copies that the settings of a run ask for, or None.
 
-    Args:
-        run: the directory of the run.
-        config: its checkpoint settings.
-
     Raises:
         UserError: the address cannot be used.
     """
@@ -390,8 +382,6 @@ class Copies:
     """Copies the checkpoints of a run in a thread, one at a time, always the latest that waits.
 
     Args:
-        run: the directory of the run.
-        remote: the destination.
         first_pause_s: time before the first retry of a failed copy [s].
     """
 
@@ -545,9 +535,6 @@ def fetch_run(resume: str | Path, root: Path, name: str | None, address: str) ->
 
     Args:
         resume: see `open_run`.
-        root: the folder of all runs.
-        name: the name of the run.
-        address: the address of the copies.
 
     Returns:
         A message about what was done, or an empty string.

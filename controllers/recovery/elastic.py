@@ -36,9 +36,6 @@ class Elastic:
 
     Args:
         backend: knows where there is room.
-        groups: the worker groups of the run, by name.
-        failures: starts the ranks.
-        say: shows a message to the user.
         start_timeout_s: longest start of a process once there is room for it [s].
     """
 
@@ -137,10 +134,7 @@ class LostNodes:
 
     Args:
         backend: knows the lost nodes, and the nodes of ranks.
-        buffer: the rows of the run.
-        groups: the worker groups of the run, by name.
         failures: releases rows and replaces ranks.
-        progress: shows messages to the user.
     """
 
     def __init__(

@@ -224,7 +224,6 @@ class Failures:
         return self._call_timeout_s if own is None else min(own, self._call_timeout_s)
 
     def _limit(self, rank: int, calls: Sequence[Call]) -> float:
-        """Return the limit on the silence of a rank [s]."""
         group = calls[0].group
         if rank in group.starting:
             return max(self._start_timeout_s, self._call_timeout_s)

@@ -28,12 +28,7 @@ SOME_BYTES = 1 << 20
 
 
 class FullDisk:
-    """Waits for free space on the disk of a run, and tells the user.
-
-    Args:
-        folder: the folder of the run.
-        progress: tells the user about a pause.
-    """
+    """Waits for free space on the disk of a run, and tells the user."""
 
     def __init__(self, folder: Path, progress: Progress) -> None:
         self._folder = folder

@@ -112,7 +112,6 @@ def find_checkpoint(run: Path, *, with_rows: bool = True) -> ResumePoint | None:
     """Return the latest intact checkpoint of a run, or None if it has none.
 
     Args:
-        run: the directory of the run.
         with_rows: whether its position must be in the log; False does not read the log.
 
     Raises:
@@ -187,8 +186,6 @@ def open_run(
         resume: "none" for a new run; "latest" for the latest checkpoint of the run `name` (by
             default, the newest run with a checkpoint); "weights" for the same without rows in
             flight; or the folder of a run or of one of its checkpoints.
-        root: the folder of all runs.
-        name: the name of the run.
         accept: returns the point to resume from, or raises UserError if the driver cannot use it.
         copy_to: the address of copies. If the run `name` is to be resumed and has no checkpoint
             here, it is fetched from there.
@@ -323,13 +320,11 @@ def _latest_run(root: Path, name: str | None, resume: str) -> tuple[Path | None,
 
 
 def _checkpointed(root: Path) -> list[Path]:
-    """Return the runs with checkpoints, newest first."""
     runs = [p for p in root.glob("*") if p.is_dir() and has_checkpoints(p)]
     return sorted(runs, key=lambda p: p.stat().st_mtime, reverse=True)
 
 
 def _at(path: Path, run: Path) -> ResumePoint:
-    """Return the checkpoint that the user named."""
     path = run / CHECKPOINTS / path.resolve().name
     if wrong := _damaged_files(path) or _lost_rows(path):
         raise UserError(f"checkpoint {path} is damaged: {wrong}")

@@ -71,8 +71,6 @@ class Saving:
     """Decides when to write a checkpoint, and carries it out.
 
     Args:
-        folder: the folder of checkpoints.
-        config: when a checkpoint is due.
         groups: the worker groups with state.
         patience_s: longest time without growth of a checkpoint [s].
         clock: a monotonic clock [s].
@@ -128,8 +126,6 @@ class Saving:
         """Record a finished step. A checkpoint may be due.
 
         Args:
-            step: the number of the step.
-            last: whether it is the last step.
             for_best: whether the metric that chooses the best checkpoint is evaluated at this step.
         """
         if self._config.writes and step > 0:
@@ -256,7 +252,6 @@ class Saving:
         return ()
 
     def _named(self) -> Progressed:
-        """Check whether the thread is done."""
         assert self._naming is not None
         if not self._naming.done():
             return Progressed()
@@ -347,7 +342,6 @@ class _Growth:
         """Return whether nothing has changed for too long, while the driver was looking regularly.
 
         Args:
-            now: the time [s].
             extent: a value that changes whenever the checkpoint grows.
         """
         driver_waited, self._looked = now - self._looked > self._patience_s, now

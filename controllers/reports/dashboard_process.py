@@ -30,9 +30,6 @@ LOG = "dashboard.log"
 def start_dashboard(run: Path) -> str:
     """Start a dashboard for the folder that holds this run, without waiting.
 
-    Args:
-        run: the directory of the run.
-
     Returns:
         The address to open, with its token.
 

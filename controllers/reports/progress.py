@@ -26,7 +26,6 @@ class Progress:
 
     Args:
         steps: total steps of the run.
-        run_dir: the directory of the run.
         display: the display. When its terminal or pipe closes, nothing more is shown.
         show_every: show a sample every this many steps; 0 for none.
     """
@@ -92,7 +91,6 @@ class Progress:
             self._show(lambda: self._display.say(redacted(text), warning=True))
 
     def _happened(self, name: str, text: str) -> None:
-        """Add an alert, and show it as a message."""
         self.alerts.add(name, text)
         self.say(text)
 

@@ -119,8 +119,6 @@ def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> Evalua
     The score is a metric in `SCORES`, or else the first metric, whose better direction is unknown.
 
     Args:
-        evaluation: the name of the evaluation.
-        step: the step that was evaluated.
         metrics: metrics named `EVALUATION/...`; others are ignored.
     """
     own = {
@@ -196,10 +194,6 @@ def ending_of(
     """Make the summary of a finished run.
 
     Args:
-        run: the name of the run.
-        rows: metrics of each step.
-        evaluations: names of the evaluations.
-        seconds: time since the last start.
         places: result -> its path.
     """
     rows = list(rows)

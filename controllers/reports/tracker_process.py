@@ -43,9 +43,6 @@ class NewValues:
 
     When the run ends, the stream is replaced by a Parquet file. A reader that has opened the stream
     reads it to the end; otherwise it reads the Parquet file.
-
-    Args:
-        run: the directory of the run.
     """
 
     def __init__(self, run: Path) -> None:
@@ -191,8 +188,6 @@ class TrackerProcess:
     """Sends metrics to a tracker.
 
     Args:
-        run: the directory of the run.
-        name: the name of the tracker.
         after: the step that the run resumes after, or None for a new run.
         samples: recorded samples of each step to send.
     """

@@ -35,8 +35,6 @@ Row = Mapping[str, float]
 
 @dataclass
 class _Process:
-    """The process of one tracker."""
-
     name: str
     process: subprocess.Popen[bytes]
     log: Path
@@ -51,8 +49,6 @@ class TrackerProcesses:
     """The trackers of a run.
 
     Args:
-        names: names of the trackers.
-        run: the directory of the run.
         report: sets the gauges of the backend's endpoint, if `prometheus` is among the trackers.
         warn: shows a line.
         clock: a monotonic clock [s].

@@ -98,7 +98,6 @@ def check_trackers(names: Sequence[str], *, has_endpoint: bool) -> None:
     """Check that each tracker is known and its package is installed, without importing it.
 
     Args:
-        names: the trackers, as given by the user.
         has_endpoint: whether the backend has an endpoint for Prometheus.
 
     Raises:

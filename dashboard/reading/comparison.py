@@ -143,7 +143,6 @@ def metrics_of(run: Path, notes: list[str]) -> dict[int, dict[str, float]]:
     """Return the metrics of each step of a run.
 
     Args:
-        run: the directory of the run.
         notes: receives a line if the metrics cannot be read.
     """
     try:

@@ -109,7 +109,6 @@ class FollowedTable:
         return news
 
     def _read(self) -> News:
-        """Read the Parquet file, up to `most_columns` columns."""
         with self._parquet.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 8))
             footer, ending = int.from_bytes(file.read(4), "little"), file.read(4)

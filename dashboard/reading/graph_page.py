@@ -36,9 +36,6 @@ def graph_page(
     Args:
         graphs: the content of `graph.json`.
         live: the content of `live.json`.
-        calls: the calls of the run.
-        metrics: the metrics of the run.
-        config: the configuration of the run.
         goes_on: whether its driver is alive.
     """
     worked = _by_node(calls)
@@ -252,10 +249,8 @@ def buffer_page(
     """Return the state and history of the buffer.
 
     Args:
-        run: the directory of the run.
         live: the content of `live.json`.
         samples: the index of the run's samples.
-        config: the configuration of the run.
     """
     graphs = nested(live, "graphs")
     counts = [nested(graphs, name) for name in graphs]

@@ -55,7 +55,6 @@ class Lanes:
     """The timeline of a run in a window.
 
     Args:
-        calls: the calls of the run.
         graphs: the content of `graph.json`.
         config: the configuration of the run, for pools that groups share.
     """
@@ -71,7 +70,6 @@ class Lanes:
         self._num_ranks = {name: self._ranks_of(name, config) for name in self._groups}
 
     def _name(self, column: str, row: int) -> str:
-        """Return the node or group of a call."""
         return (self._nodes if column == "node" else self._groups)[int(self._columns[column][row])]
 
     @property
@@ -109,7 +107,6 @@ class Lanes:
         """Return lanes, ends of steps, and the critical path of the last step in the window.
 
         Args:
-            window: the time window.
             unfolded: groups to show with a lane for each rank.
         """
         c = self._columns
@@ -150,7 +147,6 @@ class Lanes:
         }
 
     def _numbers_of(self, methods: Collection[str]) -> list[int]:
-        """Return the numbers of the nodes that are calls of these methods."""
         return [number for number, name in enumerate(self._nodes) if name in methods]
 
     def _sorted(self, rows: np.ndarray) -> np.ndarray:

@@ -193,7 +193,6 @@ def axis_of(metrics: MetricLog, steps: np.ndarray, axis: Axis) -> np.ndarray:
     """Return the positions of steps on an axis.
 
     Args:
-        metrics: the metrics of the run.
         steps: [points].
         axis: step number, seconds since the start of the run, or samples trained on so far.
 
@@ -228,9 +227,6 @@ def curve(
     """Return a metric over an axis, thinned.
 
     Args:
-        metrics: the metrics of the run.
-        name: the name of the metric.
-        axis: the meaning of x.
         points: about the most points to return.
         window: first and last x; one more point is kept on either side.
     """
@@ -340,10 +336,6 @@ KINDS = (
 
 def cards(names: Sequence[str], evaluations: Sequence[str]) -> list[dict[str, Any]]:
     """Return the cards for these metrics, without kinds that none of them belongs to.
-
-    Args:
-        names: metrics of the runs.
-        evaluations: names of their evaluations.
 
     >>> found = cards(["reward/mean", "reward/std", "eval/reward/mean", "actor/idle_share", "rollout/idle_share"], ["eval"])
     >>> [(card["id"], card["names"]) for card in found]

@@ -36,8 +36,6 @@ def weights_page(
     """Return the versions that followers received.
 
     Args:
-        calls: the calls of the run.
-        metrics: the metrics of the run.
         edges: leader and follower of each weight edge, with their current versions.
         began_at: start of the run in seconds since 1970, if known.
     """
@@ -89,11 +87,7 @@ MOST_CELL = 20_000
 
 
 class RunPages:
-    """The pages of one run.
-
-    Args:
-        reader: the reader of the run.
-    """
+    """The pages of one run."""
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader

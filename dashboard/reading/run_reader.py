@@ -168,12 +168,7 @@ SPARK = 40
 
 
 class RunReader:
-    """Reads one run. Methods are thread-safe.
-
-    Args:
-        name: the name of the run on the pages.
-        path: the directory of the run.
-    """
+    """Reads one run. Methods are thread-safe."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
@@ -248,11 +243,7 @@ class RunReader:
         }
 
     def damaged(self, why: str) -> dict[str, Any]:
-        """Return the line of a run whose files are damaged.
-
-        Args:
-            why: the reason, as text.
-        """
+        """Return the line of a run whose files are damaged."""
         nothing = (
             "started_at",
             "duration_s",
@@ -294,7 +285,6 @@ class RunReader:
         return {"text": facts.trouble, "name": last.name, "step": last.step, "at": last.time}
 
     def _few_settings(self, facts: RunFacts) -> dict[str, Any]:
-        """Return the few settings that distinguish runs."""
         flat = flattened(
             {"schedule": facts.config.get("schedule") or {}, "groups": facts.config.get("groups") or {}}
         )
@@ -346,7 +336,6 @@ class RunReader:
         }
 
     def _pages(self, facts: RunFacts) -> list[str]:
-        """Return the pages with data."""
         has = {
             "curves": bool(facts.last),
             "graph": self._has((GRAPH, f"{BUFFER}/{LOG}")),
@@ -434,7 +423,6 @@ class RunReader:
 
 
 def _workers(live: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """Return the number of ranks of all groups."""
     if live:
         return sum(one["ranks"] for one in live["groups"].values())
     places = nested(config, "placement")

@@ -38,11 +38,7 @@ LISTS_OF_TOKENS = ("response_ids", "chosen_ids", "rejected_ids")
 
 
 class SampleIndex:
-    """The samples of one run.
-
-    Args:
-        run: the directory of the run.
-    """
+    """The samples of one run."""
 
     def __init__(self, run: Path) -> None:
         self._folder, self._archive = run / SAMPLES, run / SAMPLES_ARCHIVE

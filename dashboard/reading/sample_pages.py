@@ -38,7 +38,6 @@ def chosen(table: pa.Table, filters: str, search: str) -> np.ndarray:
     """Return the indexes of the matching rows, without copying texts.
 
     Args:
-        table: the index of samples.
         filters: conditions joined by `and`. Each is `COLUMN OPERATOR VALUE` with an operator of <=,
             >=, !=, =, <, >, or ~ for text that contains the value.
         search: text to find in the prompt or response, ignoring case.
@@ -113,8 +112,6 @@ def ordered(table: pa.Table, places: np.ndarray, sort: str) -> np.ndarray:
     """Sort row indexes by a column.
 
     Args:
-        table: the index of samples.
-        places: the row indexes.
         sort: the name of a column; a leading minus sorts descending.
     """
     name = require_column(table, sort.removeprefix("-"))
@@ -154,11 +151,7 @@ NOT_COLUMNS = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
 
 
 class SamplePages:
-    """The content of the sample pages.
-
-    Args:
-        index: the index of the run's samples.
-    """
+    """The content of the sample pages."""
 
     def __init__(self, index: SampleIndex) -> None:
         self._index = index
@@ -255,7 +248,6 @@ class _Groups:
     """Groups of samples, with their sort keys.
 
     Args:
-        table: the index of samples.
         places: indexes of the rows to include.
     """
 

@@ -60,7 +60,6 @@ def turns_of_text(text: str, role: str = "") -> list[dict[str, Any]] | None:
     [('user', [('text', '2+2?')]), ('assistant', [('thinking', 'easy'), ('text', '4')])]
 
     Args:
-        text: the text of a prompt or response.
         role: the speaker at the beginning. If empty, text before the first marker is not a turn.
     """
     found: list[dict[str, Any]] = []
@@ -94,7 +93,6 @@ def _stretches(text: str, role: str) -> Iterator[tuple[str, int, int, str]]:
 
 
 def _without_end(text: str, start: int, end: int) -> int:
-    """Return the end of a turn without its closing marker."""
     mark = END.search(text, start, end)
     return mark.start() if mark else end
 
@@ -186,7 +184,6 @@ def turns_of_prompt(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _of_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn a message into a turn."""
     role = ROLES.get(str(message["role"]), str(message["role"]))
     content = message.get("content")
     if isinstance(content, list):
@@ -235,11 +232,7 @@ WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def tokenizer_of(config: Mapping[str, Any]) -> Tokenizer | None:
-    """Return the tokenizer of a run, or None if it is not on this machine.
-
-    Args:
-        config: the configuration of the run.
-    """
+    """Return the tokenizer of a run, or None if it is not on this machine."""
     groups = config.get("groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         for name in ("tokenizer", "model"):
@@ -280,7 +273,6 @@ def token_texts(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
 
     Args:
         tokenizer: the tokenizer, or None to show token ids.
-        ids: the token ids.
     """
     if tokenizer is None:
         return [f"⟨{id}⟩" for id in ids]

@@ -34,11 +34,7 @@ def workers_page(
     """Return all ranks of all groups, and the driver.
 
     Args:
-        run: the directory of the run.
         live: the content of `live.json`.
-        config: the configuration of the run.
-        alerts: the alerts of the run.
-        life: the state of its driver.
     """
     memory, logs = _memory(run), _logs(run)
     where = {
@@ -201,7 +197,6 @@ def log_part(run: Path, name: str, after: int) -> dict[str, Any]:
     """Return the log after a byte offset.
 
     Args:
-        run: the directory of the run.
         name: the name of the log or worker. It is looked up among the logs, never used as a path.
         after: the byte offset; 0 returns the end of the log.
 

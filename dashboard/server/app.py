@@ -61,11 +61,7 @@ def event(kind: str, data: Any) -> bytes:
 
 
 class EventStream:
-    """Watches the runs that open pages show.
-
-    Args:
-        catalogue: the catalogue of runs.
-    """
+    """Watches the runs that open pages show."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
@@ -166,12 +162,7 @@ PAGES = Path(__file__).resolve().parent.parent / "pages"
 
 
 def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
-    """Make the dashboard's web application.
-
-    Args:
-        catalogue: the catalogue of runs.
-        access: the rules for access.
-    """
+    """Make the dashboard's web application."""
     stream = EventStream(catalogue)
 
     @asynccontextmanager

@@ -42,7 +42,6 @@ def export_run(run: Path, file: Path) -> dict[str, Any]:
     """Write one run as a single HTML file.
 
     Args:
-        run: the directory of the run.
         file: the file to write; an existing one is replaced.
 
     Returns:
@@ -223,7 +222,6 @@ def _page(answers: Mapping[str, Any]) -> str:
 
 
 def _hashes(texts: list[str]) -> str:
-    """Return the policy sources for these texts."""
     found = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
     return " ".join(f"'sha256-{each}'" for each in found) or "'none'"
 

@@ -27,7 +27,6 @@ class Serving:
     """A listening dashboard.
 
     Args:
-        listening: the socket.
         folder: the folder of runs, or the directory of one.
         token: the token that requests must have, or empty for none.
         names: host names of this address, besides localhost.
@@ -56,7 +55,6 @@ class Serving:
 
         Args:
             folder: the folder of runs, or the directory of one.
-            host: the address to listen on.
             port: the port, or 0 for a free one.
             token: the token that requests must have; None makes a new one, and an empty one
                 (loopback only) turns the check off.
