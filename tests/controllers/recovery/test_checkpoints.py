@@ -498,7 +498,9 @@ def test_a_run_whose_log_is_lost_goes_on_from_weights_and_its_place_in_the_data(
 def test_a_run_under_another_kind_of_schedule_is_told_how_to_go_on(tmp_path: Path):
     with pytest.raises(Killed):
         run(tmp_path, SCHEDULES[0], kill_at=3)
-    with pytest.raises(UserError, match=r"under Synchronous, not Pipelined: .* resume='weights' continues"):
+    with pytest.raises(
+        UserError, match=r"under Synchronous, not Pipelined: .* resume='weights' continues"
+    ):
         run(tmp_path, SCHEDULES[1], resume="latest")
 
 
