@@ -200,8 +200,7 @@ def display_for(form: Form | bool) -> Display:
 
     >>> display_for("plian")
     Traceback (most recent call last):
-    weft.dataflow.errors.UserError: progress='plian'; did you mean 'plain'? It is one of auto, rich,
-    plain, json, none
+    weft.dataflow.errors.UserError: progress='plian'; did you mean 'plain'? It is one of auto, rich, plain, json, none
     """
     if isinstance(form, bool):
         form = "auto" if form else "none"

@@ -105,8 +105,7 @@ def check_trackers(names: Sequence[str], *, has_endpoint: bool) -> None:
 
     >>> check_trackers(["tensorbord"], has_endpoint=False)
     Traceback (most recent call last):
-    weft.dataflow.errors.UserError: trackers: there is no 'tensorbord'; did you mean 'tensorboard'?
-    ...
+    weft.dataflow.errors.UserError: trackers: there is no 'tensorbord'; did you mean 'tensorboard'? ...
     """
     if isinstance(names, str):
         raise UserError(
