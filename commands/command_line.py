@@ -99,6 +99,7 @@ def parse(words: Sequence[str]) -> Command:
         SystemExit: help or a completion was printed (0), or an argument is wrong (2).
     """
     if words and words[0] == PRINT_COMPLETION:
+        # Completion needs the whole tree.
         return tyro.cli(_union(TREE), prog="weft", args=words, config=(FlagCreatePairsOff,))
     tree: Any = TREE
     name, rest = "weft", list(words)
@@ -186,6 +187,7 @@ def _where(error: Exception) -> str:
 
 def _reader_is_gone() -> int:
     """Exit quietly: the reader of the pipe has closed it, as in `weft buffer table RUN | head`."""
+    # Otherwise Python reports the broken pipe at exit.
     sys.stderr.close()
     return 0
 

@@ -74,6 +74,7 @@ def _written(out: Path) -> Iterator[Path]:
     except OSError as error:
         with suppress(OSError):
             remove(partial)
+        # copytree collects (source, target, reason) of all files that failed.
         files = error.args[0] if isinstance(error, shutil.Error) else None
         why = files[0][2] if isinstance(files, list) and files else error
         raise RunError(f"{out} cannot be written: {why}") from None

@@ -49,6 +49,7 @@ class PlanRun(ScriptCommand):
         like = None if self.like is None else find_run(self.like).resolve()
         with planning() as made, nullcontext() if other is None else other.assumed():
             try:
+                # Keep the output of the script apart from the plan.
                 with redirect_stdout(sys.stderr):
                     code = run_script(path, self.arguments)
             except Planned:
@@ -342,6 +343,7 @@ def _columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def _wrapped(start: str, text: str) -> Iterator[str]:
+    # Keep a number and its unit on one line.
     line, words = start, re.split(r" (?![KMG]iB)", text)
     for word in words:
         if len(line) + len(word) > WIDTH and line.strip() and line != start:

@@ -40,6 +40,7 @@ def run_script(path: Path, arguments: Sequence[str]) -> int:
         WeftError: the script did not catch it.
     """
     sys.argv = [str(path), *arguments]
+    # as Python does for a script
     sys.path[0] = str(path.parent.resolve())
     try:
         runpy.run_path(str(path), run_name="__main__")

@@ -95,6 +95,7 @@ class View:
         self._take_metrics()
         steps = sorted(step for step in self._rows if step > max(self._shown, 0.0))
         if self.goes_on:
+            # More metrics may still come for the last step.
             steps = steps[:-1]
         for step in steps[max(0, len(steps) - self.last) :] if self._shown < 0 else steps:
             self._show_step(step)

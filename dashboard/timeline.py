@@ -170,6 +170,7 @@ class Lane:
         for call in self.calls:
             for place in range(at[call.start_s], at[call.end_s]):
                 nodes[place].append(call.node)
+        # Calls that took no time are not in any stretch.
         moments = [
             (call.start_s, call.end_s, [call.node]) for call in self.calls if call.start_s == call.end_s
         ]

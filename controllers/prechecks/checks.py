@@ -234,6 +234,7 @@ def check_resumes(spec: RunSpec, handles: Mapping[str, Handle], point: ResumePoi
 def changed_settings(spec: RunSpec, point: ResumePoint, rule: Rule) -> list[str]:
     """Return the settings under a rule that have changed since the checkpoint was written."""
     settings, rules = spec.recorded
+    # Without rows in flight the data may change: training then begins at their first row.
     alone: dict[str, Rule] = {} if point.with_rows else dict.fromkeys(ORDER_OF_DATA, "reported")
     return changes(point.state.settings, settings, {**rules, **alone}, rule)
 
@@ -279,6 +280,7 @@ def check_followed(graph: Graph, schedule: Training) -> None:
                     f"node {node.name!r} compares its policy with the one that generated, but {group!r} follows no group: "
                     f"add {group}.follows({node.group})"
                 )
+            # Between two updates, the follower lags by up to every - 1 versions.
             if edge.leader == node.group and edge.every - 1 > schedule.max_staleness:
                 raise UserError(
                     f"{group!r} follows {node.group!r} every {edge.every} updates, but {type(schedule).__name__} "
@@ -554,6 +556,7 @@ def set_deadlines(
         raise UserError(
             f"Driver(start_timeout_s={start_timeout_s!r}): it must be a number of seconds above 0"
         )
+    # Look for model files only if a default is needed.
     num_bytes = model_bytes(handles) if None in (start_timeout_s, call_timeout_s) else 0
     return {
         "start_timeout_s": longest_start_s(num_bytes) if start_timeout_s is None else start_timeout_s,

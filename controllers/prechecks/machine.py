@@ -136,6 +136,7 @@ def interfaces(environment: Mapping[str, str], there: Sequence[str]) -> Finding:
         wanted = [
             word.lstrip("=^") for word in environment.get(name, "").split(",") if not word.startswith("^")
         ]
+        # NCCL takes prefixes, or exact names after "=", or exclusions after "^".
         exact = name.startswith("GLOO") or environment.get(name, "").startswith("=")
         for word in filter(None, wanted):
             if not any(one == word if exact else one.startswith(word) for one in there):
@@ -159,6 +160,7 @@ def hidden_modules(folders: Sequence[Path]) -> Finding:
         for name in (*PACKAGES, *sorted(sys.stdlib_module_names)):
             file, package = folder / f"{name}.py", folder / name / "__init__.py"
             hides = next((path for path in (file, package) if path.is_file()), None)
+            # A checkout of Weft may be on the path.
             if hides is None or (name == "weft" and hides == package):
                 continue
             found = f"{hides.absolute()} is imported instead of {name!r}"
@@ -189,6 +191,7 @@ def token(environment: Mapping[str, str], home: Path) -> Finding:
         return fail(
             ENVIRONMENT, name, f"{file} is empty", f"rm {file}: the next local cluster makes a new one"
         )
+    # A folder that others can write lets them replace the file.
     with suppress(OSError):
         if file.parent.stat().st_mode & 0o022:
             return warn(ENVIRONMENT, name, f"others may replace {file}", f"chmod 700 {file.parent}")
@@ -283,6 +286,7 @@ def cpus(there: int, quota: float | None) -> Finding:
 
 def cpu_quota(root: Path) -> float | None:
     """Return the CPUs that the container may use, or None for all."""
+    # cgroup v2, then v1
     words = _words(root / "sys/fs/cgroup/cpu.max")
     if len(words) == 2 and words[0] != "max":
         return int(words[0]) / int(words[1])
@@ -367,6 +371,7 @@ def _taken(root: Path, low: int, high: int) -> set[int]:
     for table in ("proc/net/tcp", "proc/net/tcp6"):
         with suppress(OSError):
             lines = (root / table).read_text().splitlines()[1:]
+            # The second word is the local address, as hexadecimal IP:port.
             found |= {int(line.split()[1].rpartition(":")[2], 16) for line in lines}
     return {port for port in found if low <= port <= high}
 
@@ -443,6 +448,7 @@ def look_at_room(runs: Path) -> Iterator[Finding]:
 
 def disk(name: str, folder: Path, todo: str) -> Finding:
     """Check that a folder can be written, and that its disk has free space."""
+    # The folder need not exist: check the nearest parent that does.
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK) or not there.is_dir():
         return fail(ROOM, name, f"{there} cannot be written", todo)
@@ -451,6 +457,7 @@ def disk(name: str, folder: Path, todo: str) -> Finding:
     if free < DISK_WARN_BELOW:
         return (fail if free < DISK_FAIL_BELOW else warn)(ROOM, name, found, todo)
     status = os.statvfs(there)
+    # Some file systems have no limit on files, and report 0.
     if status.f_files and status.f_favail < OPEN_FILES_WARN_BELOW:
         return warn(ROOM, name, f"only {status.f_favail} more files can be created at {folder}", todo)
     return ok(ROOM, name, found)
@@ -479,6 +486,7 @@ def file_system(folder: Path, mounts: Path) -> str:
         for at, words in enumerate(lines)
         if place.is_relative_to(words[1])
     ]
+    # The deepest mount point counts, and of equal ones the last.
     return max(over)[2] if over else ""
 
 

@@ -110,10 +110,12 @@ def _fits(package: Package, names: Mapping[str, Package | None]) -> Iterator[Fin
         name = canonicalize_name(need.name)
         there = names.get(name) or installed(name)
         if there is None:
+            # Text models work without the image and audio packages of vLLM.
             if own or name not in NOT_FOR_TEXT:
                 problems.append(f"it requires {need.name}{need.specifier}, which is not installed")
         elif not fits(need, there.version):
             problems.append(f"it requires {need.name}{need.specifier}, and {there.version} is installed")
+            # A wrong version of a central package breaks runs.
             outcome = fail if name in LOOKED_AT else outcome
     if problems:
         todo = f"pip install the versions that {package.name} {package.version} requires, or another {package.name}"

@@ -75,6 +75,7 @@ def sequence_plan(
         return None
     lengths = _lengths(sizes, costs)
     lengths = lengths[balance(RowCost(cost.attention_length)(lengths), max(1, ranks // cost.ranks))[0]]
+    # the same optimizer steps as in a simulation
     cuts = update.steps.cut(np.arange(len(lengths)), (costs.seed, 0))
     needed = -(-int(lengths.max()) // cost.memory_tokens)
     equal = next(d for d in range(max(1, needed), cost.ranks + 1) if cost.ranks % d == 0)
@@ -134,6 +135,7 @@ def step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> Ste
         costs: the costs of its calls; calls without a cost take no time.
     """
     graph, places = spec.graphs[TRAIN], spec.placement
+    # Response lengths vary, so without a simulation only a bound is known.
     if any(isinstance(cost, Generation) for cost in costs.nodes.values()):
         placed = {
             name: place for name, place in places.items() if name == FUNCTIONS or name in graph.handles
@@ -156,6 +158,7 @@ def step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> Ste
     nodes = {name: seconds for name, seconds in nodes.items() if seconds}
     if isinstance(spec.schedule, Synchronous):
         return StepTime(sum(nodes.values()), nodes, of, at_best=False)
+    # Other schedules overlap pools, while calls on one pool take turns.
     pools: dict[str, float] = {}
     for name, seconds in nodes.items():
         group = name.partition(".")[0]
@@ -208,6 +211,7 @@ class Plan:
         away = 0
         for turns in self._turns.values():
             moves = [group.ranks * group.moves for group in turns]
+            # Most is away while the smallest group has its turn.
             away += sum(moves) - min(moves)
         return self.driver_bytes + away + sum(group.ranks * group.host for group in self.groups)
 

@@ -160,6 +160,7 @@ def group_memory(
         name, 1 if alone else place.ranks, place.pool.name, bool(place.pool.gpus), libraries
     )
     if getattr(config, "model", None) is None:
+        # A worker without a model holds no tensors that need planning.
         return replace(known, on_gpu=False)
     try:
         if isinstance(config, ModelConfig):
@@ -299,6 +300,7 @@ def _generating(known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: in
             settings.num_key_value_heads or num_heads(settings.to_dict()),
             head_dim(settings.to_dict()),
         )
+        # keys and values of one token in all layers
         token = 2 * settings.num_hidden_layers * (heads or 0) * (of_head or 0) * BYTES[dtype]
         cache = round(at_once * sizes.tokens_a_row * token)
         made = {CACHE: cache, "logits": 2 * 4 * at_once * size.vocabulary}

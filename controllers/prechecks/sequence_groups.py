@@ -225,6 +225,7 @@ class _Table:
     def _relieve(self, degrees: Sequence[int], members: list[list[int]], loads: list[float]) -> None:
         """Move rows away from the slowest group, or swap them, while that lowers the larger load."""
         for _ in range(4 * self._rows):
+            # The factor below ignores gains that are only rounding.
             slowest = max(range(len(loads)), key=loads.__getitem__)
             of, best = self._of_degree[degrees[slowest]], (loads[slowest] * (1 - 1e-9), -1, -1, -1)
             for row in members[slowest]:

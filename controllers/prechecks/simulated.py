@@ -61,6 +61,7 @@ class Draws:
         """Return whether a filter passes a row (or its group)."""
         if cost.keep == 1:
             return True
+        # A filter of whole groups draws once for each group.
         root = row
         while whole_groups and root.parent is not None:
             root = root.parent
@@ -294,6 +295,7 @@ class Simulated:
             self._now, min(end, self._replies[0][0] if self._replies else end)
         ):
             time, _, replica = heapq.heappop(self._due)
+            # Otherwise this entry is outdated.
             if time == replica.next_s:
                 replica.run(time)
                 self._note(replica)
@@ -341,6 +343,7 @@ class Simulated:
         ids = held.ids.tolist() if held is not None else []
         tokens_of = {} if held is None else dict(zip(ids, held.num_tokens.tolist(), strict=True))
         versions = {} if held is None or not is_update else dict(zip(ids, held.versions, strict=True))
+        # If an update comes in parts, only the last part takes the constant.
         fixed = bool(tasks[0][1].arguments.get("last", True)) if call.node is not None else True
         steps, key = OptimizerSteps.of(call.node), (self.costs.seed, call.group.version)
         done: dict[int, np.ndarray] = {}
@@ -410,6 +413,7 @@ class Simulated:
         elif operation.shape is Shape.EXPAND:
             assert share.first_children is not None
             n = int(task.arguments.get("n", 1))
+            # Earlier calls may have made some of the responses.
             numbers = [np.setdiff1d(np.arange(n), made) for made in share.made or [[]] * len(ids)]
             children = np.concatenate(
                 [first + own for first, own in zip(share.first_children, numbers, strict=True)]

@@ -76,9 +76,11 @@ def bound(
         cost = costs.nodes.get(node.name, LinearCost())
         if isinstance(cost, Generation):
             assert node.makes_level is not None
+            # Tokens of a response row include its prompt, which is subtracted here.
             made = (
                 tokens[node.makes_level] - tokens[node.level] * rows[node.makes_level] / rows[node.level]
             )
+            # seconds per token at the most efficient batch size
             best = float((cost.seconds_by_batch[1:] / np.arange(1, cost.max_num_seqs + 1)).min())
             seconds = (made * best + tokens[node.level] * cost.prefill_s) / replicas
         else:
@@ -211,6 +213,7 @@ def _fit(calls: np.ndarray) -> LinearCost:
     """
     seconds, terms = calls[:, 0], calls[:, [2, 1, 3]]
     found: tuple[float, np.ndarray] = float(seconds @ seconds), np.zeros(3)
+    # Fewer terms come first: a later line has to fit clearly better.
     for chosen in ([0], [2], [1], [0, 2], [0, 1], [1, 2], [0, 1, 2]):
         if np.linalg.matrix_rank(terms[:, chosen]) < len(chosen):
             continue

@@ -59,7 +59,8 @@ class FixedLengths(Config):
     """
 
     lengths: tuple[tuple[int, ...], ...]
-    """[tokens] Lengths of the responses to each row of the source, in order. Give those of a run to replay it."""
+    """[tokens] Lengths of the responses to each row of the source, in order. Give those of a run to
+    replay it."""
 
     def draw(self, key: Sequence[int], position: int, n: int) -> np.ndarray:
         """Return the given lengths, as `LogNormal.draw` does; the key is not used."""

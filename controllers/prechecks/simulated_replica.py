@@ -188,6 +188,7 @@ class Replica:
         if not self._running:
             self.at = max(self.at, at)
         elif at > self.at:
+            # Changes take effect after the current decode step.
             steps = math.ceil((at - self.at) / self._seconds_by_batch[len(self._running)] - EPSILON)
             self._decode(min(steps, self._running[0][0] - self._steps))
 
@@ -211,6 +212,7 @@ class Replica:
             return
         while self._waiting and len(self._running) < self.cost.max_num_seqs:
             call, k, index = self._waiting.popleft()
+            # Prefill a prompt once, with its first response.
             if index == call.to_make[k][0]:
                 self.at += self.cost.prefill_s * call.prompt_tokens[k]
             last = self._steps + int(call.lengths[k][index])

@@ -215,8 +215,6 @@ def display_for(form: Form | bool) -> Display:
     if form == "auto":
         form = "rich" if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else "plain"
     if form == "rich":
-        # rich takes a tenth of a second to import
-
         return Terminal(sys.stdout)
     return {"plain": PlainLines, "json": JsonLines}[form](sys.stdout) if form != "none" else Nothing()
 

@@ -166,6 +166,7 @@ class Progress:
         self.alerts.step = step
         if not step:
             return
+        # The first step is slow, so it counts only until the second one.
         if self._paced_from is None:
             self._paced_from, pace_s = (step, now), now - self._began
         else:

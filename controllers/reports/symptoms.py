@@ -360,6 +360,7 @@ def _memory_grows(past: Past) -> str | None:
         quarters = [sum(values[k * each : (k + 1) * each]) / each for k in range(4)]
         rises = [after - before for before, after in pairwise(quarters)]
         grown = quarters[3] - quarters[0]
+        # Each quarter must rise by at least half of an even share.
         if grown >= max(GROWN_BYTES, GROWN_SHARE * quarters[0]) and min(rises) > grown / 6:
             a_step = grown / (3 * each)
             left = past.last["host_free_bytes"] / a_step

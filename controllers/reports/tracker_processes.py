@@ -90,6 +90,7 @@ class TrackerProcesses:
     def _started(self, name: str, after: int | None) -> _Process:
         log = self._run / LOGS / f"tracker-{path_of(self._run, name).stem}.log"
         step = [] if after is None else [str(after)]
+        # -P keeps the working directory off sys.path; PYTHONPATH has the path of the driver.
         with log.open("ab") as output:
             process = subprocess.Popen(
                 [

@@ -197,6 +197,7 @@ def new_writer(folder: Path, purge_step: int | None) -> Any:
     """
     had = "torch" in sys.modules
     if not had:
+        # This makes `import torch` fail.
         sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
     try:
         from tensorboardX import SummaryWriter

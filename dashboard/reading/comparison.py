@@ -79,6 +79,7 @@ def _differences(a: Any, b: Any, name: str = "") -> Iterator[tuple[str, list[Any
     >>> dict(_differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 3, "c": 2}, "d": {"e": 4, "f": 5}}))
     {'a.b': [1, 3], 'd': ['(not there)', {'e': 4, 'f': 5}]}
     """
+    # Compare lists of records entry by entry.
     if _are_records(a) and _are_records(b) and len(a) == len(b):
         a, b = ({str(place): entry for place, entry in enumerate(one)} for one in (a, b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):

@@ -83,6 +83,7 @@ class FollowedTable:
         """
         if self._stream.is_file():
             batches = self._tail.read()
+            # The writer may have started the stream over.
             anew = self._tail.begun != self._begun
             if anew:
                 self._begun, self._read_from = self._tail.begun, None

@@ -199,6 +199,7 @@ def _weights(
         [size] = numbers(metrics.series(f"{leader}/weights_bytes")[1][-1:]) or [None]
         age = None
         if goes_on and received and "time_s" in live:
+            # live.json has the time of the run when it was written, and that moment.
             age = max(0.0, live["time_s"] + time.time() - live["at"] - received["at_s"])
         found.append(
             {

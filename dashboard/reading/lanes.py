@@ -269,6 +269,7 @@ class Lanes:
         """Explain the gap of a rank: it waited for other ranks of its call, or had nothing to do."""
         ended = int(calls[before]) if before >= 0 else -1
         until = float(self._columns["end_s"][ended]) if ended >= 0 else start
+        # Most of the gap was spent waiting for other ranks of the call.
         if until - start > 0.5 * (end - start):
             last = self._last_rank(ended)
             others = "the other ranks" if last is None else f"{group}[{last}]"
@@ -361,6 +362,7 @@ class Lanes:
         while at > begin and len(own):
             before = own[(c["end_s"][own] <= at + 1e-9) & (own != row)]
             ended = float(c["end_s"][before].max()) if len(before) else -np.inf
+            # Rows may stream from an upstream call that has not ended yet.
             feeding = self._feeding(own, row, at)
             if feeding is not None:
                 row, end = feeding, at

@@ -143,6 +143,7 @@ def _sorted(steps: np.ndarray, values: np.ndarray) -> Series:
     if len(steps) > 1 and not (np.diff(steps) > 0).all():
         order = np.argsort(steps, kind="stable")
         steps, values = steps[order], values[order]
+        # Of equal steps, keep the value written last.
         last = np.append(np.diff(steps) > 0, True)
         steps, values = steps[last], values[last]
     return steps, values
@@ -179,6 +180,7 @@ def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.n
     padded = np.full(rows * size, np.nan)
     padded[:number] = np.where(np.isfinite(y), y, np.nan)
     stretches = padded.reshape(rows, size)
+    # stretches without a finite value
     none = np.isnan(stretches).all(axis=1)
     low = np.where(np.isnan(stretches), np.inf, stretches).argmin(axis=1)
     high = np.where(np.isnan(stretches), -np.inf, stretches).argmax(axis=1)

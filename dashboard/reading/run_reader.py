@@ -202,6 +202,7 @@ class RunReader:
         if self._summary is not None and self._summary[0] == state:
             return self._summary[1]
         made = self._new_summary()
+        # A running run changes all the time, so do not cache it.
         self._summary = None if made["status"] == "running" else (state, made)
         return made
 

@@ -150,6 +150,7 @@ class SampleIndex:
                 self.damage.append(f"{path}: {error}")
                 continue
             graph, step = found["graph"], int(found["step"])
+            # A recorder that died may have written a file twice.
             table = self._without_known(table, graph, step)
             if len(table):
                 named = table.append_column("graph", pa.array([graph] * len(table), pa.string()))

@@ -98,6 +98,7 @@ def _state(group: Mapping[str, Any], rank: int, life: Life, live: Mapping[str, A
     for state, key in (("absent", "absent"), ("starting", "starting"), ("starting", "lacking")):
         if rank in group.get(key, ()):
             return {"state": state, "call": None, "since_s": None}
+    # live.json may be some seconds old.
     late_s = max(0.0, time.time() - live.get("at", time.time()))
     for call in group.get("calls", ()):
         if rank in call.get("waits_for", ()):

@@ -103,6 +103,7 @@ class EventStream:
         self._states.clear()
 
     def _put(self, queue: asyncio.Queue[bytes], message: bytes) -> None:
+        # Drop the backlog, and let the page reload everything.
         if queue.full():
             while not queue.empty():
                 queue.get_nowait()
@@ -120,6 +121,7 @@ class EventStream:
         readers = self._catalogue.readers
         if self._states and readers.keys() != self._states.keys():
             found.append((event("runs", {"runs": list(readers)}), None))
+        # A page without names watches all runs.
         asked = set[str]().union(*self._pages.values()) if all(self._pages.values()) else readers.keys()
         states = {}
         for name, reader in readers.items():

@@ -211,6 +211,7 @@ def _page(answers: Mapping[str, Any]) -> str:
     html = re.sub(r'<link rel="icon" href="([^"]+)"[^>]*>', icon, html)
     html = re.sub(r'<link rel="stylesheet" href="([^"]+)">', style, html)
     html = re.sub(r'<script src="([^"]+)"[^>]*></script>', script, html)
+    # Escape "<", so that no text can end the script element.
     data = json.dumps(answers, separators=(",", ":")).replace("<", "\\u003c")
     html = html.replace(
         "</body>", f'<script type="application/json" id="exported">{data}</script>\n</body>'

@@ -117,6 +117,7 @@ class Guard:
             return PlainTextResponse(f"this dashboard does not serve the host {host!r}", 421)
         if not _same_site(headers, scope["method"], host):
             return PlainTextResponse("requests from other sites are refused", 403)
+        # A chunked body has no length to check.
         if "transfer-encoding" in headers:
             return PlainTextResponse("the request must have a content-length", 411)
         if int(headers.get("content-length") or 0) > MAX_BODY:
