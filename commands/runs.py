@@ -15,9 +15,7 @@ from .command import RUNS, Answer, Command, run_names
 
 @dataclass(frozen=True, kw_only=True)
 class Runs(Command):
-    """List the runs of a folder, or one run: status, step, time, reward, loss, and last warning or
-    error.
-    """
+    """List the runs of a folder, or one run: status, step, time, reward, loss, last warning or error."""
 
     folder: Annotated[Positional[Path], arg(metavar="FOLDER")] = RUNS
     """The folder of all runs, or the directory of one."""

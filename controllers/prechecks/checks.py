@@ -133,8 +133,7 @@ def check_names(evaluations: Sequence[Evaluation]) -> list[str]:
 def check_best(
     checkpoint: CheckpointConfig, evaluations: Sequence[Evaluation], handles: Mapping[str, Handle]
 ) -> None:
-    """Check that `CheckpointConfig.best` names a metric of the run, an evaluation or a worker
-    group.
+    """Check that `CheckpointConfig.best` names a metric of an evaluation, a group, or the run.
 
     Raises:
         UserError: there is no such source (suggests the nearest name), or the metric is measured at

@@ -29,8 +29,7 @@ ORDER_OF_DATA = (f"rows of {TRAIN}", f"data of {TRAIN}", "schedule.shuffle")
 def recorded_settings(
     graphs: Mapping[str, Graph], handles: Mapping[str, Handle], schedule: Config
 ) -> tuple[dict[str, str], dict[str, Rule]]:
-    """Return the settings of a run as text, and the rule of each, by a name such as
-    "actor.lora.alpha".
+    """Return the settings of a run as text, and their rules, by names such as "actor.lora.alpha".
 
     Args:
         graphs: name -> graph.

@@ -194,8 +194,7 @@ class CheckpointFolder:
         return path
 
     def complete(self, step: int, values: Values, advance: Callable[[], None]) -> None:
-        """Complete a checkpoint whose files are on the disk: write its manifest, rename it, and
-        prune.
+        """Write the manifest of a checkpoint whose files are on the disk, rename it, and prune.
 
         Args:
             values: metric -> step -> value, for the best checkpoint.

@@ -123,8 +123,7 @@ class RemoteRun:
     # Writing the copy
 
     def copy(self, run: Path, step: int, *, went_back_to: int | None = None) -> int:
-        """Copy the checkpoint of a step and its log and samples. Files with equal content are
-        skipped.
+        """Copy the checkpoint of a step, with log and samples, except for files that are equal.
 
         Args:
             step: the step of a complete checkpoint.
@@ -400,9 +399,7 @@ class Copies:
         self._thread.start()
 
     def resume(self) -> None:
-        """Copy the latest checkpoint in the run directory, unless an earlier start of the run
-        copied it.
-        """
+        """Copy the latest local checkpoint, unless an earlier start of the run copied it."""
         latest = next(iter(complete_checkpoints(self._run / CHECKPOINTS)), None)
         if latest is not None:
             self._went_back_to = step_of(latest)

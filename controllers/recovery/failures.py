@@ -244,8 +244,7 @@ class Failures:
             )
 
     def remedy(self, event: Event) -> Remedy | None:
-        """Release the rows of a failed call and return further actions, or None to end or restart
-        the run.
+        """Release the rows of a failed call. Return further actions, or None to end or restart.
 
         Raises:
             WorkerError (or UserError, for an error that the user can fix): too many samples failed
@@ -277,8 +276,7 @@ class Failures:
         return Remedy()
 
     def replace(self, group: WorkerGroup, rank: int, why: str) -> list[CallRequest]:
-        """Handle a dead or silent rank: release its rows and start another process, or let it
-        leave.
+        """Release the rows of a dead or silent rank, and start another process, or let it leave.
 
         Ranks of elastic groups leave. Other ranks continue.
 

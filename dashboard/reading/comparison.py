@@ -72,8 +72,7 @@ def _nodes(lines: Any) -> Any:
 
 
 def _differences(a: Any, b: Any, name: str = "") -> Iterator[tuple[str, list[Any]]]:
-    """Yield the dotted name and both values of each difference. A missing subtree is one
-    difference.
+    """Yield the dotted name and both values of each difference. A missing part is one difference.
 
 
     >>> dict(_differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 3, "c": 2}, "d": {"e": 4, "f": 5}}))

@@ -158,8 +158,7 @@ MAX_POINTS = 5000
 
 
 def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Thin a curve to about this many points. Keep each stretch's minimum and maximum, so no peak
-    is lost.
+    """Thin a curve to about this many points. Keep the extremes of each stretch, so no peak is lost.
 
     Args:
         x: [n] increasing.

@@ -1,5 +1,4 @@
-"""The routes of the dashboard. All read files of runs; `stop` and `stacks` write a request file
-that the driver polls."""
+"""The routes of the dashboard. They read files of runs; `stop` and `stacks` also write requests."""
 
 from __future__ import annotations
 

@@ -134,8 +134,7 @@ def _curves_of(cards: list[dict[str, Any]]) -> list[str]:
 
 
 def address(name: str, values: Mapping[str, Any]) -> str:
-    """Return an address in the form that the pages' `api.js` makes: sorted, form-encoded
-    parameters.
+    """Return an address as the pages' `api.js` makes it: with sorted, form-encoded parameters.
 
 
     >>> address("curves", {"runs": "a b", "names": "reward/mean,x"})
@@ -235,12 +234,11 @@ def _static(target: str) -> str:
 
 
 def linked(folder: Path, entry: str = ENTRY) -> str:
-    """Return a module and its imports as one script. Each module becomes a function that returns
-    its exports.
+    """Return a module and its imports as one script.
 
-    Imports must have the form `import { a, b } from "./NAME.js";` at the beginning of a line.
-    Exports must be functions, constants or classes, exported at their declaration. There must be
-    no cycles.
+    Each module becomes a function that returns its exports. Imports must have the form
+    `import { a, b } from "./NAME.js";` at the beginning of a line. Exports must be functions,
+    constants or classes, exported at their declaration. There must be no cycles.
 
     Raises:
         UserError: a module imports or exports in another way.
