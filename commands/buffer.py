@@ -1,4 +1,4 @@
-"""`weft buffer`: the sample buffer of a run, its log, its rows and its samples, also while the run goes on."""
+"""`weft buffer`: the sample buffer of a run: its log, rows and samples, finished or running."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Check(Command):
-    """Check with the log that the run kept the law of rows: no row lost, none used twice, no group torn; exit code 1 if not."""
+    """Check in the log that no row was lost or used twice, and no group was split.
+
+    Exit code 1 if the check fails."""
 
     run: RunName
 
@@ -88,13 +90,13 @@ def _summary(report: Report) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Why(Command):
-    """Say what a group waits for, or what became of its rows."""
+    """Explain what a group waits for, or what happened to its rows."""
 
     run: RunName
     group: Annotated[Positional[int], arg(metavar="GROUP")]
     """The group_id of the group."""
     graph: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
-    """Refuse groups of other graphs than this one, such as train."""
+    """Refuse groups of graphs other than this one, such as train."""
 
     def answer(self) -> Answer:
         from ..dataflow.buffer.history import buffer_folder, why
@@ -105,7 +107,7 @@ class Why(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Table(Command):
-    """List the rows that the run ever issued or made."""
+    """List all rows that the run has issued or made."""
 
     run: RunName
     state: Annotated[
@@ -114,7 +116,7 @@ class Table(Command):
     ] = None
     """List only rows in this state."""
     limit: int = 20
-    """List at most so many rows."""
+    """List at most this many rows."""
 
     def answer(self) -> Answer:
         import pyarrow.compute as pc
@@ -132,15 +134,15 @@ class Table(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Sql(Command):
-    """Ask a question in SQL about the tables rows, columns, samples, metrics and timeline."""
+    """Query the tables rows, columns, samples, metrics and timeline with SQL."""
 
     run: RunName
     query: Annotated[Positional[str], arg(metavar="QUERY")]
-    """Such as 'select state, count(*) from rows group by state'."""
+    """A query, such as 'select state, count(*) from rows group by state'."""
     limit: int = 100
-    """Show at most so many rows of the answer."""
+    """Show at most this many rows of the answer."""
     timeout: Annotated[float, arg(metavar="SECONDS")] = 60
-    """Give up after so many seconds."""
+    """Give up after this many seconds."""
 
     def answer(self) -> Answer:
         from ..dataflow.buffer.sql import query

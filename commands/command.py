@@ -1,4 +1,4 @@
-"""Command: what a person types after `weft`, and what comes back."""
+"""Command: the base of all commands, and their answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..dataflow.runs.files import LEFT, is_run
 
 MAX_NUMBER = 2**63 - 1
 Switch: TypeAlias = Annotated[bool, arg(help_behavior_hint="")]
-"""An option that is off unless it is given."""
+"""An option that is off by default."""
 RunName: TypeAlias = Annotated[
     Positional[str], arg(metavar="RUN", help="A run's directory, or its name under runs/.")
 ]
@@ -24,20 +24,23 @@ RunName: TypeAlias = Annotated[
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command found out."""
+    """The result of a command."""
 
     found: Mapping[str, Any]
-    """For programs: the object that `--json` prints."""
+    """The object that `--json` prints, for programs."""
     text: str = ""
-    """The same for people; empty when the command has shown it already."""
+    """The same as text, or empty if the command has shown it already."""
     notes: Sequence[str] = ()
-    """Lines for standard error: what could not be read, say."""
+    """Lines for standard error, for example about unreadable files."""
     exit_code: int = 0
-    """0; 1 when what was looked at is not sound."""
+    """0, or 1 if the examined files are damaged or a check failed."""
 
     @classmethod
     def partial(cls, found: Mapping[str, Any], text: str, notes: Sequence[str]) -> Answer:
-        """An answer that may be incomplete; the notes name the missing parts. If the log of the run is damaged, the exit code is 1."""
+        """Make an answer that may be incomplete; the notes name the missing parts.
+
+        The exit code is 1 if the log of the run is damaged.
+        """
         from ..dataflow.runs.log import DAMAGED
 
         damage = [note for note in notes if note.startswith(DAMAGED)]
@@ -47,35 +50,37 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Command(ABC):
-    """A command. Its fields are its arguments and options; tyro makes the help of their docstrings."""
+    """A command. Its fields are its arguments and options; tyro makes their help from docstrings."""
 
     json: Switch = False
-    """Print one JSON object on standard output, and nothing else there."""
+    """Print one JSON object, and nothing else, on standard output."""
 
     def check(self) -> None:
-        """Refuse what no command takes.
+        """Check the values that no command accepts.
 
         Raises:
-            UserError: a number is negative, or larger than any table.
+            UserError: a number is negative or too large.
         """
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int | float) and value < 0:
-                raise UserError(f"--{field.name.replace('_', '-')} {value}: it is a number from 0 on")
+                raise UserError(f"--{field.name.replace('_', '-')} {value}: it must be 0 or more")
             if isinstance(value, int) and value > MAX_NUMBER:
-                raise UserError(f"--{field.name.replace('_', '-')} {value}: it is at most {MAX_NUMBER}")
+                raise UserError(
+                    f"--{field.name.replace('_', '-')} {value}: it must be at most {MAX_NUMBER}"
+                )
 
     @classmethod
     def split(cls, words: Sequence[str]) -> list[str]:
-        """The words of the command line as tyro is to read them; `--` stands before those that are no options."""
+        """Prepare the words of the command line for tyro; `--` goes before words that are not options."""
         return list(words)
 
     @classmethod
     def split_at_script(cls, words: Sequence[str]) -> list[str]:
-        """The same for a command that takes a script: words behind the script are the script's, whatever they look like.
+        """Prepare the words for a command that takes a script, whose words come after it.
 
         Raises:
-            UserError: an option before the script is none of this command.
+            UserError: an option before the script does not belong to this command.
         """
         at = next((number for number, word in enumerate(words) if word.endswith(".py")), None)
         if at is None:
@@ -94,39 +99,38 @@ class Command(ABC):
 
     @abstractmethod
     def answer(self) -> Answer:
-        """Do what the command says.
+        """Run the command.
 
         Raises:
-            UserError: what the user can mend; exit code 2.
-            WeftError: anything else that went wrong; exit code 1.
+            UserError: an error that the user can fix; exit code 2.
+            WeftError: any other error; exit code 1.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptCommand(Command):
-    """A command that takes a script. What stands behind the script is the script's own."""
+    """A command that takes a script. Words after the script are the script's arguments."""
 
     script: Annotated[Positional[str], arg(metavar="SCRIPT.py")]
     """A Python file."""
     arguments: Annotated[Positional[tuple[str, ...]], arg(metavar="ARGUMENTS")] = ()
-    """Arguments of the script: whatever stands behind it."""
+    """Arguments of the script: all words after it."""
 
     @classmethod
     def split(cls, words: Sequence[str]) -> list[str]:
         return cls.split_at_script(words)
 
 
-# Run folder
-#
-# Where a run lies, and the message where it does not.
+# The directory of a run.
 
 
 RUNS = Path("runs")
-"""Where the name of a run is looked for."""
+"""Default folder of runs, to look up names."""
 
 
 def run_path(name: str) -> Path:
-    """The directory of a run, which need not be there: a path, or a name under `runs/`.
+    """Return the directory of a run, which need not exist, from a path or a name under `runs/`.
+
 
     >>> run_path("first"), run_path("elsewhere/first")
     (PosixPath('runs/first'), PosixPath('elsewhere/first'))
@@ -135,10 +139,10 @@ def run_path(name: str) -> Path:
 
 
 def find_run(name: str) -> Path:
-    """The directory of a run.
+    """Return the directory of a run.
 
     Raises:
-        UserError: it is not there, or the folder is not one of a run; the message offers the nearest name that is.
+        UserError: it does not exist, or is not a run; suggests the nearest name.
     """
     path = run_path(name)
     if not path.is_dir():
@@ -147,15 +151,13 @@ def find_run(name: str) -> Path:
         runs = [name for name in run_names(path) if is_run(path / name)]
         if runs:
             raise UserError(f"{path} is a folder of runs: name one of them, such as {path / runs[0]}")
-        found = (
-            f"has none of what a run leaves behind ({', '.join(LEFT)})" if _entries(path) else "is empty"
-        )
+        found = f"has none of the files of a run ({', '.join(LEFT)})" if _entries(path) else "is empty"
         raise UserError(f"{path} holds no run: it {found}")
     return path
 
 
 def run_names(folder: Path) -> list[str]:
-    """Names of the folders in a folder; none where it is not there, or may not be read."""
+    """Return the names of the folders in a folder, or nothing if it cannot be read."""
     return sorted(inside.name for inside in _entries(folder) if inside.is_dir())
 
 

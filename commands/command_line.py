@@ -1,8 +1,9 @@
-"""The tree of commands, and what each ends with.
+"""The tree of commands, and their exit codes.
 
-Exit codes: 0; 1 when what was looked at is not sound, or cannot be read; 2 when the user can mend it; 130 after Ctrl-C. With `--json`,
-standard output is one JSON object and nothing else, also where a command ends with an error: {"error": ..., "exit_code": ...}.
-Everything else that is said goes to standard error.
+Exit codes: 0 for success; 1 if the examined files are damaged or unreadable, or a check failed; 2
+for an error that the user can fix; 130 after Ctrl-C. With `--json`, standard output is one JSON
+object, even if a command ends with an error: {"error": ..., "exit_code": ...}. All other messages
+go to standard error.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ TREE: Mapping[str, Any] = {
     "dashboard": "dashboard:Dashboard",
     "completion": "completion:Completion",
 }
-"""Name -> module and class of a command, or the commands below it."""
+"""Name -> module and class of a command, or a tree of its subcommands."""
 MOST_SAID = 300
-"""Characters of an error that no command expects."""
+"""Most characters of an unexpected error to show."""
 PRINT_COMPLETION = "--tyro-print-completion"
 DESCRIPTION = "Start, watch and inspect runs of Weft, also while they are running, and check a machine. --version prints the version."
 
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: words after `weft`; None: those of this process.
+        arguments: words after `weft`; by default, from this process.
 
     Returns:
         The exit code.
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed("interrupted", 130, "interrupted", as_json)
     except BrokenPipeError:
         return _reader_is_gone()
-    except Exception as error:  # a run may be damaged in ways that nobody thought of
+    except Exception as error:  # damaged files can raise anything
         if sys.flags.dev_mode:
             raise
         return _failed(f"unexpected error: {_where(error)}", 1, _where(error), as_json)
@@ -91,13 +92,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str]) -> Command:
-    """The command that these words call.
+    """Parse the words of a command line into a command.
 
     Raises:
         UserError: there is no such command.
-        SystemExit: help or a completion was printed (0), or an argument is wrong and was told (2).
+        SystemExit: help or a completion was printed (0), or an argument is wrong (2).
     """
     if words and words[0] == PRINT_COMPLETION:
+        # Completion needs the whole tree.
         return tyro.cli(_union(TREE), prog="weft", args=words, config=(FlagCreatePairsOff,))
     tree: Any = TREE
     name, rest = "weft", list(words)
@@ -127,11 +129,10 @@ def _command(place: str) -> Any:
 
 
 def _union(tree: Mapping[str, Any], *, stubs: bool = False) -> Any:
-    """The commands as a type that tyro takes.
+    """Return the commands as a type for tyro.
 
     Args:
-        tree: names of commands.
-        stubs: leave out their arguments, which take time.
+        stubs: leave out their arguments, which take time to import.
     """
     return Union[tuple(_branch(name, below, stubs) for name, below in tree.items())]  # noqa: UP007
 
@@ -149,7 +150,7 @@ def _branch(name: str, below: Any, stubs: bool) -> Any:
 
 
 def _nothing() -> None:
-    """A command without arguments."""
+    """Stub for a command without its arguments."""
 
 
 def _show(answer: Answer, as_json: bool) -> int:
@@ -173,25 +174,27 @@ def _failed(said: str, code: int, why: str, as_json: bool) -> int:
 
 
 def _where(error: Exception) -> str:
-    """An error that no command expects, in one line."""
+    """Describe an unexpected error in one line."""
     if isinstance(error, OSError) and error.filename is not None:
         return str(error)
     place = traceback.extract_tb(error.__traceback__)[-1]
     said = " ".join(str(error).split())[:MOST_SAID]
     return (
-        f"{type(error).__name__}: {said} ({place.filename}:{place.lineno}); a file that was read may be damaged. "
-        "PYTHONDEVMODE=1 shows the traceback"
+        f"{type(error).__name__}: {said} ({place.filename}:{place.lineno}); one of the files read may be damaged. "
+        "Set PYTHONDEVMODE=1 to see the traceback"
     )
 
 
 def _reader_is_gone() -> int:
-    """The reader has seen enough: `weft buffer table RUN | head`."""
+    """Exit quietly: the reader of the pipe has closed it, as in `weft buffer table RUN | head`."""
+    # Otherwise Python reports the broken pipe at exit.
     sys.stderr.close()
     return 0
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: a number that is not finite becomes null.
+    """Convert a value to JSON types. Numbers that are not finite become null.
+
 
     >>> _plain({"loss": float("nan"), "steps": (1, 2)})
     {'loss': None, 'steps': [1, 2]}
@@ -209,17 +212,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# Completion
-#
-# `weft completion`: what a shell needs to complete commands and options.
+# `weft completion`: shell completion of commands and options.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion(Command):
-    """Print what a shell needs to complete commands and options, to be sourced by it."""
+    """Print a script for your shell to source, which completes commands and options."""
 
     shell: Annotated[Positional[Literal["bash", "zsh", "fish"]], arg(metavar="{bash,zsh,fish}")]
-    """The shell that completes."""
+    """The shell."""
 
     def answer(self) -> Answer:
 

@@ -1,4 +1,4 @@
-"""`weft dashboard`: a local web page over runs, live and finished."""
+"""`weft dashboard`: a local web page for runs, live and finished."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from .command import RUNS, Answer, Command, run_names
 
 @dataclass(frozen=True, kw_only=True)
 class Dashboard(Command):
-    """Serve a web page over runs, live and finished: curves, graph, timeline, samples, buffer, workers. Ctrl-C ends it and leaves the runs
-    alone."""
+    """Serve a web page for runs, live and finished: curves, graph, timeline, samples, buffer,
+    workers. Ctrl-C ends it and does not affect the runs.
+    """
 
     folder: Annotated[Positional[Path], arg(metavar="RUNS")] = RUNS
     """The folder of all runs, or one run: its directory, or its name under runs/."""
     host: str = "127.0.0.1"
-    """Address that it listens on. Any other than loopback shows runs to whoever has the token."""
+    """Address to listen on. Any address but loopback shows the runs to anyone with the token."""
     port: int = 0
-    """Port that it listens on; 0: one that is free."""
+    """Port to listen on; 0 for a free one."""
     token: Annotated[str | None, arg(metavar="TOKEN", help_behavior_hint="")] = None
-    """What the address is to carry; default: a new one. An empty one asks for none, on loopback alone."""
+    """Token in the dashboard's address. Default: a new one. An empty token turns the check off, on
+    loopback only."""
     export: Annotated[Path | None, arg(metavar="FILE.html", help_behavior_hint="")] = None
-    """Write the run to this one file instead, to be opened anywhere, and end."""
+    """Write the run to this one file instead, which opens anywhere, and end."""
 
     def answer(self) -> Answer:
         if self.export is not None:
@@ -43,7 +45,7 @@ class Dashboard(Command):
 
     def _exported(self, file: Path) -> Answer:
         if not file.name or file.is_dir():
-            raise UserError(f"--export {file}: it is a folder; name a new file, such as run.html")
+            raise UserError(f"--export {file}: this is a folder; name a new file, such as run.html")
         from ..dashboard.server.export import export_run
 
         found = export_run(self._folder(), file)

@@ -1,4 +1,4 @@
-"""`weft diff`: where two runs differ, down to the first token."""
+"""`weft diff`: differences between two runs, down to the first token."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ if TYPE_CHECKING:
     from ..dashboard.reading.comparison import SampleDifference
 
 MOST = 12
-"""Metrics that are listed."""
+"""Most metrics to list."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diff(Command):
-    """Say where two runs differ: settings, versions of packages, data, metrics, and the first sample that differs, token by token."""
+    """Show how two runs differ: settings, package versions, data, metrics, and the first different
+    sample, token by token."""
 
     run_a: Annotated[
         Positional[str], arg(metavar="RUN_A", help="A run's directory, or its name under runs/.")
     ]
-    run_b: Annotated[Positional[str], arg(metavar="RUN_B", help="The run that it is compared with.")]
+    run_b: Annotated[Positional[str], arg(metavar="RUN_B", help="The run to compare it with.")]
 
     def answer(self) -> Answer:
         from ..dashboard.reading.comparison import (
@@ -65,7 +66,7 @@ def _text(found: Mapping[str, Any], sample: SampleDifference | None) -> str:
         lines += _part(part, found[part])
     metrics = found["metrics"]
     if not metrics["steps"]:
-        lines.append("metrics: not compared, because the runs have no step in common that can be read")
+        lines.append("metrics: not compared, because the runs have no readable step in common")
     elif metrics["first_step"] is None:
         lines.append("metrics: the same")
     else:

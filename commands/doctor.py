@@ -1,4 +1,4 @@
-"""`weft doctor`: what is installed and found on this machine, and what does not work there."""
+"""`weft doctor`: problems of this machine and its packages."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from .command import RUNS, Answer, Command, Switch
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor(Command):
-    """Say what is wrong with this machine, and what to do about it: versions that do not fit each other, room, limits, ports, GPUs,
-    variables. With --try or --gpu, try with a random model what Weft does: attention, collectives, weights, a run. Nothing is downloaded.
-    Exit code 1 if something fails."""
+    """Report problems of this machine, with advice: incompatible versions, disk and memory, limits,
+    ports, GPUs, environment variables. --try and --gpu also run attention, collectives, weight sync
+    and a small training with a random model. Nothing is downloaded. Exit code 1 if something fails.
+    """
 
     tried: Annotated[bool, arg(name="try", help_behavior_hint="")] = False
-    """Try it, too, in the form that a CPU allows; some minutes."""
+    """Also run the checks that a CPU allows; takes some minutes."""
     gpu: Switch = False
-    """Try it on the GPUs of this machine."""
+    """Also run the checks on the GPUs of this machine."""
     root: Annotated[Path, arg(metavar="FOLDER")] = RUNS
-    """The folder of runs, whose disk is looked at."""
+    """The folder of runs, to check its disk."""
 
     def answer(self) -> Answer:
         from ..controllers.prechecks.finding import text_of

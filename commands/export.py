@@ -20,24 +20,25 @@ MODEL = "model"
 
 @dataclass(frozen=True, kw_only=True)
 class Export(Command):
-    """Write the model of a run's checkpoint as a Hugging Face folder, with its tokenizer. Of an adapter (LoRA), the adapter alone, or with
-    --merged the whole model."""
+    """Write the model of a run's checkpoint as a Hugging Face folder, with its tokenizer. A LoRA
+    adapter is written alone, or merged into its model with --merged.
+    """
 
     run: RunName
     out: Annotated[Positional[Path], arg(metavar="FOLDER")]
     """A new folder."""
     step: Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")] = None
-    """The checkpoint of this step. Default: the last one."""
+    """Export the checkpoint of this step. Default: the last one."""
     group: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
-    """The worker group whose model it is. Default: actor, or the only one that has a model."""
+    """Export the model of this worker group. Default: actor, or the only group with a model."""
     merged: Switch = False
-    """Add an adapter's weights to those of the model that it belongs to."""
+    """Merge an adapter's weights into its model."""
 
     def answer(self) -> Answer:
         from ..dataflow.runs.manifest import verify_manifest
 
         if self.out.exists():
-            raise UserError(f"{self.out} is there already; name a new folder")
+            raise UserError(f"{self.out} exists already; name a new folder")
         checkpoint = _checkpoint(find_run(self.run), self.step)
         model = _model(checkpoint, self.group)
         if damage := verify_manifest(checkpoint):
@@ -63,16 +64,17 @@ class Export(Command):
 
 @contextmanager
 def _written(out: Path) -> Iterator[Path]:
-    """The folder that gets the name `out` once it is complete. It is removed where it cannot be written."""
+    """Yield a folder that is renamed to `out` when complete, and removed if writing fails."""
     from ..dataflow.runs.files import remove
 
     partial = out.with_name(f".{out.name}.partial")
     try:
-        remove(partial)  # of an export that was killed
+        remove(partial)  # left by an export that was killed
         yield partial
     except OSError as error:
         with suppress(OSError):
             remove(partial)
+        # copytree collects (source, target, reason) of all files that failed.
         files = error.args[0] if isinstance(error, shutil.Error) else None
         why = files[0][2] if isinstance(files, list) and files else error
         raise RunError(f"{out} cannot be written: {why}") from None
@@ -85,19 +87,18 @@ def _checkpoint(run: Path, step: int | None) -> Path:
     there = {step_of(path): path for path in complete_checkpoints(run / CHECKPOINTS)}
     if not there:
         raise UserError(
-            f"{run} has no checkpoint: CheckpointConfig(every=...) makes them, and a script may save its model itself"
+            f"{run} has no checkpoint: CheckpointConfig(every=...) makes them, and a script may also save its model itself"
         )
     if step is None:
         return there[max(there)]
     if step not in there:
         raise UserError(
-            f"{run} has no checkpoint of step {step}; it has those of steps {', '.join(map(str, sorted(there)))}"
+            f"{run} has no checkpoint of step {step}; it has checkpoints of steps {', '.join(map(str, sorted(there)))}"
         )
     return there[step]
 
 
 def _model(checkpoint: Path, group: str | None) -> Path:
-    """The folder of a model in a checkpoint."""
     there = {path.parent.name: path for path in sorted(checkpoint.glob(f"*/{MODEL}")) if path.is_dir()}
     if not there:
         raise UserError(f"{checkpoint} has no model: none of its worker groups trains one")

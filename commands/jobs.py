@@ -1,4 +1,4 @@
-"""`weft jobs`: list, follow and stop what was submitted to a Ray cluster."""
+"""`weft jobs`: list, follow and stop jobs on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ if TYPE_CHECKING:
     from ..controllers.backends.jobs import Job, Jobs
 
 
-# Submit
-#
-# `weft submit`: send a script and its folder to a Ray cluster, and follow it there.
+# `weft submit`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submit(Command):
-    """Send a script and its folder to a Ray cluster as a job, and follow it there. Options of this command stand before the script; what
-    comes after it belongs to the script."""
+    """Send a script and its folder to a Ray cluster as a job, and follow it there. Options of this
+    command come before the script, and arguments of the script after it."""
 
     script: Annotated[Positional[Path], arg(metavar="SCRIPT.py")]
-    """A Python program in the folder that is sent."""
+    """A Python program in the submitted folder."""
     arguments: Annotated[Positional[tuple[str, ...]], arg(metavar="ARGUMENTS")] = ()
     """Arguments of the script."""
     address: Annotated[str | None, arg(metavar="URL", help_behavior_hint="")] = None
-    """The cluster's job server, such as http://ray-head:8265; default: RAY_API_SERVER_ADDRESS of the environment."""
+    """The cluster's job server, such as http://ray-head:8265. Default: the environment variable
+    RAY_API_SERVER_ADDRESS."""
     name: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
-    """Folder of the job's runs below --root; default: the name of the script."""
+    """Folder of the job's runs below --root. Default: the name of the script."""
     resume: Switch = False
-    """Go on from the last checkpoint of the runs of this name, where the script itself says nothing else."""
+    """Resume runs of this name from their last checkpoints, unless the script sets resume."""
     root: str = "~/weft"
-    """Folder below which runs of jobs lie, on the head node or shared; a relative root in the script is taken below ROOT/NAME."""
+    """Folder for the runs of jobs, on the head node or shared. A relative root in the script is
+    taken relative to ROOT/NAME."""
     working_dir: Path = Path()
-    """The folder that is sent, without what its .gitignore and .rayignore name."""
+    """The folder to submit, without the files that its .gitignore and .rayignore exclude."""
     exclude: Annotated[tuple[str, ...], arg(metavar="PATTERNS", help_behavior_hint="")] = ()
-    """Patterns, as in a .gitignore, of what is not sent."""
+    """Patterns of files to exclude, as in a .gitignore."""
     env: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE ...", help_behavior_hint="")] = ()
     """Variables of the job, as NAME=VALUE; no secrets."""
     python: str = "python"
-    """The interpreter on the cluster, which has Weft."""
+    """The Python interpreter on the cluster, with Weft installed."""
     stop_wait_s: int = 600
-    """Seconds that the job has to save itself when it is stopped."""
+    """Seconds for the job to save itself when it is stopped."""
     detach: Switch = False
     """Do not follow the job."""
 
@@ -74,7 +74,7 @@ class Submit(Command):
         )
         jobs = Jobs(self.address)
         job = jobs.submit(request, _say)
-        _say(f"submitted {job}; its runs lie in {request.folder} on the head node")
+        _say(f"submitted {job}; its runs are in {request.folder} on the head node")
         if self.detach:
             return Answer({"job": job, "folder": request.folder}, job, [_hint(job)])
         return followed(jobs, job, as_json=self.json)
@@ -84,12 +84,11 @@ def followed(jobs: Jobs, job: str, *, as_json: bool) -> Answer:
     """Follow a job to its end.
 
     Args:
-        jobs: of the cluster.
-        job: its id.
-        as_json: standard output belongs to the answer; the log of the job goes to standard error.
+        as_json: print the log of the job to standard error, since standard output is for the
+            answer.
 
     Returns:
-        What became of it; exit code 1 if it failed.
+        The result of the job, with exit code 1 if it failed.
     """
     stream = sys.stderr if as_json else sys.stdout
 
@@ -99,13 +98,13 @@ def followed(jobs: Jobs, job: str, *, as_json: bool) -> Answer:
     try:
         found = jobs.follow(job, write)
     except KeyboardInterrupt:
-        _say(f"\nthe job goes on. {_hint(job)}")
+        _say(f"\nthe job continues. {_hint(job)}")
         raise
     return ended(found)
 
 
 def ended(job: Job) -> Answer:
-    """The answer about a job that is over."""
+    """Return the answer about a job that has ended."""
     said = f"job {job.id} {job.status.lower()}"
     found: dict[str, Any] = {
         "job": job.id,
@@ -113,7 +112,7 @@ def ended(job: Job) -> Answer:
         "folder": job.folder,
         "message": job.message,
     }
-    said += f"; its runs lie in {job.folder} on the head node" if job.folder else ""
+    said += f"; its runs are in {job.folder} on the head node" if job.folder else ""
     notes = [job.message] if job.status == "FAILED" and job.message else []
     return Answer(found, said, notes, exit_code=int(job.status == "FAILED"))
 
@@ -121,7 +120,7 @@ def ended(job: Job) -> Answer:
 def _variables(given: Sequence[str]) -> dict[str, str]:
     for one in given:
         if "=" not in one:
-            raise UserError(f"--env {one}: it is NAME=VALUE")
+            raise UserError(f"--env {one}: use the form NAME=VALUE")
     return {name: value for name, _, value in (one.partition("=") for one in given)}
 
 
@@ -135,10 +134,11 @@ def _say(line: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class List(Command):
-    """List the jobs that the cluster remembers, the latest first."""
+    """List the jobs that the cluster remembers, latest first."""
 
     address: Annotated[str | None, arg(metavar="URL", help_behavior_hint="")] = None
-    """The cluster's job server, such as http://ray-head:8265; default: RAY_API_SERVER_ADDRESS of the environment."""
+    """The cluster's job server, such as http://ray-head:8265. Default: the environment variable
+    RAY_API_SERVER_ADDRESS."""
 
     def answer(self) -> Answer:
         import time
@@ -159,12 +159,13 @@ class List(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Follow(Command):
-    """Print the log of a job from its beginning until it is over; exit code 1 if it failed."""
+    """Print the log of a job from its beginning to its end. Exit code 1 if the job failed."""
 
     job: Annotated[Positional[str], arg(metavar="JOB")]
-    """Its id."""
+    """The id of the job."""
     address: Annotated[str | None, arg(metavar="URL", help_behavior_hint="")] = None
-    """The cluster's job server, such as http://ray-head:8265; default: RAY_API_SERVER_ADDRESS of the environment."""
+    """The cluster's job server, such as http://ray-head:8265. Default: the environment variable
+    RAY_API_SERVER_ADDRESS."""
 
     def answer(self) -> Answer:
         from ..controllers.backends.jobs import Jobs
@@ -174,12 +175,13 @@ class Follow(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Stop(Command):
-    """Have a job save itself and end, and wait until it has. `weft submit --resume` goes on from there."""
+    """Stop a job after it has saved itself, and wait for its end. `weft submit --resume` continues it."""
 
     job: Annotated[Positional[str], arg(metavar="JOB")]
-    """Its id."""
+    """The id of the job."""
     address: Annotated[str | None, arg(metavar="URL", help_behavior_hint="")] = None
-    """The cluster's job server, such as http://ray-head:8265; default: RAY_API_SERVER_ADDRESS of the environment."""
+    """The cluster's job server, such as http://ray-head:8265. Default: the environment variable
+    RAY_API_SERVER_ADDRESS."""
 
     def answer(self) -> Answer:
         from ..controllers.backends.jobs import Jobs

@@ -1,4 +1,4 @@
-"""`weft plan`: what a script's run will be, before anything starts."""
+"""`weft plan`: preview of a script's run, before anything starts."""
 
 from __future__ import annotations
 
@@ -28,13 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRun(ScriptCommand):
-    """Say what a script's run will be: its settings with the origin of each, its graphs, the sizes of a step, the memory of each rank
-    beside what this machine has, and bytes on the disk. The script runs up to its first driver; nothing is started or written."""
+    """Preview a script's run: its settings and their origins, its graphs, the sizes of a step, and
+    the memory and disk space it needs. The script runs up to its first driver; nothing is started
+    or written.
+    """
 
     machine: Annotated[str | None, arg(metavar="GPUSxGB", help_behavior_hint="")] = None
-    """Plan for the GPUs of another machine: 1x80 is one of 80 GB. It is taken to have four CPUs for each."""
+    """Plan for the GPUs of another machine, such as 1x80 for one GPU of 80 GB. Four CPUs per GPU
+    are assumed."""
     like: Annotated[str | None, arg(metavar="RUN", help_behavior_hint="")] = None
-    """Directory of an earlier run, or its name under runs/: the time of a step is computed from what its calls took."""
+    """Directory of an earlier run, or its name under runs/. Its calls are used to compute the time
+    of a step."""
 
     def answer(self) -> Answer:
         from ..controllers.prechecks.dry_run import planning
@@ -45,6 +49,7 @@ class PlanRun(ScriptCommand):
         like = None if self.like is None else find_run(self.like).resolve()
         with planning() as made, nullcontext() if other is None else other.assumed():
             try:
+                # Keep the output of the script apart from the plan.
                 with redirect_stdout(sys.stderr):
                     code = run_script(path, self.arguments)
             except Planned:
@@ -58,7 +63,8 @@ class PlanRun(ScriptCommand):
 
 
 def _other(machine: str) -> OtherMachine:
-    """What `--machine` says.
+    """Parse `--machine`.
+
 
     >>> _other("8x80")
     OtherMachine(gpus=8, gpu_bytes=85899345920)
@@ -67,7 +73,7 @@ def _other(machine: str) -> OtherMachine:
 
     number, _, size = machine.lower().partition("x")
     if not (number.isdecimal() and size.isdecimal() and int(size)):
-        raise UserError(f"--machine {machine}: it is the number of GPUs and the GB of each, such as 1x80")
+        raise UserError(f"--machine {machine}: give the number of GPUs and the GB of each, such as 1x80")
     return OtherMachine(int(number), int(size) * GIB)
 
 
@@ -112,23 +118,20 @@ def _settings(settings: Composed) -> dict[str, Any]:
     }
 
 
-# Plan page
-#
-# The plan of a run as a page for people.
+# The plan as a page of text.
 
 
 LEAST = 0.005
-"""Share of a rank's memory from which on a part of it is named."""
+"""Smallest share of a rank's memory that is listed separately."""
 WIDTH = 118
 """Characters of a line."""
 
 
 def lines(plan: Plan, made: Planning) -> Iterator[str]:
-    """The lines of the page.
+    """Yield the lines of the page.
 
     Args:
-        plan: of the run.
-        made: what its script has said before.
+        made: facts about its script, collected before.
     """
     yield from _before(made)
     if made.settings is not None:
@@ -147,7 +150,8 @@ def lines(plan: Plan, made: Planning) -> Iterator[str]:
 
 
 def amount(num_bytes: float) -> str:
-    """Bytes in words.
+    """Format bytes.
+
 
     >>> amount(200), amount(3 << 19), amount(300 << 20), amount(5 << 30)
     ('0.2 KiB', '1.5 MiB', '300 MiB', '5.0 GiB')
@@ -160,9 +164,8 @@ def amount(num_bytes: float) -> str:
 
 
 def _before(made: Planning) -> Iterator[str]:
-    """What the run would do first."""
-    found = [f"makes {path}, of which this plan has a sketch" for path in made.sketched]
-    found += [f"goes once over {rows:,} rows with graph {graph}" for graph, rows in made.passes]
+    found = [f"makes {path}; this plan uses a sketch of it" for path in made.sketched]
+    found += [f"makes one pass over {rows:,} rows with graph {graph}" for graph, rows in made.passes]
     if found:
         yield from ("BEFORE THE RUN the script", *(f"  {each}" for each in found), "")
 
@@ -244,7 +247,8 @@ def _step(plan: Plan) -> Iterator[str]:
 
 
 def _count(number: int, what: str) -> str:
-    """A number of things.
+    """Format a number of things.
+
 
     >>> _count(1, "row"), _count(2000, "row"), _count(2, "microbatch")
     ('1 row', '2,000 rows', '2 microbatches')
@@ -254,7 +258,8 @@ def _count(number: int, what: str) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds in words.
+    """Format seconds.
+
 
     >>> _duration(12.3), _duration(600), _duration(9000)
     ('12 s', '10 min', '2.5 h')
@@ -291,11 +296,11 @@ def _group(group: GroupMemory) -> Sequence[str]:
 def _machine(plan: Plan) -> Iterator[str]:
     machine = plan.machine
     short = "  NOT ENOUGH" if plan.host_bytes > machine.memory_bytes else ""
-    there = f"this machine has {amount(machine.memory_bytes)}, of which {amount(machine.memory_free)} are free{short}"
-    there = "how much the other machine has is not known" if machine.planned_for else there
+    there = f"this machine has {amount(machine.memory_bytes)}, {amount(machine.memory_free)} of it free{short}"
+    there = "the host memory of the other machine is unknown" if machine.planned_for else there
     ranks = sum(group.ranks for group in plan.groups if group.libraries)
     yield (
-        f"  together {amount(plan.host_bytes)} of host memory, {amount(plan.driver_bytes)} of it the driver's"
+        f"  together {amount(plan.host_bytes)} of host memory, {amount(plan.driver_bytes)} of it for the driver"
         f"{f', in {ranks + 1} processes' if ranks else ''}; {there}"
     )
     for pool, needed in plan.device_bytes.items():
@@ -307,7 +312,7 @@ def _machine(plan: Plan) -> Iterator[str]:
         short = "  NOT ENOUGH" if machine.gpus and needed > machine.gpu_bytes else ""
         yield f"  together {amount(needed)} of each GPU of {pool}; {there}{short}"
     if machine.gpus and not plan.device_bytes:
-        yield f"  nothing of it is on a GPU, of which the machine has {machine.gpus}: no group with a model has a pool with gpus=..."
+        yield f"  no GPU is used, but the machine has {machine.gpus}: no group with a model has a pool with gpus=..."
 
 
 def _disk(plan: Plan) -> Iterable[Sequence[str]]:
@@ -326,7 +331,7 @@ def _disk(plan: Plan) -> Iterable[Sequence[str]]:
 
 
 def _columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Rows with their cells below each other. What is longer than a line goes on below its last cell."""
+    """Align the cells of rows in columns. Long text continues below its last cell."""
     table = [list(row) for row in rows]
     if not table:
         return
@@ -338,6 +343,7 @@ def _columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def _wrapped(start: str, text: str) -> Iterator[str]:
+    # Keep a number and its unit on one line.
     line, words = start, re.split(r" (?![KMG]iB)", text)
     for word in words:
         if len(line) + len(word) > WIDTH and line.strip() and line != start:

@@ -1,4 +1,4 @@
-"""`weft run`: a script of one's own, with its settings."""
+"""`weft run`: run a script with its settings."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from ..dataflow.errors import UserError, WeftError, nearest
 from ..dataflow.untrusted_text import show
 from .command import Answer, ScriptCommand
 
-# Script
-#
-# Runs a script in this process, as `python SCRIPT ...` does.
+# Running a script in this process, as `python SCRIPT ...` does.
 
 
 def script_file(name: str) -> Path:
-    """The file of a script.
+    """Return the file of a script.
 
     Raises:
         UserError: there is no such file.
     """
     path = Path(name)
     if path.suffix != ".py":
-        raise UserError(f"SCRIPT is a Python file, such as train.py, not {name!r}")
+        raise UserError(f"SCRIPT must be a Python file, such as train.py, not {name!r}")
     if not path.is_file():
         others = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise UserError(f"there is no script {path}{nearest(path.name, others)}")
@@ -36,16 +34,13 @@ def script_file(name: str) -> Path:
 
 
 def run_script(path: Path, arguments: Sequence[str]) -> int:
-    """Run a script; returns its exit code. What it imports and what its workers import is found as if Python had been started with it.
-
-    Args:
-        path: of the script.
-        arguments: that it finds in `sys.argv`.
+    """Run a script, and return its exit code. Its imports work as with `python SCRIPT`.
 
     Raises:
         WeftError: the script did not catch it.
     """
     sys.argv = [str(path), *arguments]
+    # as Python does for a script
     sys.path[0] = str(path.parent.resolve())
     try:
         runpy.run_path(str(path), run_name="__main__")
@@ -64,7 +59,7 @@ def run_script(path: Path, arguments: Sequence[str]) -> int:
 
 
 def _of_script(trace: TracebackType | None, file: str) -> TracebackType | None:
-    """A traceback from the script on, without what ran it; None: no line of it was reached."""
+    """Return a traceback without the frames above the script, or None if it was not reached."""
     while trace is not None and trace.tb_frame.f_code.co_filename != file:
         trace = trace.tb_next
     return trace
@@ -72,8 +67,10 @@ def _of_script(trace: TracebackType | None, file: str) -> TracebackType | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Run(ScriptCommand):
-    """Run a script as `python SCRIPT ...` does. What stands behind SCRIPT is its own: its settings, or --config FILE; `weft run SCRIPT
-    --help` lists them. The exit code is the script's. With --json what the script prints goes to standard error."""
+    """Run a script as `python SCRIPT ...` does. Words after SCRIPT are its settings, or --config
+    FILE; `weft run SCRIPT --help` lists them. The exit code is the script's. With --json, output of
+    the script goes to standard error.
+    """
 
     def answer(self) -> Answer:
         path = script_file(self.script)

@@ -1,4 +1,4 @@
-"""`weft runs`: the runs of a folder, and how each stands."""
+"""`weft runs`: the runs of a folder, with their status."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .command import RUNS, Answer, Command, run_names
 
 @dataclass(frozen=True, kw_only=True)
 class Runs(Command):
-    """List the runs of a folder, or one run: status, step, time, reward, loss, and the last warning or error of each."""
+    """List the runs of a folder, or one run: status, step, time, reward, loss, last warning or error."""
 
     folder: Annotated[Positional[Path], arg(metavar="FOLDER")] = RUNS
-    """The folder of all runs, or of one."""
+    """The folder of all runs, or the directory of one."""
 
     def answer(self) -> Answer:
         from ..dataflow.runs.facts import facts_of
 
         if not self.folder.is_dir():
             raise UserError(
-                f"there is no folder {self.folder}: name the one that your runs are in (the default is {RUNS}/)"
+                f"there is no folder {self.folder}: name the folder of your runs (default: {RUNS}/)"
             )
         paths = (
             [self.folder]

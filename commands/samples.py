@@ -1,4 +1,4 @@
-"""`weft samples`: the samples that a run has recorded."""
+"""`weft samples`: recorded samples of a run."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SAMPLES = 5
-"""Samples that are shown by default."""
+"""Samples to show by default."""
 ROWS = 100
-"""Rows of an answer in SQL that are shown by default."""
+"""Rows of a SQL answer to show by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples(Command):
-    """Show samples of a run with their rewards, of its last step if nothing else is said; or ask in SQL about all of them."""
+    """Show samples of a run with their rewards, by default of its last step; or query them with SQL."""
 
     run: RunName
     sql: Annotated[str | None, arg(metavar="QUERY", help_behavior_hint="")] = None
-    """A question about the table samples, such as 'select step, avg(reward) from samples group by step order by step'."""
+    """Query the table samples, such as 'select step, avg(reward) from samples group by step order
+    by step'."""
     step: Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")] = None
-    """Show samples of this step. Default: the last that has any."""
+    """Show samples of this step. Default: the last one with samples."""
     graph: str = "train"
     """Show samples of this graph: train, or the name of an evaluation."""
     limit: Annotated[int | None, arg(metavar="NUMBER", help_behavior_hint="")] = None
-    """Show at most so many. Default: 5 samples, or 100 rows of an answer in SQL."""
+    """Show at most this many. Default: 5 samples, or 100 rows of a SQL answer."""
 
     def answer(self) -> Answer:
         return self._asked(self.sql) if self.sql is not None else self._shown()
@@ -68,7 +69,9 @@ class Samples(Command):
         steps = sorted({part.step for part in files if part.graph == self.graph})
         step = steps[-1] if self.step is None else self.step
         if step not in steps:
-            raise UserError(f"{run} has no samples of step {step}; it has them of steps {_ranges(steps)}")
+            raise UserError(
+                f"{run} has no samples of step {step}; it has samples of steps {_ranges(steps)}"
+            )
         parts = [part for part in files if (part.graph, part.step) == (self.graph, step)]
         limit = SAMPLES if self.limit is None else self.limit
         rows = [row for table in tables(parts, notes) for row in _rows(table, limit)][:limit]
@@ -78,7 +81,6 @@ class Samples(Command):
 
 
 def _rows(table: pa.Table, limit: int) -> list[Any]:
-    """The first rows, each as a batch of its own."""
     batches = table.slice(0, limit).to_batches()
     return [batch.slice(at, 1) for batch in batches for at in range(len(batch))]
 

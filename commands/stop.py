@@ -1,4 +1,4 @@
-"""`weft stop`: ends a run in good order, on whichever machine it is."""
+"""`weft stop`: end a run cleanly, on any machine."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ if TYPE_CHECKING:
     from ..dataflow.runs.facts import RunFacts
 
 LOOK_S = 0.5
-"""Seconds between two looks at a run that was asked to end."""
+"""[s] Time between two looks at a run that was asked to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stop(Command):
-    """Have a run save itself and end with exit code 0, on whichever machine it is. A run that makes checkpoints writes one and ends; one
-    that makes none ends after the step that is under way, as if it were its last."""
+    """Make a run save itself and end with exit code 0, on any machine. A run with checkpoints
+    writes one and ends. A run without checkpoints ends after the current step, as if it were its
+    last.
+    """
 
     run: RunName
     timeout: float = 600
-    """Seconds to wait for the end; 0: do not wait."""
+    """Seconds to wait for the end; 0 to return at once."""
 
     def answer(self) -> Answer:
         from ..dataflow.runs.facts import facts_of
@@ -38,7 +40,7 @@ class Stop(Command):
         if facts.life is not Life.ALIVE or facts.holder is None:
             return Answer(
                 {"asked": False, "ended": True, **facts.for_programs},
-                f"{run} is not going on: {_state(facts)}",
+                f"{run} is not running: {_state(facts)}",
             )
         try:
             request_stop(run, facts.holder.epoch)
@@ -59,8 +61,8 @@ class Stop(Command):
         while life_of(run) == (Life.ALIVE, asked.holder):
             if time.monotonic() > deadline:
                 raise RunError(
-                    f"{run} did not end within {self.timeout:g} s: its driver is {asked.holder}. It looks for the request each second, "
-                    "but not while it starts, and not before an evaluation that training waits for is over; --timeout SECONDS waits longer"
+                    f"{run} did not end within {self.timeout:g} s: its driver is {asked.holder}. It checks for the request each second, "
+                    "except during its start and during an evaluation that training waits for; --timeout SECONDS waits longer"
                 )
             time.sleep(LOOK_S)
         facts = facts_of(run)
@@ -73,5 +75,5 @@ def _state(facts: RunFacts) -> str:
     of = f" of {facts.steps}" if facts.steps is not None else ""
     said = f"{facts.status}, after step {facts.step}{of}"
     if facts.status in ("killed", "stopped", "failed") and any((facts.path / CHECKPOINTS).glob("step_*")):
-        said += "; resume='latest' goes on from its last checkpoint"
+        said += "; resume='latest' continues from its last checkpoint"
     return said

@@ -1,4 +1,4 @@
-"""`weft timeline`: where the time of a run went."""
+"""`weft timeline`: how a run spent its time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .command import Answer, Command, RunName, run_path
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline(Command):
-    """Say how busy each worker group of a run was, and draw when it did what."""
+    """Show how busy each worker group of a run was, and draw its timeline."""
 
     run: RunName
     steps: str = ":"
-    """Show only these steps: 10:20 (10 to 19), 10:, :20 or 10; all of them is ':'."""
+    """Show only these steps: 10:20 (10 to 19), 10:, :20 or 10; ':' for all."""
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
     """Write the picture to this file. Default: RUN/timeline.png."""
 

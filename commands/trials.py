@@ -1,4 +1,4 @@
-"""The checks that are tried on a machine, on GPUs or in the form that a CPU allows, each in a process of its own."""
+"""Checks of `weft doctor --try` and `--gpu`, each in a separate process."""
 
 from __future__ import annotations
 
@@ -25,28 +25,26 @@ if TYPE_CHECKING:
     from ..workers.rollout import RolloutWorker
 
 
-# Check
-#
-# A check that is tried: its record, and a process of its own for each, so that one that fails,
-# hangs or crashes stops no other.
+# The record of a check, and a separate process for each, so that one that fails, hangs or crashes does
+# not stop the others.
 
 
 Figures = Mapping[str, float | str]
-"""What a check measured, by name with its unit."""
+"""Measurements of a check: name with unit -> value."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """Something that is tried."""
+    """A check."""
 
     name: str
     claim: str
-    """What it supports, and the page that says so."""
+    """The claim that it supports, and the page with that claim."""
     run: Callable[[Path, bool], Figures]
-    """Called with a folder for its files and whether to use the GPUs; raises AssertionError with what was found."""
+    """Called with a folder for its files and whether to use GPUs. Raises AssertionError on failure."""
     deadline_s: float
     skipped_on_cpu: str = ""
-    """Why it is skipped without GPUs; empty: it is made there, too."""
+    """Reason to skip it without GPUs, or empty to run it on CPUs as well."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +59,16 @@ class Record:
     figures: Figures = field(default_factory=dict)
 
     def json(self) -> dict[str, object]:
-        """The values of JSON."""
+        """Return the record as JSON values."""
         return asdict(self)
 
 
 def try_check(check: Check, gpu: bool) -> Record:
-    """Make a check in a process of its own, which is killed with all that it started when its deadline is over."""
+    """Run a check in a separate process, and kill it with its children after its deadline."""
     if check.skipped_on_cpu and not gpu:
         return Record(check.name, check.claim, "skipped", 0.0, check.skipped_on_cpu)
     started = time.monotonic()
-    spawn = multiprocessing.get_context("spawn")  # CUDA is not to be forked
+    spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     answers: Any
     answers, answer = spawn.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="weft-doctor-") as folder:
@@ -85,7 +83,7 @@ def try_check(check: Check, gpu: bool) -> Record:
 
 
 def table_of(records: list[Record]) -> str:
-    """The records for a person, a line or two for each."""
+    """Format the records as text, two lines each."""
     lines: list[str] = []
     for record in records:
         figures = ", ".join(f"{name} {value}" for name, value in record.figures.items())
@@ -100,7 +98,7 @@ _Answer = tuple[Literal["passed", "failed"], str, Figures]
 
 
 def _run(check: Check, folder: Path, gpu: bool, answer: Connection) -> None:
-    os.setsid()  # it ends with all that it started
+    os.setsid()  # so that its children can be killed with it
     if not gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.chdir(folder)
@@ -130,20 +128,18 @@ def _end(process: BaseProcess) -> None:
     process.join(0.5)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid or 0, signal.SIGKILL)
-    process.kill()  # it may not lead its group yet
-    process.join(0.5)  # one that waits for a device in the kernel ends when that answers
+    process.kill()  # it may not lead its process group yet
+    process.join(0.5)  # a process that waits for a device in the kernel ends only when the device answers
 
 
-# Random model
-#
-# A model with random weights and a tokenizer, made on the spot: nothing is downloaded.
+# A model with random weights and a tokenizer, made locally without downloads.
 
 
 def save_random_model(folder: Path, *, large: bool) -> Path:
-    """Save a model of Qwen2's shape.
+    """Save a random model of Qwen2's architecture.
 
     Args:
-        large: the sizes of Qwen2-0.5B; otherwise a tiny one, which a CPU trains in seconds.
+        large: the sizes of Qwen2-0.5B; otherwise tiny sizes, which a CPU trains in seconds.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -186,13 +182,13 @@ def save_random_model(folder: Path, *, large: bool) -> Path:
 
 
 _ROUNDING = 1e-3
-"""In nats, of float32."""
+"""[nats] Tolerance for rounding in float32."""
 _BFLOAT16_GAP = 0.05
-"""Nats between two programs that compute a token's log-probability in bfloat16, on average."""
+"""[nats] Tolerance for the mean difference between two programs that compute in bfloat16."""
 
 
 def packed_attention(folder: Path, gpu: bool) -> Figures:
-    """Log-probabilities of packed rows beside those of `transformers` with eager attention, a row at a time."""
+    """Compare log-probabilities of packed rows with eager attention in `transformers`."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -223,7 +219,7 @@ def packed_attention(folder: Path, gpu: bool) -> Figures:
 
 
 def weight_sync(folder: Path, gpu: bool) -> Figures:
-    """Publish bfloat16 weights, load them into a generation engine, and compare the log-probabilities of what it samples."""
+    """Publish bfloat16 weights to a generation engine, and compare log-probabilities of its samples."""
     import numpy as np
 
     actor, rollout = _pair(folder, gpu)
@@ -234,7 +230,7 @@ def weight_sync(folder: Path, gpu: bool) -> Figures:
     given = actor.finish_publishing(1)
     seconds = time.perf_counter() - started
     assert given is not None and received == given.checksum, (
-        "what was loaded has another checksum than what was published"
+        "the loaded weights have a different checksum than the published ones"
     )
     prompts, responses, theirs = _sampled(rollout)
     mine = _logprobs(actor, prompts, responses)
@@ -250,7 +246,7 @@ def weight_sync(folder: Path, gpu: bool) -> Figures:
 
 
 def colocated(folder: Path, gpu: bool) -> Figures:
-    """Training and vLLM in turns on one GPU: each gives its memory to the other, and answers as before."""
+    """Run training and vLLM in turns on one GPU. Each must free its memory and answer as before."""
     import torch
 
     def used() -> float:
@@ -274,18 +270,18 @@ def colocated(folder: Path, gpu: bool) -> Figures:
     actor.onload()
     rollout.close()
     assert asleep < both and away < asleep, (
-        f"sleep freed nothing: {both} GiB, asleep {asleep}, training away {away}"
+        f"sleep freed no memory: {both} GiB, asleep {asleep}, training away {away}"
     )
-    assert before == again, "the same weights sampled other tokens after the wake"
+    assert before == again, "the same weights sampled different tokens after the wake"
     return {"GiB with both": both, "GiB with vLLM asleep": asleep, "GiB with training away as well": away}
 
 
 END_S = 10.0
-"""Longest wait for a process that has answered to end; the check has a process group of its own, which is ended with it."""
+"""[s] Longest wait for the end of a process that has answered. It is killed with the check."""
 
 
 def collectives(folder: Path, gpu: bool) -> Figures:
-    """The collectives of training over all GPUs (NCCL), or over two processes (gloo)."""
+    """Run the collectives of training over all GPUs (NCCL), or over two processes (gloo)."""
     import torch
 
     ranks = torch.cuda.device_count() if gpu else 2
@@ -310,7 +306,7 @@ def collectives(folder: Path, gpu: bool) -> Figures:
 
 
 def grpo(folder: Path, gpu: bool) -> Figures:
-    """Twenty steps of GRPO with a random model, by `weft.train`."""
+    """Train twenty steps of GRPO with a random model, by `weft.train`."""
     import torch
 
     from ..controllers.train import train
@@ -349,7 +345,7 @@ _PHASES = ("tokens_per_s", "actor/mean_logprob_gap", "update/mean_logprob_gap", 
 
 
 def letters(response: str) -> float:
-    """A reward that is cheap: the share of letters."""
+    """Return the share of letters, a cheap reward."""
     return sum(character.isalpha() for character in response) / max(1, len(response))
 
 
@@ -384,20 +380,20 @@ CHECKS = (
 
 
 def _pair(folder: Path, gpu: bool) -> tuple[ActorWorker, RolloutWorker]:
-    """An actor and a rollout of the same random model, both in bfloat16 and in this process."""
+    """Return an actor and a rollout with the same random model, in bfloat16 and in this process."""
     from ..workers.actor import ActorConfig, ActorWorker
     from ..workers.rollout import RolloutConfig, RolloutWorker
 
     model = str(save_random_model(folder / "model", large=gpu))
     engine = "vllm" if gpu else "transformers"
-    # By default vLLM takes all but a tenth of what is free, and the actor follows.
+    # By default vLLM takes nine tenths of the free memory, which would leave too little for the actor.
     shared: dict[str, Any] = {"dtype": "bfloat16", "max_context": 512, "kv_cache_gib": 1.0}
     rollout = RolloutWorker(RolloutConfig(model=model, engine=engine, **shared))
     return ActorWorker(ActorConfig(model=model, dtype="bfloat16")), rollout
 
 
 def _sampled(rollout: RolloutWorker) -> tuple[list[list[int]], list[list[int]], list[Any]]:
-    """(prompts, responses, log-probabilities of the responses' tokens) of a few rows."""
+    """Return (prompts, responses, log-probabilities of response tokens) of a few rows."""
     import numpy as np
 
     from ..algorithms.sampling import Sampling
@@ -454,24 +450,23 @@ def _collect(folder: Path, rank: int, ranks: int, gpu: bool, answers: Any) -> No
 
 
 def examine(gpu: bool, checks: Sequence[Check] = CHECKS) -> list[Record]:
-    """Make the checks, and name each on standard error when it begins.
+    """Run the checks, and print the name of each on standard error when it begins.
 
     Args:
-        gpu: use the GPUs of this machine; otherwise what runs on a CPU runs there, and the rest is skipped.
-        checks: to make.
+        gpu: use the GPUs of this machine; otherwise skip checks that need one.
 
     Returns:
         A record of each.
 
     Raises:
-        UserError: there is no GPU that torch can use.
+        UserError: torch finds no usable GPU.
     """
     if gpu:
         import torch
 
         if not torch.cuda.is_available():
             raise UserError(
-                f"--gpu: torch {torch.__version__} finds no GPU here; --try runs the checks in the form that a CPU allows"
+                f"--gpu: torch {torch.__version__} finds no GPU here; --try runs the checks that a CPU allows"
             )
     records: list[Record] = []
     for check in checks:

@@ -1,4 +1,4 @@
-"""`weft watch`: a run as it goes on, seen from another terminal; or as it went."""
+"""`weft watch`: follow a run from another terminal, or replay a finished one."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ if TYPE_CHECKING:
     from ..controllers.reports.displays import Display
 
 LOOK_S = 1.0
-"""Seconds between two looks at a run that goes on."""
+"""[s] Time between two looks at a running run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watch(Command):
-    """Show a run as it goes on, or as it went: its steps, evaluations, warnings and its end. On a terminal in columns and colours, else as
-    plain lines; with --json its present state, without waiting. Ctrl-C leaves the run alone."""
+    """Show steps, evaluations, warnings and the end of a run, live or afterwards. A terminal gets
+    columns and colours, other outputs plain lines. With --json, print the current state without
+    waiting. Ctrl-C does not affect the run.
+    """
 
     run: RunName
     last: int = 20
-    """Steps of the past that are shown first."""
+    """Number of past steps to show first."""
     once: Switch = False
-    """Show what there is, and do not wait for more."""
+    """Show the current state, and do not wait for more."""
 
     def answer(self) -> Answer:
         from ..controllers.reports.displays import display_for
@@ -54,20 +56,20 @@ class Watch(Command):
 
 @dataclass
 class View:
-    """A run on a display. Each look reads what is new in its files."""
+    """Shows a run on a display. Each look reads only new data."""
 
     run: Path
     display: Display
     last: int
-    """Steps of the past that are shown first."""
+    """Number of past steps to show first."""
     _rows: dict[float, dict[str, float]] = field(default_factory=dict[float, dict[str, float]])
     """Step -> its metrics."""
     _shown: float = -1.0
-    """The last step that was shown."""
+    """The last shown step."""
     _scored: set[tuple[str, float]] = field(default_factory=set[tuple[str, float]])
-    """Evaluations that were shown, with their steps."""
+    """Shown evaluations, with their steps."""
     _alerts: int = 0
-    """Alerts that were shown or passed over."""
+    """Number of alerts shown or skipped."""
 
     def __post_init__(self) -> None:
         from ..dataflow.runs.facts import facts_of
@@ -82,24 +84,25 @@ class View:
 
     @property
     def goes_on(self) -> bool:
-        """Whether more may come."""
+        """Whether more data may come."""
         from ..dataflow.runs.lock import Life, life_of
 
         return life_of(self.run)[0] is Life.ALIVE
 
     def show(self) -> None:
-        """Show what is new. A step is shown when the next one has begun, or the run has ended: by then all of its metrics are there."""
+        """Show new data. A step is shown once the next one begins or the run ends, with all metrics."""
         self._show_alerts()
         self._take_metrics()
         steps = sorted(step for step in self._rows if step > max(self._shown, 0.0))
         if self.goes_on:
+            # More metrics may still come for the last step.
             steps = steps[:-1]
         for step in steps[max(0, len(steps) - self.last) :] if self._shown < 0 else steps:
             self._show_step(step)
         self._shown = max([self._shown, 0.0, *steps])
 
     def end(self) -> None:
-        """Show how the run ended; nothing while it goes on."""
+        """Show the summary of the run, if it has ended."""
         from ..controllers.reports.records import ending_of
 
         if self.goes_on:
@@ -125,7 +128,7 @@ class View:
         self.display.step(Step(int(step), of, row, self._left_s(step, of) if self.goes_on else None))
 
     def _left_s(self, step: float, of: int) -> float | None:
-        """Seconds to the end at the pace of the last steps."""
+        """Return the estimated seconds to the end, at the pace of the last steps."""
         took = [row["step_s"] for row in list(self._rows.values())[-20:] if "step_s" in row]
         return statistics.median(took) * (of - step) if took else None
 
@@ -149,7 +152,7 @@ class View:
         return [name for name in graphs if name != TRAIN] if isinstance(graphs, Mapping) else []
 
     def _take_metrics(self) -> None:
-        """Read what is new of the stream; once the run is over, the file that it became."""
+        """Read new metrics from the stream, or from the Parquet file that replaces it at the end."""
         from ..dataflow.runs.tables import VALUES
 
         for batch in self._stream.read():
@@ -160,7 +163,7 @@ class View:
 
 
 def _whole(run: Path) -> list[dict[str, float]]:
-    """The metrics of every step; none where they cannot be read."""
+    """Return the metrics of every step, or nothing if they cannot be read."""
     import pyarrow as pa
 
     from ..dataflow.runs.tables import present, read_metrics

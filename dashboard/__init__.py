@@ -1,8 +1,8 @@
-"""dashboard: what a person looks at.
+"""dashboard: views of runs for people.
 
-reading/      what a run directory says, as plain records
-server/       the web server over these records: addresses, safety, event stream
+reading/      run directories as plain records
+server/       the web server over these records: routes, safety, event stream
 pages/        HTML, CSS and JavaScript of the pages
-curve.py      a learning curve as a picture
-timeline.py   the timeline of a run, as text and as a picture
+pictures.py   learning curves and timelines as pictures
+timeline.py   the timeline of a run as text
 """

@@ -1,4 +1,4 @@
-"""The timeline of a run as a picture: a lane for each group, coloured by node."""
+"""Pictures of a run: its learning curve, and its timeline with a lane for each group."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# Curve
-#
-# The learning curve of a run, as a picture.
+# Learning curve
 
 
 INK, FAINT, ACCENT, SECOND = "#1f2430", "#d8dbe2", "#2a6fdb", "#d9622b"
@@ -26,12 +24,12 @@ INK, FAINT, ACCENT, SECOND = "#1f2430", "#d8dbe2", "#2a6fdb", "#d9622b"
 def draw_curve(
     metrics: Sequence[Mapping[str, float]], curves: Mapping[str, str], path: Path, title: str
 ) -> Path:
-    """Draw some metrics over the steps of a run and save the picture.
+    """Draw metrics over the steps of a run, and save the picture.
 
     Args:
         metrics: one mapping per step, as `Driver.run` returns them; a step may lack a metric.
         curves: metric name -> label.
-        path: file to write (its ending says which format).
+        path: the file to write; its suffix sets the format.
     """
     import matplotlib
 
@@ -82,28 +80,28 @@ COLOURS = (
     "#7a6a53",
     "#6b8e23",
 )
-"""Of nodes, the one that took longest first."""
+"""Colours of nodes, the node with the most time first."""
 OTHER = "#9aa1ad"
-"""The colour of all nodes beyond those."""
+"""The colour of all further nodes."""
 IDLE = "#f3f4f7"
 
 MAX_BARS = 1500
-"""With more calls than this in one picture a bar would be thinner than a pixel: shares of time are drawn instead."""
+"""Most calls to draw as bars. With more, bars would be thinner than a pixel, so busy shares are drawn."""
 NUM_BINS = 400
-"""Of a lane with shares."""
+"""Bins of a lane with shares."""
 
 
 def draw_timeline(timeline: Timeline, path: Path, run: str) -> Path:
     """Draw a lane per group, coloured by node, with the ends of steps, and save the picture.
 
-    Up to `MAX_BARS` calls a bar is a call. Beyond that a lane is filled, at each moment, as high as the group was busy around it.
+    Up to `MAX_BARS` calls, each bar is a call. Beyond that, its height is the group's busy share.
 
     Args:
-        path: file to write (its ending says which format).
-        run: name of the run, for the title.
+        path: the file to write; its suffix sets the format.
+        run: the name of the run, for the title.
 
     Raises:
-        UserError: when the file cannot be written, or no such format is known.
+        UserError: the file cannot be written, or the format is unknown.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -154,7 +152,7 @@ def draw_timeline(timeline: Timeline, path: Path, run: str) -> Path:
 
 
 HEIGHT = 0.62
-"""Of a lane; lanes are 1 apart."""
+"""Height of a lane; lanes are 1 apart."""
 
 
 def _draw_lane(
@@ -164,12 +162,12 @@ def _draw_lane(
     axes.broken_barh([(lane.start_s, lane.end_s - lane.start_s)], (top, HEIGHT), facecolor=IDLE, zorder=0)
     if as_bars:
         spans: dict[tuple[str, float, float], list[tuple[float, float]]] = {}
-        for start, end, now in lane.stretches:  # calls that overlap share the height
+        for start, end, now in lane.stretches:  # overlapping calls share the height
             for place_in, node in enumerate(now):
                 height = HEIGHT / len(now)
                 spans.setdefault((node, top + place_in * height, height), []).append((start, end - start))
         for (node, low, height), of_node in spans.items():
-            # The edge keeps a call visible that is shorter than a pixel.
+            # The edge keeps calls visible that are shorter than a pixel.
             axes.broken_barh(
                 of_node, (low, height), facecolor=colours[node], edgecolor=colours[node], linewidth=0.3
             )
@@ -188,9 +186,8 @@ def _draw_lane(
             [gap.start_s, gap.end_s], [under, under], color=INK, linewidth=1.2, solid_capstyle="butt"
         )
         middle = (gap.start_s + gap.end_s) / 2
-        at = (middle - lane.start_s) / (
-            lane.end_s - lane.start_s
-        )  # near an end of the lane it would run over it
+        # Near an end of the lane, a centred label would run over it.
+        at = (middle - lane.start_s) / (lane.end_s - lane.start_s)
         axes.annotate(
             f"{seconds_text(gap.seconds)} idle",
             (gap.start_s if at < 0.04 else gap.end_s if at > 0.96 else middle, under),
@@ -204,7 +201,7 @@ def _draw_lane(
 
 
 def _draw_steps(axes: Axes, timeline: Timeline) -> None:
-    """A line at the end of each step, and their numbers along the top, as many as there is room for."""
+    """Draw a line at the end of each step, and as many step numbers along the top as fit."""
     ends = timeline.ends_of_steps
     every = next(k for k in _round_numbers() if len(ends) / k <= 30)
     few = len(ends) <= 12
@@ -226,7 +223,6 @@ def _draw_steps(axes: Axes, timeline: Timeline) -> None:
 
 
 def _write_above(axes: Axes, at: float, text: str, align: Literal["left", "center", "right"]) -> None:
-    """A small word above the lanes."""
     axes.annotate(
         text,
         (at, -0.55),
@@ -248,7 +244,6 @@ def _round_numbers() -> Iterable[int]:
 
 
 def _draw_side(axes: Axes, timeline: Timeline) -> None:
-    """The table beside the lanes."""
     axes.set_axis_off()
     axes.set_xlim(0, 1)
     columns = {"calls": 0.2, "busy": 0.42, "idle": 0.64, "longest gap": 1.0}

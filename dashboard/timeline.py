@@ -1,6 +1,6 @@
-"""The timeline of a run: which worker group did what, when, and how long it stood idle between two calls.
+"""The timeline of a run: when each worker group was busy, and its idle gaps.
 
-A run adds to its timeline every few seconds (`dataflow/runs/tables.py`), so that it may be looked at while it goes on.
+A run appends to its timeline every few seconds (`dataflow/runs/tables.py`).
 """
 
 from __future__ import annotations
@@ -21,38 +21,37 @@ from ..dataflow.errors import UserError, nearest
 from ..dataflow.runs import tables as run_tables
 from ..dataflow.runs.tables import render_table
 
-# Busy time
-#
-# When a worker group was busy and when it stood idle, from the times of its calls.
+# Busy and idle time of a worker group, from the times of its calls.
 
 
 class IdleStretches(NamedTuple):
-    """Stretches in which none of some calls went on, in order of time."""
+    """Idle stretches between calls, in order of time."""
 
     start_s: np.ndarray
     """[gaps] float64."""
     end_s: np.ndarray
     """[gaps] float64."""
     before: np.ndarray
-    """[gaps] int64, place of the call that ended last before each; -1: none did."""
+    """[gaps] int64 index of the last call that ended before the gap, or -1."""
     after: np.ndarray
-    """[gaps] int64, place of the call that ended the gap; -1: none did."""
+    """[gaps] int64 index of the call that ended the gap, or -1."""
 
 
 def idle_stretches(starts: np.ndarray, ends: np.ndarray, start_s: float, end_s: float) -> IdleStretches:
-    """Stretches between calls within a window. Calls that overlap are one busy stretch.
+    """Return the idle stretches between calls in a window. Overlapping calls are one busy stretch.
+
 
     >>> starts, ends = np.array([1.0, 2.0, 5.0]), np.array([3.0, 2.5, 6.0])
     >>> [part.tolist() for part in idle_stretches(starts, ends, 0, 7)]
     [[0.0, 3.0, 6.0], [1.0, 5.0, 7.0], [-1, 0, 2], [0, 2, -1]]
 
     Args:
-        starts: [calls] seconds, in order; ends: [calls] seconds.
-        start_s, end_s: the window. What calls have beyond it counts for nothing.
+        starts, ends: [calls] seconds, sorted by start.
+        start_s, end_s: the window. Parts of calls outside it are ignored.
     """
     free_from = np.maximum.accumulate(np.concatenate([[start_s], np.minimum(ends, end_s)]))
     free_until = np.concatenate([np.maximum(starts, start_s), [end_s]])
-    # The last call to end so late: of equal ends the later call.
+    # The call that ended last so far; of equal ends the later call.
     latest = np.concatenate(
         [[-1], np.where(np.minimum(ends, end_s) >= free_from[1:], np.arange(len(ends)), -1)]
     )
@@ -62,19 +61,19 @@ def idle_stretches(starts: np.ndarray, ends: np.ndarray, start_s: float, end_s: 
 
 
 def covered(starts: np.ndarray, ends: np.ndarray, begin: float, width: float, number: int) -> np.ndarray:
-    """[number] float64, share of each stretch of a `width` that calls cover; more than 1 where they overlap.
+    """Return the share of each bin that calls cover: [number] float64, above 1 where calls overlap.
+
 
     >>> covered(np.array([0.0, 1.0]), np.array([1.5, 2.0]), 0.0, 1.0, 4).tolist()
     [1.0, 1.5, 0.0, 0.0]
 
     Args:
-        starts: [calls] seconds; ends: [calls] seconds.
-        begin: where the first stretch begins.
-        width: [seconds] of each.
-        number: of stretches.
+        starts, ends: [calls] seconds.
+        begin: start of the first bin.
+        width: [seconds] of a bin.
     """
     edges = begin + width * np.arange(number + 1)
-    # Time covered until each edge: of calls that have begun, their length until then.
+    # Time covered until each edge: the summed lengths, until then, of the calls that have begun.
     s, e = np.sort(starts), np.sort(ends)
     sums_s, sums_e = np.concatenate([[0.0], np.cumsum(s)]), np.concatenate([[0.0], np.cumsum(e)])
     at_s, at_e = np.searchsorted(s, edges), np.searchsorted(e, edges)
@@ -84,30 +83,30 @@ def covered(starts: np.ndarray, ends: np.ndarray, begin: float, width: float, nu
 
 @dataclass(frozen=True)
 class TimelineCall:
-    """One call of a group, as the driver saw it."""
+    """One call of a group, as seen by the driver."""
 
     step: int
-    """The step that was under way when it ended: step 3 makes policy version 3, and the start of the run is step 0."""
+    """The step during which it ended. Step 3 makes policy version 3; step 0 is the start of the run."""
     group: str
     node: str
     start_s: float
-    """Since the start of the run; so is the end."""
+    """[s] Since the start of the run, as is the end."""
     end_s: float
     worker_s: float
-    """What the slowest rank itself took; the rest of the call is the driver's and the transport's."""
+    """[s] Time inside the slowest rank. The rest of the call is spent in the driver and the transport."""
     rows: int
 
 
 @dataclass(frozen=True)
 class Gap:
-    """A stretch in which a group did nothing."""
+    """An idle stretch of a group."""
 
     start_s: float
     end_s: float
     before: str
-    """Node of the call that ended before it; "start" at the start of the window."""
+    """Node of the call before the gap, or "start" at the start of the window."""
     after: str
-    """Node of the call that ended it; "end" at the end of the window."""
+    """Node of the call after the gap, or "end" at the end of the window."""
 
     @property
     def seconds(self) -> float:
@@ -120,13 +119,13 @@ class Lane:
 
     group: str
     calls: Sequence[TimelineCall]
-    """Those that overlap the window, by their start."""
+    """Calls that overlap the window, sorted by start."""
     start_s: float
     end_s: float
 
     @cached_property
     def gaps(self) -> list[Gap]:
-        """Idle stretches, in order of time. Calls that overlap are one busy stretch."""
+        """Idle stretches, in order of time. Overlapping calls form one busy stretch."""
         idle = idle_stretches(*self._times, self.start_s, self.end_s)
         stretches = zip(*(part.tolist() for part in idle), strict=True)
         return [
@@ -136,7 +135,6 @@ class Lane:
 
     @cached_property
     def _times(self) -> tuple[np.ndarray, np.ndarray]:
-        """Starts and ends of the calls."""
         return np.array([call.start_s for call in self.calls]), np.array(
             [call.end_s for call in self.calls]
         )
@@ -150,7 +148,7 @@ class Lane:
 
     @property
     def idle(self) -> float:
-        """Share of the window, 0 to 1."""
+        """Idle share of the window, 0 to 1."""
         return self.idle_s / (self.end_s - self.start_s) if self.end_s > self.start_s else 0.0
 
     @property
@@ -159,7 +157,8 @@ class Lane:
 
     @cached_property
     def stretches(self) -> list[tuple[float, float, list[str]]]:
-        """Start, end and nodes of each stretch in which the same calls went on, idle ones left out.
+        """(start, end, nodes) of each stretch with a constant set of calls, without idle ones.
+
 
         >>> calls = [TimelineCall(0, "g", "long", 0, 3, 0.0, 0), TimelineCall(0, "g", "inner", 1, 2, 0.0, 0)]
         >>> Lane("g", calls, 0, 4).stretches
@@ -171,6 +170,7 @@ class Lane:
         for call in self.calls:
             for place in range(at[call.start_s], at[call.end_s]):
                 nodes[place].append(call.node)
+        # Calls that took no time are not in any stretch.
         moments = [
             (call.start_s, call.end_s, [call.node]) for call in self.calls if call.start_s == call.end_s
         ]
@@ -179,7 +179,10 @@ class Lane:
         ] + moments
 
     def shares(self, nodes: Sequence[str], num_bins: int) -> np.ndarray:
-        """[nodes, bins] share of each stretch of the window that the group spent on each node; overlapping calls share it.
+        """Return the share of each bin that the group spent on each node: [nodes, bins].
+
+        Overlapping calls share a bin.
+
 
         >>> calls = [TimelineCall(0, "g", "n", 0.0, 1.5, 0.0, 0), TimelineCall(0, "g", "m", 1.0, 2.0, 0.0, 0)]
         >>> Lane("g", calls, 0, 4).shares(["n", "m"], 4).tolist()
@@ -199,13 +202,13 @@ class Timeline:
     """The calls of a run, or of some of its steps."""
 
     calls: Sequence[TimelineCall]
-    """Those that overlap the window, in the order in which they ended."""
+    """Calls that overlap the window, in the order of their ends."""
     start_s: float
     end_s: float
     ends_of_steps: Sequence[tuple[int, float]]
-    """Each step in the window, with the second in which it was closed; the last may be going on."""
+    """Each step in the window, with the second when it closed; the last one may still be open."""
     groups: Sequence[str]
-    """All groups of the run, in the order in which they were first called."""
+    """All groups of the run, in the order of their first calls."""
 
     @property
     def seconds(self) -> float:
@@ -213,13 +216,13 @@ class Timeline:
 
     @cached_property
     def ended(self) -> list[TimelineCall]:
-        """The calls that ended within the window; those of its steps."""
+        """Calls that belong to the steps of the window."""
         steps = {step for step, _ in self.ends_of_steps}
         return [call for call in self.calls if call.step in steps]
 
     @cached_property
     def lanes(self) -> list[Lane]:
-        """One per group of the run."""
+        """One lane per group of the run."""
         calls: dict[str, list[TimelineCall]] = {group: [] for group in self.groups}
         for call in sorted(self.calls, key=lambda call: call.start_s):
             calls[call.group].append(call)
@@ -232,14 +235,14 @@ class Timeline:
 
     @property
     def title(self) -> str:
-        """What it is about, in a line."""
+        """A one-line summary."""
         steps = [step for step, _ in self.ends_of_steps]
         those = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
         return f"{those}: {len(self.ended):,} calls in {seconds_text(self.seconds)}"
 
     @cached_property
     def nodes(self) -> list[str]:
-        """The one that took longest first."""
+        """Nodes, the one with the most time first."""
         seconds = dict.fromkeys((call.node for call in self.calls), 0.0)
         for call in self.calls:
             seconds[call.node] += call.end_s - call.start_s
@@ -247,14 +250,13 @@ class Timeline:
 
 
 def load_timeline(run: Path, steps: tuple[int | None, int | None] = (None, None)) -> Timeline:
-    """The timeline of a run, or of some steps.
+    """Load the timeline of a run, or of some steps.
 
     Args:
-        run: its directory.
-        steps: first step, and the one before which to stop; None for the ends of the run.
+        steps: first step, and the step to stop before; None for either end of the run.
 
     Raises:
-        UserError: no run, no timeline yet, one that cannot be read, or none of these steps.
+        UserError: the run, its timeline or these steps do not exist, or the timeline is unreadable.
     """
     if not run.is_dir():
         others = [p.name for p in run.parent.iterdir() if p.is_dir()] if run.parent.is_dir() else []
@@ -273,12 +275,13 @@ def load_timeline(run: Path, steps: tuple[int | None, int | None] = (None, None)
 def window(
     calls: Sequence[TimelineCall], steps: tuple[int | None, int | None] = (None, None)
 ) -> Timeline:
-    """Of all calls of a run, what happened from the close of the step before the first to that of the last.
+    """Return the timeline of some steps, from all calls of a run.
 
-    A step is closed right after its last call has ended. Calls that began earlier or ended later are part of it too.
+    The window begins when the step before the first one closes. A step closes when its last call
+    has ended. Calls that began earlier or end later are included.
 
     Raises:
-        UserError: when there is none of these steps.
+        UserError: the run has none of these steps.
     """
     columns = {
         name: [getattr(call, name) for call in calls] for name in TimelineCall.__dataclass_fields__
@@ -287,7 +290,7 @@ def window(
 
 
 def _window(table: pa.Table, steps: tuple[int | None, int | None]) -> Timeline:
-    """The same of a table, of which only rows in the window become objects: a long run has millions."""
+    """As `window`, for a table. Only rows in the window become objects, since long runs have millions."""
     step, start_s, end_s = (np.asarray(table[name], float) for name in ("step", "start_s", "end_s"))
     known, of = np.unique(step, return_inverse=True)
     ends = np.zeros(len(known))
@@ -322,13 +325,14 @@ def _window(table: pa.Table, steps: tuple[int | None, int | None]) -> Timeline:
 
 
 def parse_steps(text: str) -> tuple[int | None, int | None]:
-    """Steps as they are given on the command line, with the ends of a Python slice.
+    """Parse steps from the command line: a number, or a range like a Python slice.
+
 
     >>> parse_steps("10:20"), parse_steps("10:"), parse_steps(":20"), parse_steps("7")
     ((10, 20), (10, None), (None, 20), (7, 8))
 
     Raises:
-        UserError: for anything else.
+        UserError: the text has another form.
     """
     if re.fullmatch(r"\d+", text):
         return int(text), int(text) + 1
@@ -339,27 +343,27 @@ def parse_steps(text: str) -> tuple[int | None, int | None]:
     return first, stop
 
 
-# As text
+# The timeline as text
 
 
 @dataclass(frozen=True)
 class NodeTimes:
-    """What the calls of a node took."""
+    """Time of a node's calls."""
 
     group: str
     node: str
     calls: int
     rows: int
     seconds: float
-    """Of all calls, also where several went on at once."""
+    """[s] All calls together, even if they overlapped."""
     worker_s: float
-    """Of these, inside the workers; the rest went to the driver and the transport."""
+    """[s] Time inside the workers. The rest is spent in the driver and the transport."""
     share: float
-    """`seconds`, of the time that is shown."""
+    """`seconds` as a share of the window."""
 
 
 def node_times(timeline: Timeline) -> list[NodeTimes]:
-    """What the calls of each node took, the longest first."""
+    """Return the time of each node's calls, longest first."""
     by_node: dict[tuple[str, str], list[TimelineCall]] = {}
     for call in timeline.ended:
         by_node.setdefault((call.group, call.node), []).append(call)
@@ -372,7 +376,7 @@ def node_times(timeline: Timeline) -> list[NodeTimes]:
 
 
 def summary(timeline: Timeline) -> str:
-    """What a person wants to know first: how busy each group was, and what took the time."""
+    """Summarize the timeline: how busy each group was, and which nodes took the time."""
     groups = [
         {
             "group": lane.group,
@@ -408,7 +412,8 @@ def summary(timeline: Timeline) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """As few digits as tell calls apart.
+    """Format seconds with only as many digits as are useful.
+
 
     >>> [seconds_text(value) for value in (0.0, 0.00042, 0.0315, 2.5, 314.2, 7512.0)]
     ['0 s', '0.4 ms', '32 ms', '2.50 s', '314 s', '2 h 05 min']

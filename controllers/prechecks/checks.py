@@ -1,4 +1,4 @@
-"""Checks of a run as a whole, made before any process is started. Each raises a UserError that says how to mend it."""
+"""Checks of a whole run, made before any process starts. Each raises a UserError with the fix."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def check_kinds(
     placement: object,
     backend: object,
 ) -> None:
-    """Check that the driver's arguments are instances of the right classes, and not the classes themselves.
+    """Check the types of the driver's arguments, for example an instance and not its class.
 
     Raises:
-        UserError: naming the argument, what was given, and an example of what is right.
+        UserError: an argument has the wrong type; names it, its value and a valid example.
     """
     wanted: list[tuple[str, object, bool, str]] = [
         (
             "graph",
             graph,
             isinstance(graph, Graph),
-            "what a @weft.graph function returns when it is called with a source",
+            "the result of calling a @weft.graph function with a source",
         ),
         (
             "schedule",
@@ -98,10 +98,10 @@ def check_kinds(
 
 
 def check_numbers(**numbers: object) -> None:
-    """Check the driver's arguments that are numbers, by the rules of all settings.
+    """Check the driver's numeric arguments by the rules of all settings.
 
     Raises:
-        UserError: naming the argument, the rule and the value.
+        UserError: names the argument, the rule and the value.
     """
     seconds: Any = (float | None, Field(gt=0))
     rules: dict[str, Any] = {
@@ -115,7 +115,7 @@ def check_numbers(**numbers: object) -> None:
 
 
 def check_names(evaluations: Sequence[Evaluation]) -> list[str]:
-    """Names of the graphs of a run, the training graph's first.
+    """Return the names of a run's graphs, the training graph's first.
 
     Raises:
         UserError: two graphs share a name, or a name cannot be part of a path.
@@ -133,10 +133,11 @@ def check_names(evaluations: Sequence[Evaluation]) -> list[str]:
 def check_best(
     checkpoint: CheckpointConfig, evaluations: Sequence[Evaluation], handles: Mapping[str, Handle]
 ) -> None:
-    """Check that the metric by which the best checkpoint is chosen is of an evaluation or a worker group of the run, or the run's own.
+    """Check that `CheckpointConfig.best` names a metric of an evaluation, a group, or the run.
 
     Raises:
-        UserError: naming the nearest; or it is measured at each step, and nothing says which of them have a checkpoint.
+        UserError: there is no such source (suggests the nearest name), or the metric is measured at
+            each step and neither `every` nor `every_s` chooses the steps with a checkpoint.
     """
     best, source, names = checkpoint.best, checkpoint.best_source, [e.name for e in evaluations]
     if source and source not in (*names, *handles):
@@ -147,15 +148,16 @@ def check_best(
         )
     if best and source not in names and not (checkpoint.every or checkpoint.every_s):
         raise UserError(
-            f"CheckpointConfig(best={best!r}): that is measured at each step; say by every=... or every_s=... which have a checkpoint"
+            f"CheckpointConfig(best={best!r}): this metric is measured at each step; set every=... or every_s=... "
+            "to choose the steps with a checkpoint"
         )
 
 
 def check_graphs(graphs: Sequence[Graph]) -> dict[str, Handle]:
-    """Check graphs, their sources and what their workers are asked to do; returns the worker groups by name.
+    """Check graphs, their sources and what they ask of workers. Return the worker groups by name.
 
     Raises:
-        UserError: naming the graph, and the node, source or group.
+        UserError: names the graph, and the node, source or group.
     """
     for graph in graphs:
         graph.validate(also=graphs)
@@ -166,10 +168,10 @@ def check_graphs(graphs: Sequence[Graph]) -> dict[str, Handle]:
 
 
 def check_workers(graphs: Iterable[Graph]) -> None:
-    """Every source has rows, and every worker class can do what its nodes ask.
+    """Check that every source has rows, and that worker classes can do what their nodes ask.
 
     Raises:
-        UserError: naming the source, or what the worker class refuses.
+        UserError: a source is empty, or a worker class refuses its nodes.
     """
     for graph in graphs:
         if not len(graph.source.table):
@@ -182,10 +184,10 @@ def check_workers(graphs: Iterable[Graph]) -> None:
 
 
 def check_schedule(spec: RunSpec) -> None:
-    """The schedule fits the training graph, the buffer and the placement.
+    """Check that the schedule fits the training graph, the buffer and the placement.
 
     Raises:
-        UserError: naming what does not fit, and what to change.
+        UserError: names the conflict and what to change.
     """
     train, *evaluated = spec.graphs.values()
     check_group_sizes(train)
@@ -198,14 +200,13 @@ def check_schedule(spec: RunSpec) -> None:
 
 
 def check_resumes(spec: RunSpec, handles: Mapping[str, Handle], point: ResumePoint | None) -> None:
-    """The run can go on from a checkpoint, and every group that is updated can be saved and is in it.
+    """Check that the run can resume from a checkpoint, and that every updated group can be saved.
 
     Args:
-        handles: the worker groups of the graphs, by name.
-        point: the checkpoint; None: the run begins.
+        point: the checkpoint to resume from, or None for a new run.
 
     Raises:
-        UserError: naming the checkpoint, or the group.
+        UserError: names the checkpoint or the group.
     """
     if point is not None:
         _check_kind(spec, point)
@@ -230,14 +231,18 @@ def check_resumes(spec: RunSpec, handles: Mapping[str, Handle], point: ResumePoi
 
 
 def changed_settings(spec: RunSpec, point: ResumePoint, rule: Rule) -> list[str]:
-    """Settings under a rule that have changed since the checkpoint was written."""
+    """Return the settings under a rule that have changed since the checkpoint was written."""
     settings, rules = spec.recorded
+    # Without rows in flight the data may change: training then begins at their first row.
     alone: dict[str, Rule] = {} if point.with_rows else dict.fromkeys(ORDER_OF_DATA, "reported")
     return changes(point.state.settings, settings, {**rules, **alone}, rule)
 
 
 def at_place_in_data(spec: RunSpec, point: ResumePoint | None) -> ResumePoint | None:
-    """The point to go on from: at the first row if it takes only the weights and the run was given other data, or another order."""
+    """Return the point to resume from.
+
+    A resume from weights alone starts at the first row if the data or their order changed.
+    """
     if point is None or point.with_rows:
         return point
     rules: dict[str, Rule] = dict.fromkeys(ORDER_OF_DATA, "fixed")
@@ -251,15 +256,15 @@ def _check_kind(spec: RunSpec, point: ResumePoint) -> None:
     kind = type(spec.schedule).__name__
     if point.with_rows and point.state.schedule != kind:
         raise UserError(
-            f"{point.path} is of a run under {point.state.schedule}, not {kind}: its rows are of another age. {WITHOUT_ROWS}"
+            f"{point.path} is of a run under {point.state.schedule}, not {kind}, so the staleness of its rows differs. {WITHOUT_ROWS}"
         )
 
 
 def check_followed(graph: Graph, schedule: Training) -> None:
-    """Check that the group which generates samples for a policy gradient receives each new version in time.
+    """Check that the group which generates samples for a policy gradient gets each version in time.
 
     Raises:
-        UserError: naming the generating group and what to say of it.
+        UserError: names the generating group and the call to add or change.
     """
     follows = {e.follower: e for e in graph.follows}
     generating = {n.group for n in graph.nodes if str(RESPONSE_VERSIONS) in n.writes and n.group}
@@ -271,9 +276,10 @@ def check_followed(graph: Graph, schedule: Training) -> None:
             edge = follows.get(group)
             if edge is None:
                 raise UserError(
-                    f"node {node.name!r} compares its policy with the one that generated, but {group!r} follows nobody: "
-                    f"say {group}.follows({node.group})"
+                    f"node {node.name!r} compares its policy with the one that generated, but {group!r} follows no group: "
+                    f"add {group}.follows({node.group})"
                 )
+            # Between two updates, the follower lags by up to every - 1 versions.
             if edge.leader == node.group and edge.every - 1 > schedule.max_staleness:
                 raise UserError(
                     f"{group!r} follows {node.group!r} every {edge.every} updates, but {type(schedule).__name__} "
@@ -282,8 +288,10 @@ def check_followed(graph: Graph, schedule: Training) -> None:
 
 
 def with_rows_that_fit(graph: Graph) -> Graph:
-    """The graph without source rows that are too long for a model, if the source has `too_long="drop"`. Otherwise `check_workers`
-    refuses them."""
+    """Drop the source rows that are too long for a model, if the source has `too_long="drop"`.
+
+    Without that setting, `check_workers` refuses such rows.
+    """
     if not isinstance(graph.source, Prompts):
         return graph
     longest = (
@@ -301,10 +309,11 @@ def with_rows_that_fit(graph: Graph) -> Graph:
 
 
 def check_lengths(graph: Graph) -> None:
-    """Check that every model can read its rows: the source's rows, and prompts with responses of up to `max_tokens`.
+    """Check that every model can read its rows, with responses of up to `max_tokens`.
 
     Raises:
-        UserError: naming the group with the shortest context, the longest row, and how many rows are too long.
+        UserError: names the group with the shortest context, the longest row, and how many rows are
+            too long.
     """
     tokens, context = _row_tokens(graph), _shortest_context(graph)
     if tokens is None or context is None or not len(tokens):
@@ -327,8 +336,11 @@ def check_lengths(graph: Graph) -> None:
 
 
 def _row_tokens(graph: Graph) -> np.ndarray | None:
-    """[rows of the source] Longest input of a model for each row: the tokens of its prompt and its longest response. The response comes
-    from the source or from a node that samples. None if the source has no prompts, or if no node reads prompts with responses."""
+    """Return the longest model input of each source row, in tokens: [rows].
+
+    The input is the prompt plus the longest response, from the source or from a node that samples.
+    Return None if the source has no prompts or no node reads prompts with responses.
+    """
     if str(PROMPT_IDS) not in graph.source.columns:
         return None
     given = {c for n in graph.nodes for c in map(str, _RESPONSES) if n.writers.get(c) == ""}
@@ -343,13 +355,13 @@ def _row_tokens(graph: Graph) -> np.ndarray | None:
 
 
 def _generated_tokens(graph: Graph) -> int | None:
-    """Longest response that a node samples for a prompt of the source, in tokens, or None if no node samples."""
+    """Return the longest response that a node samples for a source prompt [tokens], or None."""
     samplings = [n.arguments.get("sampling") for n in graph.nodes if n.writers.get(str(PROMPT_IDS)) == ""]
     return max((each.max_tokens for each in samplings if isinstance(each, Sampling)), default=None)
 
 
 def _shortest_context(graph: Graph) -> tuple[str, int] | None:
-    """The group with the smallest limit on the tokens of a row, and that limit, or None if no group has a limit."""
+    """Return the group with the smallest row limit and that limit [tokens], or None without limits."""
     found = {
         name: handle.worker_class.longest_row(handle.config) for name, handle in graph.handles.items()
     }
@@ -358,10 +370,10 @@ def _shortest_context(graph: Graph) -> tuple[str, int] | None:
 
 
 def check_capacity(graph: Graph, schedule: Training, buffer: BufferConfig) -> None:
-    """A step must fit into the buffer, and into the memory of the driver.
+    """Check that the rows of a step fit into the buffer and the driver's memory.
 
     Raises:
-        UserError: naming both numbers.
+        UserError: names both numbers.
     """
     rows = schedule.prompts_per_step * expected_rows(graph)
     check_rows(
@@ -377,18 +389,18 @@ def check_capacity(graph: Graph, schedule: Training, buffer: BufferConfig) -> No
 
 
 MAX_ROWS = 10_000_000
-"""Rows that a graph may have in flight at once. The driver keeps an entry for each of them."""
+"""Rows that a graph may have in flight at once. The driver keeps an entry for each."""
 
 
 def check_rows(graph: Graph, prompts: int, setting: str, most: int = MAX_ROWS) -> None:
-    """Check that these prompts at once make no more rows than the driver can hold.
+    """Check that these prompts make no more rows at once than the driver can hold.
 
     Args:
-        setting: that decides how many prompts there are, for the error.
-        most: rows that are possible.
+        setting: the setting that decides the number of prompts, for the error message.
+        most: the largest number of rows allowed.
 
     Raises:
-        UserError: naming the setting, and the nodes that make several rows out of one.
+        UserError: names the setting, and the nodes that make several rows out of one.
     """
     rows = prompts * expected_rows(graph)
     if rows > most:
@@ -398,16 +410,16 @@ def check_rows(graph: Graph, prompts: int, setting: str, most: int = MAX_ROWS) -
             if n.arguments.get("n", 1) != 1
         ]
         raise UserError(
-            f"{', '.join([*made, setting])} of graph {graph.name!r}: {rows:,} rows at once; at most {most:,} are possible. "
-            "Take smaller numbers"
+            f"{', '.join([*made, setting])} of graph {graph.name!r}: {rows:,} rows in flight at once, but at most {most:,} are allowed. "
+            "Lower these numbers"
         )
 
 
 def all_handles(graphs: Sequence[Graph]) -> dict[str, Handle]:
-    """Every worker group of a run, by name.
+    """Return every worker group of a run, by name.
 
     Raises:
-        UserError: when two of them share a name.
+        UserError: two groups share a name.
     """
     handles: dict[str, Handle] = {}
     for graph in graphs:
@@ -420,18 +432,20 @@ def all_handles(graphs: Sequence[Graph]) -> dict[str, Handle]:
 
 
 def _filters_before(graph: Graph, name: str) -> frozenset[str]:
-    """Filters that the rows of a node have passed."""
+    """Return the filters that the rows of a node have passed."""
     node = graph[name]
     own = {a for a in node.after if graph[a].operation.shape is Shape.FILTER}
     return frozenset(own.union(*(_filters_before(graph, a) for a in node.after)))
 
 
 def check_transports(handles: Iterable[Handle], placement: Mapping[str, Place]) -> None:
-    """Weights that are to travel from GPU to GPU have GPUs on both sides: the same ones for CUDA IPC, which a rank sees alone, and others
-    for NCCL, which does not go from a GPU to itself. By vLLM's own backends they reach engines of vLLM, for IPC from a rank on each GPU.
+    """Check that GPU-to-GPU weight transports have the right GPUs on both sides.
+
+    CUDA IPC needs both groups on the same GPUs, and NCCL needs separate ones. vLLM's own backends
+    need a vLLM engine, and for IPC one sending rank on each GPU.
 
     Raises:
-        UserError: naming both groups and the transport to take.
+        UserError: names both groups and the transport to use.
     """
     for handle in handles:
         if handle.leader is None:
@@ -458,7 +472,7 @@ def check_transports(handles: Iterable[Handle], placement: Mapping[str, Place]) 
             )
         if backend and shared and placement[leader].gpus > 1:
             raise UserError(
-                f"{who}, is sent by a rank on each GPU, and {leader!r} has {placement[leader].ranks} ranks for the "
+                f"{who}, is sent by one rank per GPU, but {leader!r} has {placement[leader].ranks} ranks for the "
                 f"{pools[leader].gpus} GPUs of pool {pools[leader].name!r}; take ranks={pools[leader].gpus}"
             )
 
@@ -466,17 +480,19 @@ def check_transports(handles: Iterable[Handle], placement: Mapping[str, Place]) 
 def check_apart(
     graph: Graph, schedule: Training, placement: Mapping[str, Place], evaluated: Sequence[Graph] = ()
 ) -> None:
-    """Check that work which overlaps has separate devices: groups on one pool take turns, and generation that never stops gives none, not
-    even to a group that is only `evaluated` with.
+    """Check that overlapping work has separate devices.
+
+    Groups on one pool take turns. A group that generates without pause never gives up its turn, not
+    even to a group that only evaluations use.
 
     Raises:
-        UserError: naming the two groups and their pool.
+        UserError: names the two groups and their pool.
     """
     updates = [n for n in graph.nodes if n.operation.updates]
     seen = {n.name: _filters_before(graph, n.name) for n in updates}
     if not isinstance(schedule, Synchronous) and len(set(seen.values())) > 1:
         raise UserError(
-            f"{type(schedule).__name__}: updates {', '.join(seen)} stand behind different filters "
+            f"{type(schedule).__name__}: updates {', '.join(seen)} come after different filters "
             f"({'; '.join(', '.join(sorted(f)) or 'none' for f in seen.values())}), so their batches differ; take weft.Synchronous"
         )
     if not schedule.overlaps:
@@ -488,32 +504,29 @@ def check_apart(
         for other in sorted(others):
             if placement[other].pool.name == pool:
                 raise UserError(
-                    f"{type(schedule).__name__} generates without a stop, but {group!r} and {other!r} take turns on pool {pool!r}: "
-                    "give each a resource pool of its own"
+                    f"{type(schedule).__name__} generates without pause, but {group!r} and {other!r} take turns on pool {pool!r}: "
+                    "give each group a separate resource pool"
                 )
 
 
-# Deadlines
-#
-# Deadlines: how long a group may take to start, and a rank may be silent, where the user does not
-# say: larger models take longer.
+# Default deadlines. Larger models take longer to start and to answer.
 
 
 CALL_S = 600.0
-"""Of silence, whatever the model."""
+"""[s] Base limit on a rank's silence, for any model."""
 READ_BYTES_PER_S = 50e6
-"""Slowest disk that a model is expected to be read from: one that many ranks share over a network."""
+"""Slowest disk to expect when loading a model: one that many ranks share over a network."""
 COPY_BYTES_PER_S = 200e6
-"""Slowest copy of all parameters (to publish them, to take them over, to move them to host memory) that is expected."""
+"""Slowest copy of all parameters to expect: publishing, receiving, or moving them to the host."""
 
 
 def model_bytes(handles: Iterable[Handle]) -> int:
-    """Bytes of the files of the largest model of these groups; 0: none has a model in safetensors files."""
+    """Return the bytes of the largest model's safetensors files, or 0 if no group has any."""
     return max((_stored_bytes(getattr(handle.config, "model", None)) for handle in handles), default=0)
 
 
 def longest_start_s(num_bytes: int) -> float:
-    """Longest wait for the workers of a group to be up.
+    """Return the longest wait for the workers of a group to start [s].
 
     >>> longest_start_s(0), longest_start_s(140_000_000_000)
     (300.0, 3100.0)
@@ -522,7 +535,7 @@ def longest_start_s(num_bytes: int) -> float:
 
 
 def longest_silence_s(num_bytes: int) -> float:
-    """Longest silence of a rank that was called.
+    """Return the longest silence to accept from a rank during a call [s].
 
     >>> longest_silence_s(0), longest_silence_s(140_000_000_000)
     (600.0, 1300.0)
@@ -533,13 +546,16 @@ def longest_silence_s(num_bytes: int) -> float:
 def set_deadlines(
     start_timeout_s: float | None, call_timeout_s: float | None, handles: Iterable[Handle]
 ) -> dict[str, float]:
-    """The deadlines of a run: what the user says, or what its largest model suggests.
+    """Return the deadlines of a run: the user's, or defaults from the size of its largest model.
 
     Raises:
-        UserError: there is no time to start.
+        UserError: `start_timeout_s` is not above 0.
     """
     if start_timeout_s is not None and not start_timeout_s > 0:
-        raise UserError(f"Driver(start_timeout_s={start_timeout_s!r}): it is a number of seconds above 0")
+        raise UserError(
+            f"Driver(start_timeout_s={start_timeout_s!r}): it must be a number of seconds above 0"
+        )
+    # Look for model files only if a default is needed.
     num_bytes = model_bytes(handles) if None in (start_timeout_s, call_timeout_s) else 0
     return {
         "start_timeout_s": longest_start_s(num_bytes) if start_timeout_s is None else start_timeout_s,
@@ -552,6 +568,6 @@ def _stored_bytes(model: str | Path | None) -> int:
         return 0
     try:
         folder = find_model_config(model).parent
-    except UserError:  # whoever loads it says so
+    except UserError:  # loading the model raises the error with its cause
         return 0
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -1,4 +1,7 @@
-"""Planning: `weft plan` runs a script up to its driver, which is checked, and not started. Nothing is written meanwhile."""
+"""Planning: `weft plan` runs a script up to its driver, and checks the driver without starting it.
+
+A script must write nothing until then.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,20 @@ from ..settings import Composed
 
 @dataclass
 class Planning:
-    """What a script has said so far."""
+    """Facts about a script, collected while it is planned."""
 
     scratch: Path
-    """The one folder that may be written to; it is removed afterwards."""
+    """The only folder that the script may write to; removed afterwards."""
     settings: Composed | None = None
-    """Settings of the script; None: it has none that `launch` reads."""
+    """Settings of the script, or None if it does not call `launch`."""
     spec: RunSpec | None = None
-    """What its driver is to run; None: it made no driver."""
+    """The run that the script's driver describes, or None if it made no driver."""
     sketched: list[Path] = field(default_factory=list)
-    """What the run would make first, and has not made yet."""
+    """Paths that the run would make first and that do not exist yet."""
     stands_for: dict[Path, Path] = field(default_factory=dict)
-    """Folder of sketches -> the folder that it stands for."""
+    """Folder of sketches -> the folder that it replaces."""
     passes: list[tuple[str, int]] = field(default_factory=list)
-    """Graphs that would go once over their rows first, and how many these are."""
+    """(graph, rows) of graphs that would make one pass over their rows first."""
 
 
 class _Present:
@@ -41,12 +44,13 @@ class _Present:
 
 @contextmanager
 def planning() -> Iterator[Planning]:
-    """While a script is planned, the first driver that it makes ends it with `Planned`, and whatever it writes before is an error."""
+    """Plan a script: its first driver ends it with `Planned`, and writing before that is an error."""
     with tempfile.TemporaryDirectory(prefix="weft-plan-") as scratch:
         _Present.planning = made = Planning(Path(scratch))
         if not _Present.listens:
             _Present.listens = True
-            sys.addaudithook(_refuse_to_write)  # it stays, and is silent outside of this block
+            # A hook cannot be removed: outside of this block it does nothing.
+            sys.addaudithook(_refuse_to_write)
         try:
             yield made
         finally:
@@ -54,18 +58,22 @@ def planning() -> Iterator[Planning]:
 
 
 def prepared(made: str | Path, make: Callable[[], object], sketch: Callable[[Path], object]) -> Path:
-    """What a script needs before its run (data, a model that was trained first), made on first use; returns where it is.
+    """Make something that a script needs before its run, such as data, on first use.
+
+    Return its path.
 
         model = weft.prepared(task / "model", make=lambda: warm_start(task), sketch=lambda path: make_model(path))
 
-    `weft plan` makes nothing: of what is not there yet it has a sketch made, in a folder that is removed afterwards. A sketch has the
-    sizes of the thing itself (a model with random weights, data of the same shape), and takes no training.
+    `weft plan` does not call `make`. If the path does not exist, it calls `sketch` in a folder that
+    is removed afterwards. A sketch has the same sizes (a model with random weights, data of the
+    same shape) and takes no training.
 
     Args:
-        made: the file or folder. Once it exists it is complete: `make` gives it its name when it is done.
-        make: makes it.
-        sketch: makes a sketch of it at a path of the same name, in a folder that stands for its parent, and is shared by all
-            that are prepared there.
+        made: the file or folder. It counts as complete once it exists, so `make` must give it its
+            final name last.
+        make: makes the file or folder.
+        sketch: makes a sketch at the given path. The path has the same name, in a folder that
+            replaces the parent and is shared by everything prepared there.
 
     Raises:
         FileNotFoundError: `make` did not make it.
@@ -92,32 +100,27 @@ def prepared(made: str | Path, make: Callable[[], object], sketch: Callable[[Pat
 
 
 def is_planning() -> bool:
-    """Whether the script is planned, and not run."""
+    """Return whether the script is being planned rather than run."""
     return _Present.planning is not None
 
 
 def note_pass(graph: str, rows: int) -> None:
-    """A graph would go once over its rows before the run.
-
-    Args:
-        graph: its name.
-        rows: of its source.
-    """
+    """Record that a graph would make one pass over its `rows` source rows before the run."""
     if _Present.planning is not None:
         _Present.planning.passes.append((graph, rows))
 
 
 def note_settings(composed: Composed) -> None:
-    """Settings were read."""
+    """Record the settings that the script read."""
     if _Present.planning is not None:
         _Present.planning.settings = composed
 
 
 def end_if_planned(spec: RunSpec) -> None:
-    """A driver was made.
+    """End a planned script once it has made its driver.
 
     Raises:
-        Planned: this is what was to be known.
+        Planned: the script is being planned.
     """
     if _Present.planning is not None:
         _Present.planning.spec = spec
@@ -126,7 +129,7 @@ def end_if_planned(spec: RunSpec) -> None:
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CACHES = ("__pycache__", ".cache", "huggingface", "torchinductor")
-"""How the names of caches begin, which libraries may fill."""
+"""Prefixes of cache folders that libraries may write to."""
 
 
 def _refuse_to_write(event: str, arguments: tuple[Any, ...]) -> None:
@@ -138,7 +141,7 @@ def _refuse_to_write(event: str, arguments: tuple[Any, ...]) -> None:
     what = arguments[0]
     if event != "subprocess.Popen":
         if not isinstance(what, str | bytes | os.PathLike):
-            return  # an open file is opened anew
+            return  # a file descriptor: the file is open already
         path = Path(os.fsdecode(what)).absolute()
         if path.is_relative_to(present.scratch) or path.is_relative_to("/dev"):
             return
@@ -149,13 +152,13 @@ def _refuse_to_write(event: str, arguments: tuple[Any, ...]) -> None:
     does = "starts" if event == "subprocess.Popen" else "writes"
     raise UserError(
         f"before it makes its driver, the script {does} {os.fsdecode(what) if isinstance(what, str | bytes | os.PathLike) else what}"
-        f"{_place()}, and weft plan starts and writes nothing. Do it only where it is not done yet, and run the script "
-        "once; or make it by weft.prepared(...), which also says how to sketch it"
+        f"{_place()}, but weft plan must not start or write anything. Skip this step if it is done already, and run the script "
+        "once; or use weft.prepared(...), which takes a sketch for planning"
     )
 
 
 def _place() -> str:
-    """Where the script itself stands, in words; empty: not in it."""
+    """Return the script's current file and line as text, or an empty string outside of it."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_globals.get("__name__") == "__main__" and frame.f_code.co_filename != "<string>":

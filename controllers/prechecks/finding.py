@@ -1,4 +1,4 @@
-"""A finding: something of this machine that is as it should be, or not, and what to do about it. Nothing is started."""
+"""Finding: the result of one check of a machine, with advice if something is wrong."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ Outcome = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, and what is there."""
+    """The result of one check."""
 
     about: str
     """The part of the machine: packages, room, limits, network, GPUs or environment."""
     name: str
     outcome: Outcome
-    """ok; warn: it disturbs some runs; fail: runs fail."""
+    """"ok"; "warn": some runs may suffer; "fail": runs fail."""
     found: str
     todo: str = ""
-    """What to do; empty: nothing."""
+    """Advice, or empty if there is nothing to do."""
 
     def json(self) -> dict[str, str]:
-        """The values of JSON."""
+        """Return the finding as JSON values."""
         return asdict(self)
 
 
 def ok(about: str, name: str, found: str) -> Finding:
-    """It is as it should be."""
+    """Make a finding without problems."""
     return Finding(about, name, "ok", found)
 
 
 def warn(about: str, name: str, found: str, todo: str) -> Finding:
-    """It disturbs some runs."""
+    """Make a finding that disturbs some runs."""
     return Finding(about, name, "warn", found, todo)
 
 
 def fail(about: str, name: str, found: str, todo: str) -> Finding:
-    """Runs fail because of it."""
+    """Make a finding that makes runs fail."""
     return Finding(about, name, "fail", found, todo)
 
 
 def text_of(findings: Sequence[Finding]) -> str:
-    """The findings for a person: a line for each, and one for what to do.
+    """Format findings for a terminal: one line each, and one for advice.
+
 
     >>> print(text_of([ok("room", "memory", "20.0 GiB free"), fail("room", "disk", "0.1 GiB free", "remove old runs")]))
     room

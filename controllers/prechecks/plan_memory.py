@@ -1,4 +1,7 @@
-"""Memory of each group and rank of a run, in each phase: from settings, the files of models, and a pass without memory."""
+"""Memory of each group and rank of a run in each phase.
+
+It comes from settings, model files, and a pass with fake tensors.
+"""
 
 from __future__ import annotations
 
@@ -27,45 +30,39 @@ from ..placement import Place
 from ..run_spec import RunSpec
 from .plan_sizes import StageMemory, StepSizes, UpdateSizes, stage_memory, update_sizes
 
-# Resident
-#
-# Resident memory of a process before it holds a tensor: the interpreter, torch, transformers,
-# vLLM, and what they allocate for themselves.
+# Resident memory of a process without tensors: the interpreter, torch, transformers, vLLM.
 #
 # Measured, not computed: `resident_bytes` of each group in runs of the examples (docs/metrics.md),
-# less what is planned for their tensors, on Linux with Python 3.11, torch 2.13 for CPUs,
-# transformers 5.19, vLLM 0.32 and Ray 2.60; `benchmarks/operate.py --only plan` compares them
-# anew. Files that several processes have mapped (libraries, above all) are counted in each. A
-# torch for CUDA takes more.
+# minus the memory planned for their tensors. Linux, Python 3.11, torch 2.13 for CPUs, transformers
+# 5.19, vLLM 0.32, Ray 2.60; `benchmarks/operate.py --only plan` repeats the comparison. Mapped files
+# that processes share, mostly libraries, are counted in each process. torch for CUDA takes more.
 
 
 TRAINING = 600 * MIB
-"""A rank with an engine that trains, or that only computes log-probabilities."""
+"""A rank with a training engine, or one that only computes log-probabilities."""
 VLLM = 785 * MIB
 TRANSFORMERS = 570 * MIB
 """A rollout with the engine of `transformers`."""
 WITH_TORCH = 350 * MIB
-"""A rank for the functions of graphs, where one of them uses torch (advantages do)."""
+"""A rank for the functions of graphs if one uses torch, as advantages do."""
 PLAIN = 200 * MIB
-"""A rank without torch: rewards, samples, other functions. It begins with 140, and grows to this with the first rows and texts."""
+"""A rank without torch: rewards, samples, other functions. It starts at 140 MiB and grows with rows."""
 DRIVER = 240 * MIB
 """The driver, with Ray."""
 TORCH = 405 * MIB
-"""More of a driver whose script has imported torch, to prepare a model, say."""
+"""Extra memory of a driver whose script has imported torch, for example to prepare a model."""
 ONE_PROCESS = 540 * MIB
 """Driver and all groups together, under `Local`, without Ray."""
 HELD_FREE = 0.15
-"""Of what a pass makes and gives back, on a CPU: the share by which the heap is larger than what is in use. Two FSDP2 ranks of a model of
-84M parameters held 11 to 15 % more than their tensors took at most."""
+"""Heap overhead on a CPU, as a share of the memory that a pass allocates and frees. Two FSDP2 ranks
+of a model with 84M parameters held 11 to 15 % more than their tensors at peak."""
 
 
 def resident_bytes(name: str, handle: Handle, functions: Iterable[Callable[..., Any]]) -> int:
-    """What a rank of a group takes before it holds a tensor.
+    """Return the memory of a rank before it holds a tensor.
 
     Args:
-        name: of the group.
-        handle: of the group.
-        functions: that the graphs of the run are made of.
+        functions: the functions in the graphs of the run.
     """
     if isinstance(handle.config, ModelConfig):
         return TRAINING
@@ -76,7 +73,7 @@ def resident_bytes(name: str, handle: Handle, functions: Iterable[Callable[..., 
 
 
 def driver_bytes(*, in_process: bool) -> int:
-    """What the driver takes: to be asked before the planner itself imports torch."""
+    """Return the memory of the driver. Call it before the planner imports torch."""
     return ONE_PROCESS if in_process else DRIVER + TORCH * ("torch" in sys.modules)
 
 
@@ -90,34 +87,37 @@ CACHE = "key/value cache"
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """What each rank of a group holds, in bytes by name."""
+    """Memory of each rank of a group: bytes by name."""
 
     group: str
     ranks: int
     pool: str
     on_gpu: bool
-    """Its tensors are on a GPU, but for those that are said to be on the host."""
+    """Whether its tensors are on a GPU, except for those listed in `on_host`."""
     libraries: int
-    """Host memory of a rank before it holds a tensor; 0: it is no process of its own."""
+    """Host memory of a rank before it holds a tensor, or 0 if it is not a separate process."""
     phases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Phase ("at rest", "generate", ...) -> what -> bytes; a phase names what it has beside what is there at rest."""
+    """Phase ("at rest", "generate", ...) -> name -> bytes. Other phases add to the memory at rest."""
     on_host: Mapping[str, int] = field(default_factory=dict)
-    """What -> bytes of tensors that are in host memory in any case, from the first step on."""
+    """Name -> bytes of tensors that are always in host memory, from the first step on."""
     checkpoint: int = 0
-    """Of the whole group in a checkpoint."""
+    """Bytes of the whole group in a checkpoint."""
     stages: tuple[StageMemory, ...] = ()
-    """Of a pipeline; the phases are those of its largest one."""
+    """Stages of a pipeline. `phases` describes the largest one."""
     unknown: str = ""
-    """Why something is not known of it."""
+    """Reason why some of its memory is unknown."""
 
     @property
     def moves(self) -> int:
-        """Tensors of a rank that go to the host while another group has its turn on the GPU: not a cache, which is dropped."""
+        """Bytes of a rank that move to the host while another group has its turn on the GPU.
+
+        A cache is dropped instead of moved.
+        """
         return sum(number for what, number in self.phases.get(REST, {}).items() if what != CACHE)
 
     @property
     def peak(self) -> int:
-        """Tensors of a rank in its largest phase, without those on the host."""
+        """Bytes of a rank's tensors in its largest phase, without those on the host."""
         rest = self.phases.get(REST, {})
         return sum(rest.values()) + max(
             (sum(p.values()) for name, p in self.phases.items() if name != REST), default=0
@@ -125,12 +125,12 @@ class GroupMemory:
 
     @property
     def host(self) -> int:
-        """Host memory of a rank, at most."""
+        """Upper bound of a rank's host memory."""
         return self.libraries + sum(self.on_host.values()) + (0 if self.on_gpu else self.peak)
 
     @property
     def device(self) -> int:
-        """Memory of a rank on its GPU, at most."""
+        """Upper bound of a rank's GPU memory."""
         return self.peak if self.on_gpu else 0
 
 
@@ -143,16 +143,11 @@ def group_memory(
     gpu_bytes: int,
     chunks: int = 1,
 ) -> GroupMemory:
-    """The memory of a group.
+    """Return the memory of a group.
 
     Args:
-        spec: the run.
-        name: of the group.
-        handle: of the group.
-        place: where it runs.
-        sizes: of a step of training.
-        gpu_bytes: memory of a GPU of this machine; 0: it has none.
-        chunks: of each stage, if the group is a pipeline.
+        gpu_bytes: memory of a GPU of this machine, or 0 without GPUs.
+        chunks: chunks of each stage, if the group is a pipeline.
 
     Raises:
         UserError: the files of its model are damaged, or do not fit its settings.
@@ -165,6 +160,7 @@ def group_memory(
         name, 1 if alone else place.ranks, place.pool.name, bool(place.pool.gpus), libraries
     )
     if getattr(config, "model", None) is None:
+        # A worker without a model holds no tensors that need planning.
         return replace(known, on_gpu=False)
     try:
         if isinstance(config, ModelConfig):
@@ -172,7 +168,7 @@ def group_memory(
         return _generating(known, config, sizes, gpu_bytes) if hasattr(config, "engine") else known
     except (OSError, ValueError) as error:
         if isinstance(error, UserError) and Path(config.model).expanduser().is_dir():
-            raise  # a run would say the same; what is still to be downloaded, it would not
+            raise  # the run would fail, too; a model that is not downloaded yet would not fail
         return replace(known, unknown=str(error))
 
 
@@ -230,7 +226,7 @@ def _trained(
 def placed(
     made: TrainingMemory, config: ModelConfig, *, on_gpu: bool
 ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """What a rank holds at rest, what comes in a pass, and what lies on the host in any case, without activations."""
+    """Return the tensors at rest, the extra ones in a pass, and those on the host, by name."""
     rest = {"weights": made.weights, "moments": made.moments}
     in_pass = {
         "gradients": made.gradients,
@@ -250,7 +246,7 @@ def placed(
 def with_activations(
     in_pass: Mapping[str, int], activations: int, made: TrainingMemory
 ) -> dict[str, int]:
-    """What comes in a pass, with its activations."""
+    """Return the extra tensors in a pass, including its activations."""
     return {
         **in_pass,
         "gathered gradients": made.exchanged_beside(activations),
@@ -259,14 +255,14 @@ def with_activations(
 
 
 def _head(config: Any) -> Head:
-    """What the model of a group says of each token."""
+    """Return the kind of a model's output for each token."""
     return "rewards" if isinstance(config, RewardModelConfig) else getattr(config, "head", "logprobs")
 
 
 def _activations(
     config: Any, sizes: StepSizes, passes: UpdateSizes, size: ModelSize, *, trains: bool, gpu_bytes: int
 ) -> int:
-    """Of a microbatch, logits included: what lives in a pass, without gradients."""
+    """Return the bytes of a microbatch's activations, including logits, without gradients."""
     from ...workers.training.activations import PassShape, pass_bytes
 
     response = max(1, round(sizes.response_tokens))
@@ -288,7 +284,7 @@ def _activations(
     found //= getattr(config, "sequence_parallel", 1)
     if not trains or lora is not None:
         return found
-    # The pass counts complete gradients, as they come; what a rank keeps of them stands beside.
+    # `found` counts complete gradients as they appear; a rank's own gradients are counted separately.
     return max(0, found - 4 * size.parameters)
 
 
@@ -304,6 +300,7 @@ def _generating(known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: in
             settings.num_key_value_heads or num_heads(settings.to_dict()),
             head_dim(settings.to_dict()),
         )
+        # keys and values of one token in all layers
         token = 2 * settings.num_hidden_layers * (heads or 0) * (of_head or 0) * BYTES[dtype]
         cache = round(at_once * sizes.tokens_a_row * token)
         made = {CACHE: cache, "logits": 2 * 4 * at_once * size.vocabulary}

@@ -1,4 +1,4 @@
-"""Sizes of a step: prompts, rows, tokens, microbatches, optimizer steps; and the bytes of its samples on the disk."""
+"""Sizes of a step: prompts, rows, tokens, microbatches, optimizer steps, and bytes of its samples."""
 
 from __future__ import annotations
 
@@ -37,51 +37,53 @@ from ..run_spec import RunSpec
 from .simulated_costs import CostModel
 
 NUMBER = 4
-"""Bytes of a token's id, of its log-probability, of its version, and of its advantage in a file of samples."""
+"""[bytes] Size of a token's id, log-probability, version or advantage in a file of samples."""
 ROW = 72
-"""Bytes of a row besides: identity, reward, reason of the end, offsets of its lists and texts, its part of the file's own."""
+"""[bytes] Size of a row without its tokens and texts: identity, reward, finish reason, offsets, and
+its share of the file's metadata."""
 
 
 @dataclass(frozen=True)
 class UpdateSizes:
-    """What an update trains on in a step."""
+    """Work of an update in a step."""
 
     node: str
     rows: int
     replicas: int
     rows_per_replica: int
     tokens: int
-    """At most: with responses of the longest kind."""
+    """Upper bound, with responses of the longest length."""
     rows_per_microbatch: int
     microbatches_per_replica: int
-    """At most."""
+    """Upper bound."""
     optimizer_steps: int
     epochs: int = 1
-    """Passes over the rows, each of equally many optimizer steps."""
+    """Passes over the rows, with equally many optimizer steps each."""
 
     @property
     def steps(self) -> OptimizerSteps:
-        """The optimizer steps, as costs take them."""
+        """The optimizer steps, in the form that costs take."""
         return OptimizerSteps(self.epochs, self.optimizer_steps // self.epochs)
 
 
 @dataclass(frozen=True)
 class StepSizes:
-    """What a graph has to do with in a step, or an evaluation."""
+    """Work of a graph in a training step or an evaluation."""
 
     prompts: int
     rows_of_level: Mapping[int, int]
     """Level of the graph -> rows of a step."""
     prompt_tokens: float
-    """Of a prompt, on average; 0 where the source has none."""
+    """Mean tokens of a prompt, or 0 if the source has none."""
     response_tokens: float
-    """Of a response: the longest that may be sampled, or the mean of those in the data; 0 where there is neither."""
+    """Tokens of a response: the sampling limit, or the mean of responses in the data; 0 without
+    either."""
     sampled: bool
     """Whether responses are sampled."""
 
     @property
     def rows(self) -> int:
-        """Of the last level: those that are trained on."""
+        """Rows of the last level, which are trained on."""
         return list(self.rows_of_level.values())[-1]
 
     @property
@@ -89,12 +91,12 @@ class StepSizes:
         return self.prompt_tokens + self.response_tokens
 
     def tokens(self, level: int) -> float:
-        """Of a row on a level."""
+        """Return the tokens of a row on a level."""
         return self.prompt_tokens if level == SOURCE else self.tokens_a_row
 
 
 def step_sizes(graph: Graph, prompts: int) -> StepSizes:
-    """The sizes of so many rows of the source in this graph."""
+    """Return the sizes of a graph's work on this many source rows."""
     rows, sampling = {SOURCE: prompts}, None
     for node in graph.nodes:
         if node.operation.shape is Shape.EXPAND and node.makes_level is not None:
@@ -109,7 +111,7 @@ def step_sizes(graph: Graph, prompts: int) -> StepSizes:
 
 
 def update_sizes(spec: RunSpec, node: Node, sizes: StepSizes) -> UpdateSizes:
-    """The sizes of an update, or of another pass of a group with a model, in a step."""
+    """Return the sizes of an update in a step, or of another pass of a group with a model."""
     assert node.group is not None
     config: Any = spec.handles[node.group].config
     place = spec.placement[node.group]
@@ -137,7 +139,7 @@ def update_sizes(spec: RunSpec, node: Node, sizes: StepSizes) -> UpdateSizes:
 
 
 def sample_bytes(graph: Graph, sizes: StepSizes) -> int:
-    """Bytes of the samples of a step, at most: with responses of the longest kind."""
+    """Return an upper bound of the bytes of a step's samples, with the longest responses."""
     written = {c for node in graph.nodes for c in node.writes}
     made = {*graph.source.columns} - file_columns(graph.source)
     known = (written | made).intersection(str(column) for column in RECORDED)
@@ -158,7 +160,7 @@ def sample_bytes(graph: Graph, sizes: StepSizes) -> int:
 
 
 def _mean(graph: Graph, column: str) -> float:
-    """Mean length of a column of the source: tokens of a list, bytes of a text; 0 where there is none."""
+    """Return the mean length of a source column: tokens of a list, bytes of a text; 0 without it."""
     if column not in graph.source.columns or not len(graph.source.table):
         return 0.0
     values = graph.source.table.select([column])
@@ -167,26 +169,24 @@ def _mean(graph: Graph, column: str) -> float:
     return float(np.mean(Batch.of_table(values).lengths(column)))
 
 
-# Plan stages
-#
-# Stages of a pipeline in a plan: what each holds, and how long it is idle.
+# Stages of a pipeline: their memory, and their idle time.
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What each rank of a stage holds."""
+    """Memory of each rank of a stage."""
 
     layers: int
-    """Of the model."""
+    """Layers of the model on this stage."""
     in_flight: float
-    """Microbatches whose activations are kept at once; with chunks, parts of one count."""
+    """Microbatches whose activations are kept at once. With chunks, this can be a fraction."""
     made: TrainingMemory
     activations: int
-    """Bytes, of all microbatches in flight."""
+    """[bytes] Activations of all microbatches in flight."""
 
     @property
     def peak(self) -> int:
-        """Bytes in an update, with activations."""
+        """Peak bytes of an update, including activations."""
         made = self.made
         exchanged = made.exchanged_beside(self.activations)
         return made.weights + made.gradients + made.moments + made.gathered + exchanged + self.activations
@@ -194,21 +194,21 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """How an update goes through a pipeline."""
+    """The pipeline schedule of an update."""
 
     node: str
     stages: int
     chunks: int
     microbatches: int
-    """Of an optimizer step, on each replica."""
+    """Microbatches of an optimizer step on each replica."""
     bubble: float
-    """Time that a stage is idle over the time that it computes."""
+    """Idle time of a stage, divided by its compute time."""
     played: bool
-    """With the costs that are known; otherwise with equal costs of all passes, and none of transfers."""
+    """Whether the costs are known. Otherwise all passes cost the same, and transfers cost nothing."""
 
 
 def schedule_of(config: ModelConfig, passes: UpdateSizes, chunks: int) -> PipelineSchedule:
-    """The schedule of an optimizer step; interleaved microbatches are filled up to whole rounds."""
+    """Return the schedule of an optimizer step. An interleaved one is padded to whole rounds."""
     stages = config.pipeline_parallel
     number = max(1, passes.microbatches_per_replica // max(1, passes.optimizer_steps))
     return interleaved(stages, number if chunks == 1 else -(-number // stages) * stages, chunks)
@@ -217,10 +217,10 @@ def schedule_of(config: ModelConfig, passes: UpdateSizes, chunks: int) -> Pipeli
 def pipeline_plan(
     config: ModelConfig, passes: UpdateSizes, costs: CostModel | None
 ) -> PipelinePlan | None:
-    """How an update goes through a pipeline; None: its group is none.
+    """Return the pipeline schedule of an update, or None if its group is not a pipeline.
 
     Raises:
-        UserError: its cost is of another number of stages.
+        UserError: its cost has a different number of stages.
     """
     cost = costs.pipeline(passes.node, config) if costs is not None else None
     if config.pipeline_parallel == 1:
@@ -239,10 +239,10 @@ def pipeline_plan(
 
 
 def chunks_of(config: ModelConfig, node: str, costs: CostModel | None) -> int:
-    """Chunks of a stage, as the costs of the node have them; 1: they say nothing of a pipeline.
+    """Return the chunks of a stage in the node's pipeline cost, or 1 without such a cost.
 
     Raises:
-        UserError: its cost is of another number of stages.
+        UserError: the cost has a different number of stages.
     """
     cost = costs.pipeline(node, config) if costs is not None else None
     return cost.chunks if cost is not None else 1
@@ -260,18 +260,15 @@ def stage_memory(
     lora: Lora | None,
     saves: bool,
 ) -> tuple[StageMemory, ...]:
-    """The memory of each stage. Layers are cut evenly, and the ranks of a stage share what it holds, as those of a group do.
+    """Return the memory of each stage.
+
+    Layers are cut evenly, and the ranks of a stage share its memory.
 
     Args:
-        size: of the model.
-        config: of the group.
-        passes: of its update in a step.
-        chunks: of each stage.
-        ranks: of the group.
-        activations: bytes of one microbatch in the whole model, logits included, which are counted evenly over its layers.
-        trains: whether the group is updated; otherwise a stage keeps the activations of one microbatch.
-        lora: the adapter that is trained in the model's place.
-        saves: whether the run makes checkpoints.
+        activations: bytes of one microbatch in the whole model, including logits. They are spread
+            evenly over its layers.
+        trains: whether the group is updated; otherwise a stage keeps the activations of one
+            microbatch.
     """
     number = config.pipeline_parallel
     schedule = schedule_of(config, passes, chunks)

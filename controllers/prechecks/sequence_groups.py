@@ -1,14 +1,18 @@
-"""Groups of ranks that share the tokens of rows, of different sizes: large ones for a few long rows, small ones for many short rows.
+"""Groups of ranks that share the tokens of rows: large for a few long rows, small for short rows.
 
-Ulysses with one degree for all rows makes short rows pay the exchange that only long rows need. FlexSP (arXiv:2412.01523) chooses
-groups for the rows of a step, so that all are done at about the same time. This is such a planner, without its integer program. It tries
-all ways to cut up to 8 ranks; of more ranks, all groups of one size and groups of powers of two (of many, a descent over them). Rows are
-dealt out the longest first, each where it is done first, and moved away from the slowest group as long as that helps. A plan comes with
-a bound that no groups of any sizes beat.
+Ulysses with one degree for all rows makes short rows pay for the exchange that only long rows need.
+FlexSP (arXiv:2412.01523) chooses groups for the rows of a step so that all finish at about the same
+time. This planner does the same without an integer program:
 
-A group takes its rows in microbatches of at most its ranks' tokens together, and stays what it is for the whole step; FlexSP makes
-groups anew for each microbatch, which helps where the longest row needs most of the ranks. The engine of Weft itself has one degree for
-all rows.
+- It tries all partitions of up to 8 ranks. For more ranks it tries groups of equal size and groups
+  of powers of two, with a descent if there are too many.
+- It deals out rows longest first, each to the group that finishes it first. Then it moves rows
+  away from the slowest group while that helps.
+- It returns a lower bound that no groups of any sizes beat.
+
+A group takes its rows in microbatches that fit its ranks' memory, and is fixed for the whole step.
+FlexSP forms new groups for each microbatch, which helps if the longest row needs most of the ranks.
+Weft's own engine has one degree for all rows.
 """
 
 from __future__ import annotations
@@ -25,16 +29,17 @@ from ...dataflow.errors import UserError
 from ...workers.dispatch import RowCost
 
 WAYS = 256
-"""Ways to cut ranks into groups that are all tried, if there are no more: of 32 ranks there are 202."""
+"""Try all partitions into powers of two up to this many; 32 ranks have 202."""
 FEW_RANKS = 8
-"""Ranks that are cut in all ways, at most."""
+"""Most ranks for which all partitions are tried."""
 FEW_ROWS = 64
-"""Rows of a plan in which rows are also exchanged for others, at most."""
+"""Most rows for which a plan also swaps pairs of rows."""
 
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """What rows take on groups of ranks.
+    """The cost of rows on groups of ranks.
+
 
     >>> cost = SequenceCost(memory_tokens=100, per_token_s=0.01, row_cost=RowCost(100), exchange_s={2: 0.001})
     >>> cost.seconds(np.array([100]), degree=2).round(3).tolist()  # (1 + 1) s over two ranks, and 50 tokens exchanged by each
@@ -42,23 +47,23 @@ class SequenceCost:
     """
 
     memory_tokens: int
-    """That a rank has room for in a pass."""
+    """Tokens that a rank can hold in one pass."""
     per_token_s: float
-    """Of a token in linear layers, forwards and backwards, on one rank."""
+    """[s] Time of a token's linear layers, forward and backward, on one rank."""
     row_cost: RowCost = field(default_factory=RowCost)
-    """Of a row, in tokens of linear layers."""
+    """Cost of a row, in tokens of linear layers."""
     exchange_s: Mapping[int, float] = field(default_factory=dict)
-    """Degree -> time of the all-to-all exchanges for each token that a rank holds; a degree that is not mentioned has that of the next
-    smaller one, and 1 has none."""
+    """[s] Degree -> time of the all-to-all exchanges for each token of a rank. A missing degree
+    takes the value of the next smaller one; degree 1 has no exchange."""
 
     def seconds(self, lengths: np.ndarray, degree: int) -> np.ndarray:
-        """[rows] seconds that each row takes on a group of so many ranks."""
+        """Return the seconds of each row on a group of this many ranks: [rows]."""
         known = [each for each in self.exchange_s if each <= degree]
         exchange = self.exchange_s[max(known)] if known and degree > 1 else 0.0
         return (self.per_token_s * self.row_cost(lengths) + exchange * np.asarray(lengths)) / degree
 
     def fits(self, lengths: np.ndarray, degree: int) -> np.ndarray:
-        """[rows] whether the ranks of such a group together have room for each row."""
+        """Return whether each row fits into the memory of a group's ranks: [rows]."""
         return np.asarray(lengths) <= degree * self.memory_tokens
 
 
@@ -69,20 +74,23 @@ class SequenceGroups:
     degrees: tuple[int, ...]
     """Ranks of each group, the largest first."""
     rows: tuple[tuple[int, ...], ...]
-    """Of each group, indexes of its rows."""
+    """Row indexes of each group."""
     group_s: tuple[float, ...]
-    """Seconds that each group takes."""
+    """[s] Time of each group."""
     bound_s: float
-    """A lower bound for groups of any sizes and any way to deal out the rows."""
+    """[s] A lower bound for groups of any sizes with any assignment of rows."""
 
     @property
     def seconds(self) -> float:
-        """The makespan: of the slowest group."""
+        """[s] The makespan: the time of the slowest group."""
         return max(self.group_s, default=0.0)
 
     @property
     def gap(self) -> float:
-        """How far the makespan is above the bound, as a share of it, at most how far it is above the best plan."""
+        """Excess of the makespan over the lower bound, as a share of the bound.
+
+        The excess over the best plan is at most this.
+        """
         return self.seconds / self.bound_s - 1 if self.bound_s else 0.0
 
 
@@ -90,9 +98,7 @@ def plan_groups(lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceC
     """Choose groups for these rows, and the rows of each.
 
     Args:
-        lengths: [rows] tokens of each.
-        ranks: in all.
-        cost: of rows on groups.
+        ranks: number of ranks to cut into groups.
 
     Raises:
         UserError: all ranks together have no room for the longest row.
@@ -104,9 +110,8 @@ def plan_groups(lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceC
     """
     table = _Table(lengths, ranks, cost)
     ways = list(_all_partitions(ranks) if ranks <= FEW_RANKS else _some_partitions(ranks))
-    if (
-        len(ways) > WAYS
-    ):  # some large groups, and all others of one smaller size: from the best of these, down
+    # Too many partitions: begin with some large groups and others of one smaller size, then descend.
+    if len(ways) > WAYS:
         ways = [
             _filled(ranks, (large,) * k, small)
             for large, k, small in _large_and_small(ranks, _powers(ranks))
@@ -120,7 +125,7 @@ def plan_groups(lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceC
 def equal_groups(
     lengths: Sequence[int] | np.ndarray, ranks: int, degree: int, cost: SequenceCost
 ) -> SequenceGroups:
-    """The same with groups of one size, as Ulysses has them.
+    """Deal out rows to groups of one size, as Ulysses does.
 
     Raises:
         UserError: the size does not divide the ranks, or a group has no room for the longest row.
@@ -137,21 +142,20 @@ def equal_groups(
 
 
 class _Table:
-    """Seconds of each row on groups of each size, and how rows are dealt out."""
+    """Seconds of each row on groups of each size, and the assignment of rows to groups."""
 
     def __init__(
         self, lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceCost, also: int = 1
     ) -> None:
         """
         Args:
-            also: a size of groups beside the powers of two.
+            also: an extra group size, besides the powers of two.
         """
         if ranks < 1:
             raise UserError(f"{ranks} ranks: at least 1")
         tokens = np.asarray(lengths, np.int64)
-        levels = [
-            each - 1 for each in cost.exchange_s if 1 < each <= ranks
-        ]  # the quickest size of each exchange time
+        # the quickest size of each exchange time
+        levels = [each - 1 for each in cost.exchange_s if 1 < each <= ranks]
         fitting = -(-int(tokens.max()) // cost.memory_tokens) if len(tokens) else 1
         sizes = {
             *range(1, min(ranks, FEW_RANKS) + 1),
@@ -178,20 +182,24 @@ class _Table:
         self._of_degree = {d: each.tolist() for d, each in zip(self.degrees, self._seconds, strict=True)}
 
     def holds(self, degrees: Sequence[int]) -> bool:
-        """Whether the largest of these groups has room for the longest row."""
+        """Return whether the largest of these groups has room for the longest row."""
         return not self._rows or self._of_degree[max(degrees)][self._order[0]] < math.inf
 
     @property
     def bound_s(self) -> float:
-        """Every row takes at least the rank-seconds of its best group, and the ranks share them; and at least the seconds of its
-        quickest group. Rank-seconds depend on the size of a group only by its exchange time, so the table's sizes are enough."""
+        """A lower bound on the makespan.
+
+        Every row takes at least the rank-seconds of its best group, which the ranks share, and at
+        least the seconds of its quickest group. Rank-seconds depend on a group's size only through
+        its exchange time, so the sizes of the table are enough.
+        """
         if not self._rows:
             return 0.0
         work = (self._seconds * np.array(self.degrees)[:, None]).min(0).sum()
         return float(max(work / self._ranks, self._seconds.min(0).max()))
 
     def dealt(self, degrees: Sequence[int]) -> SequenceGroups:
-        """Rows dealt out over these groups."""
+        """Return the groups with all rows dealt out to them."""
         degrees = sorted(degrees, reverse=True)
         heaps: dict[int, list[tuple[float, int]]] = {}
         for group, degree in enumerate(degrees):
@@ -215,8 +223,9 @@ class _Table:
         )
 
     def _relieve(self, degrees: Sequence[int], members: list[list[int]], loads: list[float]) -> None:
-        """Move rows away from the slowest group, or exchange them for others, while that makes both sides quicker than it was."""
+        """Move rows away from the slowest group, or swap them, while that lowers the larger load."""
         for _ in range(4 * self._rows):
+            # The factor below ignores gains that are only rounding.
             slowest = max(range(len(loads)), key=loads.__getitem__)
             of, best = self._of_degree[degrees[slowest]], (loads[slowest] * (1 - 1e-9), -1, -1, -1)
             for row in members[slowest]:
@@ -247,7 +256,7 @@ class _Table:
 
 
 def _descended(table: _Table, best: SequenceGroups) -> SequenceGroups:
-    """From this plan, a group halved or two joined as long as that makes it quicker."""
+    """Halve a group or join two of equal size, as long as that makes the plan faster."""
     while True:
         near = [
             way for way in _neighbours(best.degrees) if {*way} <= {*table.degrees} and table.holds(way)
@@ -276,7 +285,8 @@ def _divisors(ranks: int) -> tuple[int, ...]:
 
 
 def _all_partitions(ranks: int, largest: int | None = None) -> Iterator[tuple[int, ...]]:
-    """All ways to cut ranks into groups.
+    """Yield all partitions of ranks into groups.
+
 
     >>> list(_all_partitions(3))
     [(3,), (2, 1), (1, 1, 1)]
@@ -289,7 +299,7 @@ def _all_partitions(ranks: int, largest: int | None = None) -> Iterator[tuple[in
 
 
 def _some_partitions(ranks: int) -> Iterator[tuple[int, ...]]:
-    """All ways to make up ranks of powers of two, the first ones if they are too many."""
+    """Yield partitions of ranks into powers of two, up to `WAYS` of them."""
 
     def ways(left: int, largest: int) -> Iterator[tuple[int, ...]]:
         if left == 0:
@@ -305,7 +315,7 @@ def _some_partitions(ranks: int) -> Iterator[tuple[int, ...]]:
 
 
 def _large_and_small(ranks: int, degrees: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(size of large groups, how many, size of the others)."""
+    """Yield (size of the large groups, their number, size of the others)."""
     for large in degrees:
         for small in degrees:
             if small <= large:
@@ -317,7 +327,7 @@ def _large_and_small(ranks: int, degrees: Sequence[int]) -> Iterator[tuple[int, 
 
 
 def _filled(ranks: int, large: tuple[int, ...], small: int) -> tuple[int, ...]:
-    """These groups, others of a smaller size, and what is left in powers of two."""
+    """Return these groups, others of a smaller size, and powers of two for the rest."""
     number, left = divmod(ranks - sum(large), small)
     return (
         *large,

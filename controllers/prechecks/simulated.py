@@ -1,11 +1,13 @@
-"""Simulated: a backend without workers, on a clock of its own. The same graphs, driver, schedules and ledgers run on any number
-of devices that nobody has; a cost model says what a call takes, and the clock jumps from one event to the next.
+"""Simulated: a backend without workers, on a virtual clock.
 
-    CostModel -> Simulated(costs) -> Driver(..., backend=...)     metrics, timeline and log as of any run, in virtual seconds
-    calibrate(run) -> CostModel                                   from the timeline of a real run
-    bound(costs, graph, placement, ...)                           what no schedule can beat
+The same graphs, driver, schedules and ledgers run on any number of imaginary devices. A cost model
+gives the time of each call, and the clock jumps from one event to the next.
 
-Nothing is written: references to columns are invented.
+    CostModel -> Simulated(costs) -> Driver(..., backend=...)   a run with a log, in virtual seconds
+    calibrate(run) -> CostModel                                 from the timeline of a real run
+    bound(costs, graph, placement, ...)                         a lower bound on a step's time
+
+No rows are written: references to columns are invented.
 """
 
 from __future__ import annotations
@@ -39,32 +41,27 @@ from ..ranks.tasks import Reply, Task
 from .simulated_costs import CostModel, Generation, LinearCost, PipelineCost, SequenceParallelCost
 from .simulated_replica import Generating, Replica, Work
 
-# Draws
-#
-# Draws: what chance decides of each row, by its place in the source and among its siblings, so
-# that no schedule changes it.
+# Random draws for each row. They depend on its place in the source and among its siblings, so that
+# they are the same under every schedule.
 
 
 class Draws:
-    """The chance of one run.
-
-    Args:
-        seed: of the cost model.
-    """
+    """The random draws of one run."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._turns: dict[tuple[str, int], dict[int, int]] = {}
-        """(graph, row of the source) -> group made of it -> its number among these."""
+        """(graph, source row) -> group made of it -> its number among these."""
 
     def lengths(self, cost: Generation, graph: str, row: Row, n: int) -> np.ndarray:
-        """[n] int64 tokens of the responses to a row."""
+        """Return the token counts of the responses to a row: [n] int64."""
         return cost.lengths.draw(self._key(graph, row), row.position, n)
 
     def passes(self, cost: LinearCost, graph: str, row: Row, node: str, *, whole_groups: bool) -> bool:
-        """Whether a filter lets a row (or its group) through."""
+        """Return whether a filter passes a row (or its group)."""
         if cost.keep == 1:
             return True
+        # A filter of whole groups draws once for each group.
         root = row
         while whole_groups and root.parent is not None:
             root = root.parent
@@ -81,12 +78,12 @@ class Draws:
 
 
 def draw_key(seed: int, graph: str, position: int, turn: int, path: Sequence[int] = ()) -> list[int]:
-    """The seed of what is drawn for a row.
+    """Return the seed of the draws for a row.
 
     Args:
-        position: of the row of the source.
-        turn: number of its group among those made of that row.
-        path: number of the row among its siblings, after those of its ancestors.
+        position: position of the source row.
+        turn: number of its group among those made of that source row.
+        path: number of the row among its siblings, after the numbers of its ancestors.
     """
     return [seed, zlib.crc32(graph.encode()), position, turn, *path]
 
@@ -100,12 +97,12 @@ def _path(row: Row) -> list[int]:
 
 
 NODE = "simulated"
-"""The node that invented references name: no file of it exists anywhere."""
+"""Node of invented references. None of its files exist."""
 
 
 @dataclass(frozen=True)
 class SimulatedWeights:
-    """The weights that a simulated leader publishes: a version without tensors."""
+    """Weights published by a simulated leader: a version without tensors."""
 
     version: int
     num_bytes: int = 0
@@ -119,10 +116,12 @@ class SimulatedWeights:
 
 
 class Simulated:
-    """Worker groups that take their time and do nothing. Every placement is possible, and `clock` counts virtual seconds.
+    """Worker groups that only let virtual time pass, on any placement.
+
+    `clock` counts virtual seconds.
 
     Args:
-        costs: what each call takes; nothing, where they are silent.
+        costs: the time of each call; calls without a cost take no time.
     """
 
     def __init__(self, costs: CostModel = CostModel()) -> None:
@@ -131,11 +130,12 @@ class Simulated:
         self._draws = Draws(costs.seed)
         self._replicas: dict[tuple[str, int], Replica] = {}
         self._submitted: list[tuple[float, Call, list[tuple[int, Task]]]] = []
-        """Calls that were made since the clock last moved: when, and the tasks by rank."""
+        """Calls made since the clock last moved: (time, call, tasks by rank)."""
         self._replies: list[tuple[float, int, Event]] = []
-        """Heap of replies by the time at which they come."""
+        """Heap of replies by their time."""
         self._due: list[tuple[float, int, Replica]] = []
-        """Heap of replicas by the time of what happens there next. Entries of replicas that changed since stay until they come up."""
+        """Heap of replicas by the time of their next event. Outdated entries are skipped when they
+        come up."""
         self._order = itertools.count()
         self._offset = 0
 
@@ -147,7 +147,10 @@ class Simulated:
         placement: Mapping[str, Place],
         handles: Mapping[str, Handle] = MappingProxyType({}),
     ) -> None:
-        """Refuse costs of groups that no graph has, or that have other ranks; devices are as many as the placement asks for."""
+        """Check that the costs name groups of the graphs and match their ranks.
+
+        Devices are unlimited.
+        """
         for name in [
             *(n.partition(".")[0] for n in self.costs.nodes if "." in n),
             *self.costs.ranks_per_replica,
@@ -175,7 +178,7 @@ class Simulated:
                 self._check_ranks(node, cost, self.costs.replica_ranks(name, configs.get(name)))
 
     def _check_ranks(self, node: str, cost: PipelineCost | SequenceParallelCost, ranks: int) -> None:
-        """Refuse a cost of more or fewer ranks than a replica has: each replica would take its share of the rows with the wrong ones."""
+        """Check that a cost has as many ranks as a replica, which its share of the rows is based on."""
         if isinstance(cost, PipelineCost):
             fits, wanted = ranks % cost.stages == 0, f"a pipeline of {cost.stages} stages"
         else:
@@ -183,8 +186,8 @@ class Simulated:
         if not fits:
             group = node.partition(".")[0]
             raise UserError(
-                f"the cost of node {node!r} is of {wanted}, and a replica of {group!r} has {ranks} of the ranks; "
-                f"CostModel.ranks_per_replica says how many it has"
+                f"the cost of node {node!r} is for {wanted}, but a replica of {group!r} has {ranks} ranks; "
+                f"set CostModel.ranks_per_replica"
             )
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
@@ -204,40 +207,40 @@ class Simulated:
                     f"CostModel.nodes: two nodes of {name!r} have a Generation; they share one engine"
                 )
             cost = generates[0] if generates else None
-            for replica in range(mesh[-1].dp + 1) if cost else (0,):  # else all ranks work as one
+            for replica in range(mesh[-1].dp + 1) if cost else (0,):  # otherwise all ranks work as one
                 self._replicas[name, replica] = Replica(cost, self._reply, self._invent)
         return groups
 
     def delete(self, node: str, file: str) -> None:
-        """There is no file."""
+        """Do nothing: a simulation has no files."""
 
     has_processes = False
     in_process = False
     spans_machines = False
     sync_interval_s = math.inf
-    """Nothing was computed that a loss of power could cost."""
+    """Never sync: a power failure could not destroy any results."""
     has_endpoint = False
 
     def report(self, run: str, metrics: Mapping[str, float]) -> None:
-        """There is no endpoint."""
+        """Do nothing: a simulation has no endpoint."""
 
     nodes = (NODE,)
 
     def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
-        """There is none."""
+        """Return an empty mapping: segments are invented."""
         return {}
 
     def lost_nodes(self, *, look: bool) -> Collection[str]:
         return ()
 
     def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
-        """There are no processes."""
+        """Return an empty mapping: a simulation has no processes."""
         return {}
 
     hanging: Collection[str] = ()
 
     def memory(self) -> Mapping[str, Memory]:
-        """Nothing takes any."""
+        """Return an empty mapping: nothing takes memory."""
         return {}
 
     def node_of(self, group: WorkerGroup, rank: int) -> str:
@@ -250,13 +253,13 @@ class Simulated:
         raise RuntimeError(f"{group.name}[{rank}] has no process that could end")
 
     def vacant(self, group: WorkerGroup) -> Collection[int]:
-        """All ranks are there from the start."""
+        """Return an empty collection: all ranks exist from the start."""
         return ()
 
     wait_s = 0.0
 
     def sample_at(self, group: WorkerGroup, rank: int) -> None:
-        """Nobody asks."""
+        """Do nothing: a simulation has no processes."""
 
     def rest(self, seconds: float) -> None:
         self._now += seconds
@@ -282,13 +285,17 @@ class Simulated:
             self._note(replica)
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
-        """The next replies; the clock moves to their time, or by `timeout_s` when none comes until then."""
+        """Return the next replies.
+
+        The clock moves to their time, or by `timeout_s` if none arrives before.
+        """
         self._begin()
         end = self._now + timeout_s
         while self._due and self._due[0][0] <= max(
             self._now, min(end, self._replies[0][0] if self._replies else end)
         ):
             time, _, replica = heapq.heappop(self._due)
+            # Otherwise this entry is outdated.
             if time == replica.next_s:
                 replica.run(time)
                 self._note(replica)
@@ -308,7 +315,7 @@ class Simulated:
         self._submitted[-1][2].append((rank, task))
 
     def _begin(self) -> None:
-        """Give the calls that were made to their replicas."""
+        """Hand the new calls to their replicas."""
         submitted, self._submitted = self._submitted, []
         for at, call, tasks in submitted:
             name = call.node.name if call.node is not None else f"{call.group.name}.{call.method}"
@@ -336,6 +343,7 @@ class Simulated:
         ids = held.ids.tolist() if held is not None else []
         tokens_of = {} if held is None else dict(zip(ids, held.num_tokens.tolist(), strict=True))
         versions = {} if held is None or not is_update else dict(zip(ids, held.versions, strict=True))
+        # If an update comes in parts, only the last part takes the constant.
         fixed = bool(tasks[0][1].arguments.get("last", True)) if call.node is not None else True
         steps, key = OptimizerSteps.of(call.node), (self.costs.seed, call.group.version)
         done: dict[int, np.ndarray] = {}
@@ -347,7 +355,7 @@ class Simulated:
                     units = np.unique(task.rows.group_ids, return_inverse=True)[1]
                 done[id(task.rows)] = cost.seconds_of_steps(lengths, steps.cut(units, key))
         seconds = fixed * cost.fixed_s
-        if done:  # in each optimizer step, ranks of one program wait for the slowest
+        if done:  # in each optimizer step, the ranks of one program wait for the slowest
             seconds += float(np.max(list(done.values()), axis=0).sum())
         for replica, own in self._by_replica(call, tasks):
             replies = [
@@ -385,7 +393,7 @@ class Simulated:
         )
 
     def _published(self, call: Call, task: Task, cost: LinearCost) -> Published | None:
-        """The report of a simulated call to the ledger."""
+        """Return the report of a simulated call to the ledger."""
         share = task.rows
         assert share is not None
         operation, ids = share.operation, share.ids
@@ -405,6 +413,7 @@ class Simulated:
         elif operation.shape is Shape.EXPAND:
             assert share.first_children is not None
             n = int(task.arguments.get("n", 1))
+            # Earlier calls may have made some of the responses.
             numbers = [np.setdiff1d(np.arange(n), made) for made in share.made or [[]] * len(ids)]
             children = np.concatenate(
                 [first + own for first, own in zip(share.first_children, numbers, strict=True)]
@@ -412,7 +421,7 @@ class Simulated:
             parents = np.repeat(ids, [len(own) for own in numbers])
             return Published(children, np.zeros(len(children), np.int64), None, parents, ids)
         elif not share.writes:
-            return None  # an update, say
+            return None  # for example an update
         return Published(ids, np.zeros(len(ids), np.int64))
 
     def _replica(self, call: Call, rank: int) -> Replica:
@@ -436,13 +445,13 @@ class Simulated:
         heapq.heappush(self._replies, (time, next(self._order), Event(call, rank, reply)))
 
     def _invent(self, num_bytes: int) -> Segment:
-        """A reference to columns that do not exist."""
+        """Return a reference to columns that do not exist."""
         self._offset += num_bytes
         return Segment(NODE, f"{NODE}.0.000001.arrows", self._offset, num_bytes, 0)
 
 
 def _value(task: Task, rank: int) -> Any:
-    """The result of a method that belongs to no node."""
+    """Return the result of a method that belongs to no node."""
     if task.method in ("publish_weights", "finish_publishing"):
         return SimulatedWeights(task.arguments["version"])
     if task.method == "receive_weights":
@@ -451,7 +460,7 @@ def _value(task: Task, rank: int) -> Any:
 
 
 def _trained(call: Call, versions: Sequence[int | None]) -> Metrics:
-    """Staleness metrics of an update of rows of these versions: its largest and mean lag."""
+    """Return the staleness metrics of an update: the largest and the mean lag of its rows."""
     lags = [call.group.version - version for version in versions if version is not None and version >= 0]
     if not lags:
         return {}

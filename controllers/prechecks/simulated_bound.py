@@ -1,4 +1,4 @@
-"""Bound: the time of a step that no schedule can beat."""
+"""Lower bound on the time of a step, and costs fitted to a real run."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from .simulated_costs import CostModel, Generation, LinearCost
 
 @dataclass(frozen=True)
 class Bound:
-    """The time of the slowest pool alone."""
+    """A lower bound on the time of a step."""
 
     seconds: float
-    """Seconds of a step, on average."""
+    """[s] Average time of a step, set by the slowest pool."""
     pool: str
-    """The slowest pool: its groups are busy all the time."""
+    """The slowest pool, whose groups are always busy."""
     pools: Mapping[str, float]
-    """Pool -> seconds a step for which its groups are busy at least."""
+    """Pool -> seconds per step that its groups are busy at least."""
 
 
 def bound(
@@ -50,20 +50,19 @@ def bound(
     seed: int = 0,
     shuffle: bool = True,
 ) -> Bound:
-    """Seconds a step that no schedule can beat in this placement: what the groups of each pool have to do, perfectly
-    balanced, with generation always at its best batch, nobody waiting, and weights and the driver for nothing.
+    """Return a lower bound on the time of a step, for any schedule in this placement.
+
+    It counts the work of each pool's groups, perfectly balanced: generation runs at its best batch
+    size, no group waits, and weight transfers and the driver cost nothing.
 
     Args:
-        costs: of the calls; filters are taken to drop nothing.
-        graph: that is run.
-        placement: of its groups.
-        prompts_per_step: as the schedule has it.
+        costs: the costs of the calls. Filters are assumed to drop nothing.
+        graph: the graph to run.
+        placement: the placement of its groups.
+        prompts_per_step: as in the schedule.
         steps: number of steps whose rows are counted, from the first.
-        seed: of the driver, for the order of the prompts.
-        shuffle: as the schedule has it.
-
-    Returns:
-        The time of the slowest pool.
+        seed: the driver's seed, for the order of the prompts.
+        shuffle: as in the schedule.
     """
     places = resolve(placement, {**graph.handles, FUNCTIONS: None})
     busy: Counter[str] = Counter()
@@ -77,9 +76,11 @@ def bound(
         cost = costs.nodes.get(node.name, LinearCost())
         if isinstance(cost, Generation):
             assert node.makes_level is not None
+            # Tokens of a response row include its prompt, which is subtracted here.
             made = (
                 tokens[node.makes_level] - tokens[node.level] * rows[node.makes_level] / rows[node.level]
             )
+            # seconds per token at the most efficient batch size
             best = float((cost.seconds_by_batch[1:] / np.arange(1, cost.max_num_seqs + 1)).min())
             seconds = (made * best + tokens[node.level] * cost.prefill_s) / replicas
         else:
@@ -93,7 +94,7 @@ def bound(
 def _load(
     costs: CostModel, graph: Graph, groups: int, seed: int, shuffle: bool
 ) -> tuple[Counter[int], Counter[int]]:
-    """Rows of each level, and their tokens, in the first so many groups of a run."""
+    """Return the rows and the tokens of each level, for the first `groups` groups of a run."""
     batch = Batch.of_table(graph.source.table)
     lengths = num_tokens(batch)
     rows: Counter[int] = Counter()
@@ -120,9 +121,7 @@ def _load(
     return rows, tokens
 
 
-# Calibrate
-#
-# Calibrate: the costs of a real run, fitted to its timeline.
+# Costs of a real run, fitted to its timeline.
 
 
 def calibrate(
@@ -132,22 +131,27 @@ def calibrate(
     nodes: Mapping[str, LinearCost | Generation] | None = None,
     **others: Any,
 ) -> CostModel:
-    """The costs of a real run, fitted to its timeline by least squares with no cost below zero. Of lines that fit alike (all calls had
-    as many rows, say) the one of the fewest terms is taken: tokens first, then the constant, then rows. Updates that came in parts have
-    their constant with the last. Lengths of responses are not in a timeline: give the `Generation` of a node that generates.
+    """Fit a cost model to the timeline of a real run, by least squares with nonnegative costs.
+
+    If several lines fit equally well (for example because all calls had as many rows), the one with
+    the fewest terms wins: tokens first, then the constant, then rows. For an update that came in
+    parts, the last part carries the constant. A timeline has no response lengths, so give the
+    `Generation` of a generating node in `nodes`.
 
     Args:
-        timeline: the folder of a run, whose `config.json` says how many ranks each group had; or a `timeline.parquet`, or its table,
-            with the columns group, node, worker_s, rows, tokens, and perhaps last.
-        replicas: group -> replicas that shared the rows of a call; 1 where it is not mentioned.
-        nodes: costs that are known and taken as they are.
+        timeline: the folder of a run, whose `config.json` has the ranks of each group; or a
+            `timeline.parquet`, or its table, with the columns group, node, worker_s, rows, tokens,
+            and perhaps last.
+        replicas: group -> replicas that shared the rows of a call; 1 by default.
+        nodes: known costs, which are kept as they are.
         others: further settings of `CostModel`.
 
     Returns:
-        Costs by node, those that are known among them.
+        Costs by node, including the known ones.
 
     Raises:
-        UserError: there is no timeline, it cannot be read, or it lacks a column; or the `config.json` of the run is damaged.
+        UserError: the timeline is missing, unreadable or lacks a column, or the `config.json` of
+            the run is damaged.
     """
     counts = _ranks(timeline / CONFIG) if isinstance(timeline, Path) and timeline.is_dir() else {}
     counts |= dict(replicas or {})
@@ -186,7 +190,7 @@ def _read(timeline: Path) -> pa.Table:
 
 
 def _ranks(config: Path) -> dict[str, int]:
-    """Ranks of each group of a run; in one process, one."""
+    """Return the ranks of each group of a run, or nothing for a run in one process."""
     try:
         described = read_json(config)
         if described["backend"] == "Local()":
@@ -198,14 +202,18 @@ def _ranks(config: Path) -> dict[str, int]:
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{config} does not say how many ranks each group had ({error!r}); give the run's timeline.parquet and replicas={{...}}"
+            f"{config} lacks the ranks of each group ({error!r}); give the run's timeline.parquet and replicas={{...}}"
         ) from None
 
 
 def _fit(calls: np.ndarray) -> LinearCost:
-    """[calls, (seconds, rows, tokens, constants)] -> the line with no slope below zero, of the fewest terms, that is closest."""
+    """Return the closest line with nonnegative slopes and the fewest terms.
+
+    `calls`: [calls, (seconds, rows, tokens, constants)].
+    """
     seconds, terms = calls[:, 0], calls[:, [2, 1, 3]]
     found: tuple[float, np.ndarray] = float(seconds @ seconds), np.zeros(3)
+    # Fewer terms come first: a later line has to fit clearly better.
     for chosen in ([0], [2], [1], [0, 2], [0, 1], [1, 2], [0, 1, 2]):
         if np.linalg.matrix_rank(terms[:, chosen]) < len(chosen):
             continue

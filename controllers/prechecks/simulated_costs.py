@@ -1,4 +1,4 @@
-"""Costs: what the calls of a simulated run take, and how long its responses are."""
+"""Costs of a simulated run: the time of its calls, and the lengths of its responses."""
 
 from __future__ import annotations
 
@@ -18,30 +18,29 @@ from ..placement import ranks_of_a_replica
 from .sequence_groups import SequenceCost, SequenceGroups, equal_groups, plan_groups
 
 FORWARD_SHARE = 1 / 3
-"""Of the time of a microbatch: a backward pass has twice the matrix products of a forward pass."""
+"""Forward share of a microbatch's time: a backward pass has twice the matrix products."""
 
 
 class LogNormal(Config):
-    """Lengths of responses: log-normal, cut off at a limit (which makes the mean a little smaller).
+    """Log-normal response lengths with an upper limit, which lowers the mean slightly.
+
 
     >>> LogNormal(mean=100, max_tokens=400).draw((0, 7), position=7, n=3).tolist()
     [33, 128, 97]
     """
 
     mean: float = Field(gt=0)
-    """[tokens] Mean length, before the limit. Set it to what your task has."""
+    """[tokens] Mean length, before the limit. Set it to the mean of your task."""
     sigma: float = Field(default=1.0, ge=0)
     """[nats] Standard deviation of the logarithm. Raise it for a longer tail."""
     max_tokens: int = Field(ge=1)
     """[tokens] Longest response. Set it as in `Sampling`."""
 
     def draw(self, key: Sequence[int], position: int, n: int) -> np.ndarray:
-        """Lengths of the responses to a prompt.
+        """Draw the lengths of the responses to a prompt.
 
         Args:
-            key: seeds the draw.
-            position: of the prompt's row in the source.
-            n: responses.
+            position: position of the prompt's row in the source.
 
         Returns:
             [n] int64 tokens, the same for the same key.
@@ -52,69 +51,78 @@ class LogNormal(Config):
 
 
 class FixedLengths(Config):
-    """Given lengths of responses, for the rows of the source in order.
+    """Given response lengths, for the rows of the source in order.
+
 
     >>> FixedLengths(lengths=((3, 5), (2, 7))).draw((), position=1, n=2).tolist()
     [2, 7]
     """
 
     lengths: tuple[tuple[int, ...], ...]
-    """[tokens] Lengths of the responses to each row of the source, in order. Give those of a run to play it again."""
+    """[tokens] Lengths of the responses to each row of the source, in order. Give those of a run to
+    replay it."""
 
     def draw(self, key: Sequence[int], position: int, n: int) -> np.ndarray:
-        """As `LogNormal.draw`; the key is not used."""
+        """Return the given lengths, as `LogNormal.draw` does; the key is not used."""
         own = self.lengths[position % len(self.lengths)]
         return np.array([max(1, own[k % len(own)]) for k in range(n)], np.int64)
 
 
 class LinearCost(Config):
-    """Seconds of a call, of an update with all of its optimizer steps: a constant, and so much for each row and token of the replica that
-    has the most to do.
+    """Cost of a call: a constant, plus a time for each row and token.
+
+    The replica with the most work decides. For an update, the cost covers all optimizer steps.
 
     >>> LinearCost(fixed_s=1.0, per_token_s=0.5).seconds(rows=2, tokens=10)
     6.0
     """
 
     fixed_s: float = Field(default=0.0, ge=0)
-    """[s] Time of each call. An update that comes in parts takes it with the last part. Set it to what a call of no rows takes."""
+    """[s] Time of each call. If an update comes in parts, the last part takes it. Set it to the
+    time of a call without rows."""
     per_row_s: float = Field(default=0.0, ge=0)
-    """[s] Time for each row of the replica that has most. Set it where time goes by rows, as of a reward."""
+    """[s] Time for each row of the busiest replica. Set it for calls whose time depends on the
+    number of rows, such as rewards."""
     per_token_s: float = Field(default=0.0, ge=0)
-    """[s] Time for each token of the replica that has most, prompts included. Set it where time goes by tokens, as of training."""
+    """[s] Time for each token of the busiest replica, including prompts. Set it for calls whose
+    time depends on tokens, such as training."""
     keep: float = Field(default=1.0, ge=0, le=1)
-    """[share] Rows that a filter lets through (or groups, where it takes whole ones). Lower it for a filter that drops many."""
+    """[share] Rows (or groups, for a filter of whole groups) that a filter passes. Lower it for a
+    filter that drops many."""
 
     def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
-        """Seconds of a call on so many rows of one length.
+        """Return the seconds of a call on rows of equal length.
 
         Args:
-            rows: of the call.
-            tokens: of all of them.
-            steps: of an update. Times of this class are those of the whole call, however many steps it has; of others, those of one pass.
+            steps: optimizer steps of an update. Times of this class are for the whole call, however
+                many steps it has; times of subclasses are for one pass.
         """
         return self.fixed_s + self.per_row_s * rows + self.per_token_s * tokens
 
     def seconds_of_steps(self, lengths: np.ndarray, cuts: Sequence[np.ndarray]) -> np.ndarray:
-        """Seconds of a call, without the constant.
+        """Return the seconds of a call, without the constant.
 
         Args:
             lengths: [rows] tokens of each row.
             cuts: indexes of the rows of each optimizer step.
 
         Returns:
-            [optimizer steps], at whose ends replicas wait for each other; or [1], where only the time of the whole call is known.
+            [optimizer steps], after each of which replicas wait for each other; or [1] if only the
+            time of the whole call is known.
         """
         return np.array([self.per_row_s * len(lengths) + self.per_token_s * float(lengths.sum())])
 
     def least_s(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
-        """Seconds of a call that no lengths of so many rows and tokens beat, without the constant."""
+        """Return a lower bound on the seconds of a call for any row lengths, without the constant."""
         return self.per_row_s * rows + self.per_token_s * tokens
 
 
 class PipelineCost(LinearCost):
-    """An update by a pipeline: rows are cut into microbatches, which pass through its stages by 1F1B, or, with several chunks, by
-    interleaved 1F1B (arXiv:2104.04473). Times for rows and tokens are those of one pass through the whole model, forwards and backwards.
-    Each optimizer step fills and drains the pipeline, and so does each part of an update that comes in parts.
+    """Cost of an update by a pipeline with the 1F1B schedule.
+
+    With several chunks the schedule is interleaved 1F1B (arXiv:2104.04473). Times for rows and
+    tokens are for one forward and backward pass through the whole model. Each optimizer step fills
+    and drains the pipeline, and so does each part of an update that comes in parts.
 
     >>> cost = PipelineCost(stages=4, microbatch_tokens=100, per_token_s=0.01)
     >>> round(cost.seconds(rows=8, tokens=800), 6), cost.played(rows=8, tokens=800).bubble  # 8 / 4 s without the bubble
@@ -124,15 +132,18 @@ class PipelineCost(LinearCost):
     """
 
     stages: int = Field(ge=1)
-    """[stages] Of the pipeline. Set it to what you plan for."""
+    """[stages] Stages of the pipeline. Set it to the number you plan for."""
     chunks: int = Field(default=1, ge=1)
-    """[chunks] Pieces of the model on each stage. Raise it for a smaller bubble and more transfers."""
+    """[chunks] Model pieces on each stage. Raise it for a smaller bubble and more transfers."""
     microbatch_tokens: int = Field(ge=1)
-    """[tokens] Of a microbatch, at most, as in `ModelConfig`. Lower it for more microbatches and a smaller bubble."""
+    """[tokens] Upper limit of a microbatch, as in `ModelConfig`. Lower it for more microbatches and
+    a smaller bubble."""
     transfer_s: float = Field(default=0.0, ge=0)
-    """[s] Time of a token's activations, or their gradient, from stage to stage. Raise it for a slow network."""
+    """[s] Time to send a token's activations or gradient to the next stage. Raise it for a slow
+    network."""
     shares: tuple[float, ...] = ()
-    """Of the time of a pass, for each piece of the model; none given: equal. Set it where layers do not divide, or the head is heavy."""
+    """Share of each model piece in the time of a pass; equal by default. Set it if layers do not
+    divide evenly, or the head is heavy."""
 
     @model_validator(mode="after")
     def _shares_are_of_all_pieces(self) -> PipelineCost:
@@ -145,12 +156,12 @@ class PipelineCost(LinearCost):
         return self
 
     def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
-        """As `LinearCost.seconds`: the schedule of each optimizer step is played."""
+        """As `LinearCost.seconds`, with the schedule of each optimizer step played out."""
         of_step = self.played(rows / steps.minibatches, tokens / steps.minibatches)
         return self.fixed_s + steps.number * of_step.seconds
 
     def seconds_of_steps(self, lengths: np.ndarray, cuts: Sequence[np.ndarray]) -> np.ndarray:
-        """As `LinearCost.seconds_of_steps`: the rows of each step are cut into microbatches as the engine cuts them."""
+        """As `LinearCost.seconds_of_steps`, with rows cut into microbatches as the engine does."""
         found: list[float] = []
         for own in (lengths[cut] for cut in cuts):
             parts = plan_microbatches(own, self.microbatch_tokens, packed=True)
@@ -158,24 +169,26 @@ class PipelineCost(LinearCost):
         return np.array(found)
 
     def least_s(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
-        """As `LinearCost.least_s`: the time for which the busiest stage computes."""
+        """As `LinearCost.least_s`: the compute time of the busiest stage."""
         stages = self._shares.reshape(self.chunks, self.stages).sum(0)
         return steps.epochs * float(stages.max()) * (self.per_row_s * rows + self.per_token_s * tokens)
 
     def played(self, rows: float, tokens: float) -> PipelineRun:
-        """The schedule of one optimizer step on so many rows of one length: whole rows make up a microbatch, and the last one has what is
-        left."""
+        """Play the schedule of one optimizer step on rows of equal length.
+
+        A microbatch consists of whole rows; the last one takes the rest.
+        """
         number = self.microbatches(rows, tokens)
         each = self._rows_of_one(rows, tokens)
         sizes = [min(each, rows - k * each) for k in range(number)]
         return self._play([(own, own * tokens / rows if rows else 0.0) for own in sizes])
 
     def microbatches(self, rows: float, tokens: float) -> int:
-        """How many so many rows of one length make up, without those that fill up the last round of an interleaved schedule."""
+        """Return the number of microbatches, without the padding of an interleaved schedule."""
         return max(1, math.ceil(rows / self._rows_of_one(rows, tokens)))
 
     def _rows_of_one(self, rows: float, tokens: float) -> int:
-        """Whole rows of a full microbatch."""
+        """Return the whole rows in a full microbatch."""
         return (
             max(1, math.floor(self.microbatch_tokens * rows / tokens + 1e-9))
             if tokens
@@ -184,12 +197,15 @@ class PipelineCost(LinearCost):
 
     @property
     def _shares(self) -> np.ndarray:
-        """[pieces] of the time of a pass; together 1."""
+        """[pieces] Shares of the time of a pass; they sum to 1."""
         shares = np.array(self.shares or (1.0,) * (self.stages * self.chunks))
         return shares / shares.sum()
 
     def _play(self, microbatches: Sequence[tuple[float, float]]) -> PipelineRun:
-        """Play microbatches of so many rows and tokens each, and empty ones up to whole rounds of an interleaved schedule."""
+        """Play microbatches, each given as (rows, tokens).
+
+        Empty ones pad an interleaved schedule to whole rounds.
+        """
         number = max(1, len(microbatches))
         whole = number if self.chunks == 1 else -(-number // self.stages) * self.stages
         filled = [*microbatches, *[(0.0, 0.0)] * (whole - len(microbatches))]
@@ -202,9 +218,11 @@ class PipelineCost(LinearCost):
 
 
 class SequenceParallelCost(LinearCost):
-    """An update whose ranks share the tokens of long rows, in groups of different sizes that are chosen anew for the rows of each
-    optimizer step (FlexSP, arXiv:2412.01523; `controllers/prechecks/sequence_groups.py`). Times are those of one pass, forwards and
-    backwards; `per_token_s` is that of a token's linear layers on one rank.
+    """Cost of an update whose ranks share the tokens of long rows.
+
+    Groups of different sizes are chosen for the rows of each optimizer step (FlexSP,
+    arXiv:2412.01523; `controllers/prechecks/sequence_groups.py`). Times are for one forward and
+    backward pass; `per_token_s` is the time of a token's linear layers on one rank.
 
     >>> cost = SequenceParallelCost(ranks=4, memory_tokens=100, per_token_s=0.01)
     >>> [each.groups(np.array([200, 100, 100])).seconds for each in (cost, cost.model_copy(update={"degree": 4}))]
@@ -212,38 +230,46 @@ class SequenceParallelCost(LinearCost):
     """
 
     ranks: int = Field(ge=1)
-    """[ranks] That share the rows of a call: those of one replica, usually the whole group. Set it to their number."""
+    """[ranks] Ranks that share the rows of a call: one replica, usually the whole group. Set it to
+    their number."""
     memory_tokens: int = Field(ge=1)
-    """[tokens] Most that a rank can hold in one pass. Set it to what `weft plan` or a trial run says."""
+    """[tokens] Most that a rank can hold in one pass. Set it to the value from `weft plan` or a
+    trial run."""
     attention_length: float = Field(default=math.inf, gt=0, allow_inf_nan=True)
-    """[tokens] Length of a row whose attention takes as long as everything else. Set it for rows of more than a few thousand tokens."""
+    """[tokens] Length of a row whose attention takes as long as everything else. Set it for rows of
+    more than a few thousand tokens."""
     exchange_s: Mapping[int, float] = Field(default_factory=dict)
-    """[s] Time of the exchanges for each token of a rank, by the size of its group. Give what was measured within a node and beyond it."""
+    """[s] Time of the exchanges for each token of a rank, by the size of its group. Give values
+    measured within a node and between nodes."""
     degree: int | None = Field(default=None, ge=1)
-    """[ranks] Size of all groups; None: of different sizes. Set it to see what one degree for all rows costs."""
+    """[ranks] Size of all groups; None for different sizes. Set it to see the cost of one degree
+    for all rows."""
 
     def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
-        """As `LinearCost.seconds`: with the groups of each optimizer step."""
+        """As `LinearCost.seconds`, with groups chosen for each optimizer step."""
         number = max(1, round(rows / steps.minibatches))
         lengths = np.full(number, math.ceil(tokens / steps.minibatches / number))
         return self.fixed_s + steps.number * float(self.seconds_of_steps(lengths, [np.arange(number)])[0])
 
     def seconds_of_steps(self, lengths: np.ndarray, cuts: Sequence[np.ndarray]) -> np.ndarray:
-        """As `LinearCost.seconds_of_steps`: of the slowest group of each step."""
+        """As `LinearCost.seconds_of_steps`: the time of the slowest group in each step."""
         return np.array(
             [self.per_row_s * len(cut) / self.ranks + self.groups(lengths[cut]).seconds for cut in cuts]
         )
 
     def least_s(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
-        """As `LinearCost.least_s`: rows of one length, whose attention takes least, shared by all ranks without an exchange."""
+        """As `LinearCost.least_s`: rows of equal length, which need the least attention.
+
+        All ranks share them without an exchange.
+        """
         linear = rows * float(self._cost.row_cost(np.array(tokens / rows))) if rows else 0.0
         return steps.epochs * (self.per_row_s * rows + self.per_token_s * linear) / self.ranks
 
     def groups(self, lengths: np.ndarray) -> SequenceGroups:
-        """The groups of an optimizer step on rows of these lengths.
+        """Return the groups of an optimizer step on rows of these lengths.
 
         Raises:
-            UserError: they have no room for the longest row.
+            UserError: no group has room for the longest row.
         """
         if self.degree is not None:
             return equal_groups(lengths, self.ranks, self.degree, self._cost)
@@ -265,15 +291,17 @@ class Generation(Config):
     """
 
     lengths: LogNormal | FixedLengths
-    """[tokens] Lengths of responses: `LogNormal` or `FixedLengths`. Set it to what your task has: the tail decides what a schedule
-    gains."""
+    """[tokens] Lengths of responses: `LogNormal` or `FixedLengths`. Set it to your task's lengths:
+    the tail decides how much a schedule gains."""
     decode_step_s: float | Sequence[tuple[float, float]]
-    """[s] Time of a decode step, or a table of (responses in the batch, seconds), linear in between. Give what your engine was measured
-    to take."""
+    """[s] Time of a decode step, or a table of (responses in the batch, seconds), linear in
+    between. Give values measured on your engine."""
     max_num_seqs: int = Field(default=256, ge=1)
-    """[responses] How many are in the batch; others queue, in order. Set it as in the rollout's configuration."""
+    """[responses] Most responses in the batch; others queue in order. Set it as in the rollout's
+    configuration."""
     prefill_s: float = Field(default=0.0, ge=0)
-    """[s] Time for each token of a prompt, once for all of its responses; the batch stands still meanwhile. Raise it for long prompts."""
+    """[s] Time for each token of a prompt, once for all of its responses. The batch pauses during
+    prefill. Raise it for long prompts."""
 
     @field_validator("decode_step_s")
     @classmethod
@@ -291,7 +319,7 @@ class Generation(Config):
 
     @property
     def seconds_by_batch(self) -> np.ndarray:
-        """[max_num_seqs + 1] seconds of a step by the number of responses."""
+        """[max_num_seqs + 1] seconds of a decode step, by the number of responses."""
         table = (
             ((0.0, self.decode_step_s),) if isinstance(self.decode_step_s, float) else self.decode_step_s
         )
@@ -299,24 +327,27 @@ class Generation(Config):
 
 
 class CostModel(Config):
-    """What the calls of a simulated run take.
+    """The costs of all calls of a simulated run.
+
 
     >>> CostModel(nodes={"actor.update": LinearCost(fixed_s=0.5), "rollout.receive_weights": LinearCost(fixed_s=0.1)}).dispatch_s
     0.0
     """
 
     nodes: Mapping[str, LinearCost | Generation] = Field(default_factory=dict)
-    """Costs by node ("actor.update"; of a function, its name), or by group and method beside the graph ("actor.publish_weights",
-    "rollout.receive_weights", "actor.onload", "actor.offload"). What is not mentioned takes no time. Give what was measured; `calibrate`
-    fits it to a timeline."""
+    """Costs by node ("actor.update", or the name of a function), or by group and method outside the
+    graph ("actor.publish_weights", "rollout.receive_weights", "actor.onload", "actor.offload").
+    Other calls take no time. Give measured values; `calibrate` fits them to a timeline."""
     ranks_per_replica: Mapping[str, int] = Field(default_factory=dict)
-    """[ranks] How many one replica of a group has; where it is not mentioned, as many as the group's configuration says. Costs are those
-    of a replica. Set it for workers that do not say, or for ranks that share rows by a `SequenceParallelCost`."""
+    """[ranks] Ranks of one replica of a group; by default, as in the group's configuration. Costs
+    are those of a replica. Set it for workers without such a setting, or for ranks that share rows
+    by a `SequenceParallelCost`."""
     dispatch_s: float = Field(default=0.0, ge=0)
-    """[s] Time that a call takes the driver for each rank, one after the other. All ranks begin when the first has been called. Raise it
-    for a slow network."""
+    """[s] Time that the driver takes to send a call to each rank, one after the other. All ranks
+    begin when the first has been called. Raise it for a slow network."""
     seed: int = 0
-    """[seed] Of the lengths that are drawn: a prompt gets the same ones under every schedule and placement. Change it to see the spread."""
+    """[seed] Seed of the drawn lengths. A prompt gets the same ones under every schedule and
+    placement. Change it to see the spread."""
 
     @field_validator("ranks_per_replica")
     @classmethod
@@ -327,18 +358,14 @@ class CostModel(Config):
         return value
 
     def replica_ranks(self, group: str, config: object) -> int:
-        """Ranks of one replica of a group with this configuration."""
+        """Return the ranks of one replica of a group with this configuration."""
         return self.ranks_per_replica.get(group) or ranks_of_a_replica(config)
 
     def pipeline(self, name: str, config: object) -> PipelineCost | None:
-        """The cost of an update by a pipeline; None: the cost of this node is none.
-
-        Args:
-            name: of the node.
-            config: of its group.
+        """Return the pipeline cost of a node, or None if its cost is of another kind.
 
         Raises:
-            UserError: the group has another number of stages.
+            UserError: the group has a different number of stages.
         """
         cost = self.nodes.get(name)
         if not isinstance(cost, PipelineCost):
@@ -346,11 +373,11 @@ class CostModel(Config):
         stages = getattr(config, "pipeline_parallel", cost.stages)
         if cost.stages != stages:
             raise UserError(
-                f"the cost of node {name!r} is of a pipeline of {cost.stages} stages, and its group has pipeline_parallel={stages}"
+                f"the cost of node {name!r} is for a pipeline of {cost.stages} stages, but its group has pipeline_parallel={stages}"
             )
         return cost
 
     def linear(self, name: str) -> LinearCost:
-        """The cost of a call that does not generate; nothing, if it is not mentioned."""
+        """Return the cost of a call that does not generate, or zero cost by default."""
         cost = self.nodes.get(name)
         return cost if isinstance(cost, LinearCost) else LinearCost()

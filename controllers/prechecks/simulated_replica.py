@@ -1,4 +1,4 @@
-"""Replica: a continuous batch on virtual time, and the other calls on the ranks that share its engine."""
+"""Replica: a continuous batch in virtual time, and the other calls on the same ranks."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from ..ranks.tasks import Reply, RowTask, Task
 from .simulated_costs import Generation
 
 BYTES_PER_TOKEN = 12
-"""A token id, its log-probability and its version: what a response counts towards `BufferConfig.max_bytes`."""
+"""[bytes] A token id, its log-probability and its version, counted towards `BufferConfig.max_bytes`."""
 EPSILON = 1e-9
-"""Decode steps that rounding may take for begun."""
+"""Rounding tolerance, in decode steps."""
 OnReply = Callable[[float, Call, int, Reply], None]
 """Called with the time, the call, the rank and the reply."""
 
 
 @dataclass(eq=False)
 class Work:
-    """A call that runs to its end."""
+    """A call that runs to its end without interruption."""
 
     call: Call
     seconds: float
     replies: list[tuple[int, Reply]]
-    """By rank."""
+    """(rank, reply)."""
     version: int | None = None
-    """Of the weights that are taken over, if any."""
+    """Version of the weights that the call receives, if any."""
     interruptible = False
 
     @property
@@ -48,28 +48,26 @@ class Work:
 
 @dataclass(eq=False)
 class Generating:
-    """A call that generates."""
-
     call: Call
     tasks: list[tuple[int, Task]]
-    """By rank."""
+    """(rank, task)."""
     rows: RowTask
     lengths: list[np.ndarray]
-    """[prompts] of [n] tokens."""
+    """[prompts] of [n] response lengths in tokens."""
     prompt_tokens: list[int]
     started: float
     to_make: list[list[int]] = field(init=False)
-    """[prompts] numbers of the responses that are to be made; others were made before."""
+    """[prompts] numbers of the responses to make; earlier calls made the others."""
     left: list[int] = field(init=False)
-    """[prompts] responses that are not finished."""
+    """[prompts] unfinished responses."""
     versions: list[np.ndarray] = field(init=False)
     """[prompts] of [n] versions of the weights that wrote the first token."""
     open: int = field(init=False)
-    """Prompts that are not finished."""
+    """Unfinished prompts."""
     ended: list[tuple[int, int]] = field(default_factory=list)
-    """(prompt, number) of responses that have ended and wait for others (`../ranks/gathered.py`)."""
+    """(prompt, number) of finished responses in the batching delay (`../ranks/gathered.py`)."""
     due_s: float = math.inf
-    """When they are published."""
+    """[s] Time when they are published."""
     interruptible = True
 
     def __post_init__(self) -> None:
@@ -89,14 +87,15 @@ class Generating:
 class Replica:
     """One replica, or all ranks of a group that does not generate.
 
-    Calls take turns as on a real rank (`../call_order.py`). All calls that generate have their turn together: they share the batch, and
-    a turn is a decode step. Other calls run to their end between two decode steps. While no response ends or joins, all advance alike,
-    so that a stretch of decode steps is one event.
+    Calls take turns as on a real rank (`../ranks/executor.py`). All generating calls share the
+    batch and have their turn together; a turn is one decode step. Other calls run to their end
+    between two decode steps. Decode steps in which no response ends or joins form one event.
 
-    `at` is the latest boundary between two steps (or the end of a call) that was looked at; it may lie ahead of the clock.
+    `at` is the latest boundary between two steps (or the end of a call) that was processed. It may
+    be ahead of the clock.
 
     Args:
-        cost: None: it does not generate.
+        cost: the cost of generation, or None for a group that does not generate.
         invent: makes a reference to a number of bytes.
     """
 
@@ -116,20 +115,20 @@ class Replica:
         self._steps = 0
         """Decode steps made until `at`."""
         self._running: list[tuple[int, int, int, Generating, int, int]] = []
-        """Heap of (last step, order, steps made before the first, call, prompt, number of the response)."""
+        """Heap of (last step, order, steps made before the first, call, prompt, response number)."""
         self._waiting: deque[tuple[Generating, int, int]] = deque()
-        """(call, prompt, number of the response) of those that queue for the batch."""
+        """(call, prompt, response number) of responses that queue for the batch."""
         self._due_s = math.inf
-        """When the first responses that wait for others are published."""
+        """[s] Time when the first delayed responses are published."""
         self._gathering: dict[Generating, None] = {}
-        """Calls with such responses."""
+        """Calls with delayed responses."""
         self._order = itertools.count()
         self._changes, self._versions = [0], [0]
-        """Step after which each version was taken over, and the versions."""
+        """Decode step when each version was received, and the versions."""
 
     @property
     def next_s(self) -> float:
-        """When something happens next, if nobody calls."""
+        """[s] Time of the next event, if no new call arrives."""
         current = self._calls.next
         if isinstance(current, Work):
             return min(self.at + current.seconds, self._due_s)
@@ -139,7 +138,7 @@ class Replica:
         return self._due_s
 
     def run(self, until: float) -> None:
-        """Do what is due until then."""
+        """Process all events up to this time."""
         while (next_s := self.next_s) <= until:
             current = self._calls.next
             if next_s == self._due_s:
@@ -150,7 +149,7 @@ class Replica:
                 self._decode(self._running[0][0] - self._steps)
 
     def add(self, call: Work | Generating, at: float) -> None:
-        """Take a call in; it has a turn when the decode step that is under way ends."""
+        """Add a call. Its first turn comes when the current decode step ends."""
         self._reach_boundary(at)
         self._calls.add(call)
         if isinstance(call, Generating):
@@ -160,12 +159,15 @@ class Replica:
             self._admit()
 
     def cancel(self, number: int, at: float, parents: Container[int] | None = None) -> None:
-        """End a call that generates, or what it has still to make of some parents; nothing happens when it has ended already."""
+        """End a generating call, or its remaining work on some parents.
+
+        Does nothing if the call has already ended.
+        """
         call = self._calls.find(number)
         if not isinstance(call, Generating):
             return
         self._reach_boundary(at)
-        if not call.open:  # it ended with the very step that was under way
+        if not call.open:  # it ended with the current step
             return
         over = {k for k, id in enumerate(call.rows.ids.tolist()) if parents is None or id in parents}
         self._running = [r for r in self._running if r[3] is not call or r[4] not in over]
@@ -186,11 +188,12 @@ class Replica:
         if not self._running:
             self.at = max(self.at, at)
         elif at > self.at:
+            # Changes take effect after the current decode step.
             steps = math.ceil((at - self.at) / self._seconds_by_batch[len(self._running)] - EPSILON)
             self._decode(min(steps, self._running[0][0] - self._steps))
 
     def _decode(self, steps: int) -> None:
-        """Make this many decode steps; responses may end only in the last."""
+        """Make this many decode steps. Responses may end only in the last one."""
         self.at += steps * self._seconds_by_batch[len(self._running)]
         self._steps += steps
         ended: dict[Generating, list[tuple[int, int]]] = {}
@@ -204,18 +207,19 @@ class Replica:
         self._admit()
 
     def _admit(self) -> None:
-        """Let responses that wait join the batch, unless another call has its turn."""
+        """Let queued responses join the batch, unless another call has its turn."""
         if isinstance(self._calls.next, Work) or self.cost is None:
             return
         while self._waiting and len(self._running) < self.cost.max_num_seqs:
             call, k, index = self._waiting.popleft()
+            # Prefill a prompt once, with its first response.
             if index == call.to_make[k][0]:
                 self.at += self.cost.prefill_s * call.prompt_tokens[k]
             last = self._steps + int(call.lengths[k][index])
             heapq.heappush(self._running, (last, next(self._order), self._steps, call, k, index))
 
     def _gather(self, call: Generating, responses: list[tuple[int, int]]) -> None:
-        """Responses ended with one step, each given by its prompt and its number: they wait for others, unless they are the last."""
+        """Delay responses (prompt, number) that ended in one step, unless they are the last."""
         call.open -= sum(not call.left[k] for k in {k for k, _ in responses})
         gather_s = call.tasks[0][1].gather_s
         call.ended += responses
@@ -231,7 +235,7 @@ class Replica:
             self._publish(call, call.due_s)
 
     def _publish(self, call: Generating, at: float | None = None) -> None:
-        """Publish the responses that have ended; the call is over with the last of them."""
+        """Publish the finished responses, and finish the call with its last one."""
         responses, call.ended, call.due_s = call.ended, [], math.inf
         if self._gathering.pop(call, self) is None:
             self._due_s = min((other.due_s for other in self._gathering), default=math.inf)

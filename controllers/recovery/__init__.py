@@ -1,1 +1,1 @@
-"""How a run outlives failures: replaced ranks, checkpoints, resuming, ending early, and a full disk."""
+"""Recovery from failures: rank replacement, checkpoints, resuming, ending early, and full disks."""

@@ -1,7 +1,8 @@
-"""Changed settings: how a run that is resumed differs from the one that wrote the checkpoint.
+"""Changed settings: differences between a resumed run and the run that wrote the checkpoint.
 
-Each setting has one of three rules. Its class lists the "free" settings, which do not change the numbers, and the "fixed" settings,
-which the state in the checkpoint depends on. The first lines of the run report a change of any other setting.
+Each setting has one of three rules. Its class lists "free" settings, which do not change the
+numbers, and "fixed" settings, which the state in the checkpoint depends on. Changes of all other
+settings are reported in the first lines of the run.
 """
 
 from __future__ import annotations
@@ -28,12 +29,11 @@ ORDER_OF_DATA = (f"rows of {TRAIN}", f"data of {TRAIN}", "schedule.shuffle")
 def recorded_settings(
     graphs: Mapping[str, Graph], handles: Mapping[str, Handle], schedule: Config
 ) -> tuple[dict[str, str], dict[str, Rule]]:
-    """Settings of a run as text, and the rule of each, by a name such as "actor.lora.alpha".
+    """Return the settings of a run as text, and their rules, by names such as "actor.lora.alpha".
 
     Args:
         graphs: name -> graph.
         handles: name -> worker group.
-        schedule: the training schedule.
     """
     found: list[tuple[str, str, Rule]] = [*_walk("schedule", schedule, "reported")]
     for name, handle in handles.items():
@@ -53,9 +53,10 @@ def recorded_settings(
 def changes(
     before: Mapping[str, str], now: Mapping[str, str], rules: Mapping[str, Rule], rule: Rule
 ) -> list[str]:
-    """Settings under a rule that differ, as "NAME was X, is Y".
+    """Return the settings under a rule that differ, as "NAME was X, is Y".
 
-    A setting that only one side has is a difference only if the other has a value in the place of the whole: an adapter, or none.
+    A setting on one side only counts if the other side has a value for an enclosing setting, such
+    as None for an adapter.
     """
     found: list[str] = []
     for name in dict.fromkeys([*before, *now]):
@@ -83,12 +84,12 @@ def refuse_fixed(where: object, found: list[str]) -> None:
         raise UserError(
             f"cannot resume from {where}: its state depends on settings that have changed: {'; '.join(found)}. Restore the earlier "
             "values and data, or start a new run (another name) from the model that this run saved. If only the data or their order "
-            "changed, resume='weights' goes on with them"
+            "changed, resume='weights' continues with them"
         )
 
 
 def _walk(name: str, value: Any, rule: Rule) -> Iterator[tuple[str, str, Rule]]:
-    """(Name, text, rule) of each value inside a setting."""
+    """Yield (name, text, rule) of each value inside a setting."""
     if isinstance(value, Config):
         free, fixed = type(value).resume_rules()
         for field in type(value).model_fields:
@@ -113,14 +114,14 @@ def _text(value: Any) -> str:
 
 
 def _value(settings: Mapping[str, str], name: str) -> tuple[str | None, str]:
-    """The recorded value of a setting and its name. If it is not recorded, value and name of the closest setting that contains it."""
+    """Return the recorded value and name of a setting, or of the closest setting that contains it."""
     while name not in settings and "." in name:
         name = name.rpartition(".")[0]
     return settings.get(name), name
 
 
 def _identity(graph: Graph) -> str:
-    """A checksum of the rows of a source without their floating-point columns, whose last bits depend on how they were computed."""
+    """Return a checksum of a source's rows, without floats, whose last bits may vary between machines."""
     source: Source = graph.source
     kept = [field.name for field in source.table.schema if not _has_floats(field.type)]
     return fingerprint(TableSource(source.name, source.table.select(kept)))

@@ -1,10 +1,11 @@
-"""The checkpoints of a run on its disk: where each lies, when it is complete, and which are kept.
+"""Checkpoints of a run on its disk: their paths, when they are complete, and which are kept.
 
-    runs/NAME/checkpoints/step_000012/run.json        `RunState`: step, policy versions, position in the log
-    runs/NAME/checkpoints/step_000012/GROUP/...       model, optimizer and random states of each group that has any
-    runs/NAME/checkpoints/step_000012/manifest.json   sizes and checksums of all of it; a folder of this name is complete
+    runs/NAME/checkpoints/step_000012/
+        run.json        `RunState`: step, policy versions, position in the log
+        GROUP/...       model, optimizer and random states of each group with state
+        manifest.json   sizes and checksums of all files
 
-`saving.py` writes them while the run goes on, and `resume.py` goes on from one.
+`saving.py` writes them, and `resume.py` resumes from one.
 """
 
 from __future__ import annotations
@@ -31,13 +32,9 @@ from ...dataflow.source import Cursor
 from ...workers.dispatch import Dispatch
 from ...workers.worker import dispatch_of
 
-# Run state
-#
-# RunState: what the driver knows at a checkpoint, as it is written beside the states of the worker
-# groups.
-#
-# Rows in flight are in the buffer, and the checkpoint names a position in its log. To resume is to
-# load the models and to take the log back to that position.
+# The state of the driver at a checkpoint, stored with the states of the worker groups. Rows in flight are
+# in the buffer; the checkpoint has a position in its log. Resuming loads the models, and takes the log
+# back to that position.
 
 
 RUN = "run.json"
@@ -50,25 +47,25 @@ class RunState:
     step: int
     seed: int
     time_s: float
-    """Seconds since the run was started, those of earlier starts among them."""
+    """Seconds of the run so far, including earlier starts."""
     versions: Mapping[str, int]
     """Group -> policy version of its weights."""
     position: Position
-    """In the buffer's log."""
+    """Position in the buffer's log."""
     schedule: str = ""
-    """Kind of the schedule, which bounds the age of the rows in flight."""
+    """Kind of the schedule, which bounds the staleness of the rows in flight."""
     evaluated: Mapping[str, int] = field(default_factory=dict)
-    """Evaluation -> latest step that it evaluated."""
+    """Evaluation -> latest evaluated step."""
     stopped: bool = False
-    """The run was over, whatever its schedule says."""
+    """Whether the run is over, whatever its schedule says."""
     cursor: Cursor = field(default_factory=Cursor)
-    """The training's place in its data. This field and the next two are enough to resume without the log."""
+    """Place in the training data. This field and the next two are enough to resume without the log."""
     next_id: int = 0
-    """The first sample id that is free."""
+    """First free sample id."""
     next_group: int = 0
-    """The first group id that is free."""
+    """First free group id."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Settings of the run, as `changed_settings.py` records them. Empty in a checkpoint of an older version of Weft."""
+    """Settings of the run, from `changed_settings.py`; empty in checkpoints of older versions of Weft."""
 
     def write(self, folder: Path) -> None:
         """Write it into the folder of a checkpoint."""
@@ -76,7 +73,7 @@ class RunState:
 
     @classmethod
     def read(cls, folder: Path) -> RunState:
-        """Read the state that `write` left in the folder of a checkpoint; states written by earlier versions of Weft are read too."""
+        """Read it from the folder of a checkpoint, also one from an older version of Weft."""
         fields = read_json(folder / RUN)
         cursor = fields.get("cursor", {"issued": 0, "again": ()})
         read = {
@@ -87,32 +84,37 @@ class RunState:
 
 
 MAX_NOT_EVALUATED = 4
-"""Checkpoints that are kept beyond the latest until it is known whether they are the best."""
+"""Most checkpoints to keep until it is known whether they are the best."""
 REPLACED = ".before_"
-"""Prefix of a checkpoint that is being replaced by another one of the same step."""
+"""Prefix of a checkpoint while a new one of the same step replaces it."""
 Values = Callable[[str], Mapping[int, float]]
-"""Metric -> step -> its value."""
+"""Metric -> step -> value."""
 
 
 class CheckpointConfig(Config):
-    """When a run saves what it needs to go on, and what it keeps of that."""
+    """When to write checkpoints, and which to keep."""
 
     every: int = Field(default=0, ge=0)
-    """[steps] How many there are from one checkpoint to the next; another one is written after the last step. 0: none, unless `every_s`
-    or `best` is given. Lower it where a crash may cost less, raise it where `checkpoint_pause_s` shows."""
+    """[steps] Interval between checkpoints. The last step always has one. 0 turns this off;
+    `every_s` and `best` still write checkpoints. Lower it to lose less work in a crash, raise it if
+    `checkpoint_pause_s` is large."""
     every_s: float | None = Field(default=None, gt=0)
-    """[s] Time from one checkpoint to the next, which is that of the step that is under way then, and of the last step; None: by steps
-    alone. With `every` whichever comes first. Set it where steps take very different times."""
+    """[s] Time between checkpoints, each written at the end of the current step and after the last
+    step. None counts steps only. With `every`, the first to come decides. Set it if step times vary
+    a lot."""
     keep: int = Field(default=2, ge=1)
-    """[checkpoints] How many of the latest are kept. Raise it to be able to go further back, lower it where the disk is small."""
+    """[checkpoints] Number of latest checkpoints to keep. Raise it to be able to go further back,
+    lower it on a small disk."""
     best: str | None = None
-    """A metric, such as "eval/pass@1": the checkpoint of the step at which it was largest is kept too, whatever `keep` says. With a "-"
-    in front, smallest. Each step that its evaluation evaluates has a checkpoint, besides those of `every` and `every_s`. Set it where the
-    last model need not be the best."""
+    """Metric, such as "eval/pass@1". The checkpoint with its best value is kept in addition to
+    `keep`. The largest value wins, or the smallest with a leading "-". Each step that its
+    evaluation evaluates gets a checkpoint, in addition to `every` and `every_s`. Set it if the last
+    model need not be the best."""
     copy_to: str | None = None
-    """An address, such as "s3://bucket/runs" or "gs://bucket/runs", or a path. Each checkpoint is copied to a folder of the run's name
-    there, in the background, with what is needed to go on from it on another machine. `resume="latest"` looks there if there is no
-    checkpoint of the run under `root`. Credentials come from the environment. Set it where a machine may be lost with its disk."""
+    """Address, such as "s3://bucket/runs" or "gs://bucket/runs", or a path. Each checkpoint is
+    copied in the background to a folder with the run's name there, with everything needed to resume
+    on another machine. `resume="latest"` looks there if the run has no checkpoint under `root`.
+    Credentials come from the environment. Set it if a machine and its disk may be lost."""
 
     @property
     def writes(self) -> bool:
@@ -121,13 +123,13 @@ class CheckpointConfig(Config):
 
     @property
     def best_source(self) -> str:
-        """The evaluation, or the worker group, whose metric `best` is; empty: there is none, or it is the run's own."""
+        """The evaluation or worker group of the metric `best`; empty for none, or for the run's own."""
         return (self.best or "").removeprefix("-").rpartition("/")[0].partition("/")[0]
 
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """The checkpoint that is kept because a metric was best at its step."""
+    """The checkpoint that is kept for the best value of a metric."""
 
     path: Path
     metric: str
@@ -138,7 +140,7 @@ class BestCheckpoint:
 
 
 def has_state(handle: Handle) -> bool:
-    """Whether the workers of a group have a state of their own, which checkpoints save."""
+    """Return whether the workers of a group have a state that checkpoints save."""
     return dispatch_of(handle.worker_class, "save_checkpoint") is Dispatch.ONE_TO_ALL
 
 
@@ -146,9 +148,8 @@ class CheckpointFolder:
     """The folder `checkpoints/` of one run.
 
     Args:
-        run: the directory of the run.
-        config: which checkpoints are kept.
-        on_complete: called in another thread with the step of each checkpoint that is complete.
+        config: which checkpoints to keep.
+        on_complete: called in another thread with the step of each complete checkpoint.
     """
 
     def __init__(
@@ -165,25 +166,25 @@ class CheckpointFolder:
         self._config = config
 
     def path_of(self, step: int) -> Path:
-        """Where the complete checkpoint of a step lies."""
+        """Return the path of a step's complete checkpoint."""
         return self.path / f"step_{step:06d}"
 
     def unfinished(self, step: int) -> Path:
-        """Where the checkpoint of a step is written until it is complete: a folder that no other start of the run uses."""
+        """Return the path of a step's unfinished checkpoint, unique to this start of the run."""
         path = self.path_of(step)
         return path.with_name(f".{path.name}.start_{self._run.starts}")
 
     def begin(self, state: RunState) -> Path:
-        """Make the folder of an unfinished checkpoint, with the state of the driver in it.
+        """Make the folder of an unfinished checkpoint, with the driver's state.
 
         Args:
-            state: of the driver at the end of the step that is saved.
+            state: the driver's state at the end of the step.
 
         Returns:
-            The folder, in which each group makes a folder named after itself.
+            The folder. Each group makes a folder with its name in it.
 
         Raises:
-            OSError: the disk is full, say. To begin again is allowed.
+            OSError: for example because the disk is full. The caller may try again.
         """
         path = self.unfinished(state.step)
         shutil.rmtree(path, ignore_errors=True)
@@ -193,22 +194,21 @@ class CheckpointFolder:
         return path
 
     def complete(self, step: int, values: Values, advance: Callable[[], None]) -> None:
-        """Give an unfinished checkpoint, whose files are all on the disk, its manifest and its name; remove those not kept.
+        """Write the manifest of a checkpoint whose files are on the disk, rename it, and prune.
 
         Args:
-            step: of the checkpoint.
-            values: metric -> step -> its value, for the best checkpoint.
+            values: metric -> step -> value, for the best checkpoint.
             advance: called after each piece of a file that is read for the manifest.
 
         Raises:
-            TakenOverError: another driver goes on with the run.
-            OSError: the disk is full, say.
+            TakenOverError: another driver has taken over the run.
+            OSError: for example because the disk is full.
         """
         path, unfinished = self.path_of(step), self.unfinished(step)
         write_manifest(unfinished, advance=advance)
         self._run.check(sure=True)
         replaced = path.with_name(f"{REPLACED}{path.name}")
-        if path.exists():  # the run was ended twice within a step
+        if path.exists():  # the run was ended twice within this step
             path.rename(replaced)
         unfinished.rename(path)
         Disk().sync_folder(self.path)
@@ -223,7 +223,7 @@ class CheckpointFolder:
         shutil.rmtree(self.unfinished(step), ignore_errors=True)
 
     def sizes(self, step: int) -> dict[Path, int]:
-        """Bytes of each file of an unfinished checkpoint; empty while it is being renamed."""
+        """Return the bytes of each file of an unfinished checkpoint; empty while it is being renamed."""
         try:
             return {
                 path: path.stat().st_size for path in self.unfinished(step).rglob("*") if path.is_file()
@@ -233,16 +233,18 @@ class CheckpointFolder:
 
     @property
     def positions(self) -> list[Position]:
-        """Positions in the log of the buffer that complete checkpoints refer to."""
+        """Positions in the buffer's log that complete checkpoints refer to."""
         found: list[Position] = []
         for path in complete_checkpoints(self.path):
-            with suppress(OSError, ValueError, LookupError, TypeError):  # damaged: nobody goes back to it
+            with suppress(OSError, ValueError, LookupError, TypeError):  # damaged: cannot be resumed from
                 found.append(RunState.read(path).position)
         return found
 
     def forget_after(self, step: int) -> list[Path]:
-        """Move the checkpoints of later steps to `checkpoints.later`, and remove unfinished ones. The run deletes a moved checkpoint when
-        it has written the same step again, so a resume by mistake loses nothing.
+        """Move checkpoints of later steps to `checkpoints.later`, and remove unfinished ones.
+
+        The run deletes a moved checkpoint only after it has written the same step again, so that a
+        resume by mistake loses nothing.
 
         Returns:
             The new paths of the moved checkpoints.
@@ -261,21 +263,21 @@ class CheckpointFolder:
         return path.rename(aside)
 
     def _remove_replaced(self, step: int) -> None:
-        """Remove the later checkpoints of this step and of earlier steps from `checkpoints.later`."""
+        """Remove moved checkpoints up to this step from `checkpoints.later`."""
         for path in self.later.glob("step_*"):
             if (name := re.match(r"step_(\d+)", path.name)) and int(name[1]) <= step:
                 _remove(path)
-        with suppress(OSError):  # there is no such folder, or later ones are in it
+        with suppress(OSError):  # the folder does not exist, or has later checkpoints
             self.later.rmdir()
 
     def prune(self, values: Values) -> None:
-        """Remove the checkpoints that are not kept.
+        """Remove the checkpoints that need not be kept.
 
         Args:
-            values: metric -> step -> its value.
+            values: metric -> step -> value.
 
         Raises:
-            TakenOverError: another driver goes on with the run.
+            TakenOverError: another driver has taken over the run.
         """
         self._run.check(sure=True)
         present = complete_checkpoints(self.path)
@@ -290,10 +292,10 @@ class CheckpointFolder:
                 _remove(path)
 
     def best(self, values: Values) -> BestCheckpoint | None:
-        """The complete checkpoint that `CheckpointConfig.best` names; None: it names none, or no step that has one was measured.
+        """Return the best complete checkpoint by `CheckpointConfig.best`, or None if there is none.
 
         Args:
-            values: metric -> step -> its value.
+            values: metric -> step -> value.
         """
         if not self._config.best:
             return None
@@ -306,20 +308,20 @@ class CheckpointFolder:
         return None if path is None else BestCheckpoint(path, name, known[path])
 
     def _not_evaluated(self, present: Sequence[Path], values: Values) -> list[Path]:
-        """Checkpoints of steps that may still be evaluated, where evaluations come late; not more than MAX_NOT_EVALUATED."""
+        """Return at most MAX_NOT_EVALUATED checkpoints whose evaluation may still come."""
         of_step = values((self._config.best or "").removeprefix("-"))
         return [path for path in present if of_step and step_of(path) > max(of_step)][:MAX_NOT_EVALUATED]
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, latest first."""
+    """Return the complete checkpoints in a folder, latest first."""
     return sorted(
         (p for p in folder.glob("step_*") if re.fullmatch(r"step_\d+", p.name)), key=step_of, reverse=True
     )
 
 
 def restore_replaced(folder: Path) -> None:
-    """Give a checkpoint its name back whose replacement was interrupted."""
+    """Rename a checkpoint back if its replacement was interrupted."""
     for replaced in folder.glob(f"{REPLACED}*"):
         path = replaced.with_name(replaced.name.removeprefix(REPLACED))
         if not path.exists():
@@ -327,12 +329,12 @@ def restore_replaced(folder: Path) -> None:
 
 
 def has_checkpoints(run: Path) -> bool:
-    """Whether a run has a complete checkpoint, or one that was being replaced."""
+    """Return whether a run has a complete checkpoint, or one that was being replaced."""
     return bool(complete_checkpoints(run / CHECKPOINTS)) or any((run / CHECKPOINTS).glob(f"{REPLACED}*"))
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, or set it aside where this user may not look into it."""
+    """Remove a checkpoint, or set it aside without permission to remove it."""
     try:
         remove(path)
     except PermissionError:
@@ -340,5 +342,5 @@ def _remove(path: Path) -> None:
 
 
 def step_of(path: Path) -> int:
-    """The step whose checkpoint lies in a folder `step_N`."""
+    """Return the step of a checkpoint's folder `step_N`."""
     return int(path.name.removeprefix("step_"))

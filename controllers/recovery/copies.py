@@ -1,10 +1,10 @@
 """Copies: writes checkpoints to a second place (`CheckpointConfig.copy_to`) in the background.
 
     complete ──add──> waiting ──> being copied ──> copied
-                         ^            │ failed: reported, and tried again after a pause
+                         ^            │ failed: reported, and retried after a pause
                          └────────────┘ (dropped when a later checkpoint waits)
 
-Training never waits for a copy. At its end, a run waits for the copy of its last checkpoint, END_S at most.
+Training never waits for a copy. At its end, a run waits at most END_S for the last copy.
 """
 
 from __future__ import annotations
@@ -39,72 +39,67 @@ from ...dataflow.runs.log_archive import HISTORY, header, part_before
 from ...dataflow.runs.manifest import MANIFEST, describe, verify_manifest
 from .checkpoints import CheckpointConfig, RunState, complete_checkpoints, has_checkpoints, step_of
 
-# Remote run
-#
-# RemoteRun: what is needed of a run to go on with it elsewhere, at any address that pyarrow knows
+# The copy of a run, with everything needed to resume it elsewhere, at any address that pyarrow supports
 # (s3://, gs://, another disk).
 #
-#     ADDRESS/NAME/checkpoints/step_000012/...      as in the run's directory; complete when its manifest is there, which comes last
+#     ADDRESS/NAME/checkpoints/step_000012/...      as in the run's directory; the manifest comes last
 #     ADDRESS/NAME/buffer/ledger-*.checkpoint       the state of the ledgers at that step
-#     ADDRESS/NAME/buffer/history/*.log.zst         the log up to there, in parts
-#     ADDRESS/NAME/samples/*, metrics.arrows, ...   what was recorded
-#     ADDRESS/NAME/copied.json                      checksums of the samples and of the parts of the log there
+#     ADDRESS/NAME/buffer/history/*.log.zst         the log up to that step, in parts
+#     ADDRESS/NAME/samples/*, metrics.arrows, ...   samples, metrics, timeline
+#     ADDRESS/NAME/copied.json                      checksums of the copied samples and log parts
 #
-# A file there is written again unless it has the checksum of the one here, and what is not here
-# any more is removed there: a run may have gone back, or another one may have had its name. Before
-# that, checkpoints there that are none of the run any more lose their manifests.
+# A file is written unless the copy has the same checksum, and extra files in the copy are removed: the
+# run may have gone back, or another run may have had its name. Before that, checkpoints that no longer
+# belong to the run lose their manifests.
 #
-# Columns of rows are not copied: a run that goes on from here issues the groups again that were in
-# flight.
+# Columns of rows are not copied. A run resumed from a copy issues the groups in flight again.
 
 
 CHUNK_BYTES = 8 << 20
 TABLES = (CONFIG, f"{METRICS}{STREAM}", f"{TIMELINE}{STREAM}")
 COPIED = "copied.json"
 FAILURES = (OSError, pa.ArrowException)
-"""What a file system raises."""
+"""Errors of file systems."""
 
 
 class RemoteRun:
     """The copy of one run.
 
     Args:
-        files: the file system.
-        base: the folder of the run there.
-        address: names it in messages.
+        base: the folder of the run on that file system.
+        address: the address of the copy, for messages.
     """
 
     def __init__(self, files: pf.FileSystem, base: str, address: str) -> None:
         self._files, self._base, self._address = files, PurePosixPath(base), address
         self._described: dict[Path, tuple[tuple[int, int], Mapping[str, Any]]] = {}
-        """File here -> size and time of change when it was read, and its description."""
+        """Local file -> (size and modification time when it was read, description)."""
 
     @classmethod
     def at(cls, address: str, name: str) -> RemoteRun:
-        """The copy of a run below an address.
+        """Open the copy of a run below an address.
 
         Args:
             address: `s3://bucket/folder`, `gs://bucket/folder`, `file:///folder`, or a path.
-            name: of the run.
 
         Raises:
-            UserError: the address is none (see `check_address`), or no file system of it can be had.
+            UserError: the address is invalid (see `check_address`) or cannot be opened.
         """
         check_address(address)
         try:
             given = address if "://" in address else Path(address).expanduser().absolute().as_uri()
             files, base = pf.FileSystem.from_uri(given)
-        except (*FAILURES, RuntimeError) as error:  # the latter of a home folder that there is not
+        except (*FAILURES, RuntimeError) as error:  # RuntimeError: there is no home folder
             raise UserError(f"CheckpointConfig.copy_to={address!r} cannot be used: {error}") from None
         return cls(files, f"{base}/{name}", f"{address.rstrip('/')}/{name}")
 
     def __str__(self) -> str:
         return self._address
 
-    # What is there
+    # Content of the copy
 
     def steps(self) -> list[int]:
-        """Steps whose checkpoints are complete there, latest first."""
+        """Return the steps of complete checkpoints in the copy, latest first."""
         folders = (name for name in self._names(CHECKPOINTS) if re.fullmatch(r"step_\d+", name))
         return sorted(
             (step_of(Path(n)) for n in folders if MANIFEST in self._names(f"{CHECKPOINTS}/{n}")),
@@ -112,7 +107,7 @@ class RemoteRun:
         )
 
     def has(self, run: Path, step: int) -> bool:
-        """Whether the checkpoint of a step there is complete and is the one in the directory of the run, not another one of that step."""
+        """Return whether the copy has the run's very checkpoint of a step, completely."""
         name = f"{CHECKPOINTS}/step_{step:06d}/{MANIFEST}"
         return step in self.steps() and self._read_whole(name) == (run / name).read_bytes()
 
@@ -121,25 +116,26 @@ class RemoteRun:
             return stream.read()
 
     def _names(self, folder: str) -> dict[str, int]:
-        """Name -> size in bytes, of what lies in a folder; none if it is not there."""
+        """Return name -> bytes for the files in a folder; empty if the folder does not exist."""
         selector = pf.FileSelector(str(self._base / folder), allow_not_found=True)
         return {info.base_name: info.size for info in self._files.get_file_info(selector)}
 
-    # There
+    # Writing the copy
 
     def copy(self, run: Path, step: int, *, went_back_to: int | None = None) -> int:
-        """Copy the checkpoint of a step, and what belongs to it. What is there already, with the same content, stays.
+        """Copy the checkpoint of a step, with log and samples, except for files that are equal.
 
         Args:
-            run: the directory of the run.
-            step: of a complete checkpoint.
-            went_back_to: the step from which the run goes on, if none was copied since: copies of later ones are of what it gave up.
+            step: the step of a complete checkpoint.
+            went_back_to: the step that the run resumed after, if nothing was copied since then.
+                Copies of later checkpoints are outdated.
 
         Returns:
-            Bytes that were written.
+            Bytes written.
 
         Raises:
-            OSError, pyarrow.ArrowException: a write failed, or the checkpoint was removed meanwhile.
+            OSError, pyarrow.ArrowException: a write failed, or the checkpoint was removed during
+                the copy.
         """
         folder = f"{CHECKPOINTS}/step_{step:06d}"
         self._withdraw(run, step, went_back_to)
@@ -159,7 +155,7 @@ class RemoteRun:
         return written
 
     def _withdraw(self, run: Path, step: int, went_back_to: int | None) -> None:
-        """Remove the manifests of checkpoints that are none of the run any more, and of the one that is copied."""
+        """Remove the manifests of outdated checkpoints, and of the one that is being copied."""
         for there in self.steps():
             given_up = went_back_to is not None and there > went_back_to
             differs = (run / CHECKPOINTS / f"step_{there:06d}" / MANIFEST).exists() and not self.has(
@@ -169,7 +165,7 @@ class RemoteRun:
                 self._files.delete_file(str(self._base / CHECKPOINTS / f"step_{there:06d}" / MANIFEST))
 
     def prune(self, run: Path) -> None:
-        """Remove the checkpoints there that the run does not keep any more."""
+        """Remove checkpoints from the copy that the run no longer keeps."""
         kept = {
             step_of(path): RunState.read(path).position
             for path in complete_checkpoints(run / CHECKPOINTS)
@@ -187,9 +183,9 @@ class RemoteRun:
                 self._files.delete_file(str(self._base / BUFFER / name))
 
     def _copy_log(self, buffer: Path, state: RunState) -> int:
-        """The log up to a checkpoint: the parts of its history, and what follows them as one more."""
+        """Copy the log up to a checkpoint: the parts of its history, and the rest as one more part."""
         folder = f"{BUFFER}/{HISTORY}"
-        # Before the parts: a log that is cut from here on is noticed when the rest of it is read.
+        # Read the tail first: if the log is cut from here on, reading the tail notices it.
         tail = part_before(buffer / LOG, state.position.offset, state.position.checksum)
         parts = sorted((buffer / HISTORY).glob("*.log.zst"))
         written = self._update(buffer.parent, parts)
@@ -198,13 +194,12 @@ class RemoteRun:
             name, chunks = tail
             keep.add(name)
             written += self._write(f"{folder}/{name}", chunks)
-        self._remove_others(
-            folder, keep
-        )  # those of earlier checkpoints; their records are in the later part, too
+        # Remove the tails of earlier checkpoints. Later parts have their records.
+        self._remove_others(folder, keep)
         return written
 
     def _update(self, run: Path, paths: Iterable[Path]) -> int:
-        """Write the files that are not there with the content that they have here; returns the bytes that were written."""
+        """Write the files whose content differs from the copy. Return the bytes written."""
         described = {path.relative_to(run).as_posix(): self._describe(path) for path in paths}
         sizes = {
             f"{folder}/{name}": size
@@ -213,7 +208,8 @@ class RemoteRun:
         }
         copied = self._copied()
         new = [n for n, one in described.items() if copied.get(n) != one or sizes.get(n) != one["bytes"]]
-        if copied.keys() & {*new}:  # else a copy that breaks off would leave other content than is noted
+        # Forget these first: if this copy breaks off, their content differs from the noted checksums.
+        if copied.keys() & {*new}:
             copied = {name: one for name, one in copied.items() if name not in new}
             self._note_copied(copied)
         written = sum(self._write_file(run / name, name) for name in new)
@@ -222,7 +218,7 @@ class RemoteRun:
         return written
 
     def _describe(self, path: Path) -> Mapping[str, Any]:
-        """Size and checksum of a file here, which is read only if it has changed since."""
+        """Return size and checksum of a local file. It is read only if it has changed."""
         found = path.stat()
         at = found.st_size, found.st_mtime_ns
         if self._described.get(path, (None,))[0] != at:
@@ -230,7 +226,7 @@ class RemoteRun:
         return self._described[path][1]
 
     def _copied(self) -> dict[str, Mapping[str, Any]]:
-        """What was noted of the files there; nothing if the note is damaged, so that all are written again."""
+        """Return the noted checksums of the copy, or nothing if the note is damaged."""
         try:
             noted = json.loads(self._read_whole(COPIED)) if COPIED in self._names("") else {}
         except ValueError:
@@ -241,11 +237,11 @@ class RemoteRun:
         self._write(COPIED, [json.dumps(copied).encode()])
 
     def _remove_others(self, folder: str, keep: Collection[str]) -> None:
-        """Remove the files of a folder there, and of those below it, that are not to be kept.
+        """Remove the files below a folder of the copy that are not to be kept.
 
         Args:
-            folder: below the run.
-            keep: paths below the folder.
+            folder: the folder, relative to the run.
+            keep: paths relative to the folder.
         """
         for path in self._below(folder):
             if path.relative_to(self._base / folder).as_posix() not in keep and path.name != MANIFEST:
@@ -267,20 +263,21 @@ class RemoteRun:
             raise OSError(f"{self}/{name} has {found} bytes, not the {written} that were written")
         return written
 
-    # Back
+    # Fetching the run
 
     def fetch(self, run: Path, tell_damage: Callable[[str], None] = lambda line: None) -> int | None:
-        """Make the directory of a run that is not here from its latest copy that is intact.
+        """Make the directory of a run from its latest intact copy.
 
         Args:
-            run: the directory, which is replaced if it exists. It is complete when this returns a step.
-            tell_damage: called with a line about each later copy that is not intact.
+            run: the directory, which is replaced if it exists. It is complete when this returns a
+                step.
+            tell_damage: called with a line about each damaged copy that was skipped.
 
         Returns:
-            The step of its checkpoint; None: there is none.
+            The step of its checkpoint, or None if there is no intact copy.
 
         Raises:
-            OSError, pyarrow.ArrowException: it cannot be read.
+            OSError, pyarrow.ArrowException: the copy cannot be read.
         """
         for step in self.steps():
             shutil.rmtree(run, ignore_errors=True)
@@ -306,11 +303,10 @@ class RemoteRun:
         for path in self._below(folder):
             name = path.relative_to(self._base)
             if ".." in name.parts:
-                raise OSError(f"{self} has a file of the name {name}")
+                raise OSError(f"{self} contains a file with the unsafe path {name}")
             self._read_file(str(name), into / name)
 
     def _below(self, folder: str) -> list[PurePosixPath]:
-        """All files below a folder there; none if it is not there."""
         selector = pf.FileSelector(str(self._base / folder), allow_not_found=True, recursive=True)
         return [
             PurePosixPath(i.path)
@@ -330,14 +326,14 @@ class RemoteRun:
 
 
 def check_address(address: str) -> None:
-    """Refuse an address of copies that is none, or that holds a password: it would stand in the run's configuration.
+    """Refuse an invalid address, or one with a password, which the run's configuration would store.
 
     Raises:
-        UserError: saying what is wrong with it, without the password.
+        UserError: names the problem, without the password.
     """
     if not address.strip():
         raise UserError(
-            "CheckpointConfig.copy_to is empty; it is an address such as s3://bucket/runs, or a path"
+            "CheckpointConfig.copy_to is empty; give an address such as s3://bucket/runs, or a path"
         )
     scheme, colon, rest = address.partition(":")
     if (
@@ -353,31 +349,27 @@ def check_address(address: str) -> None:
     host = re.split(r"[/?#]", address.partition("://")[2], maxsplit=1)[0]
     if "@" in host:
         raise UserError(
-            "CheckpointConfig.copy_to holds a name or a password, which would be written to disk with the settings; give these by the "
-            "environment (AWS_ACCESS_KEY_ID, ...) or a profile"
+            "CheckpointConfig.copy_to holds a name or a password, which would be written to disk with the settings; pass these through "
+            "the environment (AWS_ACCESS_KEY_ID, ...) or a profile"
         )
     if "://" in address and not host and scheme != "file":
         raise UserError(
-            f"CheckpointConfig.copy_to={address!r} names no bucket; it is an address such as {scheme}://bucket/runs"
+            f"CheckpointConfig.copy_to={address!r} names no bucket; give an address such as {scheme}://bucket/runs"
         )
 
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
-"""Seconds before a failed copy is tried again: the first pause, and the longest. Each pause is twice as long as the one before."""
+"""[s] First and longest pause before a failed copy is retried. Each pause doubles."""
 END_S = 600.0
-"""Longest wait for the copy of the last checkpoint when a run is at its end."""
+"""[s] Longest wait for the copy of the last checkpoint when a run ends."""
 LEAVE_S = 60.0
-"""Longest wait for that copy when a run was asked to end."""
+"""[s] Longest wait for that copy when a run was asked to end."""
 SAY_S = 30.0
-"""Seconds between two lines that tell the user what the run waits for."""
+"""[s] Time between two messages about the wait."""
 
 
 def copies_of(run: Path, config: CheckpointConfig) -> Copies | None:
-    """The copies that the settings of a run ask for; None if they ask for none.
-
-    Args:
-        run: the directory of the run.
-        config: its settings.
+    """Return the copies that the settings of a run ask for, or None.
 
     Raises:
         UserError: the address cannot be used.
@@ -386,12 +378,10 @@ def copies_of(run: Path, config: CheckpointConfig) -> Copies | None:
 
 
 class Copies:
-    """Copies the checkpoints of a run in a thread, one at a time. Of those that wait, only the latest is copied.
+    """Copies the checkpoints of a run in a thread, one at a time, always the latest that waits.
 
     Args:
-        run: the directory of the run.
-        remote: where the copies go.
-        first_pause_s: seconds before a failed copy is tried again for the first time.
+        first_pause_s: time before the first retry of a failed copy [s].
     """
 
     def __init__(self, run: Path, remote: RemoteRun, *, first_pause_s: float = FIRST_PAUSE_S) -> None:
@@ -399,31 +389,33 @@ class Copies:
         self._changed = threading.Condition()
         self._waiting: int | None = None
         self._went_back_to: int | None = None
-        """Step from which the run goes on, until the first copy: later ones there are of what it gave up."""
+        """Step that the run resumed after, until the first copy. Later checkpoints there are outdated."""
         self._busy = False
         self._closing = False
         self._notes: list[str] = []
         self.copied: list[int] = []
-        """Steps whose checkpoints were copied."""
+        """Steps of the copied checkpoints."""
         self._thread = threading.Thread(target=self._work, name="copies of checkpoints", daemon=True)
         self._thread.start()
 
     def resume(self) -> None:
-        """Copy the latest checkpoint in the run directory, unless an earlier start of the run copied it."""
+        """Copy the latest local checkpoint, unless an earlier start of the run copied it."""
         latest = next(iter(complete_checkpoints(self._run / CHECKPOINTS)), None)
         if latest is not None:
             self._went_back_to = step_of(latest)
             self.add(self._went_back_to)
 
     def add(self, step: int) -> None:
-        """Queue the complete checkpoint of a step. It replaces an earlier one that still waits. It is not copied if the second place has
-        this very checkpoint."""
+        """Queue the complete checkpoint of a step, instead of an earlier one that still waits.
+
+        It is skipped if the destination has this very checkpoint.
+        """
         with self._changed:
             self._waiting = step
             self._changed.notify_all()
 
     def take_notes(self) -> list[str]:
-        """Messages for the user, a line each. Each message is returned once."""
+        """Return new messages for the user, a line each."""
         with self._changed:
             notes, self._notes = self._notes, []
         return notes
@@ -435,12 +427,12 @@ class Copies:
         say: Callable[[str], None] = lambda line: None,
         say_s: float = SAY_S,
     ) -> None:
-        """Wait for the copies that are due, and end the thread.
+        """Wait for pending copies, and end the thread.
 
         Args:
-            timeout_s: longest wait.
-            say: called during the wait, with lines that tell what is waited for and what has failed.
-            say_s: seconds between two lines about the wait.
+            timeout_s: longest wait [s].
+            say: called during the wait, with lines about the wait and about failures.
+            say_s: time between two lines about the wait [s].
         """
         end = time.monotonic() + timeout_s
         while (
@@ -461,7 +453,7 @@ class Copies:
             self._changed.notify_all()
 
     def _is_done(self, timeout_s: float) -> bool:
-        """Wait until no copy is due. Returns whether that is so after `timeout_s`."""
+        """Wait until no copy is pending, up to `timeout_s`. Return whether that is so."""
         with self._changed:
             return self._changed.wait_for(lambda: self._waiting is None and not self._busy, timeout_s)
 
@@ -481,18 +473,18 @@ class Copies:
                         f"checkpoint of step {step} could not be copied to {self._remote}: {failure}"
                     )
                     if self._waiting is None and (self._run / CHECKPOINTS / f"step_{step:06d}").exists():
-                        self._notes[-1] += f"; it is tried again in {pause_s:.3g} s"
+                        self._notes[-1] += f"; retrying in {pause_s:.3g} s"
                         self._waiting = step
                 self._changed.notify_all()
                 if failure:
-                    failed = (None, step)  # a later checkpoint ends the pause: its copy may not fail
+                    failed = (None, step)  # a later checkpoint ends the pause, since its copy may work
                     self._changed.wait_for(
                         lambda known=failed: self._closing or self._waiting not in known, pause_s
                     )
                 pause_s = min(2 * pause_s, MAX_PAUSE_S) if failure else self._first_pause_s
 
     def _copy(self, step: int) -> str:
-        """Copy a checkpoint; returns why it failed, empty when it did not."""
+        """Copy a checkpoint. Return the error, or an empty string."""
         began = time.monotonic()
         try:
             if not self._remote.has(self._run, step):
@@ -505,14 +497,13 @@ class Copies:
                         f"checkpoint of step {step} was copied to {self._remote} ({written / 1e6:.1f} MB, {seconds:.1f} s)"
                     )
                 self._prune()
-        except (
-            Exception
-        ) as error:  # even if the checkpoint cannot be read, the thread goes on with the next one
+        # Whatever fails, even reading the checkpoint, the thread must go on with the next one.
+        except Exception as error:
             return _in_a_line(error)
         return ""
 
     def _prune(self) -> None:
-        """Remove the copies of checkpoints that the run no longer keeps. After a failure it is tried again with the next copy."""
+        """Remove copies that the run no longer keeps. After a failure, retry with the next copy."""
         try:
             self._remote.prune(self._run)
         except Exception as error:
@@ -526,34 +517,29 @@ def _in_a_line(error: Exception) -> str:
     return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
 
 
-# Fetching
+# Fetching a run from its copy before resuming it, while this process holds the run.
 #
-# Fetching a run that is to go on and has no checkpoint here, from its copy elsewhere, while this
-# process holds the run.
-#
-# runs/NAME/.fetched       what is read from the copy, until its checkpoint is known to be intact
-# runs/NAME.begun-1        what was here before; it moves only then
-# runs/NAME                what was fetched. Checkpoints come last: without one, an interrupted start fetches the run again
+# runs/NAME/.fetched       the fetched files, until the checkpoint is known to be intact
+# runs/NAME.begun-1        the earlier content of the directory, moved only then
+# runs/NAME                the fetched run. Checkpoints come last, so an interrupted fetch starts over
 
 
 _FETCHED = ".fetched"
 
 
 def fetch_run(resume: str | Path, root: Path, name: str | None, address: str) -> str:
-    """Fetch a run that is to go on and has no checkpoint here, if there is a copy of it.
+    """Fetch a run that is to be resumed from its copy, if there is no local checkpoint.
 
     Args:
         resume: see `open_run`.
-        root: the folder of all runs.
-        name: of the run.
-        address: where checkpoints are copied to.
 
     Returns:
-        What was done; empty if nothing was.
+        A message about what was done, or an empty string.
 
     Raises:
-        UserError: another driver holds the run, the copy cannot be read, or it is of another run, which one that begins would replace.
-        TakenOverError: another driver took the run over while it was fetched. Nothing of the run has moved.
+        UserError: another driver holds the run, the copy cannot be read, or a new run would replace
+            the copy of another run.
+        TakenOverError: another driver took over the run during the fetch. Its files are untouched.
     """
     remote = RemoteRun.at(address, name or "run")
     if resume not in ("none", "latest", "weights") or name is None or has_checkpoints(root / name):
@@ -564,7 +550,7 @@ def fetch_run(resume: str | Path, root: Path, name: str | None, address: str) ->
         if steps and resume == "none":
             raise UserError(
                 f"name={name!r}: {remote} holds a copy of a run of that name already, with its checkpoint of step {steps[0]}; "
-                "give the run another name, or go on with that one (resume='latest')"
+                "give the run another name, or resume that one (resume='latest')"
             )
         return _fetch(remote, run) if steps else ""
     except FAILURES as error:
@@ -575,21 +561,21 @@ def _fetch(remote: RemoteRun, run: Path) -> str:
     require_folder(run.parent, f"root {str(run.parent)!r}", private=False)
     aside = ""
     if run.exists() and not run.is_dir():
-        aside = f"; what was there is in {set_run_aside(run).name}"
+        aside = f"; the earlier content was moved to {set_run_aside(run).name}"
     require_folder(run, f"run directory {str(run)!r}")
     lock, fetched = hold(run), run / _FETCHED
     try:
-        if has_checkpoints(run):  # another driver has fetched it meanwhile
+        if has_checkpoints(run):  # another driver has just fetched it
             return ""
         damage: list[str] = []
         step = remote.fetch(fetched, damage.append)
         if step is None:
-            raise UserError(f"no copy of the run at {remote} is sound: {'; '.join(damage)}")
+            raise UserError(f"no copy of the run at {remote} is intact: {'; '.join(damage)}")
         lock.check(sure=True)
         before = [path for path in run.iterdir() if path.name not in (LOCK, _FETCHED)]
         if before:
             folder = make_aside(run)
-            aside = f"; what was there is in {folder.name}"
+            aside = f"; the earlier content was moved to {folder.name}"
             for path in before:
                 path.rename(folder / path.name)
         for path in sorted(fetched.iterdir(), key=lambda path: path.name == CHECKPOINTS):

@@ -1,12 +1,14 @@
-"""Elastic groups: their ranks join and leave while a run goes on.
+"""Elastic groups: their ranks join and leave during a run.
 
-    absent ──room for it──> starting ──its process is up──> up (after the weights that it lacks, it gets rows)
-      ^                        │                            │
-      └────────────────────────┴──its process or node ends──┘
+    absent ──room for it──> starting ──process is up──> up (gets rows after the weights)
+      ^                        │                        │
+      └────────────────────────┴─process or node ends───┘
 
-- What a rank held when it left goes back to the ledger (`failures.py`), and it joins again when there is room: spot instances come and go.
-- The run goes on with the ranks that are up. With fewer than `min_ranks` of them it waits for more, with a deadline.
-- A rank that did not come up is tried again after a pause, which doubles.
+- The rows of a rank that leaves go back to the ledger (`failures.py`). The rank joins again when
+  there is room, for example on spot instances.
+- The run continues with the ranks that are up. Below `min_ranks` it waits for more, with a
+  deadline.
+- A rank that failed to start is retried after a pause, which doubles.
 """
 
 from __future__ import annotations
@@ -24,20 +26,17 @@ from ..request import CallRequest
 from .failures import Failures
 
 LOOK_S = 1.0
-"""Seconds between two looks for room."""
+"""[s] Time between two looks for room."""
 PAUSE_S = (1.0, 60.0)
-"""Seconds before a rank is started again that did not come up: the first time, and at most."""
+"""[s] First and longest pause before a rank that failed to start is retried."""
 
 
 class Elastic:
-    """Has absent ranks of elastic groups join, and ends a run that has had too few of them for too long.
+    """Starts absent ranks of elastic groups, and ends a run that has had too few for too long.
 
     Args:
         backend: knows where there is room.
-        groups: the worker groups of the run, by name.
-        failures: starts the ranks.
-        say: tells the user what is waited for.
-        start_timeout_s: how long a process may take to be up, once there is room for it.
+        start_timeout_s: longest start of a process once there is room for it [s].
     """
 
     def __init__(
@@ -55,22 +54,22 @@ class Elastic:
         self._groups = [group for group in groups.values() if group.place.is_elastic]
         self._looked = -math.inf
         self._tries: Counter[tuple[str, int]] = Counter()
-        """Group and rank -> how often it was started since it was up last."""
+        """(group, rank) -> starts since it was last up."""
         self._tried: dict[tuple[str, int], float] = {}
-        """The same -> when it was started last."""
+        """(group, rank) -> time of its last start."""
         self._short_since: dict[str, float] = {}
-        """Group with fewer ranks than it needs -> since when."""
+        """Group with too few ranks -> since when."""
 
     @property
     def waits(self) -> bool:
-        """Whether a group has fewer ranks than it needs, so that a run in which nothing can move is not stalled."""
+        """Whether a group has too few ranks, so a run without progress is waiting and not stalled."""
         return any(_is_short(group) for group in self._groups)
 
     def look(self) -> list[CallRequest]:
-        """Once a second, start absent ranks for which there is room.
+        """Once a second, start absent ranks if there is room for them.
 
         Raises:
-            DeadlineError: a group has had too few ranks for too long; the message names those that are missing.
+            DeadlineError: a group has had too few ranks for too long; names the missing ranks.
         """
         now = self._backend.clock()
         if not self._groups or now - self._looked < LOOK_S:
@@ -98,7 +97,7 @@ class Elastic:
     def _check_number(self, group: WorkerGroup, now: float) -> None:
         if not _is_short(group):
             if self._short_since.pop(group.name, None) is not None:
-                self._say(f"{group.name!r} has the ranks that it needs again: {len(group.up)}")
+                self._say(f"{group.name!r} has enough ranks again: {len(group.up)}")
             return
         limit_s = self._backend.wait_s + (self._start_timeout_s if group.starting else 0.0)
         missing = [
@@ -123,25 +122,19 @@ def _is_short(group: WorkerGroup) -> bool:
     return len(group.up) < (group.place.min_ranks or 0)
 
 
-# Lost nodes
+# Lost nodes of the cluster, with their ranks and rows.
 #
-# Lost nodes: how a run goes on when a node of the cluster is gone, with the ranks and the rows on
-# it.
-#
-# - Ranks of groups that can be replaced come up again on another node. Until then the other replicas go on.
-# - Groups of rows that have columns only on the lost node are issued again. Calls that work on them give their rows back.
-# - If a rank cannot be replaced (an actor's, for example), the run goes back to its last checkpoint, as when a process of such a rank ends.
+# - Ranks of replaceable groups start again on another node. Until then, the other replicas continue.
+# - Groups of rows with columns only on the lost node are issued again, and calls on them are released.
+# - If a rank cannot be replaced (for example an actor's), the run goes back to its last checkpoint.
 
 
 class LostNodes:
-    """Takes the ranks and rows of lost nodes out of a run that goes on.
+    """Removes the ranks and rows of lost nodes from a run.
 
     Args:
-        backend: knows which nodes are gone, and where ranks stand.
-        buffer: the rows of the run.
-        groups: its worker groups, by name.
-        failures: gives rows back and has ranks replaced.
-        progress: tells the user what was done.
+        backend: knows the lost nodes, and the nodes of ranks.
+        failures: releases rows and replaces ranks.
     """
 
     def __init__(
@@ -162,11 +155,13 @@ class LostNodes:
         """Lost nodes that `look` has handled."""
 
     def look(self, under_way: Iterable[Call]) -> list[CallRequest]:
-        """Go on without the nodes that were lost since the last call. Calls that wait for rows on such a node end, so none is waited for.
-        This method does not take the run back to its last checkpoint. The call that finds its rank gone does that.
+        """Handle nodes that were lost since the last call, and end calls that need rows on them.
+
+        If the run has to go back to its last checkpoint, this does nothing about it: the call that
+        finds its rank gone will.
 
         Args:
-            under_way: the calls of the run.
+            under_way: the current calls of the run.
         """
         lost = self._backend.lost_nodes(look=False)
         if self._seen.issuperset(lost):
@@ -175,17 +170,19 @@ class LostNodes:
         return self.remedy(lost, under_way) or []
 
     def remedy(self, lost: Collection[str], under_way: Iterable[Call]) -> list[CallRequest] | None:
-        """Go on without some nodes. Rows that are published on such a node later are dropped by the next call of this method.
+        """Continue without some nodes. Call it again to drop rows that are published there later.
 
         Args:
-            lost: the names of the nodes that are gone.
-            under_way: the calls of the run.
+            lost: names of the lost nodes.
+            under_way: the current calls of the run.
 
         Returns:
-            Requests that start the replacements; None: the run has to go back to its last checkpoint.
+            Requests that start replacements, or None if the run has to go back to its last
+            checkpoint.
 
         Raises:
-            WorkerError: a sample, or a call outside the graph, failed too often, with the ranks that worked on it.
+            WorkerError: a sample, or a call outside the graph, failed too often, with the ranks
+                that worked on it.
         """
         gone = [
             (group, rank, node)
@@ -205,14 +202,14 @@ class LostNodes:
             self._said.add(node)
             ranks = sum(at == node for *_, at in gone)
             self._progress.lost_node(
-                f"node {node} is gone, with {ranks} ranks; the run goes on with the others"
+                f"node {node} is gone, with {ranks} ranks; the run continues with the others"
             )
         if again:
-            self._progress.say(f"{len(again)} groups whose rows lay there are issued again")
+            self._progress.say(f"{len(again)} groups with rows on lost nodes are issued again")
         return requests
 
     def _give_back(self, nodes: Collection[str], calls: Iterable[Call]) -> None:
-        """End every call that works on rows which can no longer be read. Updates go on."""
+        """End every call on rows that can no longer be read, except updates."""
         unreachable = self._buffer.unreachable(nodes)
         for call in calls:
             if call.ledger is None or call.lease is None or call.lease.node.operation.updates:
@@ -220,4 +217,4 @@ class LostNodes:
             groups = unreachable.get(call.ledger.name, {})
             if any(group.id in groups for group in call.lease.groups):
                 for rank in sorted(call.waiting):
-                    self._failures.give_back(call, rank, "rows of it lay on a node that is gone")
+                    self._failures.give_back(call, rank, "some of its rows were on a node that is gone")

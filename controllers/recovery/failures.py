@@ -1,10 +1,11 @@
-"""Failures: what becomes of the work of a rank that fails, falls silent, or whose process ends.
+"""Failure handling: requeue, replace, or restart when a rank fails or stops responding.
 
-- A group that holds nothing of its own (`replaceable`): unfinished rows go back to the ledger. A process that is gone or silent is
-  replaced and receives the present weights. A sample at which that happens for the third time is dropped with its reason; more than
-  a share of such samples ends the run.
-- A rank of an elastic group is not replaced but leaves its group, and joins it again when there is room for it (`elastic.py`).
-- Any other group (an actor, say): the run ends, and the driver starts it again from its last checkpoint.
+- Stateless groups (`replaceable`): unfinished rows go back to the ledger. A dead or silent process
+  is replaced, and receives the current weights. A sample that fails for the third time is dropped
+  with its reason. The run ends if more than a given share of samples is dropped.
+- Ranks of elastic groups are not replaced: they leave the group, and join it again when there is
+  room (`elastic.py`).
+- Other groups, such as actors: the driver restarts the run from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -26,27 +27,24 @@ from ..request import CallRequest
 from ..weight_sync import WeightSync
 from .full_disk import FullDisk
 
-# Silence
-#
-# Silence: what is said of ranks that do not answer: who they are, on which node, with which rows,
-# and where their processes stand.
+# Error messages for unresponsive ranks: rank, node, rows, and stacks of their processes.
 
 
 MOST_RANKS = 64
-"""Ranks that are asked where they stand."""
+"""Most ranks to get stacks from."""
 MOST_SAMPLES = 4
 
 
 def who_is_silent(
     backend: Backend, calls: Sequence[Call], rank: int, others: Sequence[int], now: float
 ) -> str:
-    """The calls that a rank does not answer, and where it stands, with the other ranks of its group that are silent.
+    """Describe the calls that a rank does not answer, with the stacks of silent ranks of its group.
 
     Args:
-        calls: of one group, on this rank.
-        rank: that has been silent for too long.
-        others: that are, too.
-        now: by the backend's clock.
+        calls: calls of one group on this rank.
+        rank: the rank that has been silent for too long.
+        others: other silent ranks.
+        now: the time on the backend's clock [s].
     """
     group = calls[0].group
     what = "; ".join(_call(backend, call, rank, now) for call in calls)
@@ -59,7 +57,7 @@ def who_is_silent(
 
 
 def where_they_stand(backend: Backend, group: WorkerGroup, ranks: Sequence[int]) -> str:
-    """The stacks of ranks; those that stand at the same place are said together. Empty: that is not known."""
+    """Return the stacks of ranks, with equal ones shown once; empty if they are unknown."""
     found = backend.stacks(group, ranks[:MOST_RANKS])
     at: dict[str, list[int]] = {}
     for rank in ranks[:MOST_RANKS]:
@@ -83,30 +81,30 @@ def _logs(group: WorkerGroup, rank: int) -> str:
 
 
 MAX_FAILURES = 3
-"""Failures at the same sample after which it is dropped, or of the same call beside the graph after which the run ends."""
+"""Failures of a sample before it is dropped, or of a call outside the graph before the run ends."""
 FEWEST_ROWS = 100
-"""Rows that a share of failed samples counts at least: a run does not end because one of its first ten rows fails."""
+"""Count at least this many rows for the share of failures, so that early failures do not end a run."""
 LOOK_S = 1.0
-"""Seconds between two looks at who is silent."""
+"""[s] Time between two checks for silent ranks."""
 
 
 @dataclass
 class FailureCounts:
-    """What has failed in a run, over all of its starts."""
+    """Failures of a run, over all of its starts."""
 
     at: Counter[tuple[str, int | None]] = field(default_factory=Counter)
-    """Node and sample, or call beside the graph -> failures there."""
+    """(node, sample), or call outside the graph -> failures."""
     seen: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Graph and node -> rows that came through."""
+    """(graph, node) -> rows that succeeded."""
     dropped: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Graph and node -> rows that were dropped because the node failed at them."""
+    """(graph, node) -> rows that were dropped because the node failed on them."""
     replaced: int = 0
     """Processes that were replaced."""
     requeued: int = 0
     """Rows that were requeued because a rank failed."""
 
     def metrics(self) -> dict[str, float]:
-        """Counts that are not 0, as metrics."""
+        """Return the nonzero counts as metrics."""
         counts = Counter({"replaced_workers": self.replaced, "requeued_rows": self.requeued})
         for (graph, _), rows in self.dropped.items():
             counts["failed_rows" if graph == TRAIN else f"{graph}/failed_rows"] += rows
@@ -115,22 +113,22 @@ class FailureCounts:
 
 @dataclass(frozen=True)
 class Remedy:
-    """The actions that follow from a failure, after its rows were released."""
+    """Actions after a failure, once its rows are released."""
 
     requests: Sequence[CallRequest] = ()
     full_disk: str = ""
-    """Why the run has to wait for capacity on a disk; empty when it has not."""
+    """Error of a full disk that the run has to wait for, or empty."""
 
 
 class Failures:
-    """Counts failures by place, gives rows back, and has processes replaced.
+    """Counts failures, releases rows, and replaces processes.
 
     Args:
-        weights: sends the present weights to a process that is new.
-        disk: may have paused the run; then nobody was silent.
-        counts: what failed so far, also in earlier starts of the run.
-        start_timeout_s: how long a process that replaces another may take to be up.
-        call_timeout_s: how long a rank that was called may be silent.
+        weights: sends the current weights to a new process.
+        disk: knows whether the run was paused. Silence during a pause is not a failure.
+        counts: failures so far, including earlier starts of the run.
+        start_timeout_s: longest start of a replacement process [s].
+        call_timeout_s: longest silence of a rank during a call [s].
     """
 
     def __init__(
@@ -151,21 +149,21 @@ class Failures:
         self._start_timeout_s = start_timeout_s
         self._call_timeout_s = call_timeout_s
         self._returned: Counter[Call] = Counter()
-        """Call that is under way -> rows that went back."""
+        """Running call -> rows that were requeued."""
         self._heard: dict[tuple[str, int], float] = {}
-        """Group and rank -> when it replied last, or was called while it had nothing to do."""
+        """(group, rank) -> time of its last reply, or of a call while it was idle."""
         self._all_heard = -math.inf
-        """Time at which all ranks were taken to have replied."""
+        """Time when all ranks were last assumed to have replied."""
         self._called: dict[tuple[str, int], dict[Call, None]] = {}
-        """Group and rank -> its calls that are under way."""
+        """(group, rank) -> its running calls."""
         self._looked = -math.inf
         self._lost = False
-        """A rank was taken out since this was asked last."""
+        """Whether a rank was removed since the last query."""
 
     # Silence
 
     def called(self, call: Call) -> None:
-        """A call is given to its ranks. Those that had nothing to do are waited for from here on."""
+        """Record a call. The silence of its idle ranks is counted from now."""
         now = self._backend.clock()
         for rank in call.ranks:
             others = self._called.setdefault((call.group.name, rank), {})
@@ -174,25 +172,24 @@ class Failures:
             others[call] = None
 
     def listen(self, events: Sequence[Event]) -> list[CallRequest]:
-        """Note who has replied; once a second, replace ranks that have been silent for too long.
+        """Record replies and, once a second, replace ranks that have been silent for too long.
 
         Raises:
-            DeadlineError: one of them cannot be replaced by itself.
+            DeadlineError: a silent rank cannot be replaced on its own.
         """
         now = self._backend.clock()
         for event in events:
             self._heard[event.call.group.name, event.rank] = now
-        paused = self._disk.take_paused()  # nobody was asked for anything meanwhile
-        if paused or (
-            events and not self._backend.has_processes
-        ):  # groups take turns: the others had none
+        paused = self._disk.take_paused()  # no rank was called during a pause
+        # Without processes, groups take turns, so other ranks had no chance to reply.
+        if paused or (events and not self._backend.has_processes):
             self._all_heard = now
         if now - self._looked < LOOK_S:
             return []
         self._looked = now
         requests: list[CallRequest] = []
         limits: dict[str, float] = {}
-        """Group -> seconds for which any of its ranks may be silent."""
+        """Group -> shortest limit on the silence of any of its ranks [s]."""
         for (name, rank), own in list(self._called.items()):
             if not own or (self._backend.hanging and name not in self._backend.hanging):
                 continue
@@ -207,7 +204,7 @@ class Failures:
             group, others = calls[0].group, self._silent_with(rank, calls, now)
             if not (self._backend.has_processes and group.handle.worker_class.replaceable):
                 what = who_is_silent(self._backend, calls, rank, others, now)
-                raise DeadlineError(f"nobody answered for {limit:.0f} s. Waited for: {what}")
+                raise DeadlineError(f"no answer for {limit:.0f} s. Waited for: {what}")
             stack = where_they_stand(self._backend, group, [rank])
             requests += self.replace(
                 group, rank, f"it did not answer for {limit:.0f} s" + (f"; {stack}" if stack else "")
@@ -215,19 +212,18 @@ class Failures:
         return requests
 
     def _silent_with(self, rank: int, calls: Sequence[Call], now: float) -> list[int]:
-        """Ranks that have been silent in the same calls for as long as this one, or nearly so."""
+        """Return the ranks that have been silent in the same calls for about as long as this one."""
         name = calls[0].group.name
         since = self._heard[name, rank] + LOOK_S
         waiting = sorted({other for call in calls for other in call.waiting})
         return [other for other in waiting if self._heard.get((name, other), now) <= since]
 
     def _least_limit(self, group: WorkerGroup) -> float:
-        """Seconds for which any rank of a group may be silent."""
+        """Return the shortest limit on the silence of any rank of a group [s]."""
         own = getattr(group.handle.config, "silence_s", None)
         return self._call_timeout_s if own is None else min(own, self._call_timeout_s)
 
     def _limit(self, rank: int, calls: Sequence[Call]) -> float:
-        """Seconds for which a rank may be silent."""
         group = calls[0].group
         if rank in group.starting:
             return max(self._start_timeout_s, self._call_timeout_s)
@@ -237,7 +233,7 @@ class Failures:
     # Failure
 
     def answered(self, call: Call) -> None:
-        """A call is over. A call beside the graph that succeeded clears the failures of earlier ones like it."""
+        """Record a finished call. A success outside the graph clears earlier failures of that call."""
         for rank in call.ranks:
             self._called.get((call.group.name, rank), {}).pop(call, None)
         if call.lease is None and not call.lost:
@@ -248,10 +244,11 @@ class Failures:
             )
 
     def remedy(self, event: Event) -> Remedy | None:
-        """Release the rows of a failed call, and return what else is to be done; None: the run has to end or restart.
+        """Release the rows of a failed call. Return further actions, or None to end or restart.
 
         Raises:
-            WorkerError (or UserError, when the user can mend it): more samples than may failed MAX_FAILURES times each.
+            WorkerError (or UserError, for an error that the user can fix): too many samples failed
+                MAX_FAILURES times each.
         """
         call, failure = event.call, event.reply.failure
         assert failure is not None
@@ -267,7 +264,7 @@ class Failures:
             self.give_back(call, event.rank, f"{who} found the disk full")
             return Remedy(full_disk=failure.message)
         if call.node is None or call.node.group is None or call.lease is None:
-            return None  # a graph's own function is a pure one: it would fail again
+            return None  # a graph's own function is pure, so it would fail again
         said = f"{failure.message}\n{failure.traceback}".rstrip()
         held = call.held_by(event.rank)
         blamed = held.intersection(failure.sample_ids)
@@ -279,11 +276,13 @@ class Failures:
         return Remedy()
 
     def replace(self, group: WorkerGroup, rank: int, why: str) -> list[CallRequest]:
-        """A rank is gone, or silent: its rows go back, and another process takes its place, while the other ranks go on. A rank of an
-        elastic group leaves it instead.
+        """Release the rows of a dead or silent rank, and start another process, or let it leave.
+
+        Ranks of elastic groups leave. Other ranks continue.
 
         Raises:
-            WorkerError: it has happened MAX_FAILURES times in the same call beside the graph, or at more samples than may fail.
+            WorkerError: the same call outside the graph, or too many samples, failed MAX_FAILURES
+                times.
         """
         began = self._backend.clock()
         interrupted = [call for call in group.calls if rank in call.waiting]
@@ -298,7 +297,7 @@ class Failures:
             for call in interrupted
         )
         for call in group.calls:
-            if rank in call.ranks:  # its successor knows nothing of what it has answered
+            if rank in call.ranks:  # the new process does not know earlier replies
                 call.lose(rank)
         self._lost = True
         group.lacking.discard(rank)
@@ -315,7 +314,7 @@ class Failures:
         return requests
 
     def join(self, group: WorkerGroup, rank: int) -> list[CallRequest]:
-        """Start the process of an absent rank of an elastic group. It gets rows when it is up and has the present weights."""
+        """Start an absent rank of an elastic group. It gets rows once it has the current weights."""
         group.absent.discard(rank)
 
         def tell(worker: str, seconds: float) -> None:
@@ -324,7 +323,7 @@ class Failures:
         return self._start(group, rank, tell, self._backend.clock())
 
     def take_lost(self) -> bool:
-        """Whether a rank was taken out of its calls since this was asked last."""
+        """Return whether a rank was removed from its calls since the last query."""
         lost, self._lost = self._lost, False
         return lost
 
@@ -337,12 +336,12 @@ class Failures:
         if was_up:
             self._progress.left_group(worker, why, rows, up, len(group.mesh))
         else:
-            self._progress.say(f"worker {worker} did not come up, and is tried again later; {why}")
+            self._progress.say(f"worker {worker} did not start, and is retried later; {why}")
 
     def _start(
         self, group: WorkerGroup, rank: int, tell: Callable[..., None], began: float
     ) -> list[CallRequest]:
-        """Have the process of a rank started; `tell` is told its name and the seconds that it took, once it is up."""
+        """Start the process of a rank. Once it is up, call `tell` with its name and the seconds taken."""
         self._backend.replace(group, rank)
         group.starting.add(rank)
         then = partial(self._registered, rank=rank, tell=tell, began=began)
@@ -351,20 +350,22 @@ class Failures:
     def _registered(
         self, call: Call, rank: int, tell: Callable[..., None], began: float
     ) -> list[CallRequest]:
-        if rank in call.lost:  # it ended before it was up, and was replaced in turn
+        if rank in call.lost:  # it ended during its start, and was replaced again
             return []
         group = call.group
         group.starting.discard(rank)
         if call.results != [group.mesh[rank]]:
             raise WorkerError(
-                f"{call.describe(rank)}: it stands at {call.results}, not at {group.mesh[rank]}"
+                f"{call.describe(rank)}: it has the coordinates {call.results}, not {group.mesh[rank]}"
             )
         tell(f"{group.name}[{rank}]", seconds=self._backend.clock() - began)
         return self._weights.resend(group, rank)
 
     def give_back(self, call: Call, rank: int, why: str) -> int:
-        """Release what a rank has not finished; returns the number of rows. Rows of other ranks of the call stay theirs, where they
-        can be published without this rank's."""
+        """Release a rank's unfinished rows, and return their number.
+
+        Other ranks of the call keep their rows, if these can be published separately.
+        """
         own = call.held_by(rank)
         call.lose(rank)
         if call.ledger is None or call.lease is None or not call.ledger.leases.holds(call.lease):
@@ -383,13 +384,14 @@ class Failures:
         return rows
 
     def _count(self, call: Call, rank: int, samples: Iterable[int], what: str, why: str) -> list[int]:
-        """Count a failure; returns the samples that failed MAX_FAILURES times.
+        """Count a failure. Return the samples that failed MAX_FAILURES times.
 
         Raises:
-            WorkerError: it is a call beside the graph that failed MAX_FAILURES times.
+            WorkerError: a call outside the graph failed MAX_FAILURES times.
         """
         if call.lease is None and (call.lost or call.group.place.is_elastic):
-            return []  # the call was counted with another rank, or the group does without as long as it has enough others
+            # counted with another rank already, or left to the deadline of the elastic group
+            return []
         who, at = call.describe(), self._counts.at
         places = [(who, id) for id in sorted(samples)] if call.lease is not None else [(who, None)]
         at.update(places)
@@ -401,10 +403,12 @@ class Failures:
         return [id for _, id in repeated if id is not None]
 
     def _do_without(self, call: Call, samples: Sequence[int], what: str, failure: Failure) -> None:
-        """Drop samples at which a node failed MAX_FAILURES times each, as long as they are few.
+        """Drop samples that made a node fail MAX_FAILURES times each, as long as they are few.
 
         Raises:
-            WorkerError (or UserError, when the user can mend it): there are more of them than the group's `max_failed` allows.
+            WorkerError (or UserError, for an error that the user can fix): there are more of them
+            than
+                `max_failed` of the group allows.
         """
         if not samples or call.ledger is None or call.lease is None:
             return
@@ -419,7 +423,7 @@ class Failures:
         )
         at = ", ".join(named)
         failed = self._counts.dropped[key] + len(samples)
-        seen = self._counts.seen[key] + failed  # those that were dropped have not come through
+        seen = self._counts.seen[key] + failed  # `seen` counts only rows that succeeded
         if node.operation.quorum or failed > share * max(seen, FEWEST_ROWS):
             raise (UserError if failure.kind is FailureKind.USER_ERROR else WorkerError)(
                 f"{what} {MAX_FAILURES} times at {at}. So did {failed} of {seen} rows so far, which is more than max_failed={share} "

@@ -1,6 +1,6 @@
-"""FullDisk: a full disk pauses a run instead of ending it. What was to be written is written when there is free space again.
+"""FullDisk: pauses a run on a full disk instead of ending it, and retries its writes.
 
-A run has one for all of its starts, so a pause is reported once even if several ranks wait.
+A run has one instance for all of its starts, so that each pause is reported only once.
 """
 
 from __future__ import annotations
@@ -20,20 +20,15 @@ from ..signals import asked_to_end
 T = TypeVar("T")
 
 REPORT_AGAIN_S = 60.0
-"""Seconds after which a pause is reported again."""
+"""[s] Time before a pause is reported again."""
 TRY_AGAIN_S = 60.0
-"""Longest wait before a write that did not fit is tried again."""
+"""[s] Longest wait before a failed write is retried."""
 SOME_BYTES = 1 << 20
-"""Additional free space that is worth another try."""
+"""[bytes] Additional free space that makes a retry worthwhile."""
 
 
 class FullDisk:
-    """Waits for free space on the disk of a run, and tells the user.
-
-    Args:
-        folder: of the run.
-        progress: tells the user about a pause.
-    """
+    """Waits for free space on the disk of a run, and tells the user."""
 
     def __init__(self, folder: Path, progress: Progress) -> None:
         self._folder = folder
@@ -42,7 +37,7 @@ class FullDisk:
         """Whether the run was paused since the last call of `take_paused`."""
         self._said = self._waited = -math.inf
         self._since = 0.0
-        """When the present pause began."""
+        """Start of the current pause."""
 
     def report_pause(self, why: str) -> None:
         """Report, at most once in REPORT_AGAIN_S, that the run waits for free space."""
@@ -51,10 +46,12 @@ class FullDisk:
             self._progress.paused(why)
 
     def write(self, write: Callable[[], T]) -> T:
-        """Write, as often as it takes, and return what `write` returned. A write that fails half way must be able to begin again.
+        """Call `write` until it succeeds, and return its result.
+
+        A write that fails halfway must be able to start over.
 
         Raises:
-            RunError: the disk is still full after MAX_PAUSE_S, or the run is asked to end meanwhile.
+            RunError: the disk is still full after MAX_PAUSE_S, or the run was asked to end.
         """
         began = time.monotonic()
         while True:
@@ -69,10 +66,10 @@ class FullDisk:
                 return result
 
     def wait_for_more(self, why: str) -> None:
-        """Wait until somebody has freed space, or for TRY_AGAIN_S (it may have been freed just before).
+        """Wait until space is freed, or for TRY_AGAIN_S in case it was freed just before.
 
         Raises:
-            RunError: as `write`.
+            RunError: as in `write`.
         """
         began, before = time.monotonic(), self._free
         while self._free < before + SOME_BYTES and time.monotonic() - began < TRY_AGAIN_S:
@@ -80,7 +77,7 @@ class FullDisk:
         self._paused = True
 
     def take_paused(self) -> bool:
-        """Whether the run was paused; False when that was taken before."""
+        """Return whether the run was paused since the last call."""
         paused, self._paused = self._paused, False
         return paused
 
@@ -96,7 +93,7 @@ class FullDisk:
         self._waited, waited = now, now - self._since
         if waited > MAX_PAUSE_S or asked_to_end():
             raise RunError(
-                f"{why}; the run waited {waited:.0f} s for room in {self._folder}, and ends. What is on the disk is complete: "
-                "resume='latest' goes on from its last checkpoint"
+                f"{why}; the run waited {waited:.0f} s for space in {self._folder} and ends. The files on the disk are complete: "
+                "resume='latest' continues from the last checkpoint"
             )
         time.sleep(PAUSE_S)

@@ -1,4 +1,4 @@
-"""Resuming a run: find a sound checkpoint, hold the run, and open its directory and its buffer as they were then."""
+"""Resuming a run: find an intact checkpoint, lock the run, and reopen its directory and buffer."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from ..backends.backend import Backend, this_node
 from .checkpoints import RUN, RunState, complete_checkpoints, has_checkpoints, restore_replaced, step_of
 from .copies import fetch_run
 
-# Collecting
-#
-# Garbage collection while a run goes on, or is restored.
+# Python's garbage collector during a run.
 
 
 THRESHOLDS = (500_000, 1_000, 1_000)
-"""Of Python's collector. A driver allocates some objects for each row, which live as long as the row and are in no circle when it is
-finished. To look through all of them again and again took a third of the driver's time."""
+"""Thresholds of Python's garbage collector. A driver allocates some objects for each row, which
+live as long as the row and form no cycles. With the default thresholds, a third of its time went
+into collecting."""
 
 
 @contextmanager
 def collected_seldom(seldom: bool) -> Iterator[None]:
-    """Have Python look for garbage less often.
+    """Make Python collect garbage less often.
 
     Args:
-        seldom: nothing is changed without it, such as where workers share the process: their garbage may hold tensors.
+        seldom: False changes nothing. Use it if workers share the process: their garbage may hold
+            tensors.
     """
     before = gc.get_threshold()
     if seldom:
@@ -51,28 +51,28 @@ def collected_seldom(seldom: bool) -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-WITHOUT_ROWS = "resume='weights' goes on from models, optimizers and the place in the data, without the rows in flight"
+WITHOUT_ROWS = "resume='weights' continues from models, optimizers and the place in the data, without the rows in flight"
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A sound checkpoint to go on from."""
+    """An intact checkpoint to resume from."""
 
     path: Path
     state: RunState
     damage: Sequence[str] = ()
-    """Why later checkpoints could not be used, a line for each."""
+    """Reasons why later checkpoints could not be used, a line each."""
     with_rows: bool = True
-    """Whether the run goes on with the rows that were in flight, or only with the weights and the place in the data."""
+    """Whether to restore the rows in flight, or only the weights and the place in the data."""
     from_first_row: bool = False
-    """Whether the training data or their order changed, so that there is no place in them to go on from."""
+    """Whether training data or their order changed, so that training begins at their first row."""
 
     @property
     def run(self) -> Path:
         return self.path.parent.parent
 
     def reopen(self, lock: RunLock) -> RunDirectory:
-        """The directory of the run as it was at the checkpoint, held by this process."""
+        """Reopen the directory of the run as it was at the checkpoint, held by this process."""
         origin = f"goes on after step {self.state.step}, from {self.path}"
         if not self.with_rows:
             origin += f", with weights alone: {self.given_up}"
@@ -86,36 +86,36 @@ class ResumePoint:
 
     @property
     def given_up(self) -> str:
-        """Description of what is lost when the run resumes without its rows in flight."""
+        """The losses of a resume without the rows in flight, as text."""
         if self.from_first_row:
             return (
-                "the log is given up, and what was generated for prompts in flight; the training data or their order changed, so training "
-                "begins with their first row; rows that were finished before are proven no more"
+                "the log and the responses in flight are discarded; the training data or their order changed, so training begins with "
+                "their first row; `weft buffer check` cannot verify the rows finished earlier"
             )
         again = len(self.state.cursor.again)
         return (
-            f"the log is given up, and what was generated for the {again} prompts in flight, which are issued again; "
-            "rows that were finished before are proven no more"
+            f"the log and the responses of the {again} prompts in flight are discarded, and these prompts are issued again; "
+            "`weft buffer check` cannot verify the rows finished earlier"
         )
 
     def at_first_row(self) -> ResumePoint:
-        """The same point with other training data: its place in the earlier data means nothing there."""
+        """Return the same point for other training data, at their first row."""
         return replace(self, state=replace(self.state, cursor=Cursor()), from_first_row=True)
 
     @property
     def groups(self) -> list[str]:
-        """Worker groups whose state is in it."""
+        """Worker groups with a state in the checkpoint."""
         return sorted(p.name for p in self.path.iterdir() if p.is_dir())
 
 
 def find_checkpoint(run: Path, *, with_rows: bool = True) -> ResumePoint | None:
-    """The latest intact checkpoint of a run whose position is in the log; None if there is no checkpoint.
+    """Return the latest intact checkpoint of a run, or None if it has none.
 
     Args:
-        with_rows: False does not look at the log.
+        with_rows: whether its position must be in the log; False does not read the log.
 
     Raises:
-        UserError: there are checkpoints, and none is sound.
+        UserError: there are checkpoints, but none is intact.
     """
     restore_replaced(run / CHECKPOINTS)
     damage: list[str] = []
@@ -148,7 +148,7 @@ def _damaged_files(path: Path) -> str:
 
 
 def _lost_rows(path: Path) -> str:
-    """Why the rows in flight at a checkpoint cannot be restored, damaged or of another version of Weft; empty when they can."""
+    """Return why the rows in flight cannot be restored, or an empty string."""
     position = RunState.read(path).position
     buffer = path.parent.parent / BUFFER
     try:
@@ -167,9 +167,9 @@ def _lost_rows(path: Path) -> str:
 
 
 def _wrong_before(position: Position, log: Path) -> list[str]:
-    """Damage to the file of the log before a position. The rows can still be restored there, from a snapshot of the ledgers."""
+    """Describe damage to the log before a position whose rows are still in a snapshot."""
     damage = damage_before(log, position)
-    known = "the rows are known without it, but `weft buffer check` proves nothing of this run any more"
+    known = "the rows in flight are not affected, but `weft buffer check` can no longer verify this run"
     return [f"{damage}; {known}"] if damage else []
 
 
@@ -180,18 +180,21 @@ def open_run(
     accept: Callable[[ResumePoint | None], ResumePoint | None],
     copy_to: str | None = None,
 ) -> tuple[RunDirectory, ResumePoint | None]:
-    """Hold the run that a driver is to do, a new one (None) or one that goes on from a checkpoint. Its directory notes why.
+    """Open and lock the run for a driver: a new one, or one that resumes from a checkpoint.
 
     Args:
-        resume: "none" for a new run; "latest" for the latest checkpoint of the run `name` (default: of the newest run that has any);
-            "weights" for the same without its rows in flight; or the folder of a run or of one of its checkpoints.
-        root: the folder of all runs.
-        name: of the run.
-        accept: raises UserError when the driver cannot go on from this checkpoint; returns the point that it goes on from.
-        copy_to: where checkpoints are copied to. If the run `name` is to go on and has none here, it is fetched from there.
+        resume: "none" for a new run; "latest" for the latest checkpoint of the run `name` (by
+            default, the newest run with a checkpoint); "weights" for the same without rows in
+            flight; or the folder of a run or of one of its checkpoints.
+        accept: returns the point to resume from, or raises UserError if the driver cannot use it.
+        copy_to: the address of copies. If the run `name` is to be resumed and has no checkpoint
+            here, it is fetched from there.
+
+    Returns:
+        The run's directory, and the point that it resumes from, or None for a new run.
 
     Raises:
-        UserError: another driver holds the run, there is no such folder, or it is damaged.
+        UserError: another driver holds the run, the folder does not exist, or it is damaged.
     """
     if name is not None:
         check_run_name(name, "name")
@@ -228,12 +231,14 @@ def open_buffer(
     backend: Backend,
     keep_checkpoints: int,
 ) -> SampleBuffer:
-    """The sample buffer of a run: a new one, or one as it was at a checkpoint. With weights alone it begins at the checkpoint's place
-    in the data.
+    """Return the sample buffer of a run: a new one, or one restored from a checkpoint.
+
+    With weights alone, a new buffer begins at the checkpoint's place in the data.
 
     Args:
-        backend: where its processes may stand on other machines, segments lie on each machine's own disk.
-        keep_checkpoints: of models. Rows in flight are kept for as many, and for the one that is being written.
+        backend: if it spans machines, each machine keeps segments on its own disk.
+        keep_checkpoints: number of checkpoints kept. Rows in flight are kept for these and for the
+            one being written.
     """
     folder = run.path / BUFFER
     scratch = Scratch.of(folder, config.scratch) if backend.spans_machines or config.scratch else None
@@ -249,7 +254,7 @@ def open_buffer(
         "keep_checkpoints": keep_checkpoints + 1,
     }
     if point is not None and point.with_rows:
-        with collected_seldom(True):  # all that is made of the rows stays
+        with collected_seldom(True):  # all objects made for the rows stay alive
             return SampleBuffer.recover(folder, graphs, at=point.state.position, **kept)
     ids = None if point is None else Ids(point.state.next_id, point.state.next_group)
     buffer = SampleBuffer.create(folder, graphs, ids=ids, **kept)
@@ -260,12 +265,12 @@ def open_buffer(
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is the folder of one checkpoint of a run."""
+    """Return whether the path is the folder of a run's checkpoint."""
     return path.resolve().parent.name == CHECKPOINTS and path.is_dir()
 
 
 def _where(resume: str | Path, root: Path, name: str | None) -> tuple[Path | None, str]:
-    """The run to go on with, if there is one; else what was looked for, and what there is instead."""
+    """Return the run to resume, or None and a message about what was looked for and found."""
     if resume == "none":
         return None, ""
     if resume in ("latest", "weights"):
@@ -275,7 +280,7 @@ def _where(resume: str | Path, root: Path, name: str | None) -> tuple[Path | Non
         return run, looked
     try:
         path = Path(resume).resolve()
-    except RuntimeError as loop:  # of links
+    except RuntimeError as loop:  # a loop of symbolic links
         raise UserError(f"resume={str(resume)!r} cannot be followed: {loop}") from None
     if path.parent.name == CHECKPOINTS:
         check_rights(path.parent.parent)
@@ -287,7 +292,7 @@ def _where(resume: str | Path, root: Path, name: str | None) -> tuple[Path | Non
             f"{nearest(run.name, [*(p.name for p in there), 'latest', 'weights', 'none'])}"
         )
     if name not in (None, run.name):
-        raise UserError(f"resume={str(resume)!r} is of the run {run.name!r}, not of {name!r}")
+        raise UserError(f"resume={str(resume)!r} belongs to the run {run.name!r}, not to {name!r}")
     return run, ""
 
 
@@ -305,7 +310,7 @@ def _latest_run(root: Path, name: str | None, resume: str) -> tuple[Path | None,
     if (run / CHECKPOINTS).exists() and not (run / CHECKPOINTS).is_dir():
         return (
             None,
-            f"damaged: resume={resume!r}: {run / CHECKPOINTS} is not a folder, so nothing can be gone on from{known}",
+            f"damaged: resume={resume!r}: {run / CHECKPOINTS} is not a folder, so there is nothing to resume from{known}",
         )
     what = "there is no checkpoint of run" if is_used(run) else "there is no run"
     return (
@@ -315,13 +320,11 @@ def _latest_run(root: Path, name: str | None, resume: str) -> tuple[Path | None,
 
 
 def _checkpointed(root: Path) -> list[Path]:
-    """Runs that have checkpoints, newest first."""
     runs = [p for p in root.glob("*") if p.is_dir() and has_checkpoints(p)]
     return sorted(runs, key=lambda p: p.stat().st_mtime, reverse=True)
 
 
 def _at(path: Path, run: Path) -> ResumePoint:
-    """The checkpoint that the user named."""
     path = run / CHECKPOINTS / path.resolve().name
     if wrong := _damaged_files(path) or _lost_rows(path):
         raise UserError(f"checkpoint {path} is damaged: {wrong}")

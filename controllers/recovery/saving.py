@@ -1,13 +1,15 @@
-"""Saving: writes the checkpoints of a run, one at a time, while the run goes on.
+"""Saving: writes the checkpoints of a run in the background, one at a time.
 
-    IDLE ──begin──> COPYING ──every group has copied its state──> WRITING ──every part is on the disk──> NAMING ──> IDLE
-      ^                └──────────────── the disk is full ───────────┴──────────────────────────────────────┤
-      └──────────────────────────────────────── given up ───────────────────────────────────────────────────┘
+    IDLE ──begin──> COPYING ──all groups copied──> WRITING ──all parts on disk──> NAMING ──> IDLE
+      ^                └─────────────── disk full ────┴──────────────────────────────┤
+      └──────────────────────────────── given up ─────────────────────────────────────┘
 
 - A group does not train while it copies its state. It writes the copy in the background.
-- NAMING happens in a thread, which reads large files again for the manifest and removes old checkpoints.
-- Beside the state, a checkpoint may be `due`. It is begun in IDLE, and until then the run issues no rows and makes no calls for nodes.
-- A checkpoint that was given up is due again when the next step is over, and at once when the run is at its end.
+- NAMING runs in a thread, which reads large files for the manifest and removes old checkpoints.
+- Independently of the state, a checkpoint may be `due`. It begins in IDLE; until then the run
+  issues no rows and makes no calls for nodes.
+- After a checkpoint is given up, one is due at the end of the next step, or at once if the run is
+  ending.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ from ..request import CallRequest
 from .checkpoints import CheckpointConfig, CheckpointFolder, RunState, Values
 
 ASK_S = 0.5
-"""Seconds between two questions to a group whether its part is on the disk."""
+"""[s] Time between two requests to a group whether its part is on the disk."""
 LOOK_S = 5.0
-"""Seconds between two looks at how far a checkpoint is."""
+"""[s] Time between two looks at the progress of a checkpoint."""
 
 
 class Phase(Enum):
@@ -40,11 +42,11 @@ class Phase(Enum):
     IDLE = auto()
     """No checkpoint is being written."""
     COPYING = auto()
-    """Groups copy their state."""
+    """Groups copy their states."""
     WRITING = auto()
-    """Groups write what they have copied."""
+    """Groups write their copies."""
     NAMING = auto()
-    """A thread completes it."""
+    """A thread writes the manifest and gives the checkpoint its name."""
 
 
 @dataclass(frozen=True)
@@ -52,28 +54,26 @@ class GivenUp:
     """A checkpoint that could not be written."""
 
     position: Position
-    """Its position in the buffer's log, which no longer has to be kept."""
+    """Its position in the buffer's log, which need not be kept any longer."""
     why: str
-    """The write that found the disk full."""
+    """The error of the write that failed on the full disk."""
 
 
 @dataclass(frozen=True)
 class Progressed:
-    """The actions that follow from a turn of saving."""
+    """Actions after an advance of the checkpoint."""
 
     requests: Sequence[CallRequest] = ()
     given_up: GivenUp | None = None
 
 
 class Saving:
-    """Decides when a checkpoint is written, and sees it through.
+    """Decides when to write a checkpoint, and carries it out.
 
     Args:
-        folder: of the checkpoints.
-        config: when a checkpoint is due.
-        groups: the worker groups that have a state.
-        patience_s: how long a checkpoint may not grow.
-        clock: seconds, which only grow.
+        groups: the worker groups with state.
+        patience_s: longest time without growth of a checkpoint [s].
+        clock: a monotonic clock [s].
     """
 
     def __init__(
@@ -92,43 +92,41 @@ class Saving:
         self._patience_s = patience_s
         self._clock = clock
         self._state = RunState(-1, 0, 0.0, {}, Position())
-        """State of the driver when the latest checkpoint was begun."""
+        """State of the driver at the start of the latest checkpoint."""
         self.phase = Phase.IDLE
         self.due = False
         """Whether a checkpoint starts as soon as none is being written."""
         self._last: int | None = None
-        """The step that must be in a checkpoint, since the run is at its end."""
+        """The step that must be in a checkpoint, because the run is ending."""
         self._saved_step = -1
-        """Step of the latest that was begun and not given up."""
+        """Step of the latest checkpoint that was begun and not given up."""
         self._full_disk = ""
-        """Why the latest could not be written; empty when it could."""
+        """Error of the latest write on a full disk, or empty."""
         self._copying: set[str] = set()
-        """Groups that have not copied their state."""
+        """Groups that have not copied their states yet."""
         self._writing: dict[str, WorkerGroup] = {}
-        """Groups that have not reported their part as written."""
+        """Groups that have not confirmed that their parts are on the disk."""
         self._asked = 0.0
         self._naming: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._growth = _Growth(patience_s)
         self._hashed = 0
-        """Pieces of files that were read for the manifest."""
+        """Pieces of files read for the manifest."""
         self._pause_s = 0.0
-        """Longest time for which a group was kept from training by the latest one."""
+        """Longest pause of a group's training for the latest checkpoint."""
 
-    # When
+    # When to save
 
     def resume(self, step: int) -> list[Path]:
-        """Resume after this step. Moves later checkpoints to `checkpoints.later`; returns their new paths."""
+        """Resume after this step. Move later checkpoints to `checkpoints.later`; return their paths."""
         self._saved_step = step
         return self.folder.forget_after(step)
 
     def step_over(self, step: int, *, last: bool, for_best: bool = False) -> None:
-        """A step is over. A checkpoint of it may be due.
+        """Record a finished step. A checkpoint may be due.
 
         Args:
-            step: its number.
-            last: no step comes after it.
-            for_best: its weights are evaluated by what the best checkpoint is chosen by.
+            for_best: whether the metric that chooses the best checkpoint is evaluated at this step.
         """
         if self._config.writes and step > 0:
             self.due |= last or for_best or bool(self._full_disk) or self._is_time(step)
@@ -139,17 +137,17 @@ class Saving:
         return by_steps or (every_s is not None and self._clock() - self._begun >= every_s)
 
     def finish(self, step: int, *, anew: bool = False) -> None:
-        """The run is at its end: this step must be in a checkpoint.
+        """Require a checkpoint of this step, because the run is ending.
 
         Args:
-            step: the latest that is over.
-            anew: also if there is one of that step.
+            step: the latest finished step.
+            anew: require one even if there is a checkpoint of that step.
         """
         self._last = step
         self.due |= anew or self._saved_step < step
 
     def require(self) -> None:
-        """A checkpoint of the present step is due."""
+        """Require a checkpoint of the current step."""
         self.due = True
 
     @property
@@ -159,27 +157,27 @@ class Saving:
 
     @property
     def may_begin(self) -> bool:
-        """Whether a checkpoint starts now."""
+        """Whether a checkpoint can start now."""
         return self.due and not self.under_way
 
     @property
     def holds_up(self) -> bool:
-        """Whether the run waits for a checkpoint: for one that is due, or, at its end, for one that is being written."""
+        """Whether the run waits for a checkpoint: a due one, or, at its end, one being written."""
         return self.due or (self._last is not None and self.under_way)
 
-    # How
+    # How to save
 
     def begin(self, state: RunState) -> list[CallRequest]:
-        """Begin a checkpoint.
+        """Begin a checkpoint, while no update is running.
 
         Args:
-            state: what the driver knows. No update is under way.
+            state: the state of the driver.
 
         Returns:
-            Requests that each group copy its state.
+            A request to each group to copy its state.
 
         Raises:
-            OSError: the disk is full, say. To begin again is allowed.
+            OSError: for example because the disk is full. The caller may try again.
         """
         assert not self.under_way
         path = self.folder.begin(state)
@@ -204,21 +202,23 @@ class Saving:
         return ()
 
     def take_pause_s(self) -> float:
-        """Seconds for which the latest checkpoint kept a group from training, at most; 0 when that was taken before."""
+        """Return the longest pause of a group's training for the latest checkpoint [s], once."""
         pause_s, self._pause_s = self._pause_s, 0.0
         return pause_s
 
     def advance(self, values: Values) -> Progressed:
-        """Take the checkpoint that is being written a turn further.
+        """Advance the checkpoint that is being written.
 
         Args:
-            values: metric -> step -> its value; called in another thread.
+            values: metric -> step -> value; called in another thread.
 
         Returns:
-            Requests that ask idle groups, every ASK_S, whether their part is on the disk; and the checkpoint, if it was given up.
+            Requests to idle groups, every ASK_S, whether their parts are on the disk; and the
+            checkpoint,
+            if it was given up.
 
         Raises:
-            DeadlineError: it has not grown for too long; the message says who was waited for.
+            DeadlineError: the checkpoint has not grown for too long; names the groups to blame.
             RunError: it could not be completed.
         """
         if self.phase is Phase.IDLE:
@@ -252,7 +252,6 @@ class Saving:
         return ()
 
     def _named(self) -> Progressed:
-        """See whether the thread is done."""
         assert self._naming is not None
         if not self._naming.done():
             return Progressed()
@@ -260,7 +259,7 @@ class Saving:
         if error is None:
             self.phase = Phase.IDLE
             return Progressed()
-        if isinstance(error, RunError):  # another driver has taken the run over
+        if isinstance(error, RunError):  # another driver has taken over the run
             raise error
         if not is_full(error):
             path = self.folder.path_of(self._state.step)
@@ -276,7 +275,7 @@ class Saving:
         return GivenUp(self._state.position, self._full_disk)
 
     def failed(self, event: Event) -> bool:
-        """Note a rank that found the disk full when it copied or wrote its part; False: the event is something else."""
+        """Handle a rank that found the disk full while saving; return False for any other event."""
         call, failure = event.call, event.reply.failure
         own = (
             call.method in ("save_checkpoint", "checkpoint_written") and call.group.name in self._writing
@@ -287,19 +286,21 @@ class Saving:
         call.lose(event.rank)
         return True
 
-    # Until when
+    # How long to wait
 
     def _check_growth(self) -> None:
         now = self._clock()
-        if self.phase is Phase.COPYING:  # these calls have a deadline of their own
+        if self.phase is Phase.COPYING:  # these calls have separate deadlines
             self._growth.begin(now)
         if not self._growth.is_due(now):
             return
         extent = (self.folder.sizes(self._state.step), self._hashed, {*self._writing})
         if self._growth.has_stopped(now, extent):
-            who = [f"{name}, which has not said that its part is on the disk" for name in self._writing]
+            who = [
+                f"{name}, which has not confirmed that its part is on the disk" for name in self._writing
+            ]
             who = who or [
-                "the driver's own thread, which reads the files again, names the checkpoint and removes old ones"
+                "the driver's thread that reads the files for the manifest, names the checkpoint and removes old ones"
             ]
             raise DeadlineError(
                 f"checkpoint {self.folder.path_of(self._state.step)}: nothing more was written for {self._patience_s:g} s "
@@ -310,17 +311,17 @@ class Saving:
         self._hashed += 1
 
     def close(self) -> None:
-        """Wait, for at most `patience_s`, until the checkpoint that is being named has its name."""
+        """Wait up to `patience_s` for a checkpoint that is being named."""
         if self._naming is not None:
             wait([self._naming], timeout=self._patience_s)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class _Growth:
-    """Watches whether a checkpoint grows.
+    """Detects that a checkpoint has stopped growing.
 
     Args:
-        patience_s: how long it may not grow.
+        patience_s: longest time without growth [s].
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -329,20 +330,19 @@ class _Growth:
         self._extent: object = None
 
     def begin(self, now: float) -> None:
-        """A checkpoint is begun."""
+        """Start watching a new checkpoint."""
         self._looked = self._grew = now
         self._extent = None
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time for a look."""
+        """Return whether it is time to look."""
         return now - self._looked >= min(LOOK_S, self._patience_s / 2)
 
     def has_stopped(self, now: float, extent: object) -> bool:
-        """Whether nothing has changed for too long. If nobody has looked for so long, the driver itself was waiting.
+        """Return whether nothing has changed for too long, while the driver was looking regularly.
 
         Args:
-            now: seconds.
-            extent: how far the checkpoint is; larger or not, it changes when the checkpoint grows.
+            extent: a value that changes whenever the checkpoint grows.
         """
         driver_waited, self._looked = now - self._looked > self._patience_s, now
         if extent != self._extent or driver_waited:

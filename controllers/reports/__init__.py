@@ -1,4 +1,4 @@
-"""Reports to the user while a run goes on: progress, symptoms and trackers.
+"""Reports to the user during a run: progress, symptoms and trackers.
 
 progress.py            decides what to show, and when
 records.py             the records it shows: a step, an evaluation, the end of a run

@@ -1,7 +1,8 @@
-"""A dashboard beside a run: a process of its own, which the run starts and never waits for. It reads what runs have written.
+"""The dashboard that a run starts, in a separate process that the run never waits for.
 
-It is in a session of its own, so that neither Ctrl-C nor the end of the terminal or of the run ends it, and ends by itself when nobody has
-looked for IDLE_S and the run is over. One that dies costs the run nothing; `weft dashboard` shows the same.
+The process has its own session, so it survives Ctrl-C and the end of the terminal or the run. It
+ends when the run is over and no page was open for IDLE_S. The run does not depend on it; `weft
+dashboard` shows the same pages.
 """
 
 from __future__ import annotations
@@ -18,23 +19,20 @@ from ...dataflow.untrusted_text import VIEW
 
 PROGRAM = "weft.dashboard.server.beside_run"
 TOKEN = "WEFT_DASHBOARD_TOKEN"
-"""Variable of the environment of that process alone."""
+"""Environment variable of that process only, with its token."""
 IDLE_S = 3600.0
 LOG = "dashboard.log"
-"""What the process has printed, in `logs/` of the run."""
+"""The output of the process, in `logs/` of the run."""
 
 
 def start_dashboard(run: Path) -> str:
-    """Start a dashboard over the folder that has this run; returns at once.
-
-    Args:
-        run: its directory.
+    """Start a dashboard for the folder that holds this run, without waiting.
 
     Returns:
         The address to open, with its token.
 
     Raises:
-        OSError: there is no port, or no process can be started.
+        OSError: no port is free, or the process cannot be started.
     """
     token = VIEW + secrets.token_urlsafe(24)
     with socket.socket() as listening:

@@ -1,4 +1,4 @@
-"""Displays: what shows a run, and which one a run gets."""
+"""Displays of a run in the terminal, as plain lines, or as JSON lines."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ from ...dataflow.untrusted_text import cut, encodable, readable, show, show_json
 from .records import Ending, EvaluationScore, Figure, Step, clock
 from .sample import Sample
 
-# Lines
-#
-# Lines: a run as plain lines, for people, or as JSON lines, for programs.
+# Plain lines for people, and JSON lines for programs.
 
 
 LONGEST_MESSAGE = 20_000
-"""Characters of a message that are shown."""
+"""Most characters of a message to show."""
 
 
 class PlainLines:
-    """A line for each step, as files and pipes keep it."""
+    """One line per step, for files and pipes."""
 
     interval_s = 0.0
 
@@ -54,7 +52,7 @@ class PlainLines:
 
 
 class JsonLines:
-    """One JSON object for each thing that is shown, for programs: `event` says what it is, and a step has all of its metrics."""
+    """One JSON object per event, for programs. `event` names its kind; a step has all metrics."""
 
     interval_s = 0.0
 
@@ -105,7 +103,7 @@ class JsonLines:
 
 
 def encoding_of(stream: TextIO) -> str:
-    """What a stream writes its text in."""
+    """Return the encoding of a stream."""
     return getattr(stream, "encoding", None) or "utf-8"
 
 
@@ -128,7 +126,7 @@ def line_of_score(score: EvaluationScore) -> str:
 
 
 def _numbers(values: Mapping[str, float]) -> dict[str, float | None]:
-    """JSON has no other numbers than finite ones."""
+    """Replace numbers that are not finite by None, since JSON has none."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
@@ -146,17 +144,17 @@ def _of_score(score: EvaluationScore) -> dict[str, Any]:
 
 
 Form: TypeAlias = Literal["auto", "rich", "plain", "json", "none"]
-"""How a run is shown; auto: rich on a terminal, else plain."""
+"""Form of the display; auto is rich on a terminal and plain otherwise."""
 
 
 class Display(Protocol):
-    """Shows a run. After an OSError no further method is called."""
+    """Shows a run. After an OSError, no further method is called."""
 
     interval_s: float
-    """Shortest time between two steps that are shown; the last one always is."""
+    """[s] Shortest time between two shown steps; the last step is always shown."""
 
     def say(self, text: str, *, warning: bool = False) -> None:
-        """A message."""
+        """Show a message."""
         ...
 
     def step(self, step: Step) -> None: ...
@@ -166,7 +164,7 @@ class Display(Protocol):
 
 
 class Nothing:
-    """Shows nothing."""
+    """A display that shows nothing."""
 
     interval_s = math.inf
 
@@ -187,18 +185,18 @@ class Nothing:
 
 
 def is_closed() -> bool:
-    """Whether standard output is closed, as `>&-` has it, or a script: then it is written to no more."""
+    """Return whether standard output is closed, by `>&-` or by a script, so writing would fail."""
     return sys.stdout is None or sys.stdout.closed  # pyright: ignore[reportUnnecessaryComparison]
 
 
 def display_for(form: Form | bool) -> Display:
-    """The display of this form, on standard output.
+    """Return a display on standard output.
 
     Args:
-        form: True is auto, False is none.
+        form: the form; True means auto, False means none.
 
     Raises:
-        UserError: there is no such form.
+        UserError: the form is unknown.
 
     >>> display_for("plian")
     Traceback (most recent call last):
@@ -217,35 +215,30 @@ def display_for(form: Form | bool) -> Display:
     if form == "auto":
         form = "rich" if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else "plain"
     if form == "rich":
-        # rich takes a tenth of a second to import
-
         return Terminal(sys.stdout)
     return {"plain": PlainLines, "json": JsonLines}[form](sys.stdout) if form != "none" else Nothing()
 
 
-# Terminal
-#
-# Terminal: a run in columns, colours and frames, where there is a terminal. The only module that
-# uses `rich`.
+# Terminal display: columns, colours and frames, with `rich`.
 
 
 ROWS_A_HEADER = 20
-"""Steps after which the names of the columns are shown again."""
+"""Steps between two headers."""
 WIDEST_FRAME = 100
 APART = 2
-"""Spaces between two columns, where there is room."""
+"""Most spaces between two columns."""
 STYLES = {"reward": "bold", "no signal": "yellow", "truncated": "yellow"}
 """Label of a column -> its style; others have none."""
 NONE = "0%"
-"""What is never coloured."""
+"""Value that is never coloured."""
 LABEL, WARNING, FRAME = "dim", "yellow", "cyan"
 
 
 class Terminal:
-    """Steps in columns below each other, samples and the end in frames.
+    """Shows steps as table rows, samples in frames, and the end as lines.
 
-    Model text is never read as markup, and `NO_COLOR` is heeded. Where the columns are wider than the terminal, a step is a line with the
-    name of each number in it.
+    Text of the model is never read as markup, and `NO_COLOR` is respected. If the columns do not
+    fit into the terminal, a step is one line with labelled numbers.
     """
 
     interval_s = 0.2
@@ -255,7 +248,7 @@ class Terminal:
         self._encoding = encoding_of(stream)
         self._widths: dict[str, int] = {}
         self._rows = 0
-        """Steps since the column headings were printed; at 0 they are printed again."""
+        """Steps since the last header; 0 prints it again."""
 
     def say(self, text: str, *, warning: bool = False) -> None:
         text = readable(cut(text, LONGEST_MESSAGE))
@@ -311,7 +304,7 @@ class Terminal:
         self._rows = 0
         title = f"run {ending.run}: {ending.steps} steps, {clock(ending.seconds)}"
         self._console.print(self._text(title, "bold"), soft_wrap=True)
-        for what, value in ending.lines:  # without a frame, so that a path can be copied
+        for what, value in ending.lines:  # without a frame, so that paths can be copied
             line = self._text(f"  {what:16} ", LABEL).append_text(self._text(value))
             self._console.print(line, soft_wrap=True)
 

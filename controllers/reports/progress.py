@@ -1,4 +1,4 @@
-"""Progress: what a run shows while it goes on, and when."""
+"""Progress: decides which parts of a run to show, and when."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from .sample import Sample, read_sample
 
 
 class Progress:
-    """Gives a display what there is to see of a run.
+    """Sends the events of a run to a display.
 
     Args:
-        steps: that the run is to make.
-        run_dir: its directory.
-        display: what shows it; one that fails, since its terminal is gone, is followed by one that shows nothing.
-        show_every: a sample of each so-many-th step is shown; 0: none.
+        steps: total steps of the run.
+        display: the display. When its terminal or pipe closes, nothing more is shown.
+        show_every: show a sample every this many steps; 0 for none.
     """
 
     def __init__(self, steps: int, run_dir: Path, display: Display, *, show_every: int = 10) -> None:
@@ -39,17 +38,18 @@ class Progress:
         self._show_every = show_every
         self._began = time.monotonic()
         self._paced_from: tuple[int, float] | None = None
-        """First step that was over since the run was started, and when: it was slower than those to come."""
+        """First finished step since the start, and its time. The pace excludes this step, which is
+        slow."""
         self._shown_at = 0.0
         self._step: Step | None = None
         self._waits = False
-        """The last step was not shown."""
+        """Whether the last step still has to be shown."""
         self._sampled = 0
-        """Latest step from which a sample was shown."""
+        """Latest step with a shown sample."""
         self._sample: Sample | None = None
-        """It is shown when its step was."""
+        """A sample to show after its step."""
         self._recorded: tuple[int, Sequence[Path]] | None = None
-        """Latest step that samples were recorded of, and where they may lie."""
+        """Latest step with recorded samples, and the paths to look for them."""
 
     @property
     def shows(self) -> bool:
@@ -62,12 +62,12 @@ class Progress:
         )
 
     def noted(self, notes: Iterable[str]) -> None:
-        """Say what worker groups understood of their configurations."""
+        """Show the worker groups' notes on their configurations."""
         for note in notes:
             self.say(note)
 
     def data(self, sources: Iterable[Source], *, in_full: bool) -> None:
-        """Say what was understood of the rows of each source, or in one line how many are left out."""
+        """Show how the rows of each source were understood, or only how many are left out."""
         for source in {id(source): source for source in sources}.values():
             understood = getattr(source, "understood", None)
             if in_full and understood is not None:
@@ -85,13 +85,12 @@ class Progress:
         self.say(f"goes on after step {step}, from {checkpoint}")
 
     def alert(self, name: str, text: str, *, ends: bool = False) -> None:
-        """Note something in the run's alerts, and say it as a warning; what ends the run is said by its error."""
+        """Add an alert, and show it as a warning unless the error that ends the run shows it."""
         self.alerts.add(name, text, ends=ends)
         if not ends:
             self._show(lambda: self._display.say(redacted(text), warning=True))
 
     def _happened(self, name: str, text: str) -> None:
-        """Note something in the run's alerts, and say it."""
         self.alerts.add(name, text)
         self.say(text)
 
@@ -99,7 +98,7 @@ class Progress:
         self._show(lambda: self._display.say(redacted(text)))
 
     def given_up(self, evaluation: str, step: int) -> None:
-        self.say(f"the evaluation {evaluation!r} of step {step} was under way, and is given up")
+        self.say(f"the evaluation {evaluation!r} of step {step} was still running, and is discarded")
 
     def replaced(self, worker: str, why: str, rows: int, seconds: float) -> None:
         self._happened(
@@ -126,18 +125,19 @@ class Progress:
     def paused(self, why: str) -> None:
         self._happened(
             "disk_full",
-            f"paused, for want of room on the disk: {why}; the run goes on when there is some",
+            f"paused because the disk is full: {why}; the run continues when there is space",
         )
 
     def lost_node(self, text: str) -> None:
         self._happened("node_lost", text)
 
     def died(self, why: str) -> None:
-        self._happened("restarted", f"{why}\nall groups are started again")
+        self._happened("restarted", f"{why}\nall groups are restarted")
 
     def left(self, checkpoints: Path) -> None:
         self._happened(
-            "ended_early", f"ended early, and saved in {checkpoints}; resume='latest' goes on from there"
+            "ended_early",
+            f"ended early, and saved in {checkpoints}; resume='latest' continues from there",
         )
 
     def started(
@@ -161,11 +161,12 @@ class Progress:
         self._paced_from = None
 
     def stepped(self, row: Mapping[str, float]) -> None:
-        """A step is over; step 0 is the start of the run."""
+        """Record a finished step; step 0 is the start of the run."""
         step, now = int(row["step"]), time.monotonic()
         self.alerts.step = step
         if not step:
             return
+        # The first step is slow, so it counts only until the second one.
         if self._paced_from is None:
             self._paced_from, pace_s = (step, now), now - self._began
         else:
@@ -181,7 +182,7 @@ class Progress:
             self._show(lambda: self._display.evaluated(score))
 
     def recorded(self, step: int, paths: Sequence[Path]) -> None:
-        """Samples of a step of training were written to the first of these files that is there."""
+        """Record that samples of a training step were written to the first existing path."""
         self._recorded = step, paths
         if self.shows and step > self._sampled and self._show_every and step % self._show_every == 0:
             self._sample = read_sample(paths, step)
@@ -191,14 +192,15 @@ class Progress:
 
     @property
     def latest_sample(self) -> Sample | None:
-        """One of the samples that were recorded last; None: none were, or they cannot be read."""
+        """One of the latest recorded samples, or None if there is none or it cannot be read."""
         return read_sample(self._recorded[1], self._recorded[0]) if self._recorded else None
 
     def ended(self, ending: Callable[[float], Ending]) -> None:
-        """The run is over.
+        """Show the summary of a finished run.
 
         Args:
-            ending: what there is to say of it, where anything is shown, from the seconds that it took since it was started last.
+            ending: makes the summary from the seconds since the last start. Called only if anything
+                is shown.
         """
         if self._waits:
             self._show_step()
@@ -223,12 +225,10 @@ class Progress:
         except (OSError, ValueError) as error:
             if isinstance(error, ValueError) and not is_closed():
                 raise
-            if is_full(
-                error
-            ):  # of the disk that it is written to; there may be room for what comes later
+            # The disk behind the output is full. There may be space for later output.
+            if is_full(error):
                 return
-            self._display = (
-                Nothing()
-            )  # the terminal or the reader of the pipe is gone; the run goes on without a display
+            # The terminal, or the reader of the pipe, is gone. The run continues without a display.
+            self._display = Nothing()
             with suppress(OSError, ValueError):
                 redirect_to_null([sys.stdout.fileno()])

@@ -1,4 +1,4 @@
-"""Records that a display shows: a step, an evaluation, the end of a run. Each display decides how they look."""
+"""Records for displays: a step, an evaluation, the end of a run. Each display formats them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...dataflow.metric_names import SCORES, metric_of, score_label
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a step as it is shown."""
+    """One number of a step, formatted."""
 
     label: str
     text: str
@@ -22,16 +22,16 @@ class Figure:
 
 @dataclass(frozen=True)
 class Kind:
-    """A number that steps may have."""
+    """A kind of number that a step may have."""
 
     label: str
     metric: str
-    """Its name, or what stands behind the group's name in it."""
+    """Name of the metric, without the group."""
     form: str
     spread: str = ""
-    """The metric of the same group that is its standard deviation."""
+    """Name of the metric with the standard deviation, in the same group."""
     instead_of: str = ""
-    """It is shown only where the step has no figure of this label."""
+    """Show this one only if the step has no figure with this label."""
 
 
 KINDS = (
@@ -45,23 +45,24 @@ KINDS = (
     Kind("gap", "mean_logprob_gap", ".0e"),
     Kind("tokens/s", "tokens_per_s", ",.0f"),
 )
-"""The figures of a step in the order in which they are shown; a figure that the graph does not measure is left out."""
+"""Figures of a step, in display order. Figures that were not measured are left out."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step that is over."""
+    """A finished step."""
 
     number: int
     of: int
-    """Steps that the run is to make."""
+    """Total steps of the run."""
     metrics: Mapping[str, float]
     left_s: float | None = None
-    """Seconds until the last step, at the pace so far."""
+    """Estimated seconds to the last step, at the pace so far."""
 
     @property
     def figures(self) -> tuple[Figure, ...]:
-        """The measured figures among `KINDS`; a missing value or NaN is left out.
+        """The measured figures among `KINDS`, without NaN.
+
 
         >>> Step(1, 9, {"reward/mean": 0.5, "reward/std": 0.25, "rollout/truncation_rate": 1.0}).figures
         (Figure(label='reward', text='0.500 ±0.250'), Figure(label='truncated', text='100%'))
@@ -87,15 +88,15 @@ class EvaluationScore:
     step: int
     value: float
     interval: tuple[float, float] | None = None
-    """95 %, where it is known how the value scatters."""
+    """95 % interval, if the spread of the value is known."""
     label: str = ""
     """Name of the value, such as pass@1."""
     mean_reward: float | None = None
-    """Where it differs from the value."""
+    """Mean reward, if it differs from the value."""
     lost: int = 0
-    """Prompts without a scored response: the value is over the others."""
+    """Prompts without a scored response, which the value excludes."""
     asked: int = 0
-    """Prompts of the evaluation, where some are lost."""
+    """All prompts of the evaluation, if some are lost."""
     larger_is_better: bool = True
 
     @property
@@ -113,10 +114,12 @@ class EvaluationScore:
 
 
 def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> EvaluationScore | None:
-    """The score of an evaluation: a metric in `SCORES`, else its first metric, without saying which side is better. None: no metrics.
+    """Return the score of an evaluation, or None without metrics.
+
+    The score is a metric in `SCORES`, or else the first metric, whose better direction is unknown.
 
     Args:
-        metrics: named `EVALUATION/...`; others are passed over.
+        metrics: metrics named `EVALUATION/...`; others are ignored.
     """
     own = {
         n.removeprefix(f"{evaluation}/"): v for n, v in metrics.items() if n.startswith(f"{evaluation}/")
@@ -124,7 +127,7 @@ def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> Evalua
     lost, asked = (int(own.pop(name, 0.0)) for name in ("prompts_lost", "prompts_asked"))
     name = next((n for pattern in SCORES for n in own if re.fullmatch(pattern, n)), None)
     label = next(iter(own), None) if name is None else score_label(name)
-    if label is None:  # nothing was measured, or every prompt is lost
+    if label is None:  # nothing was measured, or every prompt was lost
         return EvaluationScore(evaluation, step, math.nan, lost=lost, asked=asked) if lost else None
     if name is None:
         return EvaluationScore(
@@ -139,7 +142,7 @@ def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> Evalua
 
 
 def _interval_of(name: str, metrics: Mapping[str, float]) -> tuple[float, float] | None:
-    """The interval that was measured with a metric; of rewards of one response to each prompt, that of their mean."""
+    """Return the measured interval of a metric, or for mean rewards one from their deviation."""
     if f"{name}_low" in metrics and f"{name}_high" in metrics:
         return metrics[f"{name}_low"], metrics[f"{name}_high"]
     of = name.removesuffix("mean")
@@ -150,22 +153,22 @@ def _interval_of(name: str, metrics: Mapping[str, float]) -> tuple[float, float]
 
 @dataclass(frozen=True)
 class Ending:
-    """A run that is over: its evaluations, and where everything lies."""
+    """The end of a run: its evaluations, and the paths of its results."""
 
     run: str
     steps: int
     seconds: float
     best: tuple[EvaluationScore, ...]
-    """Of each evaluation, as far as it is known which is better."""
+    """Best score of each evaluation whose better direction is known."""
     last: tuple[EvaluationScore, ...]
     places: Mapping[str, Path]
-    """Name of a result, such as the samples -> its path."""
+    """Result, such as the samples -> its path."""
     best_checkpoint: str = ""
-    """That of `CheckpointConfig.best`, with its value; it is among the places."""
+    """Path and value of the checkpoint for `CheckpointConfig.best`, shown with the places."""
 
     @property
     def lines(self) -> list[tuple[str, str]]:
-        """The lines of the summary: label and text."""
+        """The lines of the summary: (label, text)."""
         several = len({score.evaluation for score in self.last}) > 1
         named = [("best", score) for score in self.best] + [("last", score) for score in self.last]
         told = [
@@ -188,14 +191,10 @@ def ending_of(
     seconds: float,
     places: Mapping[str, Path],
 ) -> Ending:
-    """What there is to say at the end of a run.
+    """Make the summary of a finished run.
 
     Args:
-        run: its name.
-        rows: metrics of each step.
-        evaluations: their names.
-        seconds: that it took, since it was started last.
-        places: what it is -> where it lies.
+        places: result -> its path.
     """
     rows = list(rows)
     scores = {
@@ -208,7 +207,7 @@ def ending_of(
 
 
 def _rank(score: EvaluationScore) -> tuple[bool, float, float]:
-    """Sort key of scores: one without lost prompts is better, then a larger value, then a larger mean reward."""
+    """Return a sort key: prefer scores without lost prompts, then larger values and mean rewards."""
     value = -math.inf if math.isnan(score.value) else score.value
     return not score.lost, value, score.value if score.mean_reward is None else score.mean_reward
 

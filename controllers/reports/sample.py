@@ -1,4 +1,4 @@
-"""A sample as a person sees it: prompt, response, and its reward by part."""
+"""A sample for people: prompt, response, and the parts of its reward."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from ...dataflow.column import (
 from ...dataflow.untrusted_text import cut, cut_lines, readable
 
 LONGEST = 1200
-"""Characters of a text that are shown."""
+"""Most characters of a text to show."""
 MOST_LINES = 16
 MOST_TOKENS = 40
-"""Tokens that are shown where there is no text."""
+"""Most tokens to show if there is no text."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One row that a run has recorded; long texts are cut."""
+    """One recorded row. Long texts are cut."""
 
     step: int
     texts: Mapping[str, str]
@@ -46,12 +46,13 @@ class Sample:
 
     @property
     def shown(self) -> dict[str, str]:
-        """The texts, harmless for a terminal."""
+        """The texts, with control characters escaped for the terminal."""
         return {name: cut_lines(readable(text), MOST_LINES) for name, text in self.texts.items()}
 
     @property
     def verdict(self) -> str:
-        """Its rewards and how it ended, in words.
+        """Rewards and truncation as text.
+
 
         >>> Sample(3, {}, "length", 0.5, {"form": 1.0, "right": 0.0}).verdict
         'reward 0.5 (form 1, right 0); truncated at the limit of tokens'
@@ -63,7 +64,7 @@ class Sample:
         return "; ".join(part for part in (values, truncated) if part)
 
     def __str__(self) -> str:
-        """Several lines, as an error message or a log shows it."""
+        """Return several lines for an error message or a log."""
         lines = [f"sample of step {self.step}" + (f": {self.verdict}" if self.verdict else "")]
         for name, text in self.shown.items():
             first, *rest = text.split("\n")
@@ -72,9 +73,9 @@ class Sample:
 
 
 def read_sample(paths: Iterable[Path], step: int) -> Sample | None:
-    """The first row of the first of these files of samples that can be read; None: there is no such row.
+    """Return the first row of the first readable file of samples, or None.
 
-    Only its own texts are read, however large the file is.
+    Reads only that row, however large the file is.
     """
     for path in paths:
         try:
@@ -83,17 +84,17 @@ def read_sample(paths: Iterable[Path], step: int) -> Sample | None:
                 batch = reader.get_batch(0) if reader.num_record_batches else None
                 if batch is not None and batch.num_rows:
                     return sample_of(batch.slice(0, 1), step)
-        except (pa.ArrowException, OSError, UnicodeDecodeError):  # it is shown another time
+        except (pa.ArrowException, OSError, UnicodeDecodeError):  # a later step will show a sample
             continue
     return None
 
 
 def sample_of(row: pa.RecordBatch, step: int) -> Sample:
-    """A row of a file of samples, as a person sees it.
+    """Convert a row of a sample file.
 
     Args:
         row: a batch of one row.
-        step: that it was recorded in.
+        step: the step that recorded it.
     """
 
     def value(name: object) -> Any:

@@ -1,7 +1,7 @@
 """Symptoms: signs that a run cannot learn. Each is reported once, with advice.
 
-A `Mistake` shows in the graph before anything starts, a `Symptom` in the metrics of its steps. A rule is a value: a new one is a line of
-`MISTAKES` or `SYMPTOMS`.
+A `Mistake` is found in the graph before anything starts, and a `Symptom` in the metrics of steps.
+To add a rule, add an entry to `MISTAKES` or `SYMPTOMS`.
 """
 
 from __future__ import annotations
@@ -28,70 +28,70 @@ NO_SIGNAL = "no_signal"
 KEPT = 64
 """Steps that rules can look back on."""
 FIRST = 3
-"""First steps that measured a metric, with which later ones are compared."""
+"""First steps with a metric that form the baseline for later ones."""
 FIRST_WITHOUT_SIGNAL = 2
-"""Steps without signal from the first on after which a run is said to have none: without it nothing at all is learned."""
+"""Report "no signal" after this many steps without any signal from the start of a run."""
 LAST_JUDGED = 10
-"""Last step after which a run can be said to have had no signal from the start."""
+"""Last step for reporting that there was no signal from the start."""
 LARGE_RATE = 0.1
 """AdamW moves each weight by about the learning rate a step; weights are smaller than this."""
 LARGE_NORM = 1e4
 LARGE_GAP = 1.0
-"""Nats of a token: a probability that is wrong by a factor of e."""
+"""[nats/token] A probability that is wrong by a factor of e."""
 DRIFTED_GAP = 0.05
-"""Nats of a token from which on a gap that has grown is worth a word."""
+"""[nats/token] Smallest gap to warn about when it has grown."""
 GAP_GROWTH = 5.0
 COLLAPSED = 0.05
-"""Share of its first entropy below which a policy has collapsed."""
+"""Warn when the entropy falls below this share of its first values."""
 FEW_WITH_SIGNAL = 0.05
-"""Share of the groups of a step that have signal at most where hardly any have."""
+"""Warn when fewer than this share of a step's groups have a nonzero advantage."""
 
 
 LITTLE_FREE = 0.1
-"""Share of a node's memory that is little."""
+"""Warn when less than this share of a node's memory is free."""
 OWN_SHARE = 0.05
-"""Share of a node's memory that a run takes at least, of which it is told that memory is low."""
+"""Warn only if the run itself uses at least this share of the node's memory."""
 GROWS_OVER = 32
-"""Steps over which memory that grows is judged at least."""
+"""Steps needed to judge whether memory grows."""
 GROWN_BYTES, GROWN_SHARE = 256 << 20, 0.1
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """What shows in a training graph, or in its groups."""
+    """A rule for a training graph or its groups."""
 
     found: Callable[[Graph, Mapping[str, Handle]], Iterator[str]]
-    """Where it is, in words."""
+    """Yields the places of the mistake, as text."""
     advice: str
 
 
 @dataclass(frozen=True)
 class Symptom:
-    """What shows in metrics."""
+    """A rule for metrics."""
 
     name: str
-    """Of its alerts, and in `Driver(stop_on=...)`."""
+    """Name in alerts and in `Driver(stop_on=...)`."""
     shows: Callable[[Past], str | None]
-    """What is seen in the last step; empty when nothing is, None when that was not measured."""
+    """Returns a description if the last step shows it, "" if not, and None if it was not measured."""
     advice: str
     steps: int = 1
-    """It counts when it shows in so many steps in a row, as far as they measured it; 0: the rule looks back itself, and says so."""
+    """Report it after this many measured steps in a row; 0 for a rule that looks back on its own."""
     spoils: bool = False
-    """Whether the weights have suffered: a run that ends because of it makes no checkpoint of them."""
+    """Whether the weights are spoiled, so that a run that ends because of it saves no checkpoint."""
 
 
 class Past:
-    """The metrics of a run so far: its last steps, and what its first ones were like."""
+    """The metrics of a run so far: its last steps, and averages of its first ones."""
 
     def __init__(self) -> None:
         self.rows: deque[Row] = deque(maxlen=KEPT)
-        """The last steps, the newest last."""
+        """The last steps, newest last."""
         self._first: dict[str, list[float]] = {}
         self.signal: dict[int, bool] = {}
-        """Step -> whether it had signal, where that was measured."""
+        """Step -> whether it had signal, if measured."""
 
     def add(self, row: Row) -> None:
-        """Note a step that is over; the start of the run, step 0, is none."""
+        """Add a finished step. Step 0, the start of the run, is ignored."""
         if not row["step"]:
             return
         self.rows.append(row)
@@ -107,16 +107,16 @@ class Past:
         return self.rows[-1]
 
     def at_first(self, name: str) -> float:
-        """Mean of a metric over the first steps that measured it; NaN until there are FIRST of them."""
+        """Return the mean of a metric's first FIRST values, or NaN until there are enough."""
         first = self._first.get(name, [])
         return sum(first) / len(first) if len(first) == FIRST else math.nan
 
 
 def check_group_sizes(graph: Graph) -> None:
-    """Refuse a training graph that compares the responses to a prompt with each other and has one response to each.
+    """Refuse a graph that compares the responses to a prompt but samples only one response each.
 
     Raises:
-        UserError: naming the node.
+        UserError: names the node.
     """
     for node in graph.nodes:
         estimator = node.arguments.get("estimator")
@@ -126,7 +126,7 @@ def check_group_sizes(graph: Graph) -> None:
         if compares and _rows_of_group(graph, node) == 1:
             of = f" ({getattr(estimator, '__name__', estimator)})" if estimator is not None else ""
             raise UserError(
-                f"node {node.name!r}{of} compares the responses to a prompt with each other, and n=1 samples one response to each: "
+                f"node {node.name!r}{of} compares the responses to a prompt with each other, but n=1 samples one response each: "
                 "nothing would be learned. Set n=2 or more, such as n=8, or use a method with another baseline: PPO (a critic) or "
                 "ReMax (advantages=greedy_baseline)"
             )
@@ -148,7 +148,7 @@ def _groups_of_one(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]
 
 
 def _rows_of_group(graph: Graph, node: Node) -> int | None:
-    """Rows that a group has when it comes to a node, or None if the graph does not say."""
+    """Return the rows of a group when it reaches a node, or None if the graph leaves this open."""
     number, level = 1, node.level
     while level:
         maker = next(n for n in graph.nodes if n.makes_level == level)
@@ -192,7 +192,7 @@ MISTAKES = (
 
 
 def _has_signal(row: Row) -> bool | None:
-    """Whether rewards differ within any group; None: it was not measured."""
+    """Return whether rewards differ within any group, or None if not measured."""
     known = [value for _, value in _training(row, "groups_without_signal") if not math.isnan(value)]
     return any(value != 1 for value in known) if known else None
 
@@ -215,21 +215,23 @@ def _signal_lost(past: Past) -> str | None:
         return None
     if min(known) < 1 - FEW_WITH_SIGNAL or not any(past.signal.values()):
         return ""
-    return f"{min(known):.0%} of the groups have equal rewards{_mean_reward(past.last)}: they teach nothing any more"
+    return f"{min(known):.0%} of the groups have equal rewards{_mean_reward(past.last)}, so the run learns nothing from them"
 
 
 def _equal_rewards(past: Past) -> str | None:
-    """Of rewards that no group compares, such as PPO's."""
+    """Check rewards that no group compares, such as PPO's."""
     deviations = dict(_training(past.last, "std"))
     if not deviations or _has_signal(past.last) is not None:
         return None
     if any(value != 0 for value in deviations.values()):
         return ""
-    return f"all rewards are equal{_all_are(past.last)}: they say nothing of one response against another"
+    return (
+        f"all rewards are equal{_all_are(past.last)}, so they cannot tell a good response from a bad one"
+    )
 
 
 def _all_are(row: Row) -> str:
-    """What all rewards are, where each group of workers that measures them found one value."""
+    """Return the single value of all rewards as text, or an empty string if they differ."""
     values = {name for name, value in _training(row, "std") if value == 0}
     all_are = [
         f"all are {row[mean]:g}" for name in values if (mean := name.removesuffix("std") + "mean") in row
@@ -242,12 +244,14 @@ def _mean_reward(row: Row) -> str:
 
 
 def all_filtered(row: Row, groups: int) -> str:
-    """What is to be said of a first step that cannot end, because a filter drops groups of equal rewards and all are; empty: there is
-    nothing to be said yet.
+    """Return a message for a first step that cannot end because a filter drops every group.
+
+    The filter drops groups of equal rewards. Return an empty string if it is too early to tell.
 
     Args:
         row: the metrics of the step so far.
-        groups: dropped groups from which on it is said, if no other has passed.
+        groups: number of dropped groups, with none passed, that triggers the message.
+
 
     >>> all_filtered({"zero_variance_groups": 3.0, "reward/mean": 0.0}, 4)
     ''
@@ -259,12 +263,13 @@ def all_filtered(row: Row, groups: int) -> str:
         return ""
     return (
         f"the rewards within each of the first {dropped:g} groups are equal{rewards_of(row)}, and a filter drops such groups, so that "
-        f"no step is ever over. {SYMPTOMS[0].advice}. {GOES_ON}"
+        f"no step ever ends. {SYMPTOMS[0].advice}. {GOES_ON}"
     )
 
 
 def rewards_of(row: Row) -> str:
-    """The mean of each reward of a step so far, for a message. Empty if none was measured.
+    """Return the means of the rewards of a step so far, for a message, or an empty string.
+
 
     >>> rewards_of({"reward/mean": 0.12, "reward/std": 0.1, "reward/right": 0.02, "reward/scored": 8.0, "actor/loss": 1.0})
     ' (mean 0.12, std 0.1, right 0.02)'
@@ -285,7 +290,7 @@ def _all_truncated(past: Past) -> str | None:
     if not known:
         return None
     return (
-        "every response is truncated at its limit of tokens, so that none comes to its end"
+        "every response is truncated at its limit of tokens, so no response is complete"
         if all(value == 1 for value in known.values())
         else ""
     )
@@ -330,7 +335,7 @@ def _drifted(past: Past) -> str | None:
 
 
 def _training(row: Row, metric: str) -> Iterator[tuple[str, float]]:
-    """Metrics of this name of the groups that train: not those of evaluations."""
+    """Yield metrics with this name of training groups, without evaluations."""
     return ((name, value) for name, value in row.items() if is_of_group(name, metric))
 
 
@@ -355,18 +360,19 @@ def _memory_grows(past: Past) -> str | None:
         quarters = [sum(values[k * each : (k + 1) * each]) / each for k in range(4)]
         rises = [after - before for before, after in pairwise(quarters)]
         grown = quarters[3] - quarters[0]
+        # Each quarter must rise by at least half of an even share.
         if grown >= max(GROWN_BYTES, GROWN_SHARE * quarters[0]) and min(rises) > grown / 6:
             a_step = grown / (3 * each)
             left = past.last["host_free_bytes"] / a_step
             return (
-                f"the host memory of {group} grows by {gib(a_step)} a step, in each of the last {len(values)} steps alike, and is "
-                f"{gib(now)}; what is left lasts for about {left:.0f} steps"
+                f"the host memory of {group} grows by {gib(a_step)} a step, steadily over the last {len(values)} steps, and is "
+                f"{gib(now)}; the free memory lasts for about {left:.0f} steps"
             )
     return ""
 
 
 def _resident(row: Row) -> dict[str, float]:
-    """Group -> host memory of its processes."""
+    """Return group -> host memory of its processes."""
     return {name.partition("/")[0]: value for name, value in _training(row, "resident_bytes")}
 
 
@@ -381,7 +387,7 @@ SYMPTOMS = (
     Symptom(
         "signal_lost",
         _signal_lost,
-        "If the rewards are high, the prompts are learned: end the run, or go on with harder ones. If they are low, try easier prompts, "
+        "If the rewards are high, the prompts are learned: end the run, or continue with harder ones. If they are low, try easier prompts, "
         "more responses to each (n), or a higher temperature; drop_zero_variance spares the work on such groups",
         steps=5,
     ),
@@ -421,38 +427,38 @@ SYMPTOMS = (
     Symptom(
         "memory_low",
         _memory_low,
-        "Ray ends a worker when a twentieth is left, the kernel when nothing is. Try smaller microbatches, fewer ranks on a node, "
+        "Ray ends a worker when a twentieth is left, the kernel when none is left. Try smaller microbatches, fewer ranks on a node, "
         "BufferConfig(max_bytes=...), or a node with more memory",
     ),
     Symptom(
         "memory_grows",
         _memory_grows,
-        "Something keeps what it should let go: look in your reward functions and workers for lists and caches that only grow. A run that "
-        "makes checkpoints begins afresh with resume='latest'",
+        "Something holds on to memory: look in your reward functions and workers for lists and caches that only grow. A run that "
+        "writes checkpoints can be restarted with resume='latest'",
     ),
 )
 SYMPTOM_NAMES = tuple(symptom.name for symptom in SYMPTOMS)
 
 
 def check_stop_on(names: object) -> tuple[str, ...]:
-    """The names of the symptoms that end a run, checked.
+    """Check and return the names of the symptoms that end a run.
 
     >>> check_stop_on(["no_signal", "diverge"])
     Traceback (most recent call last):
-    weft.dataflow.errors.UserError: Driver(stop_on=...) names symptoms; there is none called 'diverge'; did you mean 'diverged'? They \
+    weft.dataflow.errors.UserError: Driver(stop_on=...): unknown symptom 'diverge'; did you mean 'diverged'? They \
 are no_signal, signal_lost, equal_rewards, all_truncated, diverged, entropy_collapse, gap_drift, memory_low, memory_grows
 
     Raises:
-        UserError: there is none of a name.
+        UserError: a name is not a symptom.
     """
     if isinstance(names, str) or not isinstance(names, Collection):
         raise UserError(
-            f"Driver(stop_on={names!r}) is a sequence of names of symptoms, such as stop_on=('no_signal',)"
+            f"Driver(stop_on={names!r}) must be a sequence of names of symptoms, such as stop_on=('no_signal',)"
         )
     for name in names:
         if name not in SYMPTOM_NAMES:
             raise UserError(
-                f"Driver(stop_on=...) names symptoms; there is none called {name!r}{nearest(str(name), SYMPTOM_NAMES) or '.'} "
+                f"Driver(stop_on=...): unknown symptom {name!r}{nearest(str(name), SYMPTOM_NAMES) or '.'} "
                 f"They are {', '.join(SYMPTOM_NAMES)}"
             )
     return tuple(names)
@@ -460,23 +466,23 @@ are no_signal, signal_lost, equal_rewards, all_truncated, diverged, entropy_coll
 
 @dataclass(frozen=True)
 class Seen:
-    """A symptom that showed."""
+    """A symptom that was found."""
 
     symptom: Symptom
     text: str
-    """What was seen, and what to try."""
+    """The observation, and advice."""
 
 
-GOES_ON = "The run goes on with another Driver(stop_on=...), such as stop_on=()"
+GOES_ON = "To continue anyway, set another Driver(stop_on=...), such as stop_on=()"
 
 
 def mistakes(graph: Graph, handles: Mapping[str, Handle]) -> list[str]:
-    """The settings that prevent learning, found before the run starts: a line of advice for each."""
+    """Return a line of advice for each setting that prevents learning, found before the run starts."""
     return [f"{where}; {rule.advice}" for rule in MISTAKES for where in rule.found(graph, handles)]
 
 
 class Watch:
-    """Looks at each step of a run, and reports each symptom once."""
+    """Checks each step of a run, and reports each symptom once."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
@@ -484,14 +490,14 @@ class Watch:
         self._past = Past()
 
     def remember(self, rows: Iterable[Row]) -> None:
-        """Take note of the steps that a run which goes on has behind it, instead of those that were seen."""
+        """Replace the history by the steps of the run that is being resumed."""
         self._past = Past()
         self._in_a_row.clear()
         for row in rows:
             self._past.add(row)
 
     def see(self, row: Row) -> list[Seen]:
-        """New symptoms of a finished step."""
+        """Return the new symptoms of a finished step."""
         self._past.add(row)
         return [
             seen

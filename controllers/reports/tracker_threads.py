@@ -71,21 +71,16 @@ class NewValues:
             yield int(row["step"]), {name: value for name, value in row.items() if name != "step"}
 
 
-# Sent metrics
-#
-# SentMetrics: which metrics a tracker has taken, kept in the run's directory, so that a run that
-# goes on sends nothing twice.
-#
-# A tracker takes each metric's steps in order, so one number for each metric says it all: the
-# latest step that was sent.
+# The record of sent metrics in the run's directory, so that a resumed run sends nothing twice. Trackers
+# take the steps of a metric in order, so the latest sent step of each metric is enough.
 
 
 @dataclass
 class SentMetrics:
-    """What one tracker has taken of a run."""
+    """The metrics that one tracker has received from a run."""
 
     id: str = ""
-    """The tracker's own id of the run."""
+    """The tracker's id of the run."""
     logged: int = 0
     """Calls of `Tracker.log` so far."""
     steps: dict[str, int] = field(default_factory=dict)
@@ -93,7 +88,7 @@ class SentMetrics:
 
     @classmethod
     def read(cls, path: Path) -> SentMetrics:
-        """What was written there; nothing was sent where there is no such file, or it is damaged."""
+        """Read the record, or return an empty one if it is missing or damaged."""
         try:
             found = read_json(path)
             return cls(
@@ -105,13 +100,14 @@ class SentMetrics:
             return cls()
 
     def write(self, path: Path) -> None:
-        """Replace the file."""
+        """Write the record, replacing the file."""
         make_folder(path.parent)
         with replacing(path) as partial:
             partial.write_text(json.dumps(asdict(self)))
 
     def go_back(self, step: int) -> None:
-        """What was sent of later steps counts no more.
+        """Forget what was sent for later steps.
+
 
         >>> sent = SentMetrics(steps={"loss": 7, "eval/mean": 2})
         >>> sent.go_back(4)
@@ -121,7 +117,8 @@ class SentMetrics:
         self.steps = {name: min(latest, step) for name, latest in self.steps.items()}
 
     def new(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Those of the metrics of a step that were not sent.
+        """Return the metrics of a step that were not sent yet.
+
 
         >>> SentMetrics(steps={"loss": 7}).new(7, {"loss": 0.5, "eval/mean": 1.0})
         {'eval/mean': 1.0}
@@ -129,13 +126,14 @@ class SentMetrics:
         return {name: value for name, value in metrics.items() if step > self.steps.get(name, -1)}
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
-        """These were sent."""
+        """Record that these metrics were sent."""
         self.steps |= dict.fromkeys(metrics, step)
         self.logged += 1
 
 
 def path_of(run: Path, tracker: str) -> Path:
-    """Where the tracker of a run keeps what it has sent.
+    """Return the path of a tracker's record.
+
 
     >>> path_of(Path("runs/sums"), "my_module:Mine").as_posix()
     'runs/sums/trackers/my_module-Mine.json'
@@ -147,10 +145,8 @@ class Follower:
     """Sends the metrics of a run to one tracker.
 
     Args:
-        run: directory of the run.
-        name: of the tracker.
-        after: the step after which the run goes on; None: it begins.
-        samples: number of recorded samples of each step that the tracker gets.
+        after: the step that the run resumes after, or None for a new run.
+        samples: recorded samples of each step to send.
     """
 
     def __init__(self, run: Path, name: str, after: int | None, samples: int = 0) -> None:
@@ -194,8 +190,10 @@ class Follower:
         self._sent.write(self._path)
 
     def _send_samples(self, tracker: Tracker, latest: int) -> bool:
-        """Send samples of the latest recorded step whose metrics have come; returns whether any were sent. Steps that were passed over
-        are in the run's directory: a slow tracker never has a backlog of texts."""
+        """Send samples of the latest recorded step with metrics. Return whether any were sent.
+
+        Earlier steps are skipped, so that a slow tracker never builds up a backlog of texts.
+        """
         log = getattr(tracker, "log_samples", None)
         if not self._samples or log is None or latest < 0:
             return False
@@ -219,7 +217,7 @@ def _of_step(files: Sequence[SampleFile], step: int) -> list[SampleFile]:
 
 
 def _hidden(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The row without secrets of the environment, before a text is cut in the middle of one."""
+    """Remove secrets of the environment from a row, before its texts are cut."""
     for at, column in enumerate(batch.schema):
         if pa.types.is_string(column.type):
             texts = [None if text is None else redacted(text) for text in batch.column(at).to_pylist()]
@@ -228,14 +226,14 @@ def _hidden(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _row(sample: Sample) -> dict[str, str | float]:
-    """A sample as a row of a table. Long texts are cut, and control characters escaped."""
+    """Return a sample as a table row. Long texts are cut, and control characters escaped."""
     texts = {name: sample.shown.get(name, "") for name in ("prompt", "response", "answer")}
     reward = sample.reward if sample.reward is not None else float("nan")
     return {**texts, "reward": reward, "verdict": sample.verdict}
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """The configuration of a run without secrets, also those of this environment; empty where it cannot be read."""
+    """Return the configuration of a run without secrets, or nothing if it is unreadable."""
     try:
         return without_secrets(parse_object(read_file(path).decode(errors="replace"), path))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Tracker: what takes the metrics of a run, and the kinds of trackers that have names."""
+"""Tracker: the protocol for sinks of metrics, and the trackers with names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...dataflow.config import flattened
 from ...dataflow.errors import UserError, nearest
 
 MOST_SAMPLES = 100
-"""Samples of a step that trackers get at most."""
+"""Most samples of a step to send to trackers."""
 PROMETHEUS = "prometheus"
 """The endpoint of the Ray cluster. The driver reports to it itself."""
 
@@ -30,53 +30,55 @@ class TrackedRun:
 
     name: str
     folder: Path
-    """`runs/NAME`; a tracker that writes files makes a folder there."""
+    """`runs/NAME`. A tracker that writes files makes a folder there."""
     config: Mapping[str, Any]
     """The run's `config.json`, without secrets."""
     id: str = ""
-    """What an earlier start of the run got from `Tracker.open`; empty: there was none."""
+    """The id that `Tracker.open` returned in an earlier start of the run, or empty."""
     after: int | None = None
-    """The step after which the run goes on; None: it begins."""
+    """The step that the run resumes after, or None for a new run."""
     logged: int = 0
-    """Number of calls of `Tracker.log` in earlier starts of the run."""
+    """Calls of `Tracker.log` in earlier starts of the run."""
 
 
 class Tracker(Protocol):
     """Takes the metrics of one run, on its own thread. An exception in a method ends only the tracker.
 
-    A tracker may also have `log_samples(step, rows)`, which takes samples of a step: rows with the texts `prompt`, `response`, `answer` and
-    `verdict`, and the number `reward`. It counts as a call of `log`.
+    A tracker may also have `log_samples(step, rows)` for samples of a step. Each row has the texts
+    `prompt`, `response`, `answer` and `verdict`, and the number `reward`. It counts as a call of
+    `log`.
     """
 
     overwrites: ClassVar[bool]
-    """Whether steps after a checkpoint take the place of those that were sent before the run went back to it. Otherwise they are not sent
-    again."""
+    """Whether a run that went back to a checkpoint sends later steps again, as replacements.
+
+    Otherwise these steps are not sent again."""
 
     def open(self, run: TrackedRun) -> str:
-        """Begin, or go on with what an earlier start of the run began; returns the id to go on with the next time."""
+        """Begin, or continue an earlier start of the run. Return the id for the next start."""
         ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take metrics of a step. Steps may come again with other metrics, and evaluations come late."""
+        """Log metrics of a step. Steps may repeat with other metrics, and evaluations come late."""
         ...
 
     def flush(self) -> None:
-        """What was logged must survive the end of this process from here on."""
+        """Store everything logged so far, so that it survives the end of this process."""
         ...
 
     def close(self, *, failed: bool) -> None:
-        """The run is over, or its driver is gone."""
+        """Finish: the run is over, or its driver is gone."""
         ...
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A tracker that has a name."""
+    """A tracker with a name."""
 
     place: str
     """Module and class, as `module:Class`."""
     package: str
-    """What it imports."""
+    """Package that it imports."""
 
 
 KINDS: Mapping[str, Kind] = {
@@ -93,21 +95,22 @@ _OWN = re.compile(r"[\w.]+:\w+")
 
 
 def check_trackers(names: Sequence[str], *, has_endpoint: bool) -> None:
-    """Check that each tracker is known and can be imported, without importing it.
+    """Check that each tracker is known and its package is installed, without importing it.
 
     Args:
-        names: as a user gave them.
         has_endpoint: whether the backend has an endpoint for Prometheus.
 
     Raises:
-        UserError: naming the tracker, and the nearest right name or what to install.
+        UserError: names the tracker, and the nearest known name or the package to install.
 
     >>> check_trackers(["tensorbord"], has_endpoint=False)
     Traceback (most recent call last):
     weft.dataflow.errors.UserError: trackers: there is no 'tensorbord'; did you mean 'tensorboard'? ...
     """
     if isinstance(names, str):
-        raise UserError(f"trackers={names!r} is a text; it is a sequence of names: trackers=({names!r},)")
+        raise UserError(
+            f"trackers={names!r} is text, but must be a sequence of names: trackers=({names!r},)"
+        )
     known = [*KINDS, PROMETHEUS]
     for name in names:
         if not isinstance(name, str) or (name not in known and not _OWN.fullmatch(name)):
@@ -128,13 +131,14 @@ def check_trackers(names: Sequence[str], *, has_endpoint: bool) -> None:
 
 
 def new_tracker(name: str) -> Tracker:
-    """The tracker of a name, or of a `module:Class`. Its package is imported here, or when it is opened."""
+    """Make a tracker from its name or `module:Class`. Its package is imported here or on opening."""
     module, _, tracker = (KINDS[name].place if name in KINDS else name).partition(":")
     return getattr(importlib.import_module(module), tracker)()
 
 
 def plain(name: str) -> str:
-    """A name of a metric or a setting with the characters that every tracker takes.
+    """Replace characters in the name of a metric or setting that some trackers reject.
+
 
     >>> plain("eval/pass@8"), plain("reward/my own")
     ('eval/pass_at_8', 'reward/my_own')
@@ -142,18 +146,19 @@ def plain(name: str) -> str:
     return re.sub(r"[^\w./-]", "_", name.replace("@", "_at_"))
 
 
-# Tensorboard tracker
-#
-# TensorboardTracker: event files in `tensorboard/` of the run's directory; `tensorboard --logdir
-# runs` shows all runs.
+# TensorBoard: event files in `tensorboard/` of the run's directory. `tensorboard --logdir runs` shows all
+# runs.
 
 
 FOLDER = "tensorboard"
 
 
 class TensorboardTracker:
-    """Writes with `tensorboardX`, which needs neither TensorFlow nor torch. Steps after a checkpoint replace earlier ones: the new file
-    begins with the step from which on TensorBoard forgets what other files say (`purge_step`)."""
+    """Writes event files with `tensorboardX`, which needs neither TensorFlow nor torch.
+
+    After a resume, new steps replace earlier ones: the new file begins with a `purge_step`, from
+    which TensorBoard ignores other files.
+    """
 
     overwrites = True
 
@@ -171,7 +176,7 @@ class TensorboardTracker:
             self._writer.add_scalar(plain(name), value, step)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """As text in indented blocks, which no text of a sample can end."""
+        """Log samples as indented blocks, which no text of a sample can close."""
         parts = (f"{name}: {value}" for row in rows for name, value in (*row.items(), ("", "")))
         self._writer.add_text(
             "samples", textwrap.indent("\n".join(parts), "    ", lambda line: True), step
@@ -185,34 +190,37 @@ class TensorboardTracker:
 
 
 def new_writer(folder: Path, purge_step: int | None) -> Any:
-    """A writer of event files. tensorboardX imports torch where there is one, only to take its tensors: seconds, and hundreds of megabytes
-    of memory, for a process that writes a few numbers."""
+    """Make a writer of event files, without importing torch.
+
+    tensorboardX would import torch just to accept its tensors, which takes seconds and hundreds of
+    MB.
+    """
     had = "torch" in sys.modules
     if not had:
+        # This makes `import torch` fail.
         sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
     try:
         from tensorboardX import SummaryWriter
 
-        # The names of its files tell seconds apart, and a second file of the same name would take the place of the first.
+        # File names have a resolution of seconds: without a suffix, files could replace each other.
         return SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=f".{time.time_ns()}")
     finally:
         if not had:
             del sys.modules["torch"]
 
 
-# Wandb tracker
-#
-# WandbTracker: Weights & Biases, online or offline (`WANDB_MODE=offline`).
+# Weights & Biases, online or offline (`WANDB_MODE=offline`).
 
 
 WANDB_PROJECT = "weft"
 
 
 class WandbTracker:
-    """A run in the project `WANDB_PROJECT`, or `weft`. It goes on under its id, so that its curves do.
+    """A run in the project `WANDB_PROJECT`, or `weft`. A resumed run continues under its id.
 
-    W&B drops what comes for a step before its latest, as evaluations do. Therefore its own step only counts the calls, and the step of
-    training is a metric that all curves are drawn over. Nothing can be taken back: steps that are made again are not sent again.
+    W&B drops values for steps before its latest one, such as those of evaluations. So its own step
+    only counts calls, and the training step is a metric that is the x-axis of all curves. Logged
+    values cannot be replaced, so repeated steps are not sent again.
     """
 
     overwrites = False
@@ -250,27 +258,28 @@ class WandbTracker:
         self._logged += 1
 
     def flush(self) -> None:
-        """W&B's own process has what was logged."""
+        """Do nothing: W&B's own process has the values already."""
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
 
 
-# Mlflow tracker
-#
-# MlflowTracker: an MLflow server, or its local store.
+# MLflow, on a server or in its local store.
 
 
 EXPERIMENT = "weft"
 LONGEST = 500
-"""Characters of a parameter's value that every version of MLflow takes."""
+"""Longest value of a parameter that every version of MLflow accepts."""
 MOST = 100
-"""Parameters in one request."""
+"""Most parameters in one request."""
 
 
 class MlflowTracker:
-    """A run in the experiment `MLFLOW_EXPERIMENT_NAME`, or `weft`, at `MLFLOW_TRACKING_URI`. It goes on under its id. MLflow keeps every
-    value of a step that it was ever sent, so steps that are made again are not sent again."""
+    """A run in the experiment `MLFLOW_EXPERIMENT_NAME`, or `weft`, at `MLFLOW_TRACKING_URI`.
+
+    A resumed run continues under its id. MLflow keeps all values that it was ever sent for a step,
+    so repeated steps are not sent again.
+    """
 
     overwrites = False
 
@@ -310,23 +319,23 @@ class MlflowTracker:
         self._client.log_table(self._id, columns, "samples.json")
 
     def flush(self) -> None:
-        """Every request is answered when it is stored."""
+        """Do nothing: MLflow stores values before it answers a request."""
 
     def close(self, *, failed: bool) -> None:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
-# Trackio tracker
-#
-# TrackioTracker: trackio, local (`trackio show`) or in a Space (`TRACKIO_SPACE_ID`).
+# trackio, local (`trackio show`) or in a Space (`TRACKIO_SPACE_ID`).
 
 
 TRACKIO_PROJECT = "weft"
 
 
 class TrackioTracker:
-    """A run in the project `TRACKIO_PROJECT`, or `weft`. It goes on under its name. Every value is kept, so steps that are made again are
-    not sent again."""
+    """A run in the project `TRACKIO_PROJECT`, or `weft`. A resumed run continues under its name.
+
+    trackio keeps all values, so repeated steps are not sent again.
+    """
 
     overwrites = False
 
@@ -356,7 +365,7 @@ class TrackioTracker:
         self._run.log({"samples": table}, step=step)
 
     def flush(self) -> None:
-        """trackio writes in a thread, every half second."""
+        """Do nothing: trackio writes in a thread every half second."""
 
     def close(self, *, failed: bool) -> None:
         self._run.finish()

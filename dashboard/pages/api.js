@@ -29,7 +29,7 @@ export async function get(name, values, signal) {
     if (path in answers) return answers[path];
     const whole = address(name, { ...values, start: null, end: null, first: null, last: null }); // a page shows a stretch of it by itself
     if (whole in answers) return answers[whole];
-    throw new Gone("This was not exported. `weft dashboard` shows the whole run.");
+    throw new Gone("This part was not exported. `weft dashboard` shows the whole run.");
   }
   let response;
   try {
@@ -43,7 +43,7 @@ export async function get(name, values, signal) {
 
 /** Asks the server to do something. A form of another page cannot send this header. */
 export async function post(name, body) {
-  if (answers) throw new Error("An exported page asks nobody.");
+  if (answers) throw new Error("An exported page has no server to ask.");
   const headers = { "content-type": "application/json", "x-weft-stop": "yes" };
   return answer(await fetch(`/api/${name}`, { method: "POST", headers, body: JSON.stringify(body), credentials: "same-origin" }));
 }

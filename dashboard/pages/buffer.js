@@ -17,7 +17,7 @@ function waiting(data, { params, set, run }) {
     { name: "age", title: "Age", n: true, value: (row) => row.age_s, cell: (row) => duration(row.age_s) },
     { name: "prompt", title: "Prompt", wide: true, value: (row) => row.prompt, cell: (row) => line(row.prompt, 200) },
   ];
-  return [h("h2", { key: "waiting-title" }, "Groups that wait", h("small", {}, "each with what it waits for")), data.waiting.length ? h("div", { class: "panel", key: "waiting" }, table(columns, data.waiting, { sort: params.sort ?? "-age", sorts: (sort) => set({ sort }), key: (row) => row.group, label: "groups that wait" })) : h("p", { class: "soft", key: "waiting" }, "None: every group that was issued is finished.")];
+  return [h("h2", { key: "waiting-title" }, "Groups that wait", h("small", {}, "each with what it waits for")), data.waiting.length ? h("div", { class: "panel", key: "waiting" }, table(columns, data.waiting, { sort: params.sort ?? "-age", sorts: (sort) => set({ sort }), key: (row) => row.group, label: "groups that wait" })) : h("p", { class: "soft", key: "waiting" }, "None: every issued group is finished.")];
 }
 
 function leases(data) {

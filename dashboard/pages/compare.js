@@ -58,7 +58,7 @@ function metrics(data, { params, set }) {
 
 function first(data, { render }) {
   const found = data.first_difference;
-  if (!found) return [h("h2", { key: "first-title" }, "Samples"), h("p", { class: "soft", key: "first" }, "No sample differs among those that both runs recorded.")];
+  if (!found) return [h("h2", { key: "first-title" }, "Samples"), h("p", { class: "soft", key: "first" }, "All samples that both runs recorded are equal.")];
   const side = (name, sample) => h("div", { class: "panel response" }, h("p", { class: "meta" }, h("b", {}, line(name, 60)), sample ? h("span", {}, `reward ${number(sample.reward)}`) : null, sample?.id != null ? h("a", { href: link("samples", { run: name, group: sample.group, sample: sample.id }) }, `#${sample.id}`) : null), sample ? [block(`${name}/prompt`, sample.prompt, render, { class: "prompt" }), block(`${name}/response`, sample.response, render)] : h("p", { class: "soft" }, "It was not recorded here."));
   return [h("h2", { key: "first-title" }, "First sample that differs", h("small", {}, `step ${found.step ?? "–"}${found.token != null ? `, from token ${found.token}` : ""}`)), found.why ? h("p", { class: "soft", key: "first-why" }, `They differ in ${line(found.why, 300)}.`) : null, h("div", { class: "responses", key: "first" }, side(data.a, found.a), side(data.b, found.b))];
 }
@@ -69,7 +69,7 @@ function picker({ params, set, runs }) {
 }
 
 function view(data, context) {
-  if (data.choose) return [picker(context), empty("Choose two runs.", "Their settings, versions, data, metrics and the first sample that differs are laid beside each other.")];
+  if (data.choose) return [picker(context), empty("Choose two runs.", "Settings, versions, data, metrics and the first different sample are shown side by side.")];
   return [picker(context), differences("Settings", data.settings, data, "Both runs have the same settings."), differences("Versions", data.versions, data, "Both ran with the same versions."), differences("Data", data.data, data, "Both read the same data."), overlaid(data, context), metrics(data, context), first(data, context)];
 }
 

@@ -156,7 +156,7 @@ function view(data, context) {
   const marked = [...new Set(data.marks.map((mark) => mark.kind))];
   const foot = marked.length ? h("p", { class: "faint small", key: "marks" }, `Vertical lines: ${marked.join(", ")}. Drag to zoom, double-click for the whole run.`) : null;
   const order = params.big ? [...data.cards].sort((a, b) => (b.id === params.big) - (a.id === params.big)) : data.cards;
-  const early = facts && !facts.step ? h("p", { class: "panel notice", key: "early" }, facts.status === "running" ? "No step is over yet: most curves begin with the first." : "This run ended before its first step was over.") : null;
+  const early = facts && !facts.step ? h("p", { class: "panel notice", key: "early" }, facts.status === "running" ? "No step has finished yet: most curves begin with the first." : "This run ended before its first step was over.") : null;
   return [...head, early, warning(facts), h("div", { class: "cards", key: "cards" }, order.map((card) => panel(card, data, context))), foot];
 }
 

@@ -34,5 +34,5 @@ export function stopDialog(run, say) {
   };
   const yes = h("button", { class: "danger", on: { click: stop } }, "Stop the run");
   const no = h("button", { autofocus: true, on: { click: () => dialog.close() } }, "Let it run");
-  const dialog = open(h("h2", {}, `Stop ${run}?`), h("p", {}, "The run ends after the step that is under way, as with `weft stop`. It can be resumed from its last checkpoint."), word, h("p", { class: "row" }, no, yes));
+  const dialog = open(h("h2", {}, `Stop ${run}?`), h("p", {}, "The run ends after the current step, as with `weft stop`. It can be resumed from its last checkpoint."), word, h("p", { class: "row" }, no, yes));
 }

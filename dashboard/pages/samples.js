@@ -119,7 +119,7 @@ function view(data, context) {
   if (data.refused) return [...head, h("p", { class: "panel notice", role: "alert", key: "refused" }, line(data.refused, 1000))];
   const { params, facts } = context;
   const filtered = params.q || params.filter || params.offset || params.x;
-  if (!data.list.total && !filtered) return [...head.slice(0, 1), empty("No sample was recorded yet.", facts?.status === "running" ? "Samples are written when the update that trained them is over." : "Driver(record_every=...) says how often samples are written; 0 writes none.")];
+  if (!data.list.total && !filtered) return [...head.slice(0, 1), empty("No sample was recorded yet.", facts?.status === "running" ? "Samples are written when the update that trained on them is over." : "Driver(record_every=...) sets how often samples are written; 0 turns this off.")];
   if (params.view === "table") return [...head, sampleTable(data.list, context)];
   return [...head, h("div", { class: "panel split", key: "split" }, groupList(data.list, context), detail(data, context))];
 }

@@ -55,7 +55,7 @@ function detail(worker, log, { run, facts, set, say, reload }) {
     worker.last_error ? h("div", {}, h("h3", { class: "bad-text" }, "Last error"), h("div", { class: "text log", tabindex: "0" }, visible(worker.last_error.text.slice(-6000)))) : null,
     memory.length > 1 ? h("div", {}, h("h3", {}, "Memory"), widget(chart, { series, axis: "time_s", form: "bytes", floor: 0, label: `memory of ${worker.rank} over time` }, { class: "chart" })) : null,
     worker.stack ? h("div", {}, h("h3", {}, "Stack"), h("div", { class: "text log", tabindex: "0" }, visible(worker.stack))) : null,
-    h("h3", {}, "Log", h("small", {}, "the end of it, as it grows")), log ? widget(tail, log.slice(-20000), { class: "text log", tabindex: "0", role: "log", "aria-label": `log of ${worker.rank}` }) : h("p", { class: "soft small" }, log == null ? "It writes no log of its own: what runs in the driver's process prints there." : "It has written nothing."));
+    h("h3", {}, "Log", h("small", {}, "the end of it, as it grows")), log ? widget(tail, log.slice(-20000), { class: "text log", tabindex: "0", role: "log", "aria-label": `log of ${worker.rank}` }) : h("p", { class: "soft small" }, log == null ? "It has no separate log: it runs in the driver's process, which prints its output." : "It has written nothing."));
 }
 
 function view(data, context) {

@@ -1,21 +1,15 @@
-"""reading: what run directories say, as plain records. No web in it; everything is read again only where a file has changed.
+"""reading: run directories as plain records, without web code. Only changed files are read again.
 
 catalogue.py           the runs below a folder, by name
-run_reader.py          one run: its parts, each read once and followed while the run goes on
-run_pages.py           what each page of one run shows, made of those parts
-changes.py             which parts of a run have changed since one looked last
+run_reader.py          one run: its parts, each read once and then followed
+run_pages.py           the content of each page of a run, made of those parts
+follow.py              tables and call logs that grow with a run, and the parts that have changed
 
-followed_table.py      a table of a run: a stream while it goes on, a Parquet file afterwards
-metrics.py             the metrics of a run, as arrays that grow
-call_log.py            its timeline, as arrays that grow
-live.py                what its driver says of rows, groups and memory now
-sample_index.py        what can be filtered, sorted and searched of all samples
-sample_query.py        filters, searches and orders over them
-token_texts.py         the text of each token of a response
-
-cards.py, curves.py    the dozen curves that matter; metrics over an axis, thinned for a screen, and marks
-graph_page.py, lanes.py, sample_pages.py, buffer_page.py, workers_page.py, weights_page.py, compare_page.py
-                       what each of the other pages shows
-comparison.py, sample_difference.py
-                       where two runs differ, also for `weft diff`
+metrics.py             metrics as arrays, curves, and the cards of the curves page
+sample_index.py        the columns for filtering, sorting and searching samples
+sample_pages.py        the sample pages
+turns.py               the turns of a conversation
+graph_page.py, lanes.py, workers_page.py
+                       the content of the other pages
+comparison.py          differences of two runs, also for `weft diff`
 """

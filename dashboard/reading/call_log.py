@@ -14,18 +14,19 @@ from ...dataflow.runs.files import TIMELINE
 from ...dataflow.runs.follow import FollowedTable
 from ...dataflow.runs.tables import BY_RANK, CALLS
 
-compute: Any = pyarrow.compute  # its functions are made when it is imported
+compute: Any = pyarrow.compute  # its functions are created on import, so type checkers do not see them
 NUMBERS = ("step", "start_s", "end_s", "worker_s", "rows", "tokens")
 WORDS = ("graph", "group", "node")
 RANKS = {"call": np.int64, "rank": np.int32, "end_s": np.float64, "worker_s": np.float32}
-"""Columns of the ranks of calls that had several: the place of the call, its rank, when it had answered, and what it itself took."""
+"""Columns for the ranks of calls with several ranks: index of the call, rank, time of its answer,
+and seconds in the worker."""
 
 
 class CallLog:
-    """The calls of one run, in the order in which they ended.
+    """The calls of one run, in the order of their ends.
 
     Args:
-        run: its directory, which need not have any yet.
+        run: the directory of the run, which need not have a timeline yet.
     """
 
     def __init__(self, run: Path) -> None:
@@ -36,10 +37,10 @@ class CallLog:
         self._words: dict[str, dict[str, int]] = {name: {} for name in WORDS}
         """Column -> word -> its number."""
         self.damage: str | None = None
-        """Why the file cannot be read."""
+        """Error if the file cannot be read."""
 
     def refresh(self) -> None:
-        """Read what is new."""
+        """Read new calls."""
         try:
             news = self._table.news()
             if news.anew:
@@ -70,7 +71,7 @@ class CallLog:
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """[calls] of each column; `graph`, `group` and `node` are numbers of `words`."""
+        """The columns: [calls] each. `graph`, `group` and `node` are indexes into `words`."""
         if len(self._parts) > 1:
             self._parts = [
                 {name: np.concatenate([part[name] for part in self._parts]) for name in self._parts[0]}
@@ -84,7 +85,7 @@ class CallLog:
 
     @property
     def ranks(self) -> dict[str, np.ndarray]:
-        """[ranks of calls] of each column of RANKS, in the order of the calls."""
+        """The columns of RANKS: [ranks of calls] each, in the order of the calls."""
         if len(self._rank_parts) > 1:
             self._rank_parts = [
                 {name: np.concatenate([part[name] for part in self._rank_parts]) for name in RANKS}
@@ -96,16 +97,16 @@ class CallLog:
         )
 
     def words(self, column: str) -> Sequence[str]:
-        """The words of `graph`, `group` or `node` by their numbers."""
+        """Return the words of `graph`, `group` or `node`, in the order of their numbers."""
         return list(self._words[column])
 
 
 def _ranks(column: pa.ListArray, before: int) -> dict[str, np.ndarray]:
-    """The ranks of some calls; empty where none had several.
+    """Return the ranks of some calls, or nothing if none had several.
 
     Args:
         column: [calls] BY_RANK.
-        before: calls that come before these.
+        before: number of calls before these.
     """
     inner = column.flatten()
     if not len(inner):

@@ -1,4 +1,4 @@
-"""Catalogue: the runs below a folder, by name. A name is looked up among those that were found, never made into a path."""
+"""Catalogue: the runs below a folder, by name. Requested names are looked up, never used as paths."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ...dataflow.runs.files import is_run
 from .run_reader import RunReader
 
 LOOK_S = 1.0
-"""Seconds for which a list of runs is good."""
+"""[s] Time before the list of runs is refreshed."""
 DEPTH = 3
-"""Folders below the first in which runs are looked for: jobs of a cluster have a folder of runs each."""
+"""Levels of folders to search for runs. Cluster jobs each have a folder of runs."""
 
 
 class Catalogue:
@@ -23,13 +23,13 @@ class Catalogue:
 
     Args:
         root: the folder of runs, or the directory of one.
-        clock: seconds, which only grow.
+        clock: a monotonic clock [s].
     """
 
     def __init__(self, root: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.root = root
         self.single = is_run(root)
-        """Whether it serves one run alone."""
+        """Whether it serves a single run."""
         self._clock = clock
         self._lock = threading.Lock()
         self._looked = -LOOK_S
@@ -37,7 +37,7 @@ class Catalogue:
 
     @property
     def readers(self) -> dict[str, RunReader]:
-        """Name -> reader of each run, by name. A run that is gone is left out."""
+        """Name -> reader of each existing run, sorted by name."""
         with self._lock:
             now = self._clock()
             if now - self._looked >= LOOK_S:
@@ -55,10 +55,10 @@ class Catalogue:
         return {str(path.relative_to(self.root)): path for path in _runs_below(self.root, DEPTH)}
 
     def __getitem__(self, name: str) -> RunReader:
-        """The reader of a run.
+        """Return the reader of a run.
 
         Raises:
-            NoSuchRunError: there is none of that name; the message offers the nearest.
+            NoSuchRunError: no run has that name; suggests the nearest name.
         """
         readers = self.readers
         if name not in readers:
@@ -66,19 +66,20 @@ class Catalogue:
         return readers[name]
 
     def chosen(self, names: str) -> list[RunReader]:
-        """The readers of several runs.
+        """Return the readers of several runs.
 
         Args:
-            names: with commas between them, as `parted` takes them apart.
+            names: comma-separated names, as `parted` splits them.
 
         Raises:
-            NoSuchRunError: there is no run of one of these names.
+            NoSuchRunError: a run does not exist.
         """
         return [self[name] for name in dict.fromkeys(parted(names))]
 
 
 def parted(names: str) -> list[str]:
-    """Names that an address has with commas between them; a comma of a name is written %2C there, and a percent sign %25.
+    """Split comma-separated names. In a name, a comma is written %2C and a percent sign %25.
+
 
     >>> parted("lr=1%2Ckl=2,other")
     ['lr=1,kl=2', 'other']
@@ -87,7 +88,7 @@ def parted(names: str) -> list[str]:
 
 
 def joined(names: Iterable[str]) -> str:
-    """The contrary of `parted`."""
+    """Join names; the inverse of `parted`."""
     return ",".join(name.replace("%", "%25").replace(",", "%2C") for name in names)
 
 

@@ -1,4 +1,4 @@
-"""Comparison: where two runs differ in settings, versions, data and metrics."""
+"""Comparison: differences between two runs in settings, versions, data, metrics and samples."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from .metrics import meaning
 from .run_reader import RunReader
 
 OF_ONE_START = ("origin", "starts", "versions", "sources", "data")
-"""Parts of a configuration that are compared by themselves, or not at all."""
+"""Parts of a configuration that are compared separately or not at all."""
 OF_THE_CLOCK = ("_s", "idle_share", "_bytes")
-"""Ends of the names of metrics that differ from run to run by themselves."""
+"""Suffixes of metrics that always differ between runs."""
 MISSING = "(not there)"
 
 
 def compare_configs(
     a: Mapping[str, Any], b: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """What differs between two configurations: (settings, versions, data), each as name -> both values."""
+    """Return the differences between two configurations, as name -> both values.
+
+    There is one mapping each for settings, versions and data.
+    """
     own = [{key: value for key, value in one.items() if key not in OF_ONE_START} for one in (a, b)]
     for one in own:
         if isinstance(one.get("graphs"), Mapping):
@@ -41,7 +44,8 @@ def compare_configs(
 
 
 def _nodes(lines: Any) -> Any:
-    """The printed lines of a graph as a mapping of its nodes, so that a comparison names the node and what differs in it.
+    """Turn the printed lines of a graph into a mapping of its nodes, to compare node by node.
+
 
     >>> _nodes(["graph grpo", "  source train: prompt_ids", "  1. reward.score  [map; takes rows]", "       writes reward"])
     {'graph': 'grpo', 'source train': 'prompt_ids', 'reward.score': {'kind': 'map; takes rows', 'writes': 'reward'}}
@@ -68,11 +72,13 @@ def _nodes(lines: Any) -> Any:
 
 
 def _differences(a: Any, b: Any, name: str = "") -> Iterator[tuple[str, list[Any]]]:
-    """The name, with dots, and both values of whatever differs. What one run lacks altogether, such as a held-out set, is one value.
+    """Yield the dotted name and both values of each difference. A missing part is one difference.
+
 
     >>> dict(_differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 3, "c": 2}, "d": {"e": 4, "f": 5}}))
     {'a.b': [1, 3], 'd': ['(not there)', {'e': 4, 'f': 5}]}
     """
+    # Compare lists of records entry by entry.
     if _are_records(a) and _are_records(b) and len(a) == len(b):
         a, b = ({str(place): entry for place, entry in enumerate(one)} for one in (a, b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -91,10 +97,10 @@ def _are_records(value: Any) -> bool:
 def compare_metrics(
     a: Mapping[int, Mapping[str, float]], b: Mapping[int, Mapping[str, float]]
 ) -> tuple[int | None, dict[str, list[float]]]:
-    """The first step of which a metric differs, and the metrics that differ then, the largest differences first.
+    """Return the first step with a different metric, and those metrics, largest difference first.
 
     Args:
-        a, b: step -> metric -> value; what a clock measures is passed over.
+        a, b: step -> metric -> value. Metrics that measure time are skipped.
     """
     for step in sorted(set(a) & set(b)):
         names = [name for name in a[step] if name in b[step] and not name.endswith(OF_THE_CLOCK)]
@@ -120,7 +126,8 @@ def _relative(a: float, b: float) -> float:
 def at_last_common_step(
     a: Mapping[int, Mapping[str, float]], b: Mapping[int, Mapping[str, float]]
 ) -> tuple[int | None, list[dict[str, Any]]]:
-    """The last step that both runs have made, and the metrics of both at it.
+    """Return the last step that both runs have made, and the metrics of both at that step.
+
 
     >>> at_last_common_step({1: {"loss": 1.0}, 2: {"loss": 0.5}}, {1: {"loss": 2.0}})
     (1, [{'name': 'loss', 'a': 1.0, 'b': 2.0}])
@@ -133,11 +140,10 @@ def at_last_common_step(
 
 
 def metrics_of(run: Path, notes: list[str]) -> dict[int, dict[str, float]]:
-    """The metrics of each step of a run.
+    """Return the metrics of each step of a run.
 
     Args:
-        run: its directory.
-        notes: gets a line if they cannot be read.
+        notes: receives a line if the metrics cannot be read.
     """
     try:
         table = read_metrics(run)
@@ -149,20 +155,18 @@ def metrics_of(run: Path, notes: list[str]) -> dict[int, dict[str, float]]:
     return {int(row["step"]): present(row) for row in table.to_pylist() if row["step"] is not None}
 
 
-# Sample difference
-#
-# The first sample in which two runs differ, token by token.
+# The first sample that differs between two runs, token by token.
 
 
 AROUND = 4
-"""Tokens that are shown before and after the first that differs."""
+"""Tokens to show before and after the first difference."""
 IDS = ("prompt_ids", "response_ids")
 LOGPROBS = "response_logprobs"
 
 
 @dataclass(frozen=True)
 class TokenPair:
-    """A place in a response; None where it has ended."""
+    """One position in two responses. Fields are None after the end of a response."""
 
     place: int
     a: int | None
@@ -185,28 +189,28 @@ class TokenPair:
 
 @dataclass(frozen=True)
 class SampleDifference:
-    """Where two runs part."""
+    """The first difference between the samples of two runs."""
 
     graph: str
     step: int
     sample_id: int
     what: str
-    """What differs first: prompt_ids, response_ids, response_logprobs, reward, or that one run lacks the sample."""
+    """The first difference: prompt_ids, response_ids, response_logprobs, reward, or a missing sample."""
     place: int | None = None
-    """Of the first token that differs, from 0."""
+    """Index of the first different token, from 0."""
     tokens: tuple[TokenPair, ...] = ()
-    """Around it."""
+    """Tokens around it."""
     texts: tuple[str, str] = ("", "")
     values: tuple[Any, Any] = (None, None)
 
     @property
     def for_programs(self) -> dict[str, Any]:
-        """The values of JSON."""
+        """The fields as JSON values."""
         return asdict(self)
 
     def __str__(self) -> str:
         lines = [
-            f"the first that differs is sample {self.sample_id} of graph {self.graph!r}, step {self.step}: {self.what}"
+            f"the first difference is in sample {self.sample_id} of graph {self.graph!r}, step {self.step}: {self.what}"
         ]
         if self.place is not None:
             lines[0] += f", from token {self.place} on"
@@ -220,11 +224,13 @@ class SampleDifference:
 
 
 def first_difference(a: Path, b: Path, notes: list[str]) -> SampleDifference | None:
-    """The first recorded sample in which two runs differ, in the order of steps; None: there is none, or they have no step in common.
+    """Return the first recorded sample that differs between two runs, in the order of steps.
+
+    Return None if there is no such sample, or no common step.
 
     Args:
         a, b: directories of the runs.
-        notes: gets a line for each file that cannot be read, and for each log with lost records.
+        notes: receives a line for each unreadable file, and for each log with lost records.
     """
     from ...dataflow.runs.samples import SampleFile, recorded, tables
 
@@ -249,7 +255,7 @@ def first_difference(a: Path, b: Path, notes: list[str]) -> SampleDifference | N
 
 
 def _rows(parts: Iterator[pa.Table]) -> dict[int, dict[str, Any]]:
-    """Number of a sample -> what is compared of it."""
+    """Return sample number -> the compared columns."""
     kept = (*IDS, LOGPROBS, "reward", "response", "sample_id")
     found: dict[int, dict[str, Any]] = {}
     for table in parts:
@@ -296,17 +302,15 @@ def _around(a: dict[str, Any], b: dict[str, Any], ids: str, place: int) -> tuple
     return tuple(pair(k) for k in range(max(0, place - AROUND), min(longest, place + AROUND + 1)))
 
 
-# Compare page
-#
-# Two runs beside each other: settings, versions, data, metrics, and the first sample that differs.
+# The page that compares two runs.
 
 
 READ_S = 5.0
-"""Longest wait for the samples of a run to be read, when one of them is shown."""
+"""[s] Longest wait for a run's samples to be read."""
 
 
 def compare_page(a: RunReader, b: RunReader) -> dict[str, Any]:
-    """Where two runs differ."""
+    """Return the differences of two runs."""
     notes: list[str] = []
     facts = a.facts, b.facts
     settings, versions, data = compare_configs(facts[0].config, facts[1].config)

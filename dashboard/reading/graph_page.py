@@ -1,4 +1,4 @@
-"""The graph of a run as it stands: rows at each node, rates, which group is busy, and the weights' versions and age."""
+"""The graph page: rows at each node, rates, busy groups, and the versions and age of weights."""
 
 from __future__ import annotations
 
@@ -31,15 +31,12 @@ def graph_page(
     *,
     goes_on: bool,
 ) -> dict[str, Any]:
-    """Nodes, edges and followers of all graphs of a run.
+    """Return nodes, edges and followers of all graphs of a run.
 
     Args:
-        graphs: as `graph.json` has them.
-        live: as `live.json` has it.
-        calls: of the run.
-        metrics: of the run.
-        config: of the run.
-        goes_on: its driver lives.
+        graphs: the content of `graph.json`.
+        live: the content of `live.json`.
+        goes_on: whether its driver is alive.
     """
     worked = _by_node(calls)
     nodes: list[dict[str, Any]] = []
@@ -72,7 +69,7 @@ def graph_page(
 
 
 def _by_node(calls: CallLog) -> dict[tuple[str, str], dict[str, Any]]:
-    """Graph and node -> calls, rows and seconds of it."""
+    """Return (graph, node) -> its calls, rows and seconds."""
     c = calls.columns
     graphs, nodes = calls.words("graph"), calls.words("node")
     found: dict[tuple[str, str], dict[str, Any]] = {}
@@ -188,7 +185,7 @@ def _weights(
     *,
     goes_on: bool,
 ) -> list[dict[str, Any]]:
-    """Each parameter edge with the version that the follower holds."""
+    """Return each weight edge with the version that the follower holds."""
     edges = {
         (edge["leader"], edge["follower"]): edge.get("every", 1)
         for graph in graphs
@@ -202,6 +199,7 @@ def _weights(
         [size] = numbers(metrics.series(f"{leader}/weights_bytes")[1][-1:]) or [None]
         age = None
         if goes_on and received and "time_s" in live:
+            # live.json has the time of the run when it was written, and that moment.
             age = max(0.0, live["time_s"] + time.time() - live["at"] - received["at_s"])
         found.append(
             {
@@ -222,7 +220,7 @@ def _weights(
 
 
 def last_received(calls: CallLog, follower: str) -> dict[str, Any] | None:
-    """When a group received weights last, and how long that took; None: it never did."""
+    """Return time and duration of a group's last weight update, or None if there was none."""
     c, nodes, groups = calls.columns, calls.words("node"), calls.words("group")
     if RECEIVE not in nodes or follower not in groups:
         return None
@@ -237,28 +235,23 @@ def last_received(calls: CallLog, follower: str) -> dict[str, Any] | None:
     }
 
 
-# Buffer page
-#
-# The sample buffer of a run: rows by state, ages, staleness over time, drops by reason, leases,
-# bytes.
+# The buffer page: rows by state, ages, staleness over time, drops by reason, leases, bytes.
 
 
 AGES_S = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3600.0, 10800.0)
-"""Ends of the stretches in which ages are counted; what is older is in one more."""
+"""[s] Upper edges of the age bins. One more bin holds older groups."""
 MOST_BARS = 200
-"""Stretches of steps for which staleness is counted."""
+"""Most bars of the staleness chart; each covers a range of steps."""
 
 
 def buffer_page(
     run: Path, live: Mapping[str, Any], samples: pa.Table, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the buffer holds, and held.
+    """Return the state and history of the buffer.
 
     Args:
-        run: its directory.
-        live: as `live.json` has it.
+        live: the content of `live.json`.
         samples: the index of the run's samples.
-        config: of the run.
     """
     graphs = nested(live, "graphs")
     counts = [nested(graphs, name) for name in graphs]
@@ -317,7 +310,8 @@ def buffer_page(
 
 
 def _ages(train: Mapping[str, Any]) -> dict[str, Any]:
-    """Groups in flight by the time since others of their step were issued first.
+    """Count groups in flight by the time since the first group of their step was issued.
+
 
     >>> _ages({"steps": {"3": [4, 0.5], "2": [1, 70.0]}})
     {'edges_s': [0.0, 1.0, 3.0, 10.0, 30.0, 100.0], 'counts': [4, 0, 0, 0, 1]}
@@ -347,7 +341,10 @@ def _numbered(counts: Mapping[str, Any]) -> list[dict[str, int]]:
 
 
 def staleness(samples: pa.Table) -> list[dict[str, Any]]:
-    """For stretches of steps: trained samples by how many versions their oldest token lagged behind the weights that it trained.
+    """Count trained samples by the lag of their oldest token, for ranges of steps.
+
+    The lag is in versions behind the trained weights.
+
 
     >>> columns = {"graph": ["train"] * 3, "step": [1, 2, 2], "version_min": [0, 1, 0]}
     >>> staleness(pa.table(columns))
@@ -398,13 +395,13 @@ def _segments(run: Path, config: Mapping[str, Any], live: Mapping[str, Any]) -> 
 
 
 def _folder_bytes(folder: Path) -> tuple[int, int]:
-    """Number of files below a folder, and their bytes."""
+    """Return the number of files below a folder, and their bytes."""
     number = size = 0
     for path, _, names in os.walk(folder):
         for name in names:
             try:
                 size += os.stat(os.path.join(path, name)).st_size
                 number += 1
-            except OSError:  # it was removed meanwhile
+            except OSError:  # the file was removed in between
                 continue
     return number, size

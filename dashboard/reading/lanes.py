@@ -1,5 +1,8 @@
-"""Lanes: what each worker group and its ranks did in a window of time, when weights, checkpoints and evaluations were on their way, why a
-group or rank stood idle between two calls, and the critical path of a step."""
+"""Lanes of the timeline: the calls of each worker group and rank in a time window.
+
+There are lanes for weights, checkpoints and evaluations, reasons for idle gaps, and the critical
+path of a step.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +20,31 @@ from .call_log import CallLog
 from .run_reader import nested
 
 MOST_CALLS = 1500
-"""Calls of a lane that are sent one by one; of more, the share of time in each of `width / 3` stretches."""
+"""Most calls of a lane to send one by one. Beyond that, send the busy share of `width / 3` bins."""
 MOST_GAPS = 60
-"""Gaps of a lane that are told, the longest."""
+"""Most gaps of a lane to explain, longest first."""
 SHORTEST_GAP = 0.002
-"""Of the window: shorter gaps cannot be seen."""
+"""Shortest gap to explain, as a share of the window. Shorter ones are invisible."""
 TOUCHING_S = 0.05
-"""A call that ended so long before another began may have let it begin."""
+"""[s] A call that ended at most this long before another began may have unblocked it."""
 WEIGHTS = (
     "publish_weights", "send_weights", "receive_weights", "finish_publishing", "canary", "compare_canaries", "register",
 )  # fmt: skip
 SAVE, WRITTEN = "save_checkpoint", "checkpoint_written"
 CHECKPOINTS = (SAVE, "load_checkpoint", WRITTEN, "save")
 LATE = 0.1
-"""Of what a rank took: so much later than all others it is named as the one that was waited for."""
+"""A rank is named as the slowest if it answered this much later than the others, as a share of its
+time."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of a run, in seconds since its start."""
+    """A time window of a run, in seconds since its start."""
 
     start_s: float
     end_s: float
     width: int = 1200
-    """Of the screen, in pixels."""
+    """Width of the screen in pixels."""
 
     @property
     def seconds(self) -> float:
@@ -51,9 +55,8 @@ class Lanes:
     """The timeline of a run in a window.
 
     Args:
-        calls: of the run.
-        graphs: as `graph.json` has them.
-        config: of the run, for pools that groups share.
+        graphs: the content of `graph.json`.
+        config: the configuration of the run, for pools that groups share.
     """
 
     def __init__(self, calls: CallLog, graphs: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -67,18 +70,17 @@ class Lanes:
         self._num_ranks = {name: self._ranks_of(name, config) for name in self._groups}
 
     def _name(self, column: str, row: int) -> str:
-        """Node or group of a call."""
         return (self._nodes if column == "node" else self._groups)[int(self._columns[column][row])]
 
     @property
     def total_s(self) -> float:
-        """Seconds until the last call ended."""
+        """[s] End of the last call."""
         ends = self._columns["end_s"]
         return float(ends.max()) if len(ends) else 0.0
 
     @property
     def steps(self) -> list[tuple[int, float]]:
-        """Each step with the second in which its last call ended."""
+        """Each step, with the end of its last call [s]."""
         steps, ends = self._columns["step"].astype(np.int64), self._columns["end_s"]
         if not len(steps):
             return []
@@ -87,7 +89,10 @@ class Lanes:
         return [(step, float(last[step])) for step in np.unique(steps).tolist() if step >= 0]
 
     def window_of(self, first: float, last: float) -> tuple[float, float]:
-        """From the end of the step before some steps to the end of the last of them; the whole run where it has none of them."""
+        """Return the window of some steps, or the whole run if it has none of them.
+
+        It begins at the end of the step before the first and ends with the last.
+        """
         steps = self.steps
         own = [end for step, end in steps if first <= step <= last]
         if not own:
@@ -99,15 +104,14 @@ class Lanes:
         return known if isinstance(known, int) else 1
 
     def of(self, window: Window, unfolded: Collection[str] = ()) -> dict[str, Any]:
-        """Lanes, ends of steps, and the critical path of the step at the end of the window.
+        """Return lanes, ends of steps, and the critical path of the last step in the window.
 
         Args:
-            window: what is looked at.
-            unfolded: groups with a lane for each rank below their own.
+            unfolded: groups to show with a lane for each rank.
         """
         c = self._columns
         inside = np.flatnonzero((c["end_s"] >= window.start_s) & (c["start_s"] <= window.end_s))
-        # Rounded before they are compared: a page that asks for a stretch until the end of a step knows the rounded one.
+        # Round before comparing: pages send the rounded end of a step.
         ends = ((step, round(end, 6)) for step, end in self.steps)
         until = round(window.end_s, 6)
         steps = [(step, end) for step, end in ends if window.start_s <= end <= until]
@@ -143,14 +147,13 @@ class Lanes:
         }
 
     def _numbers_of(self, methods: Collection[str]) -> list[int]:
-        """Numbers of the nodes that are calls of these methods."""
         return [number for number, name in enumerate(self._nodes) if name in methods]
 
     def _sorted(self, rows: np.ndarray) -> np.ndarray:
         return rows[np.argsort(self._columns["start_s"][rows], kind="stable")]
 
     def _lane(self, name: str, rows: np.ndarray, window: Window, kind: str) -> dict[str, Any]:
-        """A group; or an evaluation or weights, with their calls on all groups."""
+        """Return the lane of a group, or of an evaluation or weights with calls on all groups."""
         c = self._columns
         drawn = _Drawn(rows, c["start_s"][rows], c["end_s"][rows], c["worker_s"][rows])
         lane, gaps = self._drawn_lane(name, drawn, window)
@@ -159,7 +162,7 @@ class Lanes:
         return {**lane, "group": name if kind == "group" else None, "kind": kind}
 
     def _rank_lanes(self, number: int, window: Window) -> Iterator[dict[str, Any]]:
-        """Those of a group: what each rank itself took of each call, until it had answered."""
+        """Yield the lanes of a group's ranks, with each rank's time in each call."""
         c, of, group = self._columns, self._of_rank, self._groups[number]
         inside = np.flatnonzero(
             (of["end_s"] >= window.start_s) & (of["end_s"] - of["worker_s"] <= window.end_s)
@@ -177,7 +180,7 @@ class Lanes:
     def _checkpoint_lane(
         self, saved: Sequence[tuple[float, float, int]], window: Window
     ) -> dict[str, Any]:
-        """Checkpoints, from the copy of the state until all of it is on the disk."""
+        """Return the lane of checkpoints, from the copy of the state until it is on the disk."""
         rows = np.array([row for _, _, row in saved])
         starts, ends = np.array([span[0] for span in saved]), np.array([span[1] for span in saved])
         drawn = _Drawn(rows, starts, ends, self._columns["worker_s"][rows])
@@ -185,7 +188,7 @@ class Lanes:
 
     @cached_property
     def _checkpoints(self) -> list[tuple[float, float, int]]:
-        """Start and end of each checkpoint, and the call that began it."""
+        """(start, end, first call) of each checkpoint."""
         c = self._columns
         begun, written = (self._numbers_of((name,)) for name in (SAVE, WRITTEN))
         starts = self._sorted(np.flatnonzero(np.isin(c["node"], begun)))
@@ -200,7 +203,7 @@ class Lanes:
         return found
 
     def _drawn_lane(self, name: str, drawn: _Drawn, window: Window) -> tuple[dict[str, Any], list[_Gap]]:
-        """A lane without its gaps, and the gaps that are told."""
+        """Return a lane without its gaps, and the gaps to explain."""
         idle = idle_stretches(drawn.start_s, drawn.end_s, window.start_s, window.start_s + window.seconds)
         lengths = idle.end_s - idle.start_s
         told = np.flatnonzero(lengths >= SHORTEST_GAP * window.seconds)
@@ -220,7 +223,7 @@ class Lanes:
         ]
 
     def _bars(self, drawn: _Drawn) -> list[list[Any]]:
-        """Each call as start, end, node, rows, step, and seconds in the worker."""
+        """Return each call as [start, end, node, rows, step, seconds in the worker]."""
         c, rows = self._columns, drawn.calls
         return [
             list(bar)
@@ -236,7 +239,7 @@ class Lanes:
         ]
 
     def _bins(self, drawn: _Drawn, window: Window) -> dict[str, Any]:
-        """Share of each stretch that the group spent on each node; calls that overlap share it."""
+        """Return the share of each bin spent on each node. Overlapping calls share the bin."""
         number = max(50, window.width // 3)
         width = window.seconds / number
         kinds = self._columns["node"][drawn.calls]
@@ -253,7 +256,7 @@ class Lanes:
             "shares": np.round(shares.T, 3).tolist(),
         }
 
-    # Why a group stood idle
+    # Reasons for idle gaps
 
     def _gap(self, group: str, start: float, end: float, rows: np.ndarray, after: int) -> dict[str, Any]:
         next_node = self._name("node", int(rows[after])) if after >= 0 else None
@@ -263,9 +266,10 @@ class Lanes:
     def _rank_gap(
         self, group: str, start: float, end: float, calls: np.ndarray, before: int, after: int
     ) -> dict[str, Any]:
-        """Why a rank stood idle: the others of its call were not through yet, or its group had nothing to do."""
+        """Explain the gap of a rank: it waited for other ranks of its call, or had nothing to do."""
         ended = int(calls[before]) if before >= 0 else -1
         until = float(self._columns["end_s"][ended]) if ended >= 0 else start
+        # Most of the gap was spent waiting for other ranks of the call.
         if until - start > 0.5 * (end - start):
             last = self._last_rank(ended)
             others = "the other ranks" if last is None else f"{group}[{last}]"
@@ -286,7 +290,7 @@ class Lanes:
             )
         if next_node is None:
             most = max(others, key=lambda row: min(c["end_s"][row], end) - max(c["start_s"][row], start))
-            return "rows", f"no more work in this window; {self._what(most)} went on"
+            return "rows", f"no more work in this window; {self._what(most)} was running"
         method = next_node.rpartition(".")[2]
         upstream = self._upstream.get(next_node, frozenset())
         fed = [
@@ -321,10 +325,10 @@ class Lanes:
         return "rows", f"{next_node} waits for {self._what(last)}"
 
     def _last_rank(self, call: int) -> int | None:
-        """The rank that all others of a call waited for; None: there was none, or it was hardly later than the one before it."""
+        """Return the rank that the others of a call waited for, or None if none was much later."""
         of = self._of_rank
         first, beyond = np.searchsorted(of["call"], [call, call + 1]).tolist()
-        if beyond - first < 2:  # those of a call are in the order in which they answered
+        if beyond - first < 2:  # ranks of a call are in the order of their answers
             return None
         late_s = of["end_s"][beyond - 1] - of["end_s"][beyond - 2]
         return int(of["rank"][beyond - 1]) if late_s > LATE * of["worker_s"][beyond - 1] else None
@@ -341,10 +345,10 @@ class Lanes:
     # The critical path
 
     def critical(self, step: int) -> list[dict[str, Any]]:
-        """The calls that a step had to wait for one after the other, and the time between them that no call explains.
+        """Return the chain of calls that a step waited for, with unexplained time in between.
 
-        From the end of the step backwards: what ended last before a call began, or, where rows come while the call that makes them goes on,
-        the call upstream that was under way.
+        It is traced back from the end of the step. The predecessor of a call is the call that ended
+        last before it began. If rows stream from an upstream call, that call is the predecessor.
         """
         c = self._columns
         ends = dict(self.steps)
@@ -358,6 +362,7 @@ class Lanes:
         while at > begin and len(own):
             before = own[(c["end_s"][own] <= at + 1e-9) & (own != row)]
             ended = float(c["end_s"][before].max()) if len(before) else -np.inf
+            # Rows may stream from an upstream call that has not ended yet.
             feeding = self._feeding(own, row, at)
             if feeding is not None:
                 row, end = feeding, at
@@ -372,15 +377,17 @@ class Lanes:
             names = {"lane": self._name("group", row), "node": self._name("node", row)}
             path.append({**names, "start_s": round(start, 6), "end_s": round(end, 6)})
             own = own[(c["start_s"][own] < start) | (c["end_s"][own] <= start + 1e-9)]
-            own = own[own != row]  # a call may have taken no time
+            own = own[own != row]  # a call may take no time
             at = start
         if at - begin > 1e-4:
             path.append(self._unexplained(begin, at))
         return path[::-1]
 
     def _feeding(self, own: np.ndarray, row: int | None, at: float) -> int | None:
-        """The call upstream of another that was under way when that began, the one that began last; None: there is none, or another call
-        upstream had just ended."""
+        """Return the upstream call that was still streaming rows at this time, the latest one.
+
+        Return None if there is none, or if another upstream call had just ended.
+        """
         if row is None:
             return None
         c, upstream = self._columns, self._upstream.get(self._name("node", row), frozenset())
@@ -392,11 +399,11 @@ class Lanes:
 
     @property
     def _recorder(self) -> int:
-        """Its number: nothing waits for it."""
+        """Number of the recorder group, which no call waits for."""
         return self._groups.index(RECORDER) if RECORDER in self._groups else -1
 
     def _unexplained(self, start: float, end: float) -> dict[str, Any]:
-        """A stretch of the critical path in which no call of a group went on that the step waited for."""
+        """Return a stretch of the critical path without any call that the step waited for."""
         on_disk = sum(max(0.0, min(end, span[1]) - max(start, span[0])) for span in self._checkpoints)
         text = "a checkpoint on its way to the disk" if on_disk > 0.5 * (end - start) else "the driver"
         return {
@@ -409,24 +416,24 @@ class Lanes:
 
 
 _Gap: TypeAlias = tuple[float, float, int, int]
-"""Start, end, and the places of the calls before and after it in their lane; -1: there is none."""
+"""(start, end, index of the call before, index of the call after) in a lane; -1 for no call."""
 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """The bars of a lane, by their start."""
+    """The bars of a lane, sorted by start."""
 
     calls: np.ndarray
-    """[bars] places of their calls."""
+    """[bars] indexes of their calls."""
     start_s: np.ndarray
-    """[bars] float64; so is the end."""
+    """[bars] float64, as is the end."""
     end_s: np.ndarray
     worker_s: np.ndarray
     """[bars] seconds in the worker."""
 
 
 def _upstream(graphs: Mapping[str, Any]) -> dict[str, frozenset[str]]:
-    """Node -> the nodes that it waits for."""
+    """Return node -> the nodes that it waits for."""
     found: dict[str, set[str]] = {}
     for graph in graphs:
         for node in nested(graphs, graph).get("nodes", ()):

@@ -1,4 +1,4 @@
-"""MetricLog: the metrics of a run as arrays. While the run goes on, each look reads what is new."""
+"""Metrics of a run as arrays, curves over steps or time, and the cards of the curves page."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from ...dataflow.runs.files import METRICS
 from ...dataflow.runs.follow import FollowedTable
 
 Series: TypeAlias = tuple[np.ndarray, np.ndarray]
-"""[points] steps, which only grow, and the value at each."""
+"""[points] increasing steps, and the value at each."""
 MOST = 5000
-"""Metrics of a run that are read, those that come first: a damaged file may have any number."""
+"""Most metrics of a run to read, in their order; a damaged file may have any number."""
 MOST_LEFT_OUT = 5000
-"""Names beyond MOST that are counted."""
+"""Most names beyond MOST to count."""
 
 
 class MetricLog:
     """The metrics of one run.
 
     Args:
-        run: its directory, which need not have any yet.
+        run: the directory of the run, which need not have metrics yet.
     """
 
     def __init__(self, run: Path) -> None:
         self._table = FollowedTable(run, METRICS, MOST)
         self._columns: dict[str, tuple[array[float], array[float]]] = {}
-        """Metric -> steps and values, in the order in which they were written."""
+        """Metric -> steps and values, in the order of writing."""
         self._series: dict[str, Series] = {}
-        """The same sorted, of what was asked for since the last change."""
+        """Metric -> sorted series; cached until the metric changes."""
         self._left_out: set[str] = set()
         """Names beyond MOST, at most MOST_LEFT_OUT."""
         self._columns_left_out = 0
         self.damage: str | None = None
-        """Why the file cannot be read."""
+        """Error if the file cannot be read."""
 
     def refresh(self) -> None:
-        """Read what is new."""
+        """Read new values."""
         try:
             news = self._table.news()
             if news.anew:
@@ -92,7 +92,7 @@ class MetricLog:
         self._series.pop(name, None)
 
     def _take_wide(self, table: pa.Table) -> None:
-        """Take a table with a row for each step and a column for each metric."""
+        """Add a table with a row for each step and a column for each metric."""
         if "step" not in table.column_names:
             return
         steps = table["step"].to_numpy()
@@ -105,11 +105,14 @@ class MetricLog:
 
     @property
     def names(self) -> list[str]:
-        """Every metric that some step has measured, in the order in which they came first."""
+        """All metrics, in the order of their first value."""
         return list(self._columns)
 
     def series(self, name: str) -> Series:
-        """The values of a metric by step; the one that was written last counts. Empty arrays where it was never measured."""
+        """Return the values of a metric by step; the last written value counts.
+
+        Return empty arrays for an unknown metric.
+        """
         if name not in self._series:
             held = self._columns.get(name)
             if held is None:
@@ -119,7 +122,7 @@ class MetricLog:
 
     @property
     def last(self) -> Mapping[str, float]:
-        """The metrics of the last step that is over; empty before the first."""
+        """The metrics of the last finished step; empty before the first."""
         steps, _ = self.series("step")
         if not len(steps):
             return {}
@@ -140,28 +143,26 @@ def _sorted(steps: np.ndarray, values: np.ndarray) -> Series:
     if len(steps) > 1 and not (np.diff(steps) > 0).all():
         order = np.argsort(steps, kind="stable")
         steps, values = steps[order], values[order]
+        # Of equal steps, keep the value written last.
         last = np.append(np.diff(steps) > 0, True)
         steps, values = steps[last], values[last]
     return steps, values
 
 
-# Curves
-#
-# Curves: metrics over steps, time or samples, thinned to what a screen can show, and marks of what
-# happened.
+# Curves: metrics over steps, time or samples, thinned for a screen; and marks of events.
 
 
 Axis: TypeAlias = Literal["step", "time_s", "samples"]
 MAX_POINTS = 5000
-"""Of one curve."""
+"""Most points of one curve."""
 
 
 def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """At most about so many points of a curve: of each stretch its lowest and its highest, so that no peak is lost.
+    """Thin a curve to about this many points. Keep the extremes of each stretch, so no peak is lost.
 
     Args:
-        x: [n] which only grows.
-        y: [n]; values that are not finite are left out where others are beside them.
+        x: [n] increasing.
+        y: [n]; values that are not finite are dropped if others are near them.
         points: at least 4.
 
     >>> x = np.arange(1000.0)
@@ -178,6 +179,7 @@ def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.n
     padded = np.full(rows * size, np.nan)
     padded[:number] = np.where(np.isfinite(y), y, np.nan)
     stretches = padded.reshape(rows, size)
+    # stretches without a finite value
     none = np.isnan(stretches).all(axis=1)
     low = np.where(np.isnan(stretches), np.inf, stretches).argmin(axis=1)
     high = np.where(np.isnan(stretches), -np.inf, stretches).argmax(axis=1)
@@ -189,15 +191,14 @@ def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.n
 
 
 def axis_of(metrics: MetricLog, steps: np.ndarray, axis: Axis) -> np.ndarray:
-    """Where steps lie on an axis.
+    """Return the positions of steps on an axis.
 
     Args:
-        metrics: of the run.
         steps: [points].
-        axis: the number of the step, seconds since the start of the run, or samples that were trained on until then.
+        axis: step number, seconds since the start of the run, or samples trained on so far.
 
     Returns:
-        [points]; nan for a step of which that is not known.
+        [points], with nan for an unknown position.
     """
     if axis == "step":
         return steps
@@ -211,9 +212,8 @@ def axis_of(metrics: MetricLog, steps: np.ndarray, axis: Axis) -> np.ndarray:
     exact = np.zeros(len(steps), bool)
     exact[found] = known[at[found]] == steps[found]
     before = np.clip(np.searchsorted(known, steps, side="right") - 1, 0, len(known) - 1)
-    if (
-        axis == "samples"
-    ):  # a step without updates, such as step 0, has trained on as many as the one before it
+    # A step without updates, such as step 0, has trained on as many samples as the step before.
+    if axis == "samples":
         return np.where(steps < known[0], 0.0, values[before])
     return np.where(exact, values[np.minimum(at, len(known) - 1)], np.nan)
 
@@ -225,14 +225,11 @@ def curve(
     points: int = 800,
     window: tuple[float, float] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A metric over an axis, thinned.
+    """Return a metric over an axis, thinned.
 
     Args:
-        metrics: of the run.
-        name: of the metric.
-        axis: what x is.
-        points: about how many are returned at most.
-        window: first and last x that are shown; one point more is kept at either side.
+        points: about the most points to return.
+        window: first and last x; one more point is kept on either side.
     """
     steps, values = metrics.series(name)
     x = axis_of(metrics, steps, axis)
@@ -245,7 +242,8 @@ def curve(
 
 
 def numbers(values: np.ndarray | Sequence[float], digits: int = 7) -> list[float | None]:
-    """Numbers as JSON has them: null for one that is not finite, and no more digits than a person or a screen can use.
+    """Round numbers for JSON. Values that are not finite become null.
+
 
     >>> numbers([0.1 + 0.2, float("nan"), 12.0, 1e-9 / 3])
     [0.3, None, 12.0, 3.333333e-10]
@@ -257,13 +255,13 @@ def numbers(values: np.ndarray | Sequence[float], digits: int = 7) -> list[float
 
 
 MOST_ALERTS, MOST_CHARACTERS = 500, 300
-"""Alerts that are marked on a curve, the latest, and characters of each."""
+"""Most alerts to mark on a curve, latest first, and most characters of each."""
 
 
 def marks(
     metrics: MetricLog, config: Mapping[str, Any], alerts: Sequence[Any], checkpoints: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """What happened at which step: evaluations, checkpoints that are kept, restarts and other alerts, in order of steps."""
+    """Return events by step: evaluations, kept checkpoints, restarts and other alerts."""
     found: list[dict[str, Any]] = [
         {"step": step, "kind": "checkpoint", "text": f"step_{step}"} for step in checkpoints
     ]
@@ -290,30 +288,27 @@ def marks(
     return sorted(found, key=lambda mark: mark["step"])
 
 
-# Cards
-#
-# Cards: the dozen curves that matter, in the order in which they are looked at; and what each
-# metric means.
+# Cards: the dozen curves that matter, in reading order; and the meaning of each metric.
 
 
 @dataclass(frozen=True)
 class CardKind:
-    """A card that a run may have."""
+    """A kind of card on the curves page."""
 
     id: str
     title: str
     metric: str
-    """Patterns of the shown metrics, without evaluation and group. Each matching metric is a line."""
+    """Patterns of the metrics, without evaluation and group. Each matching metric is a line."""
     spread: str = ""
-    """The metric of the same group that is its standard deviation."""
+    """Name of the metric with the standard deviation, in the same group."""
     beside: str = ""
-    """Pattern of a metric of the same group that is told beside the value."""
+    """Name of a metric of the same group, shown next to the value."""
     scope: Literal["training", "evaluation"] = "training"
     floor: float | None = 0.0
-    """Where the scale begins, if nothing is below it; None: at the lowest value."""
+    """Lower end of the scale unless values are lower, or None for the lowest value."""
     form: Literal["number", "share", "bytes", "count", "small"] = "number"
     several: bool = False
-    """It has a line for each group."""
+    """Whether it has a line for each group."""
 
 
 KINDS = (
@@ -337,15 +332,11 @@ KINDS = (
     CardKind("memory", "memory", "device_bytes|resident_bytes", form="bytes", several=True),
     CardKind("pairs", "preference accuracy", "preference_accuracy", form="share"),
 )
-"""In the order of the page."""
+"""Kinds of cards, in the order of the page."""
 
 
 def cards(names: Sequence[str], evaluations: Sequence[str]) -> list[dict[str, Any]]:
-    """The cards for these metrics; a kind that none of them belongs to is left out.
-
-    Args:
-        names: metrics that runs have measured.
-        evaluations: names of their evaluations.
+    """Return the cards for these metrics, without kinds that none of them belongs to.
 
     >>> found = cards(["reward/mean", "reward/std", "eval/reward/mean", "actor/idle_share", "rollout/idle_share"], ["eval"])
     >>> [(card["id"], card["names"]) for card in found]
@@ -366,7 +357,7 @@ def cards(names: Sequence[str], evaluations: Sequence[str]) -> list[dict[str, An
 
 
 def _shown(kind: CardKind, names: Sequence[str]) -> list[str]:
-    if kind.scope == "evaluation":  # each by the first pattern that it has
+    if kind.scope == "evaluation":  # each evaluation by its first matching pattern
         each = dict.fromkeys(name.partition("/")[0] for name in names)
         found = (_matching(kind, [name for name in names if name.startswith(f"{one}/")]) for one in each)
         return [own[0] for own in found if own]
@@ -375,11 +366,11 @@ def _shown(kind: CardKind, names: Sequence[str]) -> list[str]:
 
 
 def _matching(kind: CardKind, names: Sequence[str]) -> list[str]:
-    """The metrics that match the first matching pattern of a kind, the group `reward` first."""
+    """Return the metrics for the first matching pattern of a kind, the group `reward` first."""
     for pattern in kind.metric.split("|"):
         behind = re.compile(rf"(?:[^/]+/)*{pattern}")
         own = [name for name in names if behind.fullmatch(name) and not name.endswith(("_low", "_high"))]
-        if kind.scope == "training":  # not those of parts of a reward, such as reward/format/mean
+        if kind.scope == "training":  # without parts of a reward, such as reward/format/mean
             own = [name for name in own if name.count("/") <= 1]
         if own:
             return sorted(own, key=lambda name: name != f"reward/{pattern}")
@@ -412,13 +403,14 @@ def _card(kind: CardKind, names: list[str], there: set[str]) -> dict[str, Any]:
 
 
 def _title(kind: CardKind, names: Sequence[str]) -> str:
-    """The title of a card. Evaluations add the names of their scores, such as pass@1 or mean reward."""
+    """Return the title of a card, with score names such as pass@1 for evaluations."""
     labels = (score_label(name.partition("/")[2]) for name in names if kind.scope == "evaluation")
     return f"{kind.title} {', '.join(dict.fromkeys(filter(None, labels)))}".rstrip()
 
 
 def meaning(name: str) -> dict[str, Any]:
-    """What is known of a metric as a run writes it: unit, meaning, good, bad, and which direction is better.
+    """Return unit, meaning, good and bad values and better direction of a metric.
+
 
     >>> meaning("actor/entropy")["unit"], meaning("reward/mean")["direction"], meaning("my/own")
     ('nats/token', 'up', {'unit': '', 'meaning': '', 'good': '', 'bad': '', 'direction': 'none', 'section': ''})

@@ -1,4 +1,4 @@
-"""RunPages: what each page of one run shows, from the parts that a `RunReader` follows."""
+"""RunPages: the content of each page of one run."""
 
 from __future__ import annotations
 
@@ -23,26 +23,21 @@ from .metrics import MetricLog
 from .run_reader import RunReader, read_graphs, read_live
 from .workers_page import log_part, workers_page
 
-# Weights page
-#
-# How weights went from those that train to those that generate: each version, how long it took,
-# and how long generation stood.
+# The weights page: each version, its transfer time, and the pause of generation.
 
 
 MOST = 2000
-"""Versions that are sent, the latest."""
+"""Most versions to send, latest first."""
 
 
 def weights_page(
     calls: CallLog, metrics: MetricLog, edges: Sequence[Mapping[str, Any]], began_at: float | None
 ) -> dict[str, Any]:
-    """The versions that followers received.
+    """Return the versions that followers received.
 
     Args:
-        calls: of the run.
-        metrics: of the run.
-        edges: who follows whom, with the versions that they hold now.
-        began_at: when the run began, in seconds since 1970, if that is known.
+        edges: leader and follower of each weight edge, with their current versions.
+        began_at: start of the run in seconds since 1970, if known.
     """
     c, nodes, groups = calls.columns, calls.words("node"), calls.words("group")
     pauses = {edge["to"]: metrics.series(f"{edge['to']}/weights_pause_s") for edge in edges}
@@ -73,30 +68,26 @@ def weights_page(
 
 
 def _at(step: int, series: tuple[np.ndarray, np.ndarray] | None) -> float | None:
-    """The value of a step; None: it has none."""
+    """Return the value at a step, or None."""
     steps, values = series or (np.empty(0), np.empty(0))
     at = np.searchsorted(steps, step)
     return float(values[at]) if at < len(steps) and steps[at] == step else None
 
 
 SQL_ROWS, SQL_S, SQL_BYTES = 1000, 10.0, 10**9
-"""What a query of a page may take."""
+"""Limits of a SQL query: rows, seconds, bytes of memory."""
 TOKEN_COLUMNS = re.compile(
     r"\b(prompt_ids|response_ids|response_logprobs|response_versions|advantages|\w+_ids|\w+_logprobs)\b"
 )
-"""Columns of samples that are in their files alone."""
+"""Token columns, which only the sample files have."""
 MOST_LOG = 16 << 20
-"""Bytes of a log that is read from its beginning while a page waits."""
+"""[bytes] Largest log to read in full while a page waits."""
 MOST_CELL = 20_000
-"""Characters of a value in an answer of SQL."""
+"""Most characters of a value in a SQL answer."""
 
 
 class RunPages:
-    """The pages of one run.
-
-    Args:
-        reader: of the run.
-    """
+    """The pages of one run."""
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
@@ -118,14 +109,15 @@ class RunPages:
         unfolded: Collection[str] = (),
         steps: tuple[float, float] | None = None,
     ) -> dict[str, Any]:
-        """What happened between two seconds of the run; None: its ends.
+        """Return the lanes of a time window.
 
         Args:
-            start: in seconds since the start of the run; so is the end.
-            end: of the window.
-            width: of the screen, in pixels.
-            unfolded: groups whose ranks have lanes of their own.
-            steps: the window is that of these steps, where there are any.
+            start: start of the window, in seconds since the start of the run; None for the
+                beginning.
+            end: end of the window, in the same unit; None for the end.
+            width: width of the screen in pixels.
+            unfolded: groups to show with a lane for each rank.
+            steps: use the window of these steps instead, if the run has any of them.
         """
         graphs, config = read_graphs(self._path), self._reader.facts.config
         with self._reader.parts() as (_, calls):
@@ -146,7 +138,7 @@ class RunPages:
         return workers_page(self._path, read_live(self._path), facts.config, facts.alerts, facts.life)
 
     def log(self, worker: str, after: int) -> dict[str, Any]:
-        """What stands in the log of a worker behind a byte."""
+        """Return the log of a worker after a byte offset."""
         return log_part(self._path, worker, after)
 
     def weights(self) -> dict[str, Any]:
@@ -156,7 +148,7 @@ class RunPages:
             return weights_page(calls, metrics, edges, began_at)
 
     def group(self, group: int) -> dict[str, Any]:
-        """The samples of a group; of one that was not recorded, what it waits for.
+        """Return the samples of a group. If none are recorded, return the reason why it waits.
 
         Raises:
             UserError: there is no such group.
@@ -169,10 +161,10 @@ class RunPages:
             raise
 
     def why(self, group: int) -> dict[str, Any]:
-        """What a group waits for: as the driver said last, or from the log.
+        """Return what a group waits for, from the driver's last report or from the log.
 
         Raises:
-            UserError: there is no such group, or the log has more than MOST_LOG bytes.
+            UserError: there is no such group, or the log is larger than MOST_LOG.
         """
         graphs = read_live(self._path).get("graphs", {})
         for graph in graphs.values():
@@ -182,17 +174,18 @@ class RunPages:
         log = self._path / BUFFER / LOG
         if log.is_file() and (size := log.stat().st_size) > MOST_LOG:
             raise UserError(
-                f"the log of the run's rows has {size / 1e6:.0f} MB, which takes too long here: weft buffer why {self._path} {group}"
+                f"the log of the run's rows has {size / 1e6:.0f} MB, too much for this page; run: weft buffer why {self._path} {group}"
             )
         return {"group": group, "why": why(buffer_folder(self._path), group).splitlines()}
 
     def sql(self, text: str) -> dict[str, Any]:
-        """The answer to a question in SQL, in the locked DuckDB of `weft buffer sql`.
+        """Answer a SQL query in the locked DuckDB of `weft buffer sql`.
 
         Raises:
             UserError: DuckDB is not installed, cannot answer, or takes too long.
         """
         notes: list[str] = []
+        # Queries without token columns use the index, which is much faster than the files.
         known = {} if TOKEN_COLUMNS.search(text) else {"samples": self._light_samples}
         limits = {"max_rows": SQL_ROWS, "timeout_s": SQL_S, "memory_bytes": SQL_BYTES}
         table = query(self._path, text, notes, known=known, **limits)
@@ -205,35 +198,35 @@ class RunPages:
         }
 
     def _light_samples(self) -> pa.Table | None:
-        """The samples without the columns of their tokens."""
+        """Return the samples without token columns, or None without samples."""
         table = self._reader.samples.table()
         if not len(table):
             return None
         return table.drop_columns([name for name in table.column_names if name.startswith("_")])
 
-    # Requests, which the driver looks for
+    # Requests to the driver
 
     def stop(self) -> dict[str, Any]:
-        """Ask the driver to save the run and end it.
+        """Ask the driver to save and end the run.
 
         Raises:
-            UserError: the run does not go on, or this user may not write there.
+            UserError: the run is not alive, or its directory cannot be written.
         """
         self._request(lambda epoch: request_stop(self._path, epoch), "end")
         return {"asked": True}
 
     def stacks(self, worker: str) -> dict[str, Any]:
-        """Ask the driver where the process of a worker stands; it answers in `live.json`."""
+        """Ask the driver for a worker's stack; the answer appears in `live.json`."""
         known = [one["rank"] for one in self.workers()["workers"]]
         if worker not in known:
             raise UserError(f"there is no worker {worker!r}; there are {', '.join(known)}")
-        self._request(lambda epoch: request_stacks(self._path, epoch, worker), "say where it stands")
+        self._request(lambda epoch: request_stacks(self._path, epoch, worker), "show its stack")
         return {"asked": True}
 
     def _request(self, write: Any, what: str) -> None:
         facts = self._reader.facts
         if facts.life is not Life.ALIVE or facts.holder is None:
-            raise UserError(f"run {self._reader.name!r} is not going on: it is {facts.status}")
+            raise UserError(f"run {self._reader.name!r} is not running: it is {facts.status}")
         try:
             write(facts.holder.epoch)
         except OSError as error:
@@ -241,7 +234,7 @@ class RunPages:
 
 
 def _rows(table: pa.Table) -> list[dict[str, Any]]:
-    """Rows whose columns keep their places also where two have the same name."""
+    """Return rows keyed by column number, since two columns may have the same name."""
     names = [f"{number}" for number in range(table.num_columns)]
     return table.rename_columns(names).to_pylist()
 

@@ -1,4 +1,4 @@
-"""RunReader: one run as a dashboard reads it. Each part is read once, and followed while the run goes on."""
+"""RunReader: one run, as the dashboard reads it. Each part is read once and then followed."""
 
 from __future__ import annotations
 
@@ -25,20 +25,16 @@ from .metrics import Axis, MetricLog, axis_of, cards, curve, marks, numbers
 from .sample_index import SampleIndex
 from .sample_pages import SamplePages
 
-# Live
-#
-# What `live.json` and `graph.json` say of a run: rows at each node, groups, leases, memory; nodes
-# and who follows whom.
-#
-# A damaged file counts as missing.
+# The content of `live.json` (rows at each node, groups, leases, memory) and of `graph.json` (nodes and
+# followers). A damaged file counts as missing.
 
 
 MOST_BYTES = 32 << 20
-"""Most bytes of a file that is read; of a larger one nothing is: no driver writes so much, and pages ask for it again and again."""
+"""[bytes] Largest file to read. Drivers write far less, and pages request these files again and again."""
 
 
 class _Open(BaseModel):
-    """Fields that pages rely on; others pass."""
+    """The fields that pages rely on; other fields are allowed."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -138,12 +134,12 @@ _Graphs = RootModel[dict[str, _Structure]]
 
 
 def read_live(run: Path) -> dict[str, Any]:
-    """The state of a run as its driver wrote it last; empty where there is none that can be read."""
+    """Return the run's latest state from its driver, or an empty mapping."""
     return _read(run / LIVE, _Live)
 
 
 def read_graphs(run: Path) -> dict[str, Any]:
-    """Graphs of the run by name, with source, nodes and followers; empty where they cannot be read."""
+    """Return the graphs of the run by name, or an empty mapping."""
     return _read(run / GRAPH, _Graphs)
 
 
@@ -157,7 +153,8 @@ def _read(path: Path, model: type[BaseModel]) -> dict[str, Any]:
 
 
 def nested(value: Any, *names: str) -> dict[str, Any]:
-    """An object within an object; empty where it is not there, or is something else.
+    """Return a nested mapping, or an empty one if any level is missing or not a mapping.
+
 
     >>> nested({"a": {"b": {"c": 1}}}, "a", "b"), nested({"a": 1}, "a", "b")
     ({'c': 1}, {})
@@ -172,25 +169,20 @@ SPARK = 40
 
 
 class RunReader:
-    """Reads one run. Its methods may be called by several threads.
-
-    Args:
-        name: by which pages call it.
-        path: its directory.
-    """
+    """Reads one run. Methods are thread-safe."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
         self._lock = threading.Lock()
         self._metrics, self._calls = MetricLog(path), CallLog(path)
         self._summary: tuple[dict[str, object], dict[str, Any]] | None = None
-        """What its files were like, and the line that was made of them."""
+        """State of the files, and the summary made from them."""
         self.samples = SampleIndex(path)
         self.sample_pages = SamplePages(self.samples)
 
     @contextmanager
     def parts(self) -> Iterator[tuple[MetricLog, CallLog]]:
-        """Metrics and timeline as they are now. No other thread uses them meanwhile."""
+        """Yield refreshed metrics and calls, locked against other threads."""
         with self._lock:
             self._metrics.refresh()
             self._calls.refresh()
@@ -198,7 +190,7 @@ class RunReader:
 
     @property
     def facts(self) -> RunFacts:
-        """Status, last metrics, alerts, configuration."""
+        """Status, last metrics, alerts and configuration."""
         with self._lock:
             self._metrics.refresh()
             last = self._metrics.last
@@ -206,11 +198,12 @@ class RunReader:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Its line in the list of runs. That of a run which is over is made anew only when its files have changed."""
+        """The run's line in the list, cached for finished runs until their files change."""
         state = state_of(self.path)
         if self._summary is not None and self._summary[0] == state:
             return self._summary[1]
         made = self._new_summary()
+        # A running run changes all the time, so do not cache it.
         self._summary = None if made["status"] == "running" else (state, made)
         return made
 
@@ -252,11 +245,7 @@ class RunReader:
         }
 
     def damaged(self, why: str) -> dict[str, Any]:
-        """The line of a run whose files make no sense.
-
-        Args:
-            why: in words.
-        """
+        """Return the line of a run whose files are damaged."""
         nothing = (
             "started_at",
             "duration_s",
@@ -284,7 +273,7 @@ class RunReader:
 
     @property
     def _updated_at(self) -> float | None:
-        """Seconds since 1970 at which something of it was written last."""
+        """Time of the last write, in seconds since 1970."""
         times: list[float] = []
         for name in (name for names in PARTS.values() for name in names):
             with suppress(OSError):
@@ -298,7 +287,6 @@ class RunReader:
         return {"text": facts.trouble, "name": last.name, "step": last.step, "at": last.time}
 
     def _few_settings(self, facts: RunFacts) -> dict[str, Any]:
-        """What tells runs apart at a glance."""
         flat = flattened(
             {"schedule": facts.config.get("schedule") or {}, "groups": facts.config.get("groups") or {}}
         )
@@ -315,7 +303,7 @@ class RunReader:
         }
 
     def _left_s(self, facts: RunFacts) -> float | None:
-        """Seconds to the last step at the pace of the last twenty."""
+        """Return the estimated seconds to the last step, from the median of the last twenty steps."""
         with self._lock:
             _, took = self._metrics.series("step_s")
         if facts.steps is None or not len(took):
@@ -324,7 +312,7 @@ class RunReader:
 
     @property
     def described(self) -> dict[str, Any]:
-        """Everything but its data: facts, the present values of the header, settings, versions, and which pages have data."""
+        """The run without its data: facts, latest values, settings, versions, and pages with data."""
         facts = self.facts
         last = facts.last
         schedule = facts.config.get("schedule")
@@ -350,7 +338,6 @@ class RunReader:
         }
 
     def _pages(self, facts: RunFacts) -> list[str]:
-        """The pages that have something to show."""
         has = {
             "curves": bool(facts.last),
             "graph": self._has((GRAPH, f"{BUFFER}/{LOG}")),
@@ -368,7 +355,7 @@ class RunReader:
 
     @property
     def alerts(self) -> list[dict[str, Any]]:
-        """All of its alerts, the latest first."""
+        """All alerts, latest first."""
         return [
             {
                 "step": alert.step,
@@ -384,7 +371,7 @@ class RunReader:
 
     @property
     def evaluations(self) -> list[str]:
-        """Names of its evaluations."""
+        """Names of the evaluations."""
         return self._evaluations_of(self.facts)
 
     def _evaluations_of(self, facts: RunFacts) -> list[str]:
@@ -400,7 +387,7 @@ class RunReader:
     def curves(
         self, names: list[str], axis: Axis, points: int, window: tuple[float, float] | None = None
     ) -> list[dict[str, Any]]:
-        """Each metric with x, y and its last value; metrics that were never measured are left out."""
+        """Return each metric with x, y and its last value. Unknown metrics are left out."""
         found: list[dict[str, Any]] = []
         with self._lock:
             self._metrics.refresh()
@@ -417,7 +404,7 @@ class RunReader:
         return found
 
     def marks(self, axis: Axis) -> list[dict[str, Any]]:
-        """What happened, with its place on an axis."""
+        """Return events with their positions on an axis."""
         facts = self.facts
         kept = [
             int(path.name.rpartition("_")[2]) for path in complete_checkpoints(self.path / CHECKPOINTS)
@@ -431,14 +418,13 @@ class RunReader:
 
     @property
     def damage(self) -> list[str]:
-        """What cannot be read."""
+        """Files that cannot be read."""
         with self._lock:
             found = [self._metrics.damage, self._calls.damage]
         return [*(text for text in found if text), *self.samples.damage[:5]]
 
 
 def _workers(live: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """Ranks of all groups of a run."""
     if live:
         return sum(one["ranks"] for one in live["groups"].values())
     places = nested(config, "placement")
@@ -448,6 +434,6 @@ def _workers(live: Mapping[str, Any], config: Mapping[str, Any]) -> int:
 
 
 def _of_group(row: Mapping[str, float], metric: str) -> float | None:
-    """A metric of training, of whichever group measured it."""
+    """Return a training metric from any group that measured it, or None."""
     name = metric_of(row, metric)
     return None if name is None else row[name]

@@ -1,8 +1,9 @@
-"""SampleIndex: what can be filtered, sorted and searched of all samples of a run. Each file is read once; tokens stay in the files.
+"""SampleIndex: the columns for filtering, sorting and searching samples.
 
-A row of the index has the sample's scalars, the length of its response, means of its token columns, its oldest and newest version, and its
-texts (their beginnings, where all of them together take too much memory). A file that was written twice, because a recorder died
-between the two, counts once.
+A row of the index has the sample's scalars, the length of its response, means of its token columns,
+its oldest and newest version, and its texts. Texts are cut if all of them take too much memory.
+Tokens stay in the files, and each file is read once. If a recorder died and wrote a file twice, its
+rows count once.
 """
 
 from __future__ import annotations
@@ -23,24 +24,21 @@ from ...dataflow.runs.files import SAMPLES, SAMPLES_ARCHIVE
 from ...dataflow.runs.samples import NAME
 from ...dataflow.runs.tables import read_parquet
 
-compute: Any = pyarrow.compute  # its functions are made when it is imported
+compute: Any = pyarrow.compute  # its functions are created on import
 TEXT_BYTES = 256 << 20
-"""Of texts that are kept completely, each twice: as it is, and for the search. Beyond it, the first SHORT characters of each are kept."""
+"""Limit for complete texts, stored twice (original and lower case). Beyond it, keep the first SHORT
+characters of each text."""
 SHORT = 500
 READ_S = 0.1
-"""Seconds for which a request reads new files; a thread reads the rest."""
+"""[s] Time that a request spends on new files. A thread reads the rest."""
 FEW_PARTS = 64
-"""Tables that are joined at a query; more are joined for good."""
+"""Most tables to concatenate for each query. Beyond that, they are combined permanently."""
 TEXTS = ("prompt", "response", "answer")
 LISTS_OF_TOKENS = ("response_ids", "chosen_ids", "rejected_ids")
 
 
 class SampleIndex:
-    """The samples of one run.
-
-    Args:
-        run: its directory.
-    """
+    """The samples of one run."""
 
     def __init__(self, run: Path) -> None:
         self._folder, self._archive = run / SAMPLES, run / SAMPLES_ARCHIVE
@@ -48,25 +46,25 @@ class SampleIndex:
         self._known: set[str] = set()
         self._files: list[Path] = []
         self._pending: list[str] = []
-        """Names of files that are not read yet, the latest step last."""
+        """Names of unread files, sorted by step; read from the end."""
         self._parts: list[pa.Table] = []
         self._ids: dict[tuple[str, int], list[np.ndarray]] = {}
-        """Graph and step -> the sample ids of each of its files."""
+        """(graph, step) -> the sample ids of each of its files."""
         self._seen: object = None
         self._text_bytes = 0
         self._reader: threading.Thread | None = None
         self.version = 0
-        """Grows when samples have come."""
+        """Increases whenever samples are added."""
         self.damage: list[str] = []
         """Files that cannot be read."""
 
     @property
     def progress(self) -> dict[str, int]:
-        """Files that are read, and all."""
+        """Number of files read, and of all files."""
         return {"read": len(self._known) - len(self._pending), "files": len(self._known)}
 
     def table(self) -> pa.Table:
-        """All rows that are known so far; new files are read, for READ_S at most."""
+        """Return all known rows. Reads new files for at most READ_S."""
         with self._lock:
             self._look()
             self._read_until(time.monotonic() + READ_S)
@@ -80,10 +78,10 @@ class SampleIndex:
             return pa.concat_tables(self._parts, promote_options="permissive") if self._parts else _EMPTY
 
     def wait(self, limit_s: float) -> bool:
-        """Read what is there, all of it if time allows.
+        """Read all files, within a time limit.
 
         Args:
-            limit_s: longest time that it may take.
+            limit_s: longest time to take.
 
         Returns:
             Whether all files are read.
@@ -98,10 +96,10 @@ class SampleIndex:
         while self._pending:
             with self._lock:
                 self._read_until(time.monotonic() + READ_S)
-            time.sleep(0.01)  # so that requests have their turn
+            time.sleep(0.01)  # let requests take the lock
 
     def _look(self) -> None:
-        """Note files that are new, the latest steps to be read first."""
+        """Look for new files. The latest steps are read first."""
         try:
             now = os.stat(self._folder).st_mtime_ns
         except OSError:
@@ -115,7 +113,8 @@ class SampleIndex:
         except OSError as error:
             self.damage = [f"{self._folder}: {error}"]
             return
-        if time.time_ns() - now > 10**9:  # else another file may come within the same tick of its clock
+        # Folder times have a coarse resolution: another file may still come at the same time.
+        if time.time_ns() - now > 10**9:
             self._seen = now
         if gone := self._known - found:
             self._forget(gone)
@@ -124,12 +123,12 @@ class SampleIndex:
         self._pending = sorted([*self._pending, *new], key=_step)
 
     def _forget(self, gone: set[str]) -> None:
-        """Files were removed: the run went back to an earlier step. Begin anew."""
+        """Start over after files were removed, because the run went back to an earlier step."""
         self._known, self._pending, self._files, self._parts, self._ids = set(), [], [], [], {}
         self._text_bytes, self.version, self.damage = 0, self.version + 1, []
 
     def _take_archive(self) -> None:
-        """Where there is no folder of samples there may be their archive."""
+        """Read the archive of samples instead of their folder."""
         if self._parts or not self._archive.is_file():
             return
         try:
@@ -151,6 +150,7 @@ class SampleIndex:
                 self.damage.append(f"{path}: {error}")
                 continue
             graph, step = found["graph"], int(found["step"])
+            # A recorder that died may have written a file twice.
             table = self._without_known(table, graph, step)
             if len(table):
                 named = table.append_column("graph", pa.array([graph] * len(table), pa.string()))
@@ -175,13 +175,13 @@ class SampleIndex:
         self.version += 1
 
     def row(self, sample: int) -> dict[str, Any] | None:
-        """All columns of a sample, tokens too; None: there is none of this id."""
+        """Return all columns of a sample, including tokens, or None for an unknown id."""
         table = self.table()
         found = np.flatnonzero(table["sample_id"].to_numpy() == sample)
         return None if not len(found) else self._whole(table, int(found[0]))
 
     def rows_of_group(self, group: int, most: int) -> list[dict[str, Any]]:
-        """All columns of the samples of a group, by their ids."""
+        """Return all columns of a group's samples, sorted by id."""
         table = self.table()
         found = np.flatnonzero(table["group_id"].to_numpy() == group)[:most]
         return sorted(
@@ -219,8 +219,8 @@ def _step(name: str) -> tuple[int, str]:
 
 
 def _read(path: Path) -> pa.Table:
-    """The rows of a file. What is damaged is found here, not where values are read."""
-    # A mapped file that somebody cuts would end this process when a value is read, so all of it is read now.
+    """Read and validate the rows of a file, so that damage is found here and not on access."""
+    # Read everything now: if a mapped file were truncated later, accessing it would kill this process.
     table = pa.ipc.open_file(pa.BufferReader(path.read_bytes())).read_all()
     table.validate(full=True)
     if "sample_id" not in table.column_names or "group_id" not in table.column_names:
@@ -229,11 +229,11 @@ def _read(path: Path) -> pa.Table:
 
 
 def _indexed(table: pa.Table, file: int, *, short: bool) -> pa.Table:
-    """What is kept of a file's rows."""
+    """Return the index rows of a file."""
     kept: dict[str, Any] = {}
-    all_rows = pa.array(np.arange(len(table)))  # taking them copies: what is kept holds no file in memory
+    all_rows = pa.array(np.arange(len(table)))  # take() copies, so the index keeps no file in memory
     for name, column in zip(table.column_names, table.columns, strict=True):
-        if is_json(column.type):  # the dashboard shows answers of other types as JSON
+        if is_json(column.type):  # answers of other types are shown as JSON
             column = column.cast(pa.string())
         kind = column.type
         if pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -255,7 +255,7 @@ def _indexed(table: pa.Table, file: int, *, short: bool) -> pa.Table:
 
 
 def _of_tokens(name: str, column: Any) -> dict[str, Any]:
-    """Length, mean, or ends of a column of tokens."""
+    """Return length, mean, or minimum and maximum of a token column."""
     lengths = compute.fill_null(compute.list_value_length(column), 0).to_numpy(zero_copy_only=False)
     if name in LISTS_OF_TOKENS:
         return {
@@ -289,7 +289,7 @@ def _ends(numbers: np.ndarray, lengths: np.ndarray, of: Any) -> pa.Array:
 
 
 def _prompt_keys(table: pa.Table) -> list[str]:
-    """A name for each row's prompt, the same wherever the prompt is the same."""
+    """Return a key for each row's prompt. Equal prompts have equal keys."""
     name = next((name for name in ("prompt_ids", "prompt") if name in table.column_names), None)
     if name is None:
         return [""] * len(table)

@@ -1,4 +1,4 @@
-"""Samples as pages show them: lists of samples and of groups, one sample with its tokens, one group, one prompt over training."""
+"""The sample pages: lists of samples and groups, one sample or group, and one prompt over training."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from .metrics import numbers
 from .sample_index import SampleIndex
 from .turns import gist, token_texts, tokenizer_of, turns_of_prompt, turns_of_text, turns_of_tokens
 
-# Sample query
-#
-# Filters, searches and orders over the samples of a run.
+# Filtering, searching and sorting the samples of a run.
 
 
 PIECE = 8192
-"""Rows that one thread searches at once."""
-compute: Any = pyarrow.compute  # its functions are made when it is imported
+"""Rows that a thread searches at once."""
+compute: Any = pyarrow.compute  # its functions are created on import
 OPERATORS = {
     "<=": compute.less_equal,
     ">=": compute.greater_equal,
@@ -37,16 +35,15 @@ OPERATORS = {
 
 
 def chosen(table: pa.Table, filters: str, search: str) -> np.ndarray:
-    """Places of the rows that pass. No text is copied.
+    """Return the indexes of the matching rows, without copying texts.
 
     Args:
-        table: of the index.
-        filters: conditions with `and` between them, each `COLUMN OPERATOR VALUE` with one of <=, >=, !=, =, <, >, or ~ for text that
-            contains another.
-        search: text that the prompt or the response contains, whatever its case.
+        filters: conditions joined by `and`. Each is `COLUMN OPERATOR VALUE` with an operator of <=,
+            >=, !=, =, <, >, or ~ for text that contains the value.
+        search: text to find in the prompt or response, ignoring case.
 
     Raises:
-        UserError: a filter is none, or names no column.
+        UserError: a filter has no operator, an unknown column, or a value of the wrong type.
     """
     passes = np.ones(len(table), bool)
     for one in re.split(r"\s+and\s+", filters.strip(), flags=re.IGNORECASE) if filters.strip() else ():
@@ -60,7 +57,7 @@ _POOL = ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="searc
 
 
 def _contains(column: pa.ChunkedArray, text: str) -> np.ndarray:
-    """[rows] bool, whether a text is in each, on all cores."""
+    """Return whether each row contains a text, using all cores: [rows] bool."""
     pieces = [chunk.slice(at, PIECE) for chunk in column.chunks for at in range(0, len(chunk), PIECE)]
     found = _POOL.map(
         lambda piece: compute.fill_null(compute.match_substring(piece, text), False), pieces
@@ -76,7 +73,7 @@ def _condition(table: pa.Table, text: str) -> Any:
     )
     if operator is None:
         raise UserError(
-            f"filter {text!r} is none: write COLUMN OPERATOR VALUE, such as reward>=0.5, step=12 or response~sorry"
+            f"filter {text!r} has no operator: write COLUMN OPERATOR VALUE, such as reward>=0.5, step=12 or response~sorry"
         )
     name, _, value = (part.strip() for part in text.partition(operator))
     column = table[require_column(table, name)]
@@ -88,20 +85,20 @@ def _condition(table: pa.Table, text: str) -> Any:
         wanted = pa.scalar(value, pa.string()).cast(column.type)
     except pa.ArrowException:
         raise UserError(
-            f"filter {text!r}: {value!r} is no {column.type}, as column {name!r} has"
+            f"filter {text!r}: {value!r} cannot be read as {column.type}, the type of column {name!r}"
         ) from None
     return compute.fill_null(OPERATORS[operator](column, wanted), False)
 
 
 QUERY_NAMES = {"id": "sample_id", "group": "group_id", "kind": "graph"}
-"""Names that pages have for columns."""
+"""Names of columns on the pages -> names in the index."""
 
 
 def require_column(table: pa.Table, name: str) -> str:
-    """The name of a column in the index.
+    """Return the name of a column in the index.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: there is no such column.
     """
     name = QUERY_NAMES.get(name, name)
     if name.startswith("_") or name not in table.column_names:
@@ -112,12 +109,10 @@ def require_column(table: pa.Table, name: str) -> str:
 
 
 def ordered(table: pa.Table, places: np.ndarray, sort: str) -> np.ndarray:
-    """These places in the order of a column.
+    """Sort row indexes by a column.
 
     Args:
-        table: of the index.
-        places: of rows.
-        sort: name of a column, with a minus before it for the largest first.
+        sort: the name of a column; a leading minus sorts descending.
     """
     name = require_column(table, sort.removeprefix("-"))
     order = "descending" if sort.startswith("-") else "ascending"
@@ -128,16 +123,16 @@ def ordered(table: pa.Table, places: np.ndarray, sort: str) -> np.ndarray:
 
 
 def rows_at(table: pa.Table, places: np.ndarray) -> list[dict[str, Any]]:
-    """A few rows; `take` would go through all of the table."""
+    """Return a few rows. Slicing is faster here than `take`, which scans the whole table."""
     return [table.slice(place, 1).to_pylist()[0] for place in places.tolist()]
 
 
 PREVIEW = 200
 """Characters of a text in a list."""
 MOST_TOKENS = 20_000
-"""Tokens of a response that are sent."""
+"""Most tokens of a response to send."""
 MOST_TEXT = 400_000
-"""Characters of a text that are sent."""
+"""Most characters of a text to send."""
 MOST_OF_GROUP, MOST_VISITS = 64, 500
 NAMES = {
     "response_logprobs": "logprob",
@@ -150,25 +145,21 @@ NAMES = {
     "advantages": "advantage",
     "token_rewards": "reward",
 }
-"""Column of tokens -> its name in a page; others keep their own."""
+"""Token column -> its name on a page; other columns keep their names."""
 _PAGES = {column: name for name, column in QUERY_NAMES.items()}
 NOT_COLUMNS = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
 
 
 class SamplePages:
-    """What pages ask of the samples of a run.
-
-    Args:
-        index: of its samples.
-    """
+    """The content of the sample pages."""
 
     def __init__(self, index: SampleIndex) -> None:
         self._index = index
         self._grouped: tuple[object, pa.Table, _Groups] | None = None
-        """The last question about groups, and its answer: a page asks it again for each part of a list."""
+        """The last group query and its result, since a page requests a list in parts."""
 
     def samples(self, filters: str, search: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
-        """A part of a list of samples."""
+        """Return a part of the list of samples."""
         table = self._index.table()
         if not len(table):
             return {"total": 0, "columns": [], "rows": [], **self._state}
@@ -178,10 +169,10 @@ class SamplePages:
         return {"total": len(places), "columns": columns, "rows": rows, **self._state}
 
     def groups(self, filters: str, search: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
-        """A part of a list of groups, each with the rewards of its responses.
+        """Return a part of the list of groups, each with the rewards of its responses.
 
         Args:
-            sort: step, mean, spread or length; with a minus before it, the largest first.
+            sort: step, mean, spread, length or group; a leading minus sorts descending.
         """
         table = self._index.table()
         key = self._index.version, filters, search
@@ -200,10 +191,10 @@ class SamplePages:
         return {"indexed": self._index.progress, "damage": self._index.damage[:5]}
 
     def sample(self, id: int, config: Mapping[str, Any]) -> dict[str, Any]:
-        """One sample, with the text and all columns of its tokens.
+        """Return one sample, with the text and all columns of its tokens.
 
         Raises:
-            UserError: there is none of this id.
+            UserError: there is no such sample.
         """
         row = self._index.row(id)
         if row is None:
@@ -211,7 +202,7 @@ class SamplePages:
         return _whole(row, config)
 
     def group(self, id: int, config: Mapping[str, Any]) -> dict[str, Any]:
-        """All samples of a group."""
+        """Return all samples of a group."""
         rows = self._index.rows_of_group(id, MOST_OF_GROUP)
         if not rows:
             raise UserError(f"the run has recorded no group {id}{self._hint}")
@@ -228,7 +219,7 @@ class SamplePages:
         }
 
     def prompt(self, key: str) -> dict[str, Any]:
-        """The groups of one prompt over training, in the order of their steps."""
+        """Return the groups of one prompt over training, in the order of steps."""
         table = self._index.table()
         places = np.flatnonzero(np.asarray(table["prompt_key"].to_numpy(zero_copy_only=False)) == key)
         if not len(places):
@@ -250,15 +241,14 @@ class SamplePages:
     def _hint(self) -> str:
         read = self._index.progress
         left = read["files"] - read["read"]
-        return f"; {left} files of samples are still to be read" if left else ""
+        return f"; {left} sample files have not been read yet" if left else ""
 
 
 class _Groups:
-    """Groups of samples, with what they are sorted by.
+    """Groups of samples, with their sort keys.
 
     Args:
-        table: of the index.
-        places: of the rows that count.
+        places: indexes of the rows to include.
     """
 
     def __init__(self, table: pa.Table, places: np.ndarray) -> None:
@@ -316,14 +306,14 @@ class _Groups:
 
 
 def _floats(table: pa.Table, name: str) -> np.ndarray:
-    """A column as float64, nan where it is null or not there."""
+    """Return a column as float64, with nan for null or a missing column."""
     if name not in table.column_names:
         return np.full(len(table), np.nan)
     return np.asarray(table[name].cast(pa.float64()).to_numpy(zero_copy_only=False), np.float64)
 
 
 def _line(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A sample in a list: `id`, `group`, `kind`, its scalars, and the beginnings of its texts."""
+    """Return a line of the list: `id`, `group`, `kind`, the scalars and the beginnings of texts."""
     cut = {name: _preview(value) if isinstance(value, str) else value for name, value in row.items()}
     found = {_PAGES.get(name, name): value for name, value in cut.items() if not name.startswith("_")}
     found["truncated"] = row.get("finish_reason") == "length"
@@ -390,7 +380,8 @@ def _whole(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reward_parts(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers that make up a reward, by name: the columns `reward/NAME` and the JSON of `reward_parts`.
+    """Return the parts of a reward by name: columns `reward/NAME` and the JSON of `reward_parts`.
+
 
     >>> _reward_parts({"reward": 1.1, "reward/style": 0.1, "reward_parts": '{"right": 1.0, "style": 0.1}'})
     {'style': 0.1, 'right': 1.0}
@@ -400,7 +391,7 @@ def _reward_parts(row: Mapping[str, Any]) -> dict[str, float]:
     }
     try:
         recorded = json.loads(row.get("reward_parts") or "{}")
-    except (TypeError, ValueError):  # a column of the user's own that has this name
+    except (TypeError, ValueError):  # the user's own column of this name
         recorded = {}
     return {
         str(name): value
@@ -410,14 +401,14 @@ def _reward_parts(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _own_prompt(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    """The prompt of a row whose group has others: turns of a dialogue that are rows of their own."""
+    """Return a row's own prompt if it differs from the group's, as for turns of a dialogue."""
     if row.get("prompt") == first.get("prompt") and row.get("prompt_ids") == first.get("prompt_ids"):
         return {}
     return {"prompt_turns": turns_of_prompt(row), "own_prompt": True}
 
 
 def _derived(row: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
-    """Gap and ratio between trainer and generator, where the trainer's log-probabilities were recorded."""
+    """Return gap and ratio between trainer and generator, if trainer log-probabilities were recorded."""
     own, generated = row.get("old_logprobs"), row.get("response_logprobs")
     if not own or not generated or not len(own) == len(generated) == len(ids):
         return {}

@@ -1,8 +1,8 @@
-"""Turns of a conversation: who said what, which tools were called, and what they answered, in a text that chat templates have written.
+"""Turns of a conversation: speakers, tool calls and tool results, in text from chat templates.
 
-A prompt has its turns from its messages, where a column has them, otherwise from the marks that its chat template wrote. A response
-is one turn of the assistant, or several with what tools answered between them; its turns are stretches of its tokens, so that each keeps
-its figures.
+The turns of a prompt come from its messages, if a column has them, or from the markers of its chat
+template. A response is one assistant turn, or several with tool results in between. Its turns are
+ranges of its tokens, so that each token keeps its values.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ ROLES = {
     "developer": "system",
 }
 MESSAGES = ("prompt_messages", "messages", "context_messages", "turns", "conversation")
-"""Columns that have the messages of a prompt, as lists or as JSON."""
+"""Columns with the messages of a prompt, as lists or JSON."""
 MOST_TURNS = 500
 MOST_TEXT = 100_000
-"""Characters of a turn of a prompt that are sent."""
+"""Most characters of a prompt's turn to send."""
 
 
 def turns_of_text(text: str, role: str = "") -> list[dict[str, Any]] | None:
-    """The turns of a text by the marks of its chat template; None: it has none.
+    """Split a text into turns by the markers of its chat template, or return None without markers.
+
 
     >>> turns = turns_of_text("<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n<think>easy</think>4<|im_end|>")
     >>> [(turn["role"], [(part["kind"], part["text"]) for part in turn["parts"]]) for turn in turns]
     [('user', [('text', '2+2?')]), ('assistant', [('thinking', 'easy'), ('text', '4')])]
 
     Args:
-        text: of a prompt, or of a response.
-        role: whose turn it begins in; empty: what stands before the first mark is no turn.
+        role: the speaker at the beginning. If empty, text before the first marker is not a turn.
     """
     found: list[dict[str, Any]] = []
     for speaker, start, end, kind in _stretches(text, role):
         parts = list(_parts(text, start, end, kind))
         if speaker != "assistant" and parts and all(part["kind"] == "result" for part in parts):
-            speaker = "tool"  # some templates let the user say what a tool answered
+            speaker = "tool"  # some templates put tool results into user turns
         if speaker == "tool":
             parts = [part | {"kind": "result"} for part in parts]
         if parts or (found and start < len(text)):
@@ -76,7 +76,7 @@ def turns_of_text(text: str, role: str = "") -> list[dict[str, Any]] | None:
 
 
 def _stretches(text: str, role: str) -> Iterator[tuple[str, int, int, str]]:
-    """Who speaks, from where to where, and whether it is text or thinking."""
+    """Yield (speaker, start, end, kind), with kind "text" or "thinking"."""
     speaker, start, said_as = role, 0, "text"
     for header in HEADER.finditer(text):
         if speaker or text[start : header.start()].strip():
@@ -93,16 +93,15 @@ def _stretches(text: str, role: str) -> Iterator[tuple[str, int, int, str]]:
 
 
 def _without_end(text: str, start: int, end: int) -> int:
-    """Where a turn ends, its closing mark left out."""
     mark = END.search(text, start, end)
     return mark.start() if mark else end
 
 
 def _parts(text: str, start: int, end: int, otherwise: str) -> Iterator[dict[str, Any]]:
-    """Text, thinking, calls of tools and their results, within a turn; what has no marks is `otherwise`."""
+    """Yield text, thinking, tool calls and tool results of a turn. Unmarked text is `otherwise`."""
     at = start
     closed = text.find("</think>", start, end)
-    if closed >= 0 and text.find("<think>", start, closed) < 0:  # the prompt had begun to think already
+    if closed >= 0 and text.find("<think>", start, closed) < 0:  # the prompt ends with <think>
         yield _part("thinking", text, start, closed)
         at = closed + len("</think>")
     for found in PART.finditer(text, at, end):
@@ -124,7 +123,8 @@ def _part(kind: str, text: str, start: int, end: int) -> dict[str, Any]:
 
 
 def _called(text: str) -> str:
-    """The name of the tool that a call names.
+    """Return the tool name in a call.
+
 
     >>> _called('{"name": "search", "arguments": {}}'), _called("<function=run><parameter=x>1"), _called("?")
     ('search', 'run', 'a tool')
@@ -134,10 +134,10 @@ def _called(text: str) -> str:
 
 
 def turns_of_tokens(tokens: Sequence[str]) -> list[dict[str, Any]] | None:
-    """The turns of a response, whose parts are stretches of its tokens; None: it is one turn and no more.
+    """Split a response into turns with token ranges, or return None for a single plain turn.
 
     Args:
-        tokens: the text of each, special tokens too.
+        tokens: the text of each token, including special ones.
     """
     turns = turns_of_text("".join(tokens), "assistant")
     if turns is None:
@@ -154,10 +154,10 @@ def turns_of_tokens(tokens: Sequence[str]) -> list[dict[str, Any]] | None:
 
 
 def turns_of_prompt(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The turns of the prompt of a row; None: it is plain text.
+    """Return the turns of a row's prompt, or None for plain text.
 
     Args:
-        row: of samples, with all of its columns.
+        row: a row of samples with all columns.
     """
     for name in MESSAGES:
         value = row.get(name)
@@ -176,7 +176,7 @@ def turns_of_prompt(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
             return [_of_message(turn) for turn in (found[:-1] if answered else found)[:MOST_TURNS]]
     turns = turns_of_text(str(row.get("prompt") or ""))
     if turns and turns[-1]["role"] == "assistant" and not turns[-1]["parts"]:
-        turns.pop()  # the header that the response follows
+        turns.pop()  # the header before the response
     for part in (part for turn in turns or () for part in turn["parts"]):
         part |= {"text": _cut(part["text"])}
         del part["start"], part["end"]
@@ -184,7 +184,6 @@ def turns_of_prompt(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _of_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as a turn."""
     role = ROLES.get(str(message["role"]), str(message["role"]))
     content = message.get("content")
     if isinstance(content, list):
@@ -208,7 +207,8 @@ def _cut(text: str) -> str:
 
 
 def gist(prompt: str) -> str:
-    """What was said last in a prompt, which tells it from others: they begin with the same word of the system.
+    """Return the last user or assistant text of a prompt, for a list: prompts often begin alike.
+
 
     >>> gist("<|im_start|>system\\nBe brief.<|im_end|>\\n<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n"), gist("2+2=")
     ('2+2?', '2+2=')
@@ -220,26 +220,19 @@ def gist(prompt: str) -> str:
     return said[-1] if said else prompt
 
 
-# Token texts
-#
-# The text of each token of a response, as far as the run's tokenizer is on this machine. Nothing
-# is downloaded.
+# The text of each response token, if the run's tokenizer is on this machine. Nothing is downloaded.
 
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What a token decodes to that has only some bytes of a character."""
+"""Decoded text of a token with only a part of a character's bytes."""
 LONGEST_CHARACTER = 6
-"""Tokens that one character may lie in."""
+"""Most tokens for one character."""
 WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
-"""A space before a word, in tokens of SentencePiece."""
+"""SentencePiece marker for a space before a word."""
 
 
 def tokenizer_of(config: Mapping[str, Any]) -> Tokenizer | None:
-    """The tokenizer of a run; None where it is not on this machine.
-
-    Args:
-        config: of the run.
-    """
+    """Return the tokenizer of a run, or None if it is not on this machine."""
     groups = config.get("groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         for name in ("tokenizer", "model"):
@@ -263,22 +256,23 @@ def _load(where: str) -> Tokenizer | None:
 
 
 def _cached(name: str) -> Path | None:
-    """The folder of a Hugging Face id in the cache of this machine."""
+    """Return the cached folder of a Hugging Face id, or None."""
     try:
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(name, "tokenizer.json")
-    except (ImportError, ValueError):  # not an id, but a path that is gone
+    except (ImportError, ValueError):  # ValueError: the name is a path, not an id
         return None
     return Path(found).parent if isinstance(found, str) else None
 
 
 def token_texts(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
-    """The text of each token, special ones too. Of a character in several tokens the first has all of it, the others nothing.
+    """Return the text of each token, including special ones.
+
+    If several tokens form a character, the first one gets all of it.
 
     Args:
-        tokenizer: None: tokens are shown by their numbers.
-        ids: of the tokens.
+        tokenizer: the tokenizer, or None to show token ids.
     """
     if tokenizer is None:
         return [f"⟨{id}⟩" for id in ids]

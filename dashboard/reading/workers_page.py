@@ -1,4 +1,4 @@
-"""The workers of a run: where each rank is, what it does, its memory over time, restarts, its last error, and its log."""
+"""The workers page: where each rank is, its call, its memory over time, restarts, last error and log."""
 
 from __future__ import annotations
 
@@ -21,24 +21,20 @@ from .metrics import numbers, thinned
 from .run_reader import nested
 
 MOST_POINTS = 300
-"""Readings of memory of one worker."""
+"""Most memory readings of one worker."""
 MOST_LOG = 256 << 10
-"""Bytes of a log that are sent at once."""
+"""[bytes] Most of a log to send at once."""
 TAIL = 64 << 10
-"""Bytes of the end of a log that are sent first."""
+"""[bytes] End of a log to send first."""
 
 
 def workers_page(
     run: Path, live: Mapping[str, Any], config: Mapping[str, Any], alerts: Sequence[Alert], life: Life
 ) -> dict[str, Any]:
-    """All ranks of all groups, and the driver.
+    """Return all ranks of all groups, and the driver.
 
     Args:
-        run: its directory.
-        live: as `live.json` has it.
-        config: of the run.
-        alerts: of the run.
-        life: of its driver.
+        live: the content of `live.json`.
     """
     memory, logs = _memory(run), _logs(run)
     where = {
@@ -102,6 +98,7 @@ def _state(group: Mapping[str, Any], rank: int, life: Life, live: Mapping[str, A
     for state, key in (("absent", "absent"), ("starting", "starting"), ("starting", "lacking")):
         if rank in group.get(key, ()):
             return {"state": state, "call": None, "since_s": None}
+    # live.json may be some seconds old.
     late_s = max(0.0, time.time() - live.get("at", time.time()))
     for call in group.get("calls", ()):
         if rank in call.get("waits_for", ()):
@@ -115,7 +112,7 @@ def _state(group: Mapping[str, Any], rank: int, life: Life, live: Mapping[str, A
 
 
 def _of_life(life: Life) -> str | None:
-    """The state of every worker of a run that is over."""
+    """Return the state of all workers if the run is over, or None."""
     return {Life.DEAD: "dead", Life.ENDED: "ended", Life.UNKNOWN: "unknown"}.get(life)
 
 
@@ -163,7 +160,7 @@ def _hosts(live: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _memory(run: Path) -> dict[str, list[list[float]]]:
-    """Worker -> seconds and resident bytes, thinned."""
+    """Return worker -> [seconds, resident bytes], thinned."""
     times: dict[str, list[np.ndarray]] = {}
     sizes: dict[str, list[np.ndarray]] = {}
     for batch in batches(run / f"{PROCESSES}{STREAM}"):
@@ -185,7 +182,7 @@ def _memory(run: Path) -> dict[str, list[list[float]]]:
 
 
 def _logs(run: Path) -> dict[str, int]:
-    """Name of each log -> its bytes."""
+    """Return log name -> bytes."""
     try:
         with os.scandir(run / LOGS) as entries:
             return {
@@ -198,12 +195,11 @@ def _logs(run: Path) -> dict[str, int]:
 
 
 def log_part(run: Path, name: str, after: int) -> dict[str, Any]:
-    """What stands in a log behind a byte.
+    """Return the log after a byte offset.
 
     Args:
-        run: its directory.
-        name: of the log, or of the worker; it is looked up among the logs that there are, never made into a path.
-        after: 0: the end of it.
+        name: the name of the log or worker. It is looked up among the logs, never used as a path.
+        after: the byte offset; 0 returns the end of the log.
 
     Raises:
         UserError: there is no such log.

@@ -1,10 +1,8 @@
-"""server: the address of the dashboard. It reads run directories and never asks a driver.
+"""server: the web server of the dashboard. It reads run directories and never calls a driver.
 
-serving.py        the process of a dashboard, from its socket to its end
+serving.py        the process of a dashboard
 beside_run.py     the same, started by a run
-app.py            addresses and what each answers
-safety.py         token, Host, Origin, content-security policy
-event_stream.py   tells pages which parts of which run have changed
-vendored.py       script files that wheels of others carry
-export.py         one run as one HTML file
+app.py            routes, the event stream, and libraries from installed wheels
+safety.py         token, Host, Origin, content security policy
+export.py         one run as a single HTML file
 """

@@ -1,5 +1,4 @@
-"""The addresses of the dashboard, and what each answers. All of them read files of runs; `stop` and `stacks` write a request that the
-driver looks for."""
+"""The routes of the dashboard. They read files of runs; `stop` and `stacks` also write requests."""
 
 from __future__ import annotations
 
@@ -30,29 +29,26 @@ from ..reading.run_pages import RunPages
 from ..reading.run_reader import RunReader
 from .safety import Access, Guard
 
-# Event stream
-#
-# EventStream: tells pages which parts of which run have changed, as server-sent events. One
-# watcher looks for all pages.
+# Event stream: server-sent events that tell pages which parts of which run have changed. One watcher
+# serves all pages.
 #
 #     event: hello      data: {"runs": ["a", "b"]}
 #     event: changed    data: {"run": "a", "parts": ["metrics", "live"]}
-#     event: runs       data: {"runs": ["a", "b", "c"]}        a run has come, or is gone
-#     : beat                                                   every BEAT_S, so that a proxy keeps the connection
+#     event: runs       data: {"runs": ["a", "b", "c"]}        a run was added or removed
+#     : beat                                                   every BEAT_S, to keep proxies connected
 #
-# The wire format is three lines, which are written here: a package for it would come with handlers
-# of signals of its own.
+# The wire format is three lines, so it is written by hand: packages for it install signal handlers.
 
 
 LOOK_S = 0.25
-"""Seconds between two looks at the files."""
+"""[s] Shortest time between two looks at the files."""
 REST_FACTOR = 10
-"""The watcher sleeps this many times the CPU time of its last look, between LOOK_S and MOST_REST_S: looking takes about a tenth of a core,
-even with thousands of runs."""
+"""The watcher sleeps this many times the CPU time of its last look, between LOOK_S and MOST_REST_S.
+Looking takes about a tenth of a core, even with thousands of runs."""
 MOST_REST_S = 1.0
 BEAT_S = 15.0
 MAX_WAITING = 100
-"""Events that a page may be behind; one that does not read is told to look at everything anew."""
+"""Most events queued for a page. A page that falls behind is told to reload everything."""
 
 
 def event(kind: str, data: Any) -> bytes:
@@ -64,26 +60,22 @@ def event(kind: str, data: Any) -> bytes:
 
 
 class EventStream:
-    """Watches the runs that pages have asked about, while there are any.
-
-    Args:
-        catalogue: of the runs.
-    """
+    """Watches the runs that open pages show."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
         self._pages: dict[asyncio.Queue[bytes], Collection[str]] = {}
-        """Queue of a page -> the runs that it asks about; none: all."""
+        """Queue of a page -> the names of its runs, or empty for all."""
         self._states: dict[str, dict[str, object]] = {}
         self._watcher: asyncio.Task[None] | None = None
         self.over = asyncio.Event()
-        """The server ends: streams end, too."""
+        """Set when the server shuts down, which ends all streams."""
 
     async def events(self, runs: Collection[str]) -> AsyncIterator[bytes]:
-        """What a page is told, until it goes away.
+        """Yield the events for one page until it disconnects.
 
         Args:
-            runs: names; none: all.
+            runs: names of the runs to watch, or empty for all.
         """
         queue: asyncio.Queue[bytes] = asyncio.Queue(MAX_WAITING)
         self._pages[queue] = frozenset(runs)
@@ -110,6 +102,7 @@ class EventStream:
         self._states.clear()
 
     def _put(self, queue: asyncio.Queue[bytes], message: bytes) -> None:
+        # Drop the backlog, and let the page reload everything.
         if queue.full():
             while not queue.empty():
                 queue.get_nowait()
@@ -117,16 +110,17 @@ class EventStream:
         queue.put_nowait(message)
 
     def _timed_look(self) -> tuple[list[tuple[bytes, str | None]], float]:
-        """What has changed, and the seconds of the processor that it took to find out."""
+        """Return the changes, and the CPU seconds of the look."""
         began = time.thread_time()
         return self._look(), time.thread_time() - began
 
     def _look(self) -> list[tuple[bytes, str | None]]:
-        """What has changed since the last look, each with its run; None: it is of all pages."""
+        """Return (event, run) for each change since the last look; the run is None for all pages."""
         found: list[tuple[bytes, str | None]] = []
         readers = self._catalogue.readers
         if self._states and readers.keys() != self._states.keys():
             found.append((event("runs", {"runs": list(readers)}), None))
+        # A page without names watches all runs.
         asked = set[str]().union(*self._pages.values()) if all(self._pages.values()) else readers.keys()
         states = {}
         for name, reader in readers.items():
@@ -138,21 +132,22 @@ class EventStream:
         return found
 
 
-# Vendored
-#
-# Script files of others, which their wheels carry: nothing is copied into the repository, and
-# nothing comes from the network.
+# JavaScript libraries, served from their installed wheels: none is copied into the repository or
+# loaded from the network.
 
 
 FILES = {
     "uPlot.js": ("uplot", "static/uPlot.iife.js"),
     "uPlot.css": ("uplot", "static/uPlot.min.css"),
 }
-"""Name under `/static/vendor/` -> package, and the place of the file in it."""
+"""Name under `/static/vendor/` -> (package, path of the file in it)."""
 
 
 def vendored(name: str) -> Path | None:
-    """Where a file lies; None: it is not known, or its package is not installed. The package is not imported."""
+    """Return the path of a library file, or None if it is unknown or its package is missing.
+
+    The package is not imported.
+    """
     if name not in FILES:
         return None
     package, place = FILES[name]
@@ -168,12 +163,7 @@ PAGES = Path(__file__).resolve().parent.parent / "pages"
 
 
 def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
-    """The dashboard over these runs.
-
-    Args:
-        catalogue: of the runs.
-        access: who may ask.
-    """
+    """Make the dashboard's web application."""
     stream = EventStream(catalogue)
 
     @asynccontextmanager
@@ -215,7 +205,7 @@ def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
 
     @app.get("/favicon.ico")
     def icon() -> Response:
-        """Browsers ask for it by themselves; pages name their own."""
+        """Browsers request it on their own; the pages name another icon."""
         return Response(status_code=204)
 
     @app.get("/")
@@ -226,7 +216,7 @@ def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
 
 
 class Pages(StaticFiles):
-    """The files of the pages. Browsers ask each time whether they have changed: another version of Weft may listen here tomorrow."""
+    """The files of the pages. Browsers revalidate them each time, since Weft may be updated."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
@@ -235,7 +225,7 @@ class Pages(StaticFiles):
 
 
 def answer(value: Any, status: int = 200) -> Response:
-    """A value as JSON; numbers that are not finite are null."""
+    """Return a value as a JSON response; numbers that are not finite become null."""
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"), default=str)
     except ValueError:
@@ -279,16 +269,16 @@ async def _malformed(_: Request, error: Exception) -> Response:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    """What nobody foresaw; the server's log has the traceback."""
+    """Answer an unexpected error. The server's log has the traceback."""
     message = f"the files of the run cannot be read: {type(error).__name__}: {error}"[:500]
     return answer({"error": "damaged", "message": message}, 500)
 
 
 def _line_of(reader: RunReader) -> dict[str, Any]:
-    """A run's line in the list. One that cannot be read says so, and takes nothing from the others."""
+    """Return a run's line in the list. A damaged run gets an error line and leaves others intact."""
     try:
         return reader.summary
-    except Exception as error:  # whatever a damaged file leads to
+    except Exception as error:  # a damaged file can raise anything
         return reader.damaged(f"{type(error).__name__}: {error}"[:500])
 
 
@@ -421,7 +411,7 @@ def _add_samples(app: FastAPI, catalogue: Catalogue) -> None:
 
 
 def _add_requests(app: FastAPI, catalogue: Catalogue) -> None:
-    """What is asked with a body. A form of another page can send neither JSON nor the header."""
+    """Add routes with a JSON body or a header, which a form on another site cannot send."""
 
     @app.post("/api/sql")
     async def sql(asked: Question) -> Response:
@@ -430,7 +420,9 @@ def _add_requests(app: FastAPI, catalogue: Catalogue) -> None:
                 await run_in_threadpool(lambda: RunPages(catalogue[asked.run]).sql(asked.query))
             )
         finally:
-            prepare()  # by the thread of the server, with which that process ends; threads of the pool end earlier
+            # Prepare on the server's own thread: the helper process ends with the thread that starts it,
+            # and pool threads end earlier.
+            prepare()
 
     @app.post("/api/stop", dependencies=[Depends(_meant)])
     def stop(asked: AskedRun) -> Response:
@@ -448,14 +440,14 @@ class AskedRun(Config):
 
 class AskedWorker(AskedRun):
     worker: str
-    """Such as `actor[0]`."""
+    """Worker, such as `actor[0]`."""
 
 
 class Question(AskedRun):
     query: str
-    """In SQL."""
+    """Query in SQL."""
 
 
 def _meant(request: Request) -> None:
     if request.headers.get("x-weft-stop") != "yes":
-        raise UserError("this asks something of a run: it needs the header x-weft-stop: yes")
+        raise UserError("this request needs the header x-weft-stop: yes, because it affects a run")

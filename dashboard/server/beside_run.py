@@ -1,4 +1,7 @@
-"""The dashboard that a run starts, on a socket that the run has opened (`controllers/reports/dashboard_process.py`)."""
+"""The dashboard of a run, on a socket that the run opened.
+
+See `controllers/reports/dashboard_process.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from .serving import Serving
 
 
 def main(folder: Path, run: str, descriptor: int, idle_s: float) -> None:
-    """Serve until nobody has asked for `idle_s` and the run is over."""
+    """Serve until the run is over and no request has come for `idle_s` seconds."""
     listening = socket.socket(fileno=descriptor)
     serving = Serving(listening, folder, os.environ.pop(TOKEN))
     serving.serve(idle_s, lambda: life_of(folder / run)[0] is Life.ALIVE)

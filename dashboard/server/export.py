@@ -1,6 +1,7 @@
-"""Export: one run as one HTML file, which needs no server, no network and no other file.
+"""Export: one run as a single HTML file that needs no server, network or other files.
 
-The modules of the pages become one script, styles and data stand beside it, and the policy in the file allows these by their hashes alone.
+The page modules become one inline script, next to the styles and the data. The file's content
+security policy allows only these, by hash.
 """
 
 from __future__ import annotations
@@ -27,35 +28,34 @@ from .app import PAGES, new_app, vendored
 from .safety import Access
 
 GROUPS = 50
-"""Groups of samples in a list, as pages ask for them."""
+"""Sample groups per list, as the pages request them."""
 MAX_SAMPLES_BYTES = 24 << 20
-"""Of samples with their tokens; groups beyond that are left out."""
+"""Upper limit for samples with their tokens; later groups are left out."""
 MOST_UNFOLDED = 8
-"""Groups of workers whose lanes of ranks are exported one by one; those of all groups together are, too."""
+"""Most worker groups with rank lanes exported one by one; one more export has all groups."""
 ENTRY = "app.js"
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w-]+\.js)";?[ \t]*$', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async function\*?|function\*?|const|class) +([\w$]+))", re.MULTILINE)
 
 
 def export_run(run: Path, file: Path) -> dict[str, Any]:
-    """Write one run as one HTML file.
+    """Write one run as a single HTML file.
 
     Args:
-        run: its directory.
-        file: to write; replaced if it is there.
+        file: the file to write; an existing one is replaced.
 
     Returns:
-        Its bytes, and how many groups of samples are in it, of how many.
+        The file, its bytes, and the number of exported sample groups and of all groups.
 
     Raises:
         UserError: there is no such run, or the file cannot be written.
     """
     catalogue = Catalogue(run)
     if not catalogue.single:
-        raise UserError(f"{run} is not the directory of a run: an export is of one run")
+        raise UserError(f"{run} is not the directory of a run; an export takes one run")
     [name] = catalogue.readers
     catalogue[name].samples.wait(math.inf)
-    with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop in its own
+    with ThreadPoolExecutor(1) as thread:  # a notebook already runs an event loop in this thread
         asked = thread.submit(lambda: asyncio.run(_answers(new_app(catalogue, Access("")), name)))
         answers, groups, total = asked.result()
     page = _page({each: without_secrets(found, by_name=False) for each, found in answers.items()})
@@ -67,11 +67,11 @@ def export_run(run: Path, file: Path) -> dict[str, Any]:
     return {"file": str(file), "bytes": len(page.encode()), "groups": groups, "of_groups": total}
 
 
-# What pages will ask
+# The answers that the pages will request
 
 
 async def _answers(app: FastAPI, run: str) -> tuple[dict[str, Any], int, int]:
-    """Address -> answer, for all that the pages of a run ask first; and how many groups of samples are among them, of how many."""
+    """Return address -> answer for a run's pages, and the exported and total number of sample groups."""
     one = {"run": run}
     asked = [
         address("runs", {}),
@@ -106,7 +106,10 @@ async def _answers(app: FastAPI, run: str) -> tuple[dict[str, Any], int, int]:
 
 
 def unfoldings(groups: Sequence[str]) -> list[str]:
-    """What the timeline is asked to unfold: each of the first groups that have ranks, and all of them, which key `r` asks for.
+    """Return the groups to unfold in the timeline: each of the first groups with ranks, and all.
+
+    The pages request all of them for the key `r`.
+
 
     >>> unfoldings(["actor"]), unfoldings(["actor", "rollout"]), unfoldings([])
     (['actor'], ['actor', 'rollout', 'actor,rollout'], [])
@@ -118,7 +121,7 @@ def unfoldings(groups: Sequence[str]) -> list[str]:
 
 
 def _curves_of(cards: list[dict[str, Any]]) -> list[str]:
-    """The metrics of cards, in the order in which the page of curves names them."""
+    """Return the metrics of the cards, in the order of the curves page."""
     found: dict[str, None] = {}
     for card in cards:
         bands = [name for pair in card["bands"].values() for name in pair]
@@ -131,7 +134,8 @@ def _curves_of(cards: list[dict[str, Any]]) -> list[str]:
 
 
 def address(name: str, values: Mapping[str, Any]) -> str:
-    """An address as `api.js` of the pages makes it: parameters in order of their names, encoded as a form is.
+    """Return an address as the pages' `api.js` makes it: with sorted, form-encoded parameters.
+
 
     >>> address("curves", {"runs": "a b", "names": "reward/mean,x"})
     '/api/curves?names=reward%2Fmean%2Cx&runs=a+b'
@@ -143,10 +147,10 @@ def address(name: str, values: Mapping[str, Any]) -> str:
 
 
 async def ask(app: FastAPI, target: str) -> Any:
-    """What the dashboard answers to an address.
+    """Return the dashboard's answer to an address.
 
     Raises:
-        UserError: with what it says instead.
+        UserError: the dashboard answers with an error; has its text.
     """
     path, _, query = target.partition("?")
     body, status = bytearray(), [0]
@@ -182,7 +186,7 @@ async def ask(app: FastAPI, target: str) -> Any:
 
 
 def _page(answers: Mapping[str, Any]) -> str:
-    """The pages' `index.html` with everything in it."""
+    """Return the pages' `index.html` with scripts, styles and data inline."""
     html = (PAGES / "index.html").read_text(encoding="utf-8")
     scripts: list[str] = []
     styles: list[str] = []
@@ -190,7 +194,7 @@ def _page(answers: Mapping[str, Any]) -> str:
     def script(found: re.Match[str]) -> str:
         text = linked(PAGES) if found[1] == f"/static/{ENTRY}" else _static(found[1])
         if "</script" in text.lower():
-            raise UserError(f"{found[1]} cannot stand in a page: it has the end of a script in it")
+            raise UserError(f"{found[1]} cannot be embedded in a page: it contains </script")
         scripts.append(text)
         kind = ' type="module"' if found[1] == f"/static/{ENTRY}" else ""
         return f"<script{kind}>{text}</script>"
@@ -206,6 +210,7 @@ def _page(answers: Mapping[str, Any]) -> str:
     html = re.sub(r'<link rel="icon" href="([^"]+)"[^>]*>', icon, html)
     html = re.sub(r'<link rel="stylesheet" href="([^"]+)">', style, html)
     html = re.sub(r'<script src="([^"]+)"[^>]*></script>', script, html)
+    # Escape "<", so that no text can end the script element.
     data = json.dumps(answers, separators=(",", ":")).replace("<", "\\u003c")
     html = html.replace(
         "</body>", f'<script type="application/json" id="exported">{data}</script>\n</body>'
@@ -217,23 +222,23 @@ def _page(answers: Mapping[str, Any]) -> str:
 
 
 def _hashes(texts: list[str]) -> str:
-    """Sources of a policy for these texts."""
     found = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
     return " ".join(f"'sha256-{each}'" for each in found) or "'none'"
 
 
 def _static(target: str) -> str:
-    """The text of a file under `/static/`; that of a package that is not installed is empty."""
+    """Return the text of a file under `/static/`, or empty if its package is not installed."""
     name = target.removeprefix("/static/")
     path = vendored(name.removeprefix("vendor/")) if name.startswith("vendor/") else PAGES / name
     return "" if path is None else path.read_text(encoding="utf-8")
 
 
 def linked(folder: Path, entry: str = ENTRY) -> str:
-    """The modules that a module needs as one script. Each becomes a function, which returns what the module exports.
+    """Return a module and its imports as one script.
 
-    Modules import by `import { a, b } from "./NAME.js";` at the beginning of a line, and export functions, constants and classes where they
-    are declared; there are no circles.
+    Each module becomes a function that returns its exports. Imports must have the form
+    `import { a, b } from "./NAME.js";` at the beginning of a line. Exports must be functions,
+    constants or classes, exported at their declaration. There must be no cycles.
 
     Raises:
         UserError: a module imports or exports in another way.
@@ -244,9 +249,9 @@ def linked(folder: Path, entry: str = ENTRY) -> str:
 
 
 def _order(folder: Path, name: str, above: tuple[str, ...]) -> Iterator[str]:
-    """Modules, each behind those that it imports."""
+    """Yield modules, each after its imports."""
     if name in above:
-        raise UserError(f"modules import each other in a circle: {' -> '.join((*above, name))}")
+        raise UserError(f"modules import each other in a cycle: {' -> '.join((*above, name))}")
     for found in _IMPORT.finditer((folder / name).read_text(encoding="utf-8")):
         yield from _order(folder, found[2], (*above, name))
     yield name

@@ -1,9 +1,9 @@
-"""Safety: who may ask, and what a page may do.
+"""Safety: who may access the dashboard, and what a page may do.
 
-Host     the names of this machine's loopback, or of the address that is served: no other site's name leads here (DNS rebinding)
-token    in the address that the command prints; a first visit makes a cookie of it (SameSite=Strict, HttpOnly)
-Origin   that of the address itself, for whatever is not a plain GET
-CSP      scripts and styles from this address alone, none inline; no frames, no forms to elsewhere
+Host     must be loopback or the served address, against DNS rebinding
+token    in the printed address; the first visit stores it in a cookie (SameSite=Strict, HttpOnly)
+Origin   must be the address itself for anything but a plain GET
+CSP      scripts and styles from this address only, none inline; no frames, no forms to other sites
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
 }
 MAX_BODY = 1 << 20
-"""Bytes of a request."""
+"""[bytes] Largest request body."""
 
 
 def new_token() -> str:
-    """A token that nobody guesses."""
+    """Return a random token."""
     return secrets.token_urlsafe(24)
 
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask.
+    """Access rules.
 
     Args:
-        token: that the address carries; empty: none is asked for.
-        names: host names by which this address is known, beside those of loopback.
-        any_address: requests may name any IP address as their host: the server listens on more than loopback.
+        token: the token in the address, or empty for none.
+        names: host names of this address, besides localhost.
+        any_address: whether requests may use any IP address as their host, because the server
+            listens on more than loopback.
     """
 
     token: str
@@ -58,7 +59,7 @@ class Access:
 
     @property
     def cookie(self) -> str:
-        """Name of the cookie. Browsers share cookies among all ports of a host: each dashboard has a name of its own."""
+        """Name of the cookie, unique to each dashboard, since browsers share cookies among ports."""
         return f"weft_{hashlib.sha256(self.token.encode()).hexdigest()[:12]}"
 
     def knows_host(self, host: str) -> bool:
@@ -87,7 +88,7 @@ def _is_address(name: str) -> bool:
 
 
 class Guard:
-    """Lets requests through that may ask, and puts the policy on every answer."""
+    """Middleware that checks access, and adds the security headers to every response."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app, self._access = app, access
@@ -109,15 +110,16 @@ class Guard:
         await (refusal or self._app)(scope, receive, with_headers)
 
     def _refuse(self, scope: Scope) -> Response | None:
-        """What is answered instead; None: the request may pass."""
+        """Return a refusal, or None if the request may pass."""
         headers, access = Headers(scope=scope), self._access
         host = headers.get("host", "")
         if not access.knows_host(host):
-            return PlainTextResponse(f"this dashboard is not known as {host!r}", 421)
+            return PlainTextResponse(f"this dashboard does not serve the host {host!r}", 421)
         if not _same_site(headers, scope["method"], host):
             return PlainTextResponse("requests from other sites are refused", 403)
+        # A chunked body has no length to check.
         if "transfer-encoding" in headers:
-            return PlainTextResponse("a request says its length beforehand", 411)
+            return PlainTextResponse("the request must have a content-length", 411)
         if int(headers.get("content-length") or 0) > MAX_BODY:
             return PlainTextResponse("the request is too large", 413)
         if not access.token:
@@ -140,7 +142,11 @@ class Guard:
         return self._access.knows(sent) or (cookie is not None and self._access.knows(cookie.value))
 
     def _welcome(self, scope: Scope, rest: Mapping[str, str]) -> Response:
-        """Keep the token as a cookie, and go on without it. A redirect would not carry a strict cookie when another site linked here."""
+        """Store the token in a cookie, and continue without it in the address.
+
+        Uses a page that refreshes: after a link from another site, a redirect would not send a
+        strict cookie.
+        """
         target = quote(scope["path"], safe="/") + (f"?{urlencode(rest)}" if rest else "")
         target = "/" + target.lstrip("/")  # never an address of another site
         escaped = target.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
@@ -153,7 +159,7 @@ class Guard:
 
 
 def _same_site(headers: Headers, method: str, host: str) -> bool:
-    """Whether a request comes from this address itself, from the address bar, or from a program."""
+    """Return whether a request comes from this address, the address bar, or a program."""
     origin = headers.get("origin")
     if origin is not None and origin.partition("://")[2] != host:
         return False

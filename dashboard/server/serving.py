@@ -1,4 +1,4 @@
-"""Serving: the process of a dashboard, from its socket to its end."""
+"""Serving: the process of a dashboard."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from .app import new_app
 from .safety import Access, new_token
 
 LEAVE_S = 1
-"""Seconds that answers under way have when the server ends."""
+"""[s] Time for open responses to finish at shutdown."""
 
 
 class Serving:
-    """A dashboard that listens.
+    """A listening dashboard.
 
     Args:
-        listening: the socket.
-        folder: of runs, or of one.
-        token: that requests must have; empty: none is asked for.
-        names: host names by which the address is known, beside those of loopback.
-        any_address: it listens on more than loopback.
+        folder: the folder of runs, or the directory of one.
+        token: the token that requests must have, or empty for none.
+        names: host names of this address, besides localhost.
+        any_address: whether it listens on more than loopback.
     """
 
     def __init__(
@@ -55,24 +54,22 @@ class Serving:
         """Listen on an address.
 
         Args:
-            folder: of runs, or of one.
-            host: address to listen on.
-            port: 0: one that is free.
-            token: that requests must have; None: a new one; empty: none, on loopback alone.
+            folder: the folder of runs, or the directory of one.
+            port: the port, or 0 for a free one.
+            token: the token that requests must have; None makes a new one, and an empty one
+                (loopback only) turns the check off.
 
         Raises:
-            UserError: the address cannot be listened on, or would show runs to everybody.
+            UserError: listening fails, or the address would show the runs without a token.
         """
         if not 0 <= port <= 65535:
-            raise UserError(
-                f"--port {port} is no port: they go from 1 to 65535, and 0 takes one that is free"
-            )
+            raise UserError(f"--port {port} is not a port: choose 1 to 65535, or 0 for a free one")
         loopback = _is_loopback(host)
         if token == "" and not loopback:
             raise UserError(
-                f"--host {host} without a token would show the runs to everybody who reaches this machine; leave --token out to get one"
+                f"--host {host} without a token would show the runs to anyone who can reach this machine; leave --token out to get one"
             )
-        # A name server that does not answer takes seconds: loopback asks none.
+        # Skip the name lookup on loopback: a name server that does not answer takes seconds.
         known = () if loopback else (host, socket.gethostname(), socket.getfqdn())
         names = frozenset(name.lower() for name in known)
         token = new_token() if token is None else token
@@ -80,16 +77,16 @@ class Serving:
 
     @property
     def address(self) -> str:
-        """What a person opens."""
+        """The address to open in a browser."""
         where = f"http://{self._shown}:{self.port}/"
         return f"{where}?{urlencode({'token': self.token})}" if self.token else where
 
     def serve(self, idle_s: float = 0.0, goes_on: Callable[[], bool] = lambda: False) -> None:
-        """Answer until the process is asked to end.
+        """Serve until the process is asked to end.
 
         Args:
-            idle_s: end, too, when nobody has asked for so many seconds; 0: never.
-            goes_on: whether somebody may still come, although nobody has asked for long.
+            idle_s: also end after this many seconds without a request; 0 for never.
+            goes_on: whether to keep serving despite `idle_s`, because the run is alive.
         """
         config = uvicorn.Config(
             self.app,
@@ -110,18 +107,18 @@ class Serving:
 
 
 class Clock:
-    """When somebody asked last."""
+    """Time of the last request."""
 
     def __init__(self) -> None:
         self.asked_at, self.open = time.monotonic(), 0
 
     def quiet_s(self) -> float:
-        """Seconds since then; 0 while a page is open."""
+        """Return the seconds since the last request, or 0 while a page is open."""
         return 0.0 if self.open else time.monotonic() - self.asked_at
 
 
 class LastAsked:
-    """Notes when somebody asks, and how many answers are under way: each open page has its stream of events."""
+    """Middleware that records requests and counts open responses. Each open page has an event stream."""
 
     def __init__(self, app: ASGIApp, clock: Clock) -> None:
         self._app, self._clock = app, clock

@@ -27,7 +27,7 @@ from .files import (
 )
 
 MOST_FOOTER = 64 << 20
-"""Bytes of a Parquet file's description of itself, which is read as a whole: that of 300,000 columns."""
+"""[bytes] Largest footer of a Parquet file to read; enough for 300,000 columns."""
 
 
 class StreamTail:
@@ -85,14 +85,14 @@ class StreamTail:
 
 @dataclass(frozen=True)
 class News:
-    """What has come since the last look."""
+    """New rows since the last look."""
 
     anew: bool = False
-    """What was read before counts no more."""
+    """Whether to discard all rows that were read before."""
     batches: Sequence[pa.RecordBatch] = ()
     """New rows of the stream."""
     table: pa.Table | None = None
-    """All rows, as the Parquet file has them."""
+    """All rows of the Parquet file."""
     left_out: int = 0
     """Columns of the Parquet file that were not read."""
 
@@ -101,9 +101,9 @@ class FollowedTable:
     """A table that a run writes.
 
     Args:
-        run: its directory, which need not have the table yet.
-        name: of the table, without the ending of a file.
-        most_columns: how many of a Parquet file are read; None: all.
+        run: the directory of the run, which need not have the table yet.
+        name: the name of the table, without a file suffix.
+        most_columns: most columns of a Parquet file to read, or None for all.
     """
 
     def __init__(self, run: Path, name: str, most_columns: int | None = None) -> None:
@@ -113,23 +113,24 @@ class FollowedTable:
         self._begun = 0
         self._damage: Exception | None = None
         self._read_from: object = None
-        """Which Parquet file was read, by its number, size and time."""
+        """Inode, size and time of the Parquet file that was read."""
 
     @property
     def path(self) -> Path:
-        """The file that it is read from."""
+        """The file to read."""
         return self._stream if self._stream.is_file() else self._parquet
 
     def news(self) -> News:
-        """What is new; nothing where there is no file.
+        """Return new rows, or empty news without a file.
 
         Raises:
             OSError: the file cannot be read.
-            pyarrow.ArrowException: it is no table.
-            ValueError: what it says of its columns alone takes more than MOST_FOOTER.
+            pyarrow.ArrowException: the file is damaged.
+            ValueError: the footer is larger than MOST_FOOTER.
         """
         if self._stream.is_file():
             batches = self._tail.read()
+            # The writer may have started the stream over.
             anew = self._tail.begun != self._begun
             if anew:
                 self._begun, self._read_from = self._tail.begun, None
@@ -141,30 +142,27 @@ class FollowedTable:
         this = found.st_ino, found.st_size, found.st_mtime_ns
         if this == self._read_from:
             if self._damage is not None:
-                raise self._damage.with_traceback(
-                    None
-                )  # which would grow, and keep frames, with each look
+                # Drop the traceback, which would grow and keep frames alive with each look.
+                raise self._damage.with_traceback(None)
             return News()
         self._read_from, self._damage = None, None
         try:
             news = self._read()
         except (OSError, ValueError, pa.ArrowException) as error:
-            if not (
-                isinstance(error, OSError) and error.errno
-            ):  # what the system refuses may be granted at the next look
-                self._read_from, self._damage = this, error  # not tried again until the file has changed
+            # An OSError with a number may be temporary; other errors stay until the file changes.
+            if not (isinstance(error, OSError) and error.errno):
+                self._read_from, self._damage = this, error
             raise
         self._read_from = this
         return news
 
     def _read(self) -> News:
-        """All of the Parquet file, as far as most_columns goes."""
         with self._parquet.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 8))
             footer, ending = int.from_bytes(file.read(4), "little"), file.read(4)
         if ending == b"PAR1" and footer > MOST_FOOTER:
             raise ValueError(
-                f"it describes its columns in {footer / 1e6:.0f} MB; {MOST_FOOTER / 1e6:.0f} are read"
+                f"its footer describes the columns in {footer / 1e6:.0f} MB; at most {MOST_FOOTER / 1e6:.0f} MB are read"
             )
         with pq.ParquetFile(self._parquet) as file:
             names = file.schema_arrow.names
@@ -182,11 +180,11 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "checkpoints": (CHECKPOINTS,),
     "logs": (LOGS,),
 }
-"""Part of a run -> its files and folders; that of a folder changes with its entries."""
+"""Part of a run -> its files and folders. A folder changes with its entries."""
 
 
 def state_of(run: Path) -> dict[str, object]:
-    """Part -> something that is another value when the part has changed."""
+    """Return part -> a value that changes whenever the part changes."""
     return {part: tuple(_stat(run / name) for name in names) for part, names in PARTS.items()}
 
 
@@ -199,7 +197,8 @@ def _stat(path: Path) -> tuple[int, int, int] | None:
 
 
 def changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """The parts that differ.
+    """Return the parts that differ.
+
 
     >>> changed({"metrics": 1, "live": 1}, {"metrics": 2, "live": 1})
     ['metrics']

@@ -84,7 +84,7 @@ def test_a_wrong_command_or_argument_ends_with_two(capsys: pytest.CaptureFixture
 )
 def test_a_negative_number_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]):
     assert main(words) == 2
-    assert f"{words[-2]} {words[-1]}: it is a number from 0 on" in capsys.readouterr().err
+    assert f"{words[-2]} {words[-1]}: it must be 0 or more" in capsys.readouterr().err
 
 
 def test_help_says_each_default_once(capsys: pytest.CaptureFixture[str]):

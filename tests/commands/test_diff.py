@@ -62,7 +62,7 @@ def test_the_first_token_that_differs_is_found_among_the_others(
     assert main(["diff", "one", str(other)]) == 0
     said = capsys.readouterr().out
     assert (
-        f"the first that differs is sample {at} of graph 'train', step 2: response_ids, from token 1 on"
+        f"the first difference is in sample {at} of graph 'train', step 2: response_ids, from token 1 on"
         in said
     )
     [marked] = [line.split() for line in said.splitlines() if line.startswith("  >")]

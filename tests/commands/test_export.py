@@ -42,9 +42,9 @@ def test_what_cannot_be_exported_is_told(saved: Path, done: Path, capsys: pytest
     damaged = saved / "checkpoints" / "step_000002" / "actor" / "model" / "config.json"
     damaged.write_text("{}")
     for words, code, says in (
-        (["two", "there"], 2, "there is there already; name a new folder"),
+        (["two", "there"], 2, "there exists already; name a new folder"),
         (["one", "new"], 2, "runs/one has no checkpoint: CheckpointConfig(every=...) makes them"),
-        (["two", "new", "--step", "1"], 2, "no checkpoint of step 1; it has those of steps 2, 3"),
+        (["two", "new", "--step", "1"], 2, "no checkpoint of step 1; it has checkpoints of steps 2, 3"),
         (["two", "new", "--group", "actr"], 2, "no model of a group 'actr'; did you mean 'actor'?"),
         (["two", "new", "--step", "2"], 1, "step_000002 is damaged: "),
     ):

@@ -114,10 +114,7 @@ def test_a_machine_with_gpus_is_planned_for_without_one(folder: Path):
     assert machine["planned_for"]
     script.write_text(SCRIPT)
     unused = plan(folder, "--machine", "8x80", "train.py").stdout
-    assert (
-        "nothing of it is on a GPU, of which the machine has 8" in unused
-        and "this machine has" not in unused
-    )
+    assert "no GPU is used, but the machine has 8" in unused and "this machine has" not in unused
     mistyped = plan(folder, "--machin", "8x80", "train.py")
     assert (mistyped.returncode, mistyped.stderr) == (
         2,
@@ -126,7 +123,7 @@ def test_a_machine_with_gpus_is_planned_for_without_one(folder: Path):
     wrong = plan(folder, "--machine", "80GB", "train.py")
     assert (
         wrong.returncode == 2
-        and "--machine 80GB: it is the number of GPUs and the GB of each, such as 1x80" in wrong.stderr
+        and "--machine 80GB: give the number of GPUs and the GB of each, such as 1x80" in wrong.stderr
     )
 
 
@@ -134,7 +131,7 @@ def test_what_a_script_prepares_is_sketched_and_said(folder: Path):
     done = plan(folder, "train.py", "--prepares")
     assert done.returncode == 0, done.stderr
     assert (
-        "prepared: quick" in done.stderr and "  makes out, of which this plan has a sketch" in done.stdout
+        "prepared: quick" in done.stderr and "  makes out; this plan uses a sketch of it" in done.stdout
     )
     assert not (folder / "out").exists()
     (folder / "out").write_text("there")
@@ -146,7 +143,7 @@ def test_a_script_that_writes_before_its_driver_is_told_where(folder: Path):
     done = plan(folder, "train.py", "--writes")
     assert done.returncode == 2
     assert (
-        "before it makes its driver, the script writes made (train.py:18), and weft plan starts and"
+        "before it makes its driver, the script writes made (train.py:18), but weft plan must not"
         in done.stderr
     )
     assert not (folder / "made").exists()

@@ -61,7 +61,7 @@ def test_a_script_gets_its_arguments_and_its_exit_code_is_passed_on(script: Path
 def test_what_is_no_script_is_told(script: Path):
     for words, says in (
         (["programs/trian.py"], "there is no script programs/trian.py; did you mean 'train.py'?"),
-        (["programs"], "SCRIPT is a Python file, such as train.py, not 'programs'"),
+        (["programs"], "SCRIPT must be a Python file, such as train.py, not 'programs'"),
     ):
         done = weft(script, *words)
         assert done.returncode == 2 and says in done.stderr

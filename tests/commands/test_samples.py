@@ -51,7 +51,7 @@ def test_an_answer_in_sql_is_longer_than_the_samples_that_are_shown(
 
 def test_what_there_is_not_is_told_with_what_there_is(done: Path, capsys: pytest.CaptureFixture[str]):
     for words, says in (
-        (["--step", "9"], "no samples of step 9; it has them of steps 1 to 3"),
+        (["--step", "9"], "no samples of step 9; it has samples of steps 1 to 3"),
         (["--graph", "evl"], "no samples of a graph 'evl'; did you mean 'eval'?"),
         (["--sql", "select rewrd from samples"], "rewrd"),
     ):

@@ -36,7 +36,7 @@ def test_a_run_without_checkpoints_ends_after_its_step_and_its_program_goes_on(t
 
 def test_a_run_that_is_over_is_left_alone(done: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["stop", "one"]) == 0
-    assert capsys.readouterr().out == "runs/one is not going on: done, after step 3 of 3\n"
+    assert capsys.readouterr().out == "runs/one is not running: done, after step 3 of 3\n"
     assert not (done / "one" / "stop.json").exists()
 
 

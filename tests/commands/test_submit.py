@@ -37,7 +37,7 @@ def test_words_after_the_script_belong_to_it():
     ("words", "says"),
     [
         (["trian.py"], "script 'trian.py': there is no such file in"),
-        (["--env", "A", "train.py"], "--env A: it is NAME=VALUE"),
+        (["--env", "A", "train.py"], "--env A: use the form NAME=VALUE"),
         (["--address", "head:6379", "train.py"], "did you mean 'http://head:8265'"),
         (["--working-dir", "nothing", "train.py"], "there is no such file in"),
     ],
@@ -64,6 +64,6 @@ def test_a_job_that_failed_ends_with_one_and_one_that_was_stopped_with_zero():
     assert [ended(job(status)).exit_code for status in ("SUCCEEDED", "STOPPED", "FAILED")] == [0, 0, 1]
     failed = ended(job("FAILED"))
     assert (
-        failed.text == "job a-1 failed; its runs lie in ~/weft/a on the head node"
+        failed.text == "job a-1 failed; its runs are in ~/weft/a on the head node"
         and failed.notes == ["exit code 3"]
     )

@@ -41,7 +41,7 @@ def test_a_folder_that_holds_no_run_is_refused(
 ):
     for inside, says in (
         (None, "it is empty"),
-        ("config.json", "it has none of what a run leaves behind"),
+        ("config.json", "it has none of the files of a run"),
     ):
         folder = tmp_path / f"folder-{inside}"
         folder.mkdir()

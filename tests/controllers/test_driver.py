@@ -250,7 +250,7 @@ def test_a_skipped_weight_update_is_caught_at_once(tmp_path: Path):
 def test_a_policy_gradient_wants_a_generator_that_takes_over_every_version(tmp_path: Path):
     ratio = ToyLoss(column="response_logprobs")
     text = refused(tmp_path, toy_grpo(prompts(8), **handles(follow=False), loss=ratio))
-    assert "'rollout' follows nobody: say rollout.follows(actor)" in text
+    assert "'rollout' follows no group: add rollout.follows(actor)" in text
     slow = handles(follow=False)
     slow["rollout"].follows(slow["actor"], every=2)
     text = refused(tmp_path, toy_grpo(prompts(8), **slow, loss=ratio))
@@ -262,7 +262,9 @@ def test_a_policy_gradient_wants_a_generator_that_takes_over_every_version(tmp_p
 
 def test_a_ratio_of_responses_too_wants_a_generator_that_takes_over_every_version(tmp_path: Path):
     gspo = PolicyLoss(ratio=sequence_ratio)
-    assert "follows nobody" in refused(tmp_path, toy_grpo(prompts(8), **handles(follow=False), loss=gspo))
+    assert "follows no group" in refused(
+        tmp_path, toy_grpo(prompts(8), **handles(follow=False), loss=gspo)
+    )
 
 
 def test_a_generator_that_follows_nobody_may_teach(tmp_path: Path):

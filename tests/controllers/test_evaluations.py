@@ -236,7 +236,7 @@ def test_a_run_that_fails_beside_an_evaluation_goes_on_as_if_it_had_not(tmp_path
 
 
 def test_a_best_checkpoint_by_a_metric_of_each_step_says_which_steps(tmp_path: Path):
-    with pytest.raises(UserError, match=r"measured at each step; say by every="):
+    with pytest.raises(UserError, match=r"measured at each step; set every="):
         saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(best="time_s"))
 
 

@@ -184,7 +184,7 @@ def test_a_wait_has_an_end_and_says_who_was_waited_for(tmp_path: Path):
     ):
         driver.run()
     assert re.fullmatch(
-        r"nobody answered for \S+ s\. Waited for: worker reward\[0\], node 'reward\.score', on '\S+', "
+        r"no answer for \S+ s\. Waited for: worker reward\[0\], node 'reward\.score', on '\S+', "
         r"samples \d+, \d+, \d+, \d+ and 4 more "
         r"\(called [01] s ago\)",
         str(caught.value),

@@ -273,7 +273,7 @@ def test_updates_behind_different_filters_are_refused_but_by_synchronous(tmp_pat
 
     made = {**groups(), "critic": group(PartsActor)}
     graph = weft_graph(two)(prompts(8), **made)
-    with pytest.raises(UserError, match="stand behind different filters"):
+    with pytest.raises(UserError, match="come after different filters"):
         Driver(graph, schedule=Pipelined(steps=1), root=tmp_path)
     Driver(graph, schedule=Synchronous(steps=1), root=tmp_path)
 

@@ -137,7 +137,7 @@ def test_a_run_is_exported_as_one_file(runs: Path, tmp_path: Path, capsys: pytes
     ]
     assert len(curves) == 3 and "reward/mean" in curves[0]
     assert main(["dashboard", str(runs), "--export", str(file)]) == 2
-    assert "an export is of one run" in capsys.readouterr().err
+    assert "an export takes one run" in capsys.readouterr().err
 
 
 def test_modules_are_linked_in_their_order(tmp_path: Path):
@@ -156,7 +156,7 @@ def test_modules_are_linked_in_their_order(tmp_path: Path):
         linked(tmp_path)
     (tmp_path / "app.js").write_text('import { a } from "./low.js";\n')
     (tmp_path / "low.js").write_text('import { b } from "./app.js";\n')
-    with pytest.raises(UserError, match=r"in a circle: app\.js -> low\.js -> app\.js"):
+    with pytest.raises(UserError, match=r"in a cycle: app\.js -> low\.js -> app\.js"):
         linked(tmp_path)
 
 

@@ -176,7 +176,7 @@ def test_static_files_are_those_of_the_pages(client: TestClient, path: str):
 
 def test_only_loopback_may_do_without_a_token(tmp_path: Path):
     with pytest.raises(
-        UserError, match=r"--host 0\.0\.0\.0 without a token would show the runs to everybody"
+        UserError, match=r"--host 0\.0\.0\.0 without a token would show the runs to anyone"
     ):
         Serving.at(tmp_path, host="0.0.0.0", token="")
     assert Access("t").knows_host("10.0.0.1") is False and Access("t", any_address=True).knows_host(
@@ -191,7 +191,7 @@ def test_what_is_asked_of_a_run_needs_a_header_that_no_form_sends(client: TestCl
     for address, body in (("stop", {"run": "one"}), ("stacks", {"run": "one", "worker": "actor[0]"})):
         assert "x-weft-stop" in client.post(f"/api/{address}", json=body).json()["message"]
         said = client.post(f"/api/{address}", json=body, headers={"x-weft-stop": "yes"})
-        assert said.status_code == 400 and "is not going on: it is done" in said.json()["message"]
+        assert said.status_code == 400 and "is not running: it is done" in said.json()["message"]
         form = {"x-weft-stop": "yes", "content-type": "application/x-www-form-urlencoded"}
         assert client.post(f"/api/{address}", content=b"run=one", headers=form).status_code == 400
 
@@ -262,5 +262,5 @@ def test_a_request_that_does_not_say_its_length_is_refused(client: TestClient):
 
 @pytest.mark.parametrize("port", [-1, 65536, 70000])
 def test_a_port_that_is_none_is_refused(tmp_path: Path, port: int):
-    with pytest.raises(UserError, match=f"--port {port} is no port"):
+    with pytest.raises(UserError, match=f"--port {port} is not a port"):
         Serving.at(tmp_path, port=port)

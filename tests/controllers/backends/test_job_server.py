@@ -155,7 +155,7 @@ def test_a_script_has_the_same_weights_in_process_on_a_local_ray_and_as_a_job(he
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
     assert "sends 2 files of" in there.stderr and "large.bin" not in there.stderr
     assert re.search(
-        r"job same-\S+ succeeded; its runs lie in ~/weft/same on the head node", there.stdout
+        r"job same-\S+ succeeded; its runs are in ~/weft/same on the head node", there.stdout
     )
 
 
@@ -167,7 +167,7 @@ def test_a_job_that_is_stopped_is_resumed(head: Head):
     listed = json.loads(head.weft("jobs", "list", "--json", "--address", head.address).stdout)["jobs"]
     assert job in [one["id"] for one in listed]
     stopped = head.weft("jobs", "stop", job, "--address", head.address).stdout
-    assert f"job {job} stopped; its runs lie in ~/weft/long on the head node" in stopped
+    assert f"job {job} stopped; its runs are in ~/weft/long on the head node" in stopped
 
     [run] = head.runs("long")
     saved = max(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*"))

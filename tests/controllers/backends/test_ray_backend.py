@@ -453,7 +453,7 @@ def test_a_rank_that_hangs_is_named_with_its_node_its_rows_and_where_it_stands(t
     ):
         driver.run()
     assert re.search(
-        r"nobody answered for 600 s\. Waited for: worker reward\[0\], node 'reward\.score', on '\S+', samples \d+, .* "
+        r"no answer for 600 s\. Waited for: worker reward\[0\], node 'reward\.score', on '\S+', samples \d+, .* "
         r"\(called \d+ s ago\)\n"
         r"reward\[0\]: stack \(innermost call first\)\n  File \".*test_ray_backend\.py\", line \d+, in score\n"
         r"\(all threads are at the end of logs/reward_0\.log\)$",

@@ -103,9 +103,7 @@ def test_a_worker_that_hangs_ends_the_run_with_its_stack(tmp_path: Path, clock: 
     with pytest.raises(DeadlineError) as ended:
         hang(tmp_path, Hanging)
     said = str(ended.value)
-    assert said.startswith(
-        "nobody answered for 600 s. Waited for: worker reward[0], node 'reward.score', on "
-    )
+    assert said.startswith("no answer for 600 s. Waited for: worker reward[0], node 'reward.score', on ")
     assert "samples " in said and "reward[0]: stack (innermost call first)" in said
     assert "in waits_for_an_answer" in said and "executor.py" not in said
     assert signal.getsignal(SIGNAL) == before

@@ -51,12 +51,10 @@ def test_calibration_tells_rows_from_tokens_and_has_no_cost_below_zero():
     "text", ["{", "[]", '{"placement": {}}', '{"backend": "RayBackend()", "placement": {"a": {}}}']
 )
 def test_a_run_whose_config_or_timeline_is_damaged_is_named(tmp_path: Path, text: str):
-    with pytest.raises(
-        UserError, match=r"config\.json does not say how many ranks each group had .*No such file"
-    ):
+    with pytest.raises(UserError, match=r"config\.json lacks the ranks of each group .*No such file"):
         calibrate(tmp_path)
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UserError, match=r"config\.json does not say how many ranks each group had"):
+    with pytest.raises(UserError, match=r"config\.json lacks the ranks of each group"):
         calibrate(tmp_path)
     (tmp_path / "timeline.parquet").write_text("no table")
     with pytest.raises(UserError, match=r"the timeline of .*timeline\.parquet cannot be read"):

@@ -47,7 +47,7 @@ def toy_graph(actor_class: Any = ToyActor, every: int = 1) -> tuple[Graph, Mappi
 @pytest.mark.parametrize(
     ("argument", "value", "wanted"),
     [
-        ("graph", toy_grpo, "what a @weft.graph function returns when it is called with a source"),
+        ("graph", toy_grpo, "the result of calling a @weft.graph function with a source"),
         ("schedule", Synchronous, "a value such as weft.Synchronous(steps=100)"),
         ("buffer", {"max_rows": 3}, "a weft.BufferConfig(...)"),
         ("checkpoint", 3, "a weft.CheckpointConfig(every=...)"),

@@ -160,14 +160,14 @@ def test_groups_of_ranks_are_chosen_anew_for_each_optimizer_step(tmp_path: Path)
 def test_costs_of_other_ranks_are_refused_before_anything_starts(tmp_path: Path):
     pipeline = PipelineCost(stages=2, microbatch_tokens=12, per_token_s=0.1)
     with pytest.raises(
-        UserError, match="is of a pipeline of 2 stages, and a replica of 'actor' has 1 of the ranks"
+        UserError, match="is for a pipeline of 2 stages, but a replica of 'actor' has 1 ranks"
     ):
         seconds_of_an_update(tmp_path, pipeline, 1, (20, 20))
     shared = SequenceParallelCost(ranks=4, memory_tokens=100, per_token_s=0.01)
-    with pytest.raises(UserError, match="is of 4 ranks, and a replica of 'actor' has 2 of the ranks"):
+    with pytest.raises(UserError, match="is for 4 ranks, but a replica of 'actor' has 2 ranks"):
         seconds_of_an_update(tmp_path, shared, 2, (20, 20))
     actor: Any = group(ActorWorker, model="m")
     with pytest.raises(
-        UserError, match="of a pipeline of 2 stages, and its group has pipeline_parallel=1"
+        UserError, match="for a pipeline of 2 stages, but its group has pipeline_parallel=1"
     ):
         Simulated(CostModel(nodes={"actor.update": pipeline})).check(apart(1, 1), {"actor": actor})

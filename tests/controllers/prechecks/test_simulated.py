@@ -333,7 +333,7 @@ def test_colocated_groups_with_devices_load_and_unload(tmp_path: Path):
 
 
 def test_a_wait_that_is_too_long_is_one_here_too(tmp_path: Path):
-    with pytest.raises(DeadlineError, match=r"nobody answered for 50 s.*rollout.generate"):
+    with pytest.raises(DeadlineError, match=r"no answer for 50 s.*rollout.generate"):
         run(
             tmp_path,
             Synchronous(steps=1, prompts_per_step=2),

@@ -165,7 +165,7 @@ def test_a_cost_of_another_pipeline_is_refused():
             lambda config, update, costs: chunks_of(config, update.node, costs),
         ):
             with pytest.raises(
-                UserError, match=f"of 2 stages, and its group has pipeline_parallel={stages}"
+                UserError, match=f"of 2 stages, but its group has pipeline_parallel={stages}"
             ):
                 refuse(a_pipeline(stages), UPDATE, CostModel(nodes={"actor.update": cost}))
 

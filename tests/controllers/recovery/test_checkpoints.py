@@ -83,7 +83,7 @@ def test_an_evaluation_that_was_under_way_at_a_checkpoint_is_given_up_and_that_o
     report = check_log(tmp_path / "run" / "buffer")
     assert not report.violations
     given_up = report.graphs["eval"].dropped.get("given up", 0)
-    assert given_up and "was under way, and is given up" in said
+    assert given_up and "was still running, and is discarded" in said
     assert [row["step"] for row in metrics if "eval/reward/mean" in row][-1] == 9
     assert all(row["eval/rollout/tokens"] >= 2 for row in metrics if "eval/reward/mean" in row), (
         "none is of half its rows"
@@ -478,12 +478,12 @@ def test_a_run_whose_log_is_lost_goes_on_from_weights_and_its_place_in_the_data(
     else:
         log.unlink() if loss == "gone" else shutil.rmtree(log.parent)
     with pytest.raises(
-        UserError, match=r"no checkpoint of the run is sound: .*\. resume='weights' goes on"
+        UserError, match=r"no checkpoint of the run is sound: .*\. resume='weights' continues"
     ):
         run(tmp_path, schedule, resume="latest")
     weights, metrics = run(tmp_path, schedule, resume="weights", progress=True)
     first = capsys.readouterr().out.splitlines()[0]
-    assert "with weights alone: the log is given up" in first
+    assert "with weights alone: the log and the responses" in first
     assert first == json.loads((tmp_path / "run" / "config.json").read_text())["origin"]
     assert [row["step"] for row in metrics] == list(range(10))
     groups = [group for group, _ in weights]
@@ -498,7 +498,9 @@ def test_a_run_whose_log_is_lost_goes_on_from_weights_and_its_place_in_the_data(
 def test_a_run_under_another_kind_of_schedule_is_told_how_to_go_on(tmp_path: Path):
     with pytest.raises(Killed):
         run(tmp_path, SCHEDULES[0], kill_at=3)
-    with pytest.raises(UserError, match=r"under Synchronous, not Pipelined: .* resume='weights' goes on"):
+    with pytest.raises(
+        UserError, match=r"under Synchronous, not Pipelined: .* resume='weights' continues"
+    ):
         run(tmp_path, SCHEDULES[1], resume="latest")
 
 

@@ -172,7 +172,7 @@ def test_a_copy_that_fails_is_said_and_tried_again_until_it_is_there(tmp_path: P
     copies.close(30.0)
     *failures, done = copies.take_notes()
     assert len(failures) == 2 and all(
-        "the service is not available" in one and "tried again" in one for one in failures
+        "the service is not available" in one and "retrying" in one for one in failures
     )
     assert "checkpoint of step 9 was copied to fake://runs/run" in done and copies.copied == [9]
     assert remote_of(bucket).steps() == [9] and copies.take_notes() == []
@@ -199,7 +199,7 @@ def test_a_later_checkpoint_does_not_wait_out_the_pause_of_one_that_failed(
     bucket.fails = lambda path: True
     copies = Copies(saved(tmp_path), remote_of(bucket), first_pause_s=600.0)
     copies.add(6)
-    until(lambda: any("tried again in 600 s" in note for note in copies.take_notes()))
+    until(lambda: any("retrying in 600 s" in note for note in copies.take_notes()))
     bucket.fails = lambda path: False
     copies.add(9)
     copies.close(60.0)
@@ -262,7 +262,7 @@ def test_the_end_does_not_wait_for_a_copy_that_was_given_up(tmp_path: Path, buck
     copies.add(9)
     copies.close(60.0)
     [said] = copies.take_notes()
-    assert "step 9 could not be copied" in said and "tried again" not in said
+    assert "step 9 could not be copied" in said and "retrying" not in said
 
 
 def test_a_new_run_does_not_take_the_place_of_the_copy_of_another(tmp_path: Path):
@@ -374,8 +374,8 @@ def test_a_mistyped_address_is_refused_rather_than_taken_for_a_folder(
 
 def test_an_address_with_a_password_and_one_that_is_none_are_refused(tmp_path: Path):
     for address, says in (
-        ("s3://me:secret@bucket/x", "by the environment"),
-        ("s3://me:secret@[bucket/x", "by the environment"),
+        ("s3://me:secret@bucket/x", "through the environment"),
+        ("s3://me:secret@[bucket/x", "through the environment"),
         ("", "is empty"),
         ("gopher://x/y", "cannot be used"),
     ):

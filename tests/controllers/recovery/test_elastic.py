@@ -252,7 +252,7 @@ def test_a_group_without_any_rank_is_waited_for(
         "'rollout' has 0 of at least 1 ranks; waiting for rollout[0] (no room for it), rollout[1] (no room for it), 50 s at most"
         in said
     )
-    assert "'rollout' has the ranks that it needs again" in said
+    assert "'rollout' has enough ranks again" in said
 
 
 def test_the_others_go_on_while_a_rank_is_waited_for(tmp_path: Path):
@@ -281,7 +281,7 @@ def test_a_rank_that_does_not_come_up_is_tried_again_after_longer_and_longer(
     tries = [at for at, _ in backend.starts]
     pauses = [b - a for a, b in itertools.pairwise(tries)]
     assert len(tries) > 4 and pauses == sorted(pauses) and pauses[-1] >= 16
-    assert "worker rollout[1] did not come up, and is tried again later; gone" in capsys.readouterr().out
+    assert "worker rollout[1] did not start, and is retried later; gone" in capsys.readouterr().out
 
 
 def test_ranks_that_die_while_they_take_weights_over_never_end_the_run(tmp_path: Path):

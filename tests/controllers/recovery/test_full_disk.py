@@ -124,7 +124,7 @@ def test_a_full_disk_pauses_a_run_and_nothing_is_lost(
     ) as driver:
         metrics = driver.run()
         weights = driver.call(actor, "weights")[0]
-    assert "paused, for want of room on the disk: " in capsys.readouterr().out
+    assert "paused because the disk is full: " in capsys.readouterr().out
     assert [row["step"] for row in metrics] == list(range(schedule.steps + 1))
     assert len(weights) == 2 * len(trained(weights)) == 2 * 3 * schedule.steps
     assert not check_log(small / "run" / "buffer").violations
@@ -142,7 +142,7 @@ def test_a_pause_ends_when_the_run_is_asked_to_end(tmp_path: Path):
         can_be_ended(True),
         pytest.raises(
             RunError,
-            match=r"No space left on device: 'metrics.parquet'; the run waited \d+ s for room in ",
+            match=r"No space left on device: 'metrics.parquet'; the run waited \d+ s for space in ",
         ),
     ):
         assert ask_to_end(signal.SIGTERM)

@@ -114,7 +114,7 @@ def test_one_response_to_a_prompt_is_refused_where_responses_are_compared(
     estimator: Estimator, tmp_path: Path
 ):
     with pytest.raises(
-        UserError, match=r"'group_advantages' .*n=1 samples one response to each.* Set n=2 or more"
+        UserError, match=r"'group_advantages' .*n=1 samples one response each.* Set n=2 or more"
     ):
         Driver(recorded(n=1, estimator=estimator), schedule=Synchronous(steps=1), root=tmp_path)
     Driver(recorded(n=2, estimator=estimator), schedule=Synchronous(steps=1), root=tmp_path)

@@ -107,7 +107,7 @@ def test_a_tracker_that_shows_no_sign_of_life_is_said_once(
     finally:
         clock.now = 1e9
         one.end(finished=False)
-    assert len(said) == 1 and "has shown no sign of life for 60 s. The run goes on" in said[0]
+    assert len(said) == 1 and "has not responded for 60 s. The run continues" in said[0]
 
 
 def test_an_endpoint_that_fails_is_said_once_and_left_alone(tmp_path: Path):
@@ -134,7 +134,7 @@ def test_an_endpoint_that_fails_is_said_once_and_left_alone(tmp_path: Path):
             ("prometheus",),
             "'prometheus' is the endpoint of a Ray cluster, so it needs backend=RayBackend()",
         ),
-        ("wandb", r"trackers='wandb' is a text; it is a sequence of names: trackers=\('wandb',\)"),
+        ("wandb", r"trackers='wandb' is text, but must be a sequence of names: trackers=\('wandb',\)"),
         (("my_module:Mine", "my_module:Mine"), "'my_module:Mine' is named twice"),
         ((3,), "there is no 3"),
     ],
