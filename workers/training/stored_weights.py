@@ -339,10 +339,8 @@ def _some(names: Sequence[str]) -> str:
 # `transformers` knows how to cut and rename tensors when it saves a model. That code runs once on
 # meta tensors with copies turned into views, so the strides of each result show its box:
 #
-#     in memory                                       in the checkpoint
-#     layers.0.mlp.experts.gate_up_proj (8, 28, 16)   layers.0.block_sparse_moe.experts.3.w1.weight
-# (14, 16)
-#         box [3:4, 0:14, 0:16]                   ->      all of it
+#     layers.0.mlp.experts.gate_up_proj (8, 28, 16), box [3:4, 0:14, 0:16]
+#         -> all of layers.0.block_sparse_moe.experts.3.w1.weight (14, 16)
 #
 # Tensors that need arithmetic (joined parts, interleaved rows) keep their name in memory. Receivers
 # that load with `transformers` know it; vLLM refuses it by name.
