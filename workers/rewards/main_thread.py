@@ -89,7 +89,7 @@ class Child:
             returned, value, trace = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             self._end_as_child_did()
-        except BaseException:  # the call is abandoned, and the next one must not get its reply
+        except BaseException:  # abandon the call: the next one must not get its reply
             self.close()
             raise
         if returned:
