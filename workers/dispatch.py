@@ -200,7 +200,7 @@ class RowCost:
 def row_cost_of(model: str | Path) -> RowCost:
     """Return the row cost of a model, in multiplications counted from its settings.
 
-    A token costs its multiplications in linear layers and head, and those with the L / 2 tokens
+    A token costs its multiplications in linear layers and head, and with the L / 2 tokens
     that it attends to on average. Attention in layers with a window counts as free. A model with
     incomplete settings gets a cost of one per token.
     """

@@ -344,7 +344,7 @@ class RolloutWorker(Worker):
         )
 
     def new_engine(self, **settings: Any) -> GenerationEngine:
-        """Create the generation engine. A subclass may return another one."""
+        """Create the generation engine. A subclass may replace it."""
         if self.config.engine == "vllm":
             return VllmEngine(str(self._folder), self.config, routes=self.config.routes, **settings)
         return TransformersEngine(

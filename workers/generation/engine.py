@@ -122,7 +122,7 @@ class GenerationEngine(Protocol):
 
 
 MARGIN = 16
-"""Extra tokens to decode before those that can hold the stop string, because the first decoded
+"""Extra tokens to decode before a possible stop string, because the first decoded
 token may lose a space."""
 
 

@@ -268,7 +268,7 @@ def _load_processor(folder: Path) -> Any:
 
 
 # Vision: how a `transformers` model reads a prompt with images. The model's own forward pass
-# replaces all image tokens, including those that a policy sampled in its response. Here only given
+# replaces all image tokens, even if a policy sampled them in its response. Here only given
 # positions are replaced; the tower, embeddings, positions (`get_rope_index`) and layers are the
 # model's own. `training/agreement.py` compares the result with the model's own forward pass.
 

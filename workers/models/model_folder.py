@@ -133,7 +133,7 @@ def read_index(file: Path) -> dict[str, str]:
 
 
 def read_stop_tokens(model: str | Path) -> tuple[int, ...]:
-    """Return the ids that end a response: those in the model's settings, and those at the end of
+    """Return the ids that end a response, from the model's settings and from the end of
     training texts."""
     named = _named_stop_tokens(model)
     return (*named, *(token for token in _end_tokens(model) if token not in named))

@@ -84,7 +84,7 @@ def growth_told(folder: Path, advance: Callable[[], None]) -> Iterator[None]:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Return the bytes of the files in a folder, which may be missing or renamed meanwhile."""
+    """Return the bytes of the files in a folder, which may be missing or renamed."""
     total = 0
     for path, _, names in os.walk(folder):  # os.walk ignores a missing folder
         for name in names:

@@ -478,6 +478,6 @@ def _shown(value: object) -> str:
 
 
 def name_of(function: Any) -> str:
-    """Return a readable name: the function's, a partial's function's, or a callable object's class's."""
+    """Return a readable name of a function, a partial's function, or a callable object's class."""
     inner = getattr(function, "func", function)
     return getattr(inner, "__qualname__", type(inner).__name__)

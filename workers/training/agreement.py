@@ -35,7 +35,7 @@ from .packed_sequences import PackedSequences, SharedPrompts
 from .response_model import ResponseModel, follows_length
 from .routers import Router, Routers, Routing, find_routers
 
-# Lent weights: run forward passes of a model without weights by lending it those of a sharded
+# Lent weights: run forward passes of a model without weights by lending it the weights of a sharded
 # model. A layer's weights are gathered only while the layer runs. Weights outside of layers
 # (embeddings, last norm, head), or all weights on a single rank, are lent for the whole time.
 

@@ -82,7 +82,7 @@ class ModelConfig(Config):
     computed from logits are float32 either way. Choose "bfloat16" on GPUs: a pass takes half the
     time and memory."""
     gradients: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which ranks reduce gradients; each rank keeps its shard in float32. Choose
+    """Dtype of gradients when ranks reduce them; each rank keeps its shard in float32. Choose
     "bfloat16" (only with dtype="bfloat16") where the network between ranks is slow or gathered
     gradients do not fit. It halves traffic and memory, but rounds every sum over microbatches and
     ranks."""
@@ -220,7 +220,7 @@ head's value *before* the token, as a critic predicts. "rewards": a scalar head'
 sequence up to and *including* the token; the last reward covers the whole sequence."""
 
 Recomputed = bool | Annotated[int, Field(ge=1)] | Literal["elementwise"]
-"""Activations to recompute in the backward pass: none, those of all layers, of every n-th layer, or
+"""Activations to recompute in the backward pass: none, of all layers, of every n-th layer, or
 all but the results of matrix products and attention, which take the most time."""
 
 FINAL_RATIO = 0.1
@@ -338,7 +338,7 @@ class TrainingEngine(Protocol):
 
     def logprobs(self, batch: Batch, *, adapter: bool = True) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probability of each response token: `(values [T] float32 nats, cu_seqlens
-        [rows + 1])`. `adapter=False` computes those of the model without its adapter."""
+        [rows + 1])`. `adapter=False` uses the model without its adapter."""
         ...
 
     def logprobs_and_entropies(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

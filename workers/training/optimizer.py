@@ -62,7 +62,7 @@ class PlainMoments(torch.optim.AdamW):
 
 class HostMoments(PlainMoments):
     """AdamW with moments in host memory, pinned if the device is a GPU. A step updates parameters
-    part by part: while one part is computed, the moments of the next arrive and those of the last
+    part by part: while one part is computed, the moments of the next part arrive and the last
     one leave. Results are identical to AdamW.
 
     Args:

@@ -7,7 +7,7 @@ attention   all tokens, each rank its heads                  [1, heads / ranks, 
 exchange    and back
 head        each rank its tokens; results are gathered, so every rank computes the same loss
 
-Weights are sharded over all ranks. A rank's gradient is that of its tokens, and through the
+Weights are sharded over all ranks. A rank's gradient covers its tokens, and through the
 exchanges also of other ranks' results that depend on them. So the loss gradient is the sum over the
 ranks of a replica, as over replicas.
 """

@@ -2,7 +2,7 @@
 
 style in the plan                    part of each rank
 colwise                              rows of the weight: some outputs, which stay on the rank
-rowwise                              columns of the weight for its inputs; outputs are summed over ranks
+rowwise                              columns of the weight for its inputs; outputs are summed
 colwise_gather_output, colwise_rep   like colwise, but outputs are gathered
 rowwise_split_input, rowwise_rep     like rowwise, from an input that all ranks have
 replicated_with_grad_allreduce       the whole weight, applied to the rank's heads; gradients are
