@@ -185,9 +185,7 @@ class _Meeting:
         nonce = self._read("nonce/0")
         self.store.set(f"nonce/{rank}", own)
         self.store.set(f"proof/{rank}", self.rendezvous.proof(f"rank {rank}", nonce))
-        self._wait_for(
-            f"proof/0/{rank}", lambda: "rank 0, which admits ranks in order, each after all before it"
-        )
+        self._wait_for(f"proof/0/{rank}", lambda: "rank 0 (which admits ranks in order)")
         if not hmac.compare_digest(
             self._read(f"proof/0/{rank}"), self.rendezvous.proof(f"rank 0 to {rank}", own)
         ):

@@ -81,7 +81,7 @@ def test_the_defaults_of_transformers_are_taken_when_a_worker_starts(tmp_path: P
         ),
         (
             {"model_type": "bart", "is_encoder_decoder": True},
-            "models of type 'bart' read with an encoder",
+            "models of type 'bart' have an encoder",
         ),
         (
             {"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}},

@@ -178,8 +178,8 @@ class ModelConfig(Config):
         for name in ("tensor_parallel", "sequence_parallel", "pipeline_parallel"):
             if getattr(self, name) > 1 and sees_images(settings):
                 raise UserError(
-                    f"{name}={getattr(self, name)}: model {str(self.model)!r} (type {settings['model_type']!r}) sees images, and its ranks "
-                    "share neither layers nor tokens yet; leave it at 1"
+                    f"{name}={getattr(self, name)}: model {str(self.model)!r} (type {settings['model_type']!r}) reads images, and "
+                    "ranks cannot share its layers or tokens yet; leave it at 1"
                 )
         if self.engine is not None:
             _check_call(self.engine)

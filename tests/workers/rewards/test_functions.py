@@ -276,7 +276,7 @@ def test_a_judge_is_asked_again_when_it_is_busy_and_its_failure_is_the_samples(
         ([(401, {"error": "bad key"})], r"answered 401: .*bad key"),
         ([(500, "no")] * 4, r"answered 500: .* \(4 times\)"),
         ([(200, "I cannot say")], "gave no score: 'I cannot say'"),
-        ([(200, {"choices": []})], "answered in no OpenAI format"),
+        ([(200, {"choices": []})], "did not answer in OpenAI's format"),
     ]
     for replies, message in cases:
         OpenAI.replies = list(replies)
