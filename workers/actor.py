@@ -103,8 +103,6 @@ class ActorConfig(TrainedConfig):
 
 
 def _may_read(loss: Loss) -> tuple[str | Column, ...]:
-    """Return the columns that an update uses if they exist: optional columns of the loss and of the
-    metrics."""
     return (*loss_may_read(loss), TEMPERATURE, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, ROUTES)
 
 
@@ -355,6 +353,7 @@ def _agree(leader: Handle, followers: list[Handle]) -> None:
     ]
     published = given.lora.published
     if published is None:
+        # Merging loses small updates only in bfloat16, and every follower can load merged weights.
         published = "adapter" if given.dtype == "bfloat16" and not refusals else "merged"
     elif published == "adapter" and refusals:
         follower, reason = refusals[0]

@@ -85,6 +85,7 @@ class AdaptiveKlWorker(Worker):
     def save_checkpoint(self, path: str | Path) -> float:
         """Write the coefficient to a new folder. It is complete on return, so training waits 0
         seconds."""
+        # All ranks hold the same coefficient.
         if self.context.rank == 0:
             Path(path).mkdir(parents=True)
             Disk().write_whole(Path(path) / _FILE, json.dumps({"value": self.coefficient.value}).encode())

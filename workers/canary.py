@@ -80,6 +80,7 @@ def check_canary(
     own = np.array([value for response in canary.logprobs for value in response])
     gap = float(np.abs(own - logprobs).mean())
     bound = LARGEST_GAP if exact and canary.exact else LARGEST_HALF_GAP
+    # Also true for nan.
     if not gap <= bound:
         raise WeightSyncError(
             f"weights version {version}: the log-probabilities of {receiver} for {len(own)} "

@@ -90,6 +90,7 @@ class Dispatch:
         return f"Dispatch.{self.name}"
 
     def __reduce__(self) -> str | tuple[object, ...]:
+        # Pickle built-in protocols by name, so that they stay identical in other processes.
         named = getattr(Dispatch, self.name, None)
         return (
             (getattr, (Dispatch, self.name))
@@ -214,10 +215,13 @@ def row_cost_of(model: str | Path) -> RowCost:
     hidden, layers, vocabulary, inner = (int(settings[name]) for name in names)
     heads, of_head = num_heads(settings) or 0, head_dim(settings) or 0
     queries, keys = heads * of_head, int(settings.get("num_key_value_heads") or heads) * of_head
+    # A mixture computes only the chosen experts.
     inner = _active(settings) or inner
+    # Projections of queries, outputs, keys and values; three matrices of the MLP; the head.
     linear = layers * (2 * hidden * (queries + keys) + 3 * hidden * inner) + hidden * vocabulary
     kinds = settings.get("layer_types") or ["full_attention"] * layers
     full = sum(kind == "full_attention" for kind in kinds)
+    # Scores and weighted values each take L / 2 * queries multiplications per token and layer.
     return RowCost(linear / (full * queries)) if full and queries else RowCost()
 
 

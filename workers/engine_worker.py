@@ -76,8 +76,10 @@ class EngineWorker(Worker):
         make = config.engine
         if make is None:
             from .training.fsdp import FsdpEngine as make
+        # An independent rank must not wait for others at a rendezvous.
         where = replace(context, rank=0, world_size=1, rendezvous=None) if alone else context
         self.engine: TrainingEngine = make(config, where, training, head=head)
+        # Report an incomplete engine here rather than in the middle of a run.
         missing = [
             name for name in vars(TrainingEngine) if name[0] != "_" and not hasattr(self.engine, name)
         ]

@@ -81,6 +81,7 @@ class ReferenceWorker(EngineWorker):
         """
         from ..resharding.incoming import open_weights
 
+        # Stays False if the update fails.
         self._whole = False
         with open_weights(weights.to(f"{self.context.name}[{self.context.rank}]")) as incoming:
             checksum = self.engine.receive_weights(incoming)

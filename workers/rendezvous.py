@@ -107,12 +107,14 @@ class Rendezvous:
         store = self._connect(group, rank, deadline)
         meeting = _Meeting(self, store, group, deadline)
         nonce = meeting.let_in(range(1, ranks)) if rank == 0 else meeting.come(rank)
+        # A process without the secret cannot guess the prefix of the group's keys.
         return PrefixStore(self.proof("keys", nonce), store)
 
     def _connect(self, group: str, rank: int, deadline: float) -> Store:
         from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         timeout = timedelta(seconds=self.timeout_s)
+        # The store takes over the descriptor of the socket.
         listening = self.taken.detach() if self.taken is not None else None
         try:
             if rank:

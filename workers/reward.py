@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 LONGEST_TEXT = 400
 """Characters of a prompt or response that a message shows."""
+# Frames below this folder belong to Weft, not to the user's code.
 _LIBRARY = str(Path(__file__).parent.parent / "workers")
 
 
@@ -227,6 +228,7 @@ class RewardWorker(Worker):
         try:
             with _working_directory_kept():
                 for done in scoring.run():
+                    # Avoid copying the batch if all samples finish at once.
                     rows = samples if len(done) == len(samples) else samples.take([*done])
                     outcomes = [*done.values()]
                     yield (
@@ -239,7 +241,6 @@ class RewardWorker(Worker):
             raise self._blamed(samples, scoring.failed)
 
     def _written(self, rows: Batch, outcomes: Sequence[Outcome], into: str) -> Batch:
-        """Return the rows with the columns of `RewardConfig.columns`."""
         rewards = self.config.rewards
         columns: dict[str, Any] = {into: [outcome.reward for outcome in outcomes]}
         if len(rewards) > 1:
@@ -356,7 +357,6 @@ def _raised_at(error: BaseException) -> str:
 
 
 def _short(text: str) -> str:
-    """Shorten a text for a message: keep its beginning and end."""
     return repr(
         text
         if len(text) <= LONGEST_TEXT

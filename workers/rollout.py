@@ -414,11 +414,13 @@ class RolloutWorker(Worker):
             for index in range(n)
             if index not in made[row]
         ]
+        # Number of unfinished responses of each prompt.
         left = Counter(request.request_id // n for request in requests)
         given_up: list[int] = []
         with (
             self._counted(),
             contextlib.closing(self.engine.generate(requests, sampling)) as steps,
+            # send() raises StopIteration when the engine has finished
             contextlib.suppress(StopIteration),
         ):
             while True:
@@ -446,6 +448,7 @@ class RolloutWorker(Worker):
             WeightSyncError: the bytes differ from the published ones, or do not fit the model.
         """
         weights = weights.to(f"{self.context.name}[{self.context.rank}]")
+        # vLLM's own backends write directly into the model, so they cannot stage.
         if self._generating and self._doubles and not weights.backend:
             return self._stage(weights, recompute)
         return self._take(weights, recompute)
@@ -515,7 +518,6 @@ class RolloutWorker(Worker):
         return _hash(self.context.seed, group_id, *draw, index, content=prompt_ids.tobytes())
 
     def _images_of(self, prompts: Batch) -> list[list[Any]]:
-        """Return the image buffers of each row."""
         if IMAGES not in prompts:
             return [[] for _ in range(len(prompts))]
         return [[image.as_buffer() for image in row.values or ()] for row in prompts[IMAGES]]

@@ -69,6 +69,7 @@ def dispatch_of(worker_class: type, method: str) -> Dispatch | None:
     """Return the dispatch protocol of a worker's method, or of the method that it overrides; None
     if it is not remote."""
     for each in worker_class.__mro__:
+        # An override without @remote inherits the protocol.
         dispatch = getattr(vars(each).get(method), "__dispatch__", None)
         if dispatch is not None:
             return dispatch

@@ -153,6 +153,7 @@ class StopStrings:
         text = self._decode(tail)
         if not any(stop in text for stop in self._stop):
             return False
+        # The text without the last token may contain an earlier occurrence.
         before = self._decode(tail[:-1])
         return any(text.count(stop) > before.count(stop) for stop in self._stop)
 

@@ -238,6 +238,7 @@ class TransformersEngine:
 
             serve_adapter(self.model, adapter)
         self.model.to(self._device).eval().requires_grad_(False)
+        # torch's own attention ignores soft caps.
         if caps_scores(self.model):
             self.model.set_attn_implementation("eager")
         self._max_context = max_context or self.model.config.get_text_config().max_position_embeddings
@@ -373,6 +374,7 @@ class TransformersEngine:
         batch, logits = self._prefill(requests, sampling.max_tokens, routes)
         computed_under = self.version
         for position in range(sampling.max_tokens):
+            # Forbid stop tokens before min_tokens.
             if position < sampling.min_tokens and len(stops):
                 logits = logits.index_fill(-1, torch.from_numpy(stops).to(logits.device), -torch.inf)
             sampled, sampled_logprobs = draw_tokens(logits, sampling, draws.at(position, alive))
@@ -406,6 +408,7 @@ class TransformersEngine:
                 keep = torch.from_numpy(np.flatnonzero(~done)).to(self._device)
                 batch.keep(keep)
                 sampled = sampled[keep]
+            # `recompute` was called: prefill again with the current weights.
             if computed_under < self._oldest_keys:
                 computed_under = self.version
                 so_far = [
@@ -482,7 +485,6 @@ class TransformersEngine:
         return rows, logits
 
     def _with_images(self, given: dict[str, Tensor], shown: Shown, inside: Tensor) -> dict[str, Tensor]:
-        """Return model arguments for left-padded prompts with image features."""
         backbone, input_ids = self.model.base_model, given["input_ids"]
         own = positions(backbone, input_ids, shown, inside)
         return {
@@ -506,7 +508,6 @@ class TransformersEngine:
         return logits, taken
 
     def _recorded(self) -> AbstractContextManager[Routers | None]:
-        """Return a context that records the routes of a pass, if enabled."""
         return nullcontext() if self._routers is None else self._routers.recorded()
 
 

@@ -97,7 +97,6 @@ def _misplaced(images: int, places: int, token: int, model: str | Path) -> str:
 
 
 def _counts(source: Source, column: str) -> np.ndarray:
-    """Return the number of items in each row of a list column."""
     chunks = [
         chunk.value_lengths().fill_null(0).to_numpy() for chunk in source.table.column(column).chunks
     ]

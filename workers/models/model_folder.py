@@ -64,6 +64,7 @@ def _check_types(model: str | Path, file: Path, config: Mapping[str, Any]) -> No
         UserError: a setting has a wrong type; the message names file, setting, value and expected
             type.
     """
+    # Setting -> expected type for messages, and its check.
     wanted: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "model_type": ("text", lambda value: isinstance(value, str)),
         "text_config": ("an object", lambda value: isinstance(value, Mapping)),

@@ -300,7 +300,6 @@ def _check_room(listing: FolderListing, cache: Path) -> None:
 
 
 def _remove_old(cache: Path) -> None:
-    """Remove old copies, finished or not."""
     oldest = time.time() - MAX_AGE_S
     for path in cache.iterdir():
         with suppress(OSError):  # owned by another user, or gone

@@ -49,6 +49,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         first = opened.read(8)
         start = 8 + int.from_bytes(first, "little")
         if len(first) < 8 or start > size:
+            # A clone without Git LFS has a small text file in place of the weights.
             if (first + opened.read(len(_POINTER))).startswith(_POINTER):
                 raise ValueError(
                     f"{file} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`"
@@ -67,6 +68,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
             f"{file} is damaged or not a safetensors file: the header cannot be read"
         ) from None
     end = max((entry.end for entry in entries.values()), default=start)
+    # An interrupted download can have a complete header.
     if end != size:
         raise ValueError(f"{file} is {size} bytes, not {end} as its header says; fetch or copy it again")
     for name, entry in entries.items():
@@ -178,6 +180,8 @@ def _not_only_tensors(file: Path) -> str:
             with file.open("rb") as opened:
                 found = _foreign_names(opened)
                 with suppress(ValueError):
+                    # After the magic number: protocol, system information, tensors and storage
+                    # keys.
                     for _ in range(4):
                         found += _foreign_names(opened)
     except (OSError, ValueError, zipfile.BadZipFile) as error:
@@ -190,7 +194,6 @@ def _not_only_tensors(file: Path) -> str:
 
 
 def _pickle_in(archive: zipfile.ZipFile) -> str:
-    """Return the name of the pickle in an archive of `torch.save`."""
     for name in archive.namelist():
         if name.endswith("data.pkl"):
             return name

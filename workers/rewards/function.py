@@ -201,7 +201,6 @@ class Reward(Config):
 
     @property
     def _columns(self) -> list[inspect.Parameter]:
-        """Parameters that are columns."""
         given = (
             (str(RESPONSE),)
             if self.signature is None
@@ -432,6 +431,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
         def stands_for(*_: Any, **__: Any) -> None: ...
 
+        # `inspect` then removes the fixed arguments of the partial.
         stands_for.__signature__ = signature_of(function.func)  # pyright: ignore[reportFunctionMemberAccess]
         return inspect.signature(functools.partial(stands_for, *function.args, **function.keywords))
     if inspect.ismethod(function):

@@ -129,6 +129,7 @@ class Judge(Config):
         if not found:
             raise RuntimeError(f"the judge {self.model} gave no score: {reply[-300:]!r}")
         worst, best = self.scale
+        # Judges may mention scores while they reason; the last one counts.
         share = (float(found[-1]) - worst) / (best - worst)
         return min(max(share, 0.0), 1.0)
 
@@ -170,6 +171,7 @@ class Judge(Config):
     def _client(self) -> Any:
         import httpx
 
+        # Redirects could send the key to another host. `Reward.concurrency` limits connections.
         return httpx.AsyncClient(limits=httpx.Limits(max_connections=None), follow_redirects=False)
 
     async def aclose(self) -> None:
@@ -186,6 +188,7 @@ class Judge(Config):
         return {"Authorization": f"Bearer {key}"}
 
     def __getstate__(self) -> dict[Any, Any]:
+        # Connections cannot be pickled.
         state = super().__getstate__()
         return {**state, "__dict__": {k: v for k, v in state["__dict__"].items() if k != "_client"}}
 

@@ -177,6 +177,7 @@ class Scoring:
         try:
             while pending:
                 finished, _ = wait(pending, timeout=PART_S, return_when=FIRST_COMPLETED)
+                # With a deadline every call ends, so a responsive loop counts as progress.
                 if finished or (self._deadline_s is not None and self._calls.is_alive()):
                     self._context.advance()
                 for future in finished:
@@ -251,7 +252,6 @@ class Scoring:
             )
 
     def _total(self, scores: Mapping[int, SampleScore]) -> float:
-        """Return the weighted sum of the rewards that apply to a sample."""
         return sum(
             reward.weight * s.value
             for f, reward in enumerate(self._rewards)
@@ -276,7 +276,6 @@ class Scoring:
 
     @property
     def _callbacks(self) -> Mapping[str, Callable[..., None]]:
-        """The logging callbacks that TRL passes to reward functions."""
         return {"log_extra": lambda name, values: None, "log_metric": self._log}
 
     def _log(self, name: str, value: float) -> None:

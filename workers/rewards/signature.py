@@ -42,6 +42,7 @@ ANSWERS = ("solution", "ground_truth", "label", "target", "answer")
 used."""
 MESSAGES = "prompt_messages"
 """Column with a prompt's messages, if the file has them."""
+# Columns that functions with `**columns` get in another form, or not at all.
 _OURS = {*map(str, (PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS, *IDENTITY)), MESSAGES}
 
 
@@ -225,6 +226,7 @@ def _of_slime(samples: Samples) -> Mapping[str, Sequence[Any]]:
             for reason in samples.or_else(str(FINISH_REASON), "stop")
         ],
     }
+    # Attributes that are None in slime's samples during scoring.
     unset = dict.fromkeys(
         ("reward", "loss_mask", "rollout_log_probs", "train_metadata", "custom_rm_path")
     )
@@ -298,6 +300,7 @@ VERIFIERS = Signature(
     reads=(*_TEXTS, "answer", "info"),
     missing=("parser", "judge", "client"),
 )
+# OpenRLHF's marks include one of TRL's, so the order matters.
 SIGNATURES = (
     SLIME,
     SLIME_BATCH,

@@ -145,6 +145,7 @@ def pass_bytes(
     response = ResponseModel(skeleton.causal_lm, scalar=head != "logprobs").to(getattr(torch, dtype))
     packs = may_pack(skeleton.causal_lm)
     attention = NAME if packs else "sdpa"
+    # Without weights there is nothing to compare, so assume that the fastest way works.
     Agreement(packs, shares_prompts=False, attention=attention, head_form=HeadForm(), routers=()).put_on(
         response
     )
@@ -202,5 +203,6 @@ def _peak(
         del outputs, hidden  # free them before the backward pass
         if trains:
             result.sum().backward()
+        # float32 gradients of earlier microbatches
         gradients = sum(4 * p.numel() for p in parameters) if stays and trains else 0
         return live.peak + gradients

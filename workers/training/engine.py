@@ -183,6 +183,7 @@ class ModelConfig(Config):
                 )
         if self.engine is not None:
             _check_call(self.engine)
+        # Other engines may train dtypes that FsdpEngine does not support.
         check_weights(self.model, trained=self.engine is None)
         if self.pipeline_parallel > 1 and self.engine is None:
             raise UserError(
@@ -290,6 +291,7 @@ class OptimizerConfig(Config):
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.decay == "constant" or self.decay_steps is None:
             return self.learning_rate
+        # The rate stays at its final value after decay_steps.
         done = min(1.0, (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
         left = 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
         return self.learning_rate * (FINAL_RATIO + (1 - FINAL_RATIO) * left)

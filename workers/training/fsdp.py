@@ -495,5 +495,4 @@ class FsdpEngine:
 
 
 def _columns_of(loss: Loss, batch: Batch) -> list[str]:
-    """Return the columns of a batch that a loss reads."""
     return [c for c in (*loss.reads, *loss.may_read) if c in batch]

@@ -255,6 +255,7 @@ class _Chunks:
         elif hidden.is_cuda:
             torch.mm(hidden, self.weight.T, out_dtype=self.dtype, out=out)
         else:
+            # On a CPU torch.mm cannot return float32 for half-precision inputs.
             out.copy_(torch.mm(hidden, self.weight.T, out=self._buffer("rounded", number, hidden.dtype)))
         if self.bias is not None:
             out += self.bias
@@ -438,6 +439,7 @@ def logprobs_of_any_head(
 
     vocabulary = logits_of(hidden[:1].detach()).shape[-1]
     size = max(1, chunk_bytes(hidden.device) // (4 * vocabulary))
+    # Recompute chunks in the backward pass if their logits are too large to keep.
     again = trains and 4 * len(targets) * vocabulary > KEPT_BYTES
     parts = []
     for start in range(0, max(1, len(targets)), size):

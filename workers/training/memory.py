@@ -192,6 +192,7 @@ def training_memory(
     rounds = config.dtype != "float32" and lora is None and trains
     alone = ranks == 1 and config.offload == "everything"
     outer, layer = _embeddings(size), (whole - _embeddings(size)) // max(1, size.layers)
+    # Parameters that are gathered at the same time.
     at_once = (
         whole
         if gathers_once(config, whole)
@@ -240,7 +241,6 @@ def number_in(shapes: Iterable[tuple[int, ...]]) -> int:
 
 
 def _moments(shapes: Sequence[tuple[int, ...]], config: ModelConfig) -> int:
-    """Return the bytes of the moments of parameters of these shapes."""
     if not isinstance(config, OptimizerConfig) or config.moments == "float32":
         return 2 * FLOAT32 * number_in(shapes)
     blocks = [(math.prod(shape), moment_block(shape, shape[-1])) for shape in shapes if shape]

@@ -96,6 +96,7 @@ def plan_microbatches(
     )
     longest = np.zeros(group_of_row.max() + 1, dtype=lengths.dtype)
     np.maximum.at(longest, group_of_row, lengths)
+    # Groups by their longest row, and rows of a group by length, longest first.
     order = np.lexsort((-lengths, group_of_row, -longest[group_of_row]))
     starts = np.flatnonzero(np.diff(group_of_row[order], prepend=-1))
     ends, sizes = (
@@ -422,6 +423,7 @@ class _Filling:
         longest_after = max(self._longest_after, *(after for _, _, after in rows))
         keys = count * (longest_prompt + longest_after)
         fits = tokens <= self._max_tokens and count * longest_after <= 2 * self._max_tokens
+        # An empty microbatch takes any unit, so that every row gets a place.
         if empty or (fits and keys <= _PADDED * self._max_tokens and keys * longest_after <= _SEEN):
             self._prompts |= fresh.keys()
             self._tokens, self._rows = tokens, count

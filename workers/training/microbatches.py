@@ -217,6 +217,7 @@ class Microbatches:
             ]
         ids += [responses[r_starts[part[row]] : r_starts[part[row]] + after[row]] for row in place.shared]
         starts = np.cumsum(r_lengths) - r_lengths
+        # Position of each response token in the microbatch.
         read = np.repeat(place.begins - starts, r_lengths) + np.arange(int(r_lengths.sum()))
         if (
             not self.reads_last
@@ -258,6 +259,7 @@ class Microbatches:
         """
         sharing = np.bincount(place.prompt_of, minlength=len(place.prompts))
         alone, after = int(lengths[place.alone].sum()), int((lengths - prompts)[place.shared].sum())
+        # A shared prompt token counts once for each of its rows.
         counts = np.concatenate([np.repeat(sharing, prompts[place.prompts]), np.ones(alone + after)])
         routes = None
         if self.routes is not None:
@@ -400,6 +402,7 @@ def _routes(batch: Batch, routers: Routers, owner: str) -> list[np.ndarray]:
         )
     shape = (-1, routers.layers, routers.chosen)
     return [
+        # Rows without a response are not checked, and may end with an incomplete token.
         values[a : b - (b - a) % (shape[1] * shape[2])].reshape(shape)
         for a, b in itertools.pairwise(starts)
     ]

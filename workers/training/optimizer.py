@@ -123,7 +123,6 @@ class HostMoments(PlainMoments):
         return self._stream.record_event()
 
     def _take(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Start copying the moments of these parameters back."""
         if self._stream is None:
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

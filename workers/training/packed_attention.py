@@ -254,7 +254,6 @@ class _Attend:
         return _packed(self._padded(query.transpose(1, 2), key, value, mask), rows.responses)
 
     def _kernel(self, of_tokens: Sequence[Tensor]) -> Kernel | None:
-        """Return the variable-length kernel if it supports this input."""
         if (
             self.kernel is None
             or self.sinks is not None

@@ -163,6 +163,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule
         for chunk in reversed(range(chunks))
         for k in range(stages)
     ]
+    # Enough forward passes to keep every later stage busy until the first backward pass.
     warm_up = [
         min(2 * (stages - stage - 1) + (chunks - 1) * stages, len(forth)) for stage in range(stages)
     ]
@@ -215,6 +216,7 @@ def run(
     seconds = [
         np.broadcast_to(np.asarray(each, float), shape).tolist() for each in (forward_s, backward_s)
     ]
+    # A single stage transfers nothing.
     on_its_way = np.broadcast_to(np.asarray(transfer_s if p > 1 else 0.0, float), shape[1:]).tolist()
     ends: list[dict[Pass, float]] = [{} for _ in range(p)]
     position, clock, busy = [0] * p, [0.0] * p, [0.0] * p
@@ -244,7 +246,9 @@ def run(
                 continue
             break
         if position[stage] > before:
+            # Progress of a stage can unblock only its neighbours.
             waiting.update(((stage + 1) % p, (stage - 1) % p))
+    # No stage can progress: one with passes left is in a deadlock.
     for stage, at in enumerate(position):
         if at < len(schedule.passes[stage]):
             raise UserError(f"stage {stage} waits forever to compute {schedule.passes[stage][at]}")

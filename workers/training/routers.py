@@ -155,6 +155,7 @@ class Tally:
         tokens = self.tokens.item()
         if not tokens:
             return {}
+        # Load of the busiest expert relative to the mean, for each router.
         loads = self.loads.amax(1) / self.loads.mean(1)
         metrics: dict[str, Metric] = {
             "expert_load": Mean(float(loads.mean()) * tokens, tokens),

@@ -48,6 +48,7 @@ class Stretches:
             ([n] int64, the same number on each rank, padded with an unused row; rows of all ranks,
             including the padding)
         """
+        # Pad, so that all ranks have the same number of tokens.
         missing = -len(input_ids) % self.ranks
         if missing:
             input_ids = F.pad(input_ids, (0, missing))
@@ -70,6 +71,7 @@ class Stretches:
                 split them.
         """
         if x.shape[1] % self.ranks:
+            # Repeat grouped keys and values, as attention would.
             x = x.repeat_interleave(heads // x.shape[1], 1)
         return _Exchange.apply(x, self.group, self.ranks, 1, 0)
 
@@ -126,8 +128,6 @@ def _exchanged(x: Tensor, group: Any, ranks: int, cut: int, join: int) -> Tensor
 
 
 class _Gather(torch.autograd.Function):
-    """See `Stretches.gather`."""
-
     @staticmethod
     def forward(ctx: Any, of_tokens: Tensor, stretches: Stretches, counts: list[int]) -> Tensor:
         ctx.own = slice(sum(counts[: stretches.rank]), sum(counts[: stretches.rank + 1]))

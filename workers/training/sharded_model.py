@@ -59,7 +59,6 @@ def use_direct_collectives(model: nn.Module) -> None:
 
 class _Allocates:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for data to send or receive."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 

@@ -145,6 +145,7 @@ class SnapshotWriter:
 
     def _write(self, folder: Path, notes: Mapping[str, Any]) -> None:
         self._together(folder, lambda: self._write_own(folder, notes))
+        # The model's folder needs the files of all ranks.
         self._together(folder, lambda: self._write_all(folder))
 
     def _write_own(self, folder: Path, notes: Mapping[str, Any]) -> None:
@@ -175,6 +176,7 @@ class SnapshotWriter:
             work()
         except Exception as problem:
             error = problem
+            # -1 marks an error without errno.
             failed[self._context.rank] = getattr(problem, "errno", None) or -1
         if self._group is not None:
             try:
@@ -308,7 +310,6 @@ def _rank_file(rank: int) -> str:
 
 
 def _by_dimension(parts: Sequence[tuple[Sequence[int], Tensor]]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the offsets and sizes of all parts, for each dimension."""
     for dimension in range(parts[0][1].ndim):
         yield [offset[dimension] for offset, _ in parts], [part.shape[dimension] for _, part in parts]
 

@@ -66,6 +66,7 @@ class BadSteps:
         if step.bad is None:
             return
         number_in = "" if number is None else f"_step_{number}"
+        # Collective: ranks that write no file must take part.
         losses = [self._engine.losses(part, loss) for part in rows]
         if self._folder is not None and self._engine.coordinates.tp == 0 and sum(map(len, rows)):
             _write(
