@@ -56,8 +56,9 @@ class ActorConfig(TrainedConfig):
 
     deltas: Literal["off", "auto"] = "off"
     """"auto": send followers on other machines only the elements that changed since their last
-    version, if that takes fewer bytes. It keeps two copies of the published weights in host memory
-    and takes time to compare them. Choose it for networks slower than a gigabyte a second."""
+    version, if that takes fewer bytes. Leader and followers then keep a copy of their part of the
+    weights in host memory, and the comparison takes time. Choose it for networks slower than a
+    gigabyte a second."""
     transport: Literal["auto", "gloo", "nccl", "ipc", "vllm:nccl", "vllm:ipc"] = "auto"
     """How to send weights to followers; they are not encrypted. "auto": followers on the leader's
     machine map its host memory, others receive over TCP. "gloo": point to point through

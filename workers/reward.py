@@ -50,10 +50,10 @@ class RewardConfig(Config):
     and `**columns` gets all other columns. Arguments of a `functools.partial` stay fixed. Weft
     recognises functions written for TRL, verl, OpenRLHF, slime and verifiers 0.1 to 0.3 by their
     parameters and calls them as their library does. Set a name or a weight with `Reward(function,
-    name=..., weight=...)`. Required."""
+    name=..., weight=...)`."""
     tokenizer: str | Path
-    """Model folder or Hugging Face id of the tokenizer that decodes responses. Required; use the
-    rollout's model."""
+    """Model folder or Hugging Face id of the tokenizer that decodes responses. Set it to the
+    rollout's model; it has no default."""
 
     deadline_s: float | None = pydantic.Field(default=None, gt=0)
     """[s] Time limit for each sample, or for each call of a batch function; None selects the

@@ -80,10 +80,10 @@ class RolloutConfig(VllmSettings):
     """The model that a rollout samples from, and its generation engine."""
 
     model: str | Path
-    """Folder or Hugging Face id of the model with the initial weights. Required; use the actor's
-    model."""
+    """Folder or Hugging Face id of the model with the initial weights. Set it to the actor's model;
+    it has no default."""
     engine: Literal["vllm", "transformers"] = "vllm"
-    """"vllm" is fast on CPUs and GPUs. "transformers" needs no further packages; choose it for
+    """"vllm" is fast on CPUs and GPUs. "transformers" needs no further packages. Choose it for
     debugging."""
     max_context: int | None = Field(default=None, ge=2)
     """[tokens] Limit for prompt and response together; None selects the model's own limit. Lower it
@@ -99,8 +99,8 @@ class RolloutConfig(VllmSettings):
     layer. Trainers then replay these routes ("router replay", arXiv:2510.11370). Set it where
     `mean_logprob_gap` of a mixture is large, as in half precision."""
     seeded: bool = True
-    """Give each response a separate seed, so that every placement samples the same tokens. False
-    makes vLLM about 8 % faster."""
+    """Give each response a separate seed, so that every placement samples the same tokens. Set it
+    to False for about 8 % more tokens from vLLM."""
     double_buffer: bool | None = None
     """Receive new weights into separate memory while sampling continues, and pause only to swap
     them. Otherwise sampling pauses for the whole transfer. None enables it on CPU nodes with twice

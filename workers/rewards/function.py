@@ -34,7 +34,7 @@ class Reward(Config):
 
     function: Callable[..., Any]
     """The reward function, or a grader. Its parameter names show whether it was written for Weft,
-    TRL, verl, OpenRLHF, slime or verifiers 0.1 to 0.3 (`signature.py`). Required."""
+    TRL, verl, OpenRLHF, slime or verifiers 0.1 to 0.3 (`signature.py`). Set it; it has no default."""
     name: str = ""
     """Name of the metric and column; empty selects the function's name. Set it if two functions
     have the same name."""

@@ -46,9 +46,10 @@ class Judge(Config):
     """
 
     address: str
-    """Address of the server up to `/v1`, without a key: `http://127.0.0.1:8000/v1`. Required."""
+    """Address of the server up to `/v1`, without a key: `http://127.0.0.1:8000/v1`. Set it; it has
+    no default."""
     model: str
-    """Name of the model on the server. Required."""
+    """Name of the model on the server. Set it; it has no default."""
     question: str = QUESTION
     """Prompt for the judge. `{prompt}`, `{response}`, `{answer}`, `{lowest}` and `{highest}` are
     replaced by their values. Set one that names the criteria of your task."""

@@ -76,7 +76,7 @@ class ModelConfig(Config):
     """A causal language model, and how its group splits it over ranks."""
 
     model: str | Path
-    """Folder or Hugging Face id of a causal language model. Required."""
+    """Folder or Hugging Face id of a causal language model. Set it; it has no default."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of computation and of published weights. Parameters, optimizer state and the values
     computed from logits are float32 either way. Choose "bfloat16" on GPUs: a pass takes half the
@@ -96,8 +96,8 @@ class ModelConfig(Config):
     where the gathered weights or activations of a layer do not fit on one device."""
     sequence_parallel: int = Field(default=1, ge=1)
     """[ranks] Number of ranks that share the tokens of a pass (Ulysses, arXiv:2309.14509). It must
-    divide the ranks of the group and the model's attention heads, and excludes `tensor_parallel`.
-    Raise it where the activations of one long response do not fit on a device."""
+    divide the ranks of the group and the model's attention heads, and cannot be combined with
+    `tensor_parallel`. Raise it if the activations of one long response do not fit on a device."""
     pipeline_parallel: int = Field(default=1, ge=1)
     """[stages] Number of pipeline stages that share the layers. Needs an `engine` that supports
     pipelines; `FsdpEngine` does not. Raise it where a model is too large for the ranks of one node
@@ -120,8 +120,8 @@ class ModelConfig(Config):
 
     compile: bool = False
     """Compile each layer with `torch.compile`, which fuses elementwise operations; the first step
-    takes a minute longer. Set it for long runs on GPUs; CPUs gain nothing. Excludes mixtures of
-    experts and `tensor_parallel`."""
+    takes a minute longer. Set it for long runs on GPUs; CPUs gain nothing. Cannot be combined with
+    mixtures of experts or `tensor_parallel`."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(
         (
@@ -261,7 +261,7 @@ class OptimizerConfig(Config):
     moments: Literal["float32", "8bit"] = "float32"
     """Storage of AdamW's moments. "8bit" takes a quarter of the memory and rounds the moments
     (arXiv:2110.02861; needs torchao: `weft[torchao]`). Choose it where parameters and gradients fit
-    on the GPUs but moments do not; it excludes `offload`."""
+    on the GPUs but moments do not. Cannot be combined with `offload`."""
     stop_after_bad_steps: int = Field(default=3, ge=1)
     """[optimizer steps] Stop the run after this number of consecutive bad steps, which are never
     applied. Raise it where bad steps come in bursts and the run recovers."""
