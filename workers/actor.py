@@ -67,7 +67,7 @@ class ActorConfig(TrainedConfig):
     "vllm:ipc": the same through vLLM's own senders, which send whole tensors. Choose a GPU
     transport where copies through host memory take long; none of the four has been run on GPUs yet."""
     bucket_mib: int = Field(default=16, ge=1, le=4096)
-    """[MiB] Largest part of the weights to send at once; each rank allocates two. Lower it where
+    """[MiB] Largest part of the weights to send at once; each rank allocates two. Lower it if
     memory is short; raise it between distant machines."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("deltas", "transport", "bucket_mib"))

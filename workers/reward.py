@@ -60,7 +60,7 @@ class RewardConfig(Config):
     driver's `call_timeout_s`. Samples without a score are then requeued, and a sample that exceeds
     the limit three times is dropped. Under Ray the process is replaced; under `Local` the function
     is interrupted if it runs Python without a debugger. Asynchronous calls are cancelled. Set it
-    where a grader may hang."""
+    if a grader may hang."""
     max_failed: float = pydantic.Field(default=MAX_FAILED, ge=0, le=1)
     """[share] Share of samples that may fail three times each; they are dropped and counted
     (`failed_rows`). More failures end the run. The share is of at least 100 samples; with 0 the

@@ -96,7 +96,7 @@ class RolloutConfig(VllmSettings):
     (`Lora.published`)."""
     routes: bool = False
     """Record the experts that each token of a mixture is sent to, in two bytes per expert and
-    layer. Trainers then replay these routes ("router replay", arXiv:2510.11370). Set it where
+    layer. Trainers then replay these routes ("router replay", arXiv:2510.11370). Set it if
     `mean_logprob_gap` of a mixture is large, as in half precision."""
     seeded: bool = True
     """Give each response a separate seed, so that every placement samples the same tokens. Set it
@@ -104,7 +104,7 @@ class RolloutConfig(VllmSettings):
     double_buffer: bool | None = None
     """Receive new weights into separate memory while sampling continues, and pause only to swap
     them. Otherwise sampling pauses for the whole transfer. None enables it on CPU nodes with twice
-    the memory of the weights. Set it to False where transfers during sampling take too long."""
+    the memory of the weights. Set it to False if transfers during sampling take too long."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("adapter", "double_buffer"))
     retired: ClassVar[Mapping[str, str]] = {
         "vllm": "tensor_parallel=..., max_num_seqs=..., kv_cache_gib=... and the others are set directly",

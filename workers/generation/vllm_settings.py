@@ -57,17 +57,17 @@ class VllmSettings(Config):
     model that does not fit on one device or answers too slowly."""
     max_num_seqs: int = Field(default=256, ge=1, le=100_000)
     """[responses] Maximum number of responses to sample at the same time; others wait. Lower it
-    where the KV cache does not fit; raise it where a GPU is not busy."""
+    if the KV cache does not fit; raise it if a GPU is not busy."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
     """[GiB] Memory of vLLM's KV cache. None selects, on a CPU, the size of `max_num_seqs` full
     contexts, but at most 2; on a GPU, what `gpu_memory_utilization` leaves. Raise it on a CPU with
-    long contexts; lower it where memory is shared."""
+    long contexts; lower it if memory is shared."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """[share] Share of a GPU's memory for weights and KV cache. None selects 0.9, or the free
     memory at the engine's start if that is less (groups on the same GPU start earlier and then free
-    their memory). Lower it where groups take turns on a GPU and one runs out of memory."""
+    their memory). Lower it if groups take turns on a GPU and one runs out of memory."""
     prefix_caching: bool = False
-    """Reuse the keys and values of prompts in later requests with the same weights. Set it where
+    """Reuse the keys and values of prompts in later requests with the same weights. Set it if
     prompts share long beginnings."""
     compile: bool | None = None
     """Compile the model (and record CUDA graphs); None does so only on GPUs. Set it to False for a
@@ -151,7 +151,7 @@ class VllmSettings(Config):
             routes and on_gpu
         ):  # vLLM supports both or neither; on a CPU `weft_record_routes` records routes
             arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}
-        if images:  # vLLM's image processor needs a tokenizer; its video processor would reserve room for the longest video
+        if images:  # the image processor needs a tokenizer; videos would reserve much memory
             arguments |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"video": 0}}
         if adapter is not None:
             room = next(rank for rank in LORA_RANKS if rank >= adapter.rank)

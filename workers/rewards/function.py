@@ -39,7 +39,7 @@ class Reward(Config):
     """Name of the metric and column; empty selects the function's name. Set it if two functions
     have the same name."""
     weight: float = pydantic.Field(default=1.0, allow_inf_nan=False)
-    """[factor] Weight of the result in the total reward. Set it where one reward matters more than
+    """[factor] Weight of the result in the total reward. Set it if one reward matters more than
     another; 0 only measures."""
     batch: bool = False
     """Call a function in Weft's form with lists, once for all samples, and expect a list. Set it
@@ -51,8 +51,8 @@ class Reward(Config):
     """Key of the reward in a returned dictionary; empty selects "reward" or "score", or else the
     sum of all values. Set it if the reward has another key."""
     concurrency: int = pydantic.Field(default=64, ge=1, le=100_000)
-    """[calls] Maximum number of asynchronous calls in flight on a rank. Lower it where a service
-    rejects calls; raise it where the service is idle."""
+    """[calls] Maximum number of asynchronous calls in flight on a rank. Lower it if a service
+    rejects calls; raise it if the service is idle."""
     retries: int = pydantic.Field(default=0, ge=0)
     """[calls] Retries of an asynchronous call that raises, after half a second and then twice as
     long each time. Raise it for a service that fails occasionally."""

@@ -93,14 +93,14 @@ class ModelConfig(Config):
     tensor_parallel: int = Field(default=1, ge=1)
     """[ranks] Number of ranks that share each layer. It must divide the ranks of the group and the
     dimensions that the model's `transformers` plan shards: attention heads and experts. Raise it
-    where the gathered weights or activations of a layer do not fit on one device."""
+    if the gathered weights or activations of a layer do not fit on one device."""
     sequence_parallel: int = Field(default=1, ge=1)
     """[ranks] Number of ranks that share the tokens of a pass (Ulysses, arXiv:2309.14509). It must
     divide the ranks of the group and the model's attention heads, and cannot be combined with
     `tensor_parallel`. Raise it if the activations of one long response do not fit on a device."""
     pipeline_parallel: int = Field(default=1, ge=1)
     """[stages] Number of pipeline stages that share the layers. Needs an `engine` that supports
-    pipelines; `FsdpEngine` does not. Raise it where a model is too large for the ranks of one node
+    pipelines; `FsdpEngine` does not. Raise it if a model is too large for the ranks of one node
     ([pipelines](pipelines.md))."""
     engine: EngineFactory | None = None
     """Class or function that creates the training engine of each rank; it is called like
@@ -109,13 +109,13 @@ class ModelConfig(Config):
     gather: Literal["auto", "once", "layerwise"] = "auto"
     """When ranks gather sharded parameters: "once" per step (fastest, but each rank holds the whole
     model and its gradient) or "layerwise" in every microbatch. "auto" selects "once" below 2 GiB of
-    parameters. Choose "layerwise" where memory is short, "once" where it is plentiful."""
+    parameters. Choose "layerwise" if memory is short, "once" if it is plentiful."""
 
     offload: Literal["nothing", "moments", "everything"] = "nothing"
     """State to keep in host memory between uses. "moments": the optimizer's moments; a step brings
     them to the device in parts. "everything": parameters (also of frozen models), gradients and
     moments; each layer is on the device only while it computes, and the host runs the optimizer.
-    Choose "moments" where a model fits on its GPUs but AdamW does not, "everything" where the model
+    Choose "moments" if a model fits on its GPUs but AdamW does not, "everything" if the model
     itself does not fit."""
 
     compile: bool = False
@@ -208,7 +208,7 @@ def _check_call(make: EngineFactory) -> None:
     name = f"engine={getattr(make, '__qualname__', repr(make))}"
     try:
         bind_signature(make, 0, ("config", "context", "training"), {"head": "logprobs"}, name=name)
-    except ValueError as error:  # `inspect.signature` also fails for a partial whose function lacks an argument that it sets
+    except ValueError as error:  # also from `inspect.signature`, for an odd partial
         said = str(error) if isinstance(error, UserError) else f"{name}: {error}"
         raise UserError(
             f"{said}. It is called with (config, context, training, head=...): docs/your_own.md"
@@ -234,10 +234,10 @@ class OptimizerConfig(Config):
     steps."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
-    """[rate] Peak learning rate. Raise it where the reward does not move (adapters take ten times
-    as much); lower it where the reward collapses."""
+    """[rate] Peak learning rate. Raise it if the reward does not move (adapters take ten times
+    as much); lower it if the reward collapses."""
     warmup_steps: int = Field(default=0, ge=0)
-    """[optimizer steps] Length of the linear warm-up from 0 to the peak rate. Raise it where the
+    """[optimizer steps] Length of the linear warm-up from 0 to the peak rate. Raise it if the
     first steps do harm."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate falls after the warm-up, to a tenth of the peak; "constant" keeps the peak.
@@ -253,18 +253,18 @@ class OptimizerConfig(Config):
     because gradients change during a run; 0.999 averages about 1,000. Change them to reproduce
     another recipe."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """[norm] Scale down gradients with a larger norm; None disables clipping. Lower it where single
+    """[norm] Scale down gradients with a larger norm; None disables clipping. Lower it if single
     batches do harm."""
     skip_above_grad_norm: float | None = Field(default=None, gt=0)
     """[norm] Treat a step as bad if its gradient norm before clipping is larger. With None only
-    steps that are not finite are bad. Set it where rare batches ruin a run."""
+    steps that are not finite are bad. Set it if rare batches ruin a run."""
     moments: Literal["float32", "8bit"] = "float32"
     """Storage of AdamW's moments. "8bit" takes a quarter of the memory and rounds the moments
-    (arXiv:2110.02861; needs torchao: `weft[torchao]`). Choose it where parameters and gradients fit
+    (arXiv:2110.02861; needs torchao: `weft[torchao]`). Choose it if parameters and gradients fit
     on the GPUs but moments do not. Cannot be combined with `offload`."""
     stop_after_bad_steps: int = Field(default=3, ge=1)
     """[optimizer steps] Stop the run after this number of consecutive bad steps, which are never
-    applied. Raise it where bad steps come in bursts and the run recovers."""
+    applied. Raise it if bad steps come in bursts and the run recovers."""
 
     retired: ClassVar[Mapping[str, str]] = {
         "final_ratio": "a rate falls to a tenth, and a larger decay_steps ends higher",
@@ -304,7 +304,7 @@ class TrainingConfig(OptimizerConfig):
     """Recompute activations in the backward pass instead of keeping them. True recomputes those of
     all layers, which slows a step by about a third; a number n those of every n-th layer;
     "elementwise" all but the results of matrix products and attention, which take the most time.
-    Set it where activations do not fit into memory."""
+    Set it if activations do not fit into memory."""
     router_loss: float | None = Field(default=None, gt=0)
     """[factor] Coefficient of the load-balancing loss of a mixture's routers (arXiv:2101.03961,
     equations 4 to 6, as `transformers` computes it); None adds no such loss. Each step then waits
@@ -313,7 +313,7 @@ class TrainingConfig(OptimizerConfig):
     grows."""
     lora: Lora | None = None
     """Train an adapter (and the scalar head, if there is one) and freeze the model; None trains the
-    model. Set it where the model's gradients and moments do not fit."""
+    model. Set it if the model's gradients and moments do not fit."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("activation_checkpointing",))
     fixed_on_resume: ClassVar[frozenset[str]] = frozenset(("lora",))
 

@@ -211,7 +211,7 @@ class ResponseModel(nn.Module):
         if values.requires_grad and not counts[stretches.rank]:
             values = (
                 values + 0.0 * hidden[0, 0]
-            )  # keep the layers in the graph: other ranks wait for this rank's exchanges in the backward pass
+            )  # other ranks wait for this rank's exchanges in the backward pass
         return values, None if entropies is None else stretches.gather(entropies, counts)
 
     def run_backbone(self, input_ids: Tensor, rows: PackedSequences) -> tuple[Any, Tensor]:
