@@ -1,12 +1,12 @@
 """Rendezvous: the ranks of a group meet at a key-value store that rank 0 serves over TCP.
 
-rank 0                                                rank r
-takes a free port of a given address
-   ── the driver tells the others its port ──>
-serves the store, sets its nonce                      connects, sets its own nonce
-checks the proof of each rank     <── proof of r ──   HMAC of rank 0's nonce, keyed with the secret
-proves itself                     ── proof for r ──>  checks the proof of rank 0
-   both continue with `torch.distributed`, under keys that begin with another HMAC of the secret
+    rank 0                                                rank r
+    takes a free port of a given address
+       ── the driver tells the others its port ──>
+    serves the store, sets its nonce                      connects, sets its own nonce
+    checks the proof of each rank     <── proof of r ──   HMAC of rank 0's nonce, keyed with the secret
+    proves itself                     ── proof for r ──>  checks the proof of rank 0
+       both continue with `torch.distributed`, under keys that begin with another HMAC of the secret
 
 Protection: a process without the secret (of another run, or with an old address) never passes for a
 rank, and a rank never uses the store of another group. The store listens on only one address.

@@ -1,7 +1,7 @@
 """Scoring: one call of a reward worker, from its samples to each function's score of each sample.
 
-sample:  open ──every function has answered──> done ──take──> taken
-           └───────a function has failed─────> failed
+    sample:  open ──every function has answered──> done ──take──> taken
+               └───────a function has failed─────> failed
 
 - Asynchronous functions start first, then batch functions run, then functions of one sample.
 - A batch that fails is retried sample by sample, so that only the failing samples are blamed.

@@ -3,9 +3,9 @@
 The layers live inside the `transformers` model, which otherwise stays unchanged. A linear layer
 NAME becomes
 
-  NAME.base_layer.weight                              W, frozen, in the dtype of computation
-  NAME.lora_A.default.weight, NAME.lora_B.default.weight
-  NAME.lora_magnitude_vector.default.weight           with DoRA
+    NAME.base_layer.weight                              W, frozen, in the dtype of computation
+    NAME.lora_A.default.weight, NAME.lora_B.default.weight
+    NAME.lora_magnitude_vector.default.weight           with DoRA
 
 A scalar head is trained as a whole, as one of the "modules to save" of `peft`.
 """

@@ -4,10 +4,10 @@ The reference contains none of Weft's code: `causal_lm(...).logits` with eager a
 a time. It is compared with the calls of training in training mode. The first way that agrees is
 used:
 
-packed, varlen   rows end to end, with torch's kernel for rows of different lengths
-packed           rows end to end, padded for attention (`packed_attention.py`)
-padded           a rectangle of rows, with the attention that the model was loaded with
-padded, eager    a rectangle of rows, with the attention of the reference
+    packed, varlen   rows end to end, with torch's kernel for rows of different lengths
+    packed           rows end to end, padded for attention (`packed_attention.py`)
+    padded           a rectangle of rows, with the attention that the model was loaded with
+    padded, eager    a rectangle of rows, with the attention of the reference
 
 A model without agreement is refused, because it would silently learn from wrong log-probabilities.
 No rank gathers a complete model for the check: it runs the model as `transformers` built it,

@@ -5,10 +5,10 @@ A model is cut into `stages * chunks` pieces of consecutive layers. Piece k is c
 of stage `k % stages`. Each microbatch passes forward through all pieces, and backward in the
 opposite order.
 
-gpipe                      all forward passes, then all backward ones (arXiv:1811.06965)
-one_forward_one_backward   after a warm-up, alternate forward and backward passes
-                           (arXiv:2104.04473, section 2.2.1)
-interleaved                the same with several chunks per stage (section 2.2.2)
+    gpipe                      all forward passes, then all backward ones (arXiv:1811.06965)
+    one_forward_one_backward   after a warm-up, alternate forward and backward passes
+                               (arXiv:2104.04473, section 2.2.1)
+    interleaved                the same with several chunks per stage (section 2.2.2)
 
 Training engines, the planner and the simulator share this arithmetic. It needs neither torch nor a
 process group.

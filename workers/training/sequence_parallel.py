@@ -1,11 +1,11 @@
 """Sequence parallelism: the ranks of a replica share the tokens of a microbatch (DeepSpeed Ulysses,
 arXiv:2309.14509).
 
-tokens      all layers but attention, each rank its tokens   [1, heads, T / ranks, head size]
-exchange    each rank sends every other its tokens of the other's heads
-attention   all tokens, each rank its heads                  [1, heads / ranks, T, head size]
-exchange    and back
-head        each rank its tokens; results are gathered, so every rank computes the same loss
+    tokens      all layers but attention, each rank its tokens   [1, heads, T / ranks, head size]
+    exchange    each rank sends every other its tokens of the other's heads
+    attention   all tokens, each rank its heads                  [1, heads / ranks, T, head size]
+    exchange    and back
+    head        each rank its tokens; results are gathered, so every rank computes the same loss
 
 Weights are sharded over all ranks. A rank's gradient covers its tokens, and through the
 exchanges also of other ranks' results that depend on them. So the loss gradient is the sum over the

@@ -1,8 +1,8 @@
 """Snapshots: a training group's part of a checkpoint, to resume from.
 
-rank_0.json …                steps, notes and random states of each rank
-state/rank_0.safetensors …   each rank's part of float32 parameters, AdamW's moments and steps
-model/                       a Hugging Face folder of the same weights, in the dtype of passes
+    rank_0.json …                steps, notes and random states of each rank
+    state/rank_0.safetensors …   each rank's part of float32 parameters, AdamW's moments and steps
+    model/                       a Hugging Face folder of the same weights, in the dtype of passes
 
 A rank copies its part into host memory while training waits. A thread then writes the files, nearly
 always without the interpreter lock or the device. The model's folder is assembled from the files of

@@ -1,14 +1,14 @@
 """TensorParallelPlan: how `transformers` splits the layers of a model over ranks, without torch.
 
-style in the plan                    part of each rank
-colwise                              rows of the weight: some outputs, which stay on the rank
-rowwise                              columns of the weight for its inputs; outputs are summed
-colwise_gather_output, colwise_rep   like colwise, but outputs are gathered
-rowwise_split_input, rowwise_rep     like rowwise, from an input that all ranks have
-replicated_with_grad_allreduce       the whole weight, applied to the rank's heads; gradients are
-                                     summed once a step
-moe_tp_experts, ep_dispatch_experts  some whole experts (a plan may cut each one instead); outputs
-                                     are summed over ranks
+    style in the plan                    part of each rank
+    colwise                              rows of the weight: some outputs, which stay on the rank
+    rowwise                              columns of the weight for its inputs; outputs are summed
+    colwise_gather_output, colwise_rep   like colwise, but outputs are gathered
+    rowwise_split_input, rowwise_rep     like rowwise, from an input that all ranks have
+    replicated_with_grad_allreduce       the whole weight, applied to the rank's heads; gradients are
+                                         summed once a step
+    moe_tp_experts, ep_dispatch_experts  some whole experts (a plan may cut each one instead); outputs
+                                         are summed over ranks
 
 Modules outside the plan are replicated and get the same gradient on all ranks.
 """
