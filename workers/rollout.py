@@ -109,7 +109,7 @@ class RolloutConfig(VllmSettings):
     retired: ClassVar[Mapping[str, str]] = {
         "vllm": "tensor_parallel=..., max_num_seqs=..., kv_cache_gib=... and the others are set directly",
         "transformers": "max_num_seqs=... is set directly",
-        "max_failed": "of prompts 5 % may fail three times each; RewardConfig has max_failed for samples",
+        "max_failed": "up to 5 % of the prompts may fail three times each; RewardConfig has max_failed for samples",
     }
 
     def check(self, nodes: Sequence[Node], source: Source) -> None:
@@ -148,7 +148,7 @@ class RolloutConfig(VllmSettings):
             tokenizer_of(str(self.model))
             if self.routes and self.engine == "vllm":
                 raise UserError(
-                    "routes=True: vLLM records no routes of responses that a stop string ends; leave one out"
+                    "routes=True: vLLM cannot record routes of responses that end at a stop string; leave one out"
                 )
         for node in nodes:
             _check_prompts(source, node.name, _sampling_of(node), self.max_context or of_model, of_model)
@@ -166,7 +166,7 @@ class RolloutConfig(VllmSettings):
         if self.dtype not in ("auto", leader.dtype):
             return f"its dtype is {self.dtype}, and the actor's is {leader.dtype}"
         if self.engine == "vllm" and leader.lora.dora:
-            return "vLLM serves no adapters with dora=True"
+            return "vLLM cannot serve adapters with dora=True"
         if self.engine == "vllm" and leader.lora.rank > LORA_RANKS[-1]:
             return f"vLLM serves adapters up to rank {LORA_RANKS[-1]}, and this one has rank {leader.lora.rank}"
         return ""
@@ -573,16 +573,20 @@ class RolloutWorker(Worker):
     @classmethod
     def refuses_adapter(cls, config: RolloutConfig, leader: Any) -> str:
         if cls.new_engine is not RolloutWorker.new_engine:
-            return f"{cls.__name__} brings an engine of its own"
+            return f"{cls.__name__} has a custom engine"
         return config.refuses_adapter(leader)
 
     @classmethod
     def refuses_vllm_backends(cls, config: RolloutConfig) -> str:
         if cls.new_engine is not RolloutWorker.new_engine:
-            return f"{cls.__name__} brings an engine of its own"
+            return f"{cls.__name__} has a custom engine"
         if config.engine != "vllm":
             return f"its engine is {config.engine!r}, not vLLM"
-        return "it takes weights as they come, without double_buffer=True" if config.double_buffer else ""
+        return (
+            "it has double_buffer=True, which vLLM's backends do not support"
+            if config.double_buffer
+            else ""
+        )
 
     @classmethod
     def longest_prompt(cls, config: RolloutConfig, nodes: Sequence[Node]) -> int | None:

@@ -193,7 +193,7 @@ class Worker:
         Args:
             config: configuration of the group, as given by the user.
         """
-        return f"{cls.__name__} has no engine of vLLM"
+        return f"{cls.__name__} does not run vLLM"
 
     @property
     def coordinates(self) -> Coordinates:

@@ -127,9 +127,9 @@ def test_of_300_files_the_one_that_is_missing_or_lacks_a_tensor_is_named(tmp_pat
         == f"model '{model}': {INDEX} says that {file.name} holds 'layers.217.bias', but it does not"
     )
     file.unlink()
-    assert refused(model) == f"model '{model}': {INDEX} names {file.name}, which is not there"
+    assert refused(model) == f"model '{model}': {INDEX} names {file.name}, which is missing"
     (model / "model-00218-of-00300.safetensors").unlink()
-    assert refused(model).endswith("which is not there (2 of 300 files are not)")
+    assert refused(model).endswith("which is missing (2 of 300 files are missing)")
 
 
 def test_weights_of_integers_are_not_trained_and_may_be_sampled_from(tmp_path: Path):

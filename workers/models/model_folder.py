@@ -438,7 +438,7 @@ def _of_tokenizer(model: str | Path) -> Iterator[tuple[str, int]]:
         token = named.get(name)
         content = token.get("content") if isinstance(token, Mapping) else token
         if isinstance(content, str) and content in ids:
-            yield f"the tokenizer in {model} has as its {name} the id", ids[content]
+            yield f"in the tokenizer of {model}, the id of {name} is", ids[content]
 
 
 @functools.lru_cache(maxsize=4)

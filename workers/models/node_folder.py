@@ -51,7 +51,9 @@ def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[No
         while not _is_locked(descriptor):
             if time.monotonic() > end:
                 holder = os.pread(descriptor, 20, 0).decode() or "unknown"
-                raise RunError(f"process {holder} of this node {what}, and did not end in {wait_s:g} s")
+                raise RunError(
+                    f"process {holder} of this node {what}, but did not finish in {wait_s:g} s"
+                )
             time.sleep(min(_POLL_S, wait_s))
         with suppress(OSError):  # another user owns the file and made it read-only: the pid stays unknown
             lock.write_text(str(os.getpid()))

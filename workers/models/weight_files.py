@@ -108,8 +108,8 @@ def weight_files(model: str | Path, folder: Path) -> list[Path]:
     files = [folder / name for name in sorted(set(index.values()))]
     lacking = [file.name for file in files if not file.is_file()]
     if lacking:
-        more = f" ({len(lacking)} of {len(files)} files are not)" if len(lacking) > 1 else ""
-        raise UserError(f"model {str(model)!r}: {INDEX} names {lacking[0]}, which is not there{more}")
+        more = f" ({len(lacking)} of {len(files)} files are missing)" if len(lacking) > 1 else ""
+        raise UserError(f"model {str(model)!r}: {INDEX} names {lacking[0]}, which is missing{more}")
     return files
 
 

@@ -277,7 +277,7 @@ def results(reward: Reward, result: Any, number: int) -> list[Any]:
     if listed is None or len(listed) != number:
         raise ResultError(
             f"reward function {name_of(reward.function)} returned {_shown(result)} for {number} samples; "
-            "it returns a list with a reward for each"
+            "it must return a list with a reward for each"
         )
     return listed
 
@@ -298,7 +298,7 @@ def _of_lists(reward: Reward, result: Mapping[Any, Any], number: int) -> list[An
         which = f"; its {wrong!r} is not a list with a value for each" if wrong is not None else ""
         raise ResultError(
             f"reward function {name_of(reward.function)} returned {_shown(result)} for {number} samples; "
-            f"it returns a list with a reward for each{which}"
+            f"it must return a list with a reward for each{which}"
         )
     whole = {
         name: value
@@ -361,7 +361,7 @@ def number_of(reward: Reward, result: Any) -> float:
     if number is None or not _is_finite(number):
         refused = ResultError if number is None else SampleError
         raise refused(
-            f"reward function {name_of(reward.function)} returned {_shown(result)}; a reward is a finite number that float32 can hold"
+            f"reward function {name_of(reward.function)} returned {_shown(result)}; a reward must be a finite number that float32 can hold"
         )
     return number
 

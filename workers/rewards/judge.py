@@ -81,7 +81,7 @@ class Judge(Config):
             raise ValueError(f"address={self.address!r} must be like http://host:port/v1")
         if parts.password or parts.username:
             raise ValueError(
-                "address must hold no password; name the environment variable with the key: key_variable='...'"
+                "address must not contain a password; name the environment variable with the key: key_variable='...'"
             )
         if self.scale[1] <= self.scale[0]:
             raise ValueError(f"scale must rise, from the worst score to the best; {self.scale} does not")

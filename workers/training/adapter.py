@@ -199,7 +199,7 @@ def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
         )
     if lora.dora and any(isinstance(causal_lm.get_submodule(name), Conv1D) for name in fit):
         raise UserError(
-            f"Lora.dora: {owner} stores its weights transposed (Conv1D), which DoRA does not measure; leave dora out"
+            f"Lora.dora: {owner} stores its weights transposed (Conv1D), which DoRA does not support; leave dora out"
         )
     if lora.targets == "all-linear":
         return fit

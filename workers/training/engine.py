@@ -187,7 +187,7 @@ class ModelConfig(Config):
         check_weights(self.model, trained=self.engine is None)
         if self.pipeline_parallel > 1 and self.engine is None:
             raise UserError(
-                f"pipeline_parallel={self.pipeline_parallel}: FsdpEngine has no pipeline; give engine=... one that has, or leave it at 1"
+                f"pipeline_parallel={self.pipeline_parallel}: FsdpEngine has no pipeline; set engine=... to one that has, or leave it at 1"
             )
         if self.tensor_parallel > 1:
             check_tensor_parallel(self.model, complete_text_settings(self.model), self.tensor_parallel)
@@ -267,7 +267,7 @@ class OptimizerConfig(Config):
     applied. Raise it if bad steps come in bursts and the run recovers."""
 
     retired: ClassVar[Mapping[str, str]] = {
-        "final_ratio": "a rate falls to a tenth, and a larger decay_steps ends higher",
+        "final_ratio": "the rate falls to a tenth; a larger decay_steps ends higher",
     }
 
     @model_validator(mode="after")

@@ -287,7 +287,11 @@ class ShardedModel:
                     f"sequence_parallel={self.config.sequence_parallel} cannot share the tokens "
                     f"of model {str(self.config.model)!r}: "
                 )
-                + ("its rope follows the length of a row" if model.packs else "its rows cannot be packed")
+                + (
+                    "its rope depends on the length of a row"
+                    if model.packs
+                    else "its rows cannot be packed"
+                )
             )
         model.shares_prompts = False
         model.stretches = join_stretches(self.config.sequence_parallel)

@@ -74,7 +74,7 @@ def open_stored(
             weights.check_ties(share)
             return weights
         missing = weights.made_anew
-    why = f"transformers makes {missing[0]!r} anew" if missing else "there are no safetensors files"
+    why = f"transformers initializes {missing[0]!r}" if missing else "there are no safetensors files"
     if share[0] == 0:
         show(f"model {str(model)!r}: each rank loads the complete model, because {why}")
     return CompleteWeights(load_complete(model, folder))
@@ -318,7 +318,7 @@ class StoredWeights:
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         if shape != self._shapes[name]:
             raise UserError(
-                f"model {str(self._model)!r}: {name!r} has shape {list(shape)} in the files, and {list(self._shapes[name])} by config.json"
+                f"model {str(self._model)!r}: {name!r} has shape {list(shape)} in the files, but {list(self._shapes[name])} by config.json"
             )
 
 

@@ -103,7 +103,7 @@ def _share_experts(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         raise UserError(f"tensor_parallel={ranks} does not divide the {experts} experts of {name}")
     if odd := [own for own, p in module.named_parameters() if "." in own or p.shape[0] != experts]:
         raise UserError(
-            f"tensor_parallel={ranks} cannot share the experts of {name}: {odd[0]} is not one of theirs"
+            f"tensor_parallel={ranks} cannot share the experts of {name}: {odd[0]} is not stacked by expert"
         )
 
     def shard(_: str, own: nn.Module, mesh: DeviceMesh) -> None:

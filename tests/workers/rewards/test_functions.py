@@ -299,7 +299,7 @@ def test_a_judge_that_is_not_there_or_badly_set_is_told(model: Path, monkeypatch
         RewardWorker.check(config, [], TableSource("s", pa.table({"prompt": ["x"]})))
     for settings, message in (
         ({"address": "host:8000"}, "must be like http://host:port/v1"),
-        ({"address": "http://user:pass@host/v1"}, "must hold no password"),
+        ({"address": "http://user:pass@host/v1"}, "must not contain a password"),
         (
             {"address": "http://h", "scale": (0.0, 0.0)},
             r"scale must rise, from the worst score to the best; \(0.0, 0.0\) does not",
