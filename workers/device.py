@@ -72,8 +72,6 @@ NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """Memory of a node."""
-
     used_bytes: int
     """Used memory, without what the kernel can reclaim."""
     limit_bytes: int

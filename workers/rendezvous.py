@@ -67,7 +67,6 @@ class Rendezvous:
     """Address of rank 0's machine; loopback if all ranks are on one machine."""
     port: int
     secret: str = field(repr=False)
-    """Secret of the group."""
     timeout_s: float = 300.0
     """Longest wait for the other ranks."""
     taken: socket.socket | None = field(default=None, repr=False, compare=False)

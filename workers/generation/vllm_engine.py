@@ -355,7 +355,6 @@ class VllmEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of unfinished requests."""
         return self._engine.get_num_unfinished_requests()
 
     def close(self) -> None:

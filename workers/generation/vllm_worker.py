@@ -43,7 +43,6 @@ class _Noted:
     chunks: list[np.ndarray] = field(default_factory=list)
     """One array per step, [tokens, layers, k]."""
     tokens: int = 0
-    """Tokens in all chunks."""
 
 
 class RouteRecorder:

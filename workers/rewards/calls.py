@@ -32,7 +32,6 @@ CLOSE_S = 10.0
 PAUSE_S = 0.5
 """Pause before the first retry of an asynchronous call; it doubles with each retry."""
 LONGEST_PAUSE_S = 30.0
-"""Longest pause before a retry."""
 
 
 @dataclass
@@ -79,7 +78,6 @@ class AsyncCalls:
 
     @property
     def is_started(self) -> bool:
-        """Whether the thread has started."""
         return self._loop is not None
 
     def is_alive(self) -> bool:

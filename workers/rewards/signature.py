@@ -128,7 +128,6 @@ class Signature:
     batch: bool = False
     """Whether a call takes all samples as lists and returns one result for each."""
     by_position: tuple[str, ...] = ()
-    """Positional parameters."""
     reads: tuple[str, ...] = ()
     """Columns other than tokens that it uses if they exist."""
     returns_parts: bool = False

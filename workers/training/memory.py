@@ -57,7 +57,6 @@ class ModelSize:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters."""
         return number_in(self.shapes.values())
 
     @property

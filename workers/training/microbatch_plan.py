@@ -174,8 +174,6 @@ def even_microbatches(
 
 @dataclass
 class _Part:
-    """A microbatch under construction."""
-
     rows: list[int] = field(default_factory=list)
     tokens: int = 0
     longest: int = 0

@@ -58,7 +58,6 @@ class PackedSequences:
     lengths: np.ndarray
     """[B] int64; no row is empty."""
     device: torch.device
-    """Device of the tokens."""
     first: np.ndarray | None = None
     """[B] int64 position of each row's first token; None for 0."""
     windows: set[int | None] = field(default_factory=set)
@@ -177,12 +176,10 @@ class SharedPrompts(PackedSequences):
 
     @cached_property
     def prompts(self) -> PackedSequences:
-        """The prompts alone."""
         return PackedSequences(self.lengths[: self.num_prompts], self.device)
 
     @cached_property
     def responses(self) -> PackedSequences:
-        """The responses alone."""
         return PackedSequences(self.lengths[len(self.lengths) - len(self.after) :], self.device)
 
     @cached_property

@@ -56,7 +56,6 @@ class PipelineSchedule:
     microbatches: int
     chunks: int
     passes: tuple[tuple[Pass, ...], ...]
-    """Passes of each stage."""
 
     def __post_init__(self) -> None:
         wanted = {

@@ -38,7 +38,6 @@ class WeightReader(Protocol):
     """Reads the values of a model's tensors."""
 
     bytes_read: int
-    """Bytes read from files."""
     conversions: list[Any]
     """Conversions of `transformers` that were used; saving the model reverts them."""
 
