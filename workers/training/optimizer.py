@@ -62,8 +62,8 @@ class PlainMoments(torch.optim.AdamW):
 
 class HostMoments(PlainMoments):
     """AdamW with moments in host memory, pinned if the device is a GPU. A step updates parameters
-    part by part: while one part is computed, the moments of the next part arrive and the last
-    one leave. Results are identical to AdamW.
+    part by part: while one part is computed, the moments of the next part arrive and the moments of
+    the previous part leave. Results are identical to AdamW.
 
     Args:
         groups, settings: arguments of `torch.optim.AdamW`.
