@@ -1,4 +1,4 @@
-"""ActorWorker: the policy that is trained. One SPMD process; the work is its engine's."""
+"""ActorWorker: the policy to train. Each rank is one SPMD process; its engine does the work."""
 
 from __future__ import annotations
 
@@ -52,27 +52,29 @@ if TYPE_CHECKING:
 
 
 class ActorConfig(TrainedConfig):
-    """The policy, how it lies over its ranks, and how it is optimised."""
+    """The policy: its model, sharding, training, and how it publishes weights."""
 
     deltas: Literal["off", "auto"] = "off"
-    """"auto": send followers on other machines only the elements that have changed since the version that they hold, wherever that is
-    fewer bytes. A copy of what is published, and of what each of them takes, then stays in host memory; and comparing takes time. Choose
-    it for networks slower than a gigabyte a second."""
+    """"auto": send followers on other machines only the elements that changed since their last
+    version, if that takes fewer bytes. Leader and followers then keep a copy of their part of the
+    weights in host memory, and the comparison takes time. Choose it for networks slower than a
+    gigabyte a second."""
     transport: Literal["auto", "gloo", "nccl", "ipc", "vllm:nccl", "vllm:ipc"] = "auto"
-    """How weights reach followers, in the clear. "auto": those on the leader's machine map its host memory, others are sent what they
-    take over TCP. "gloo": all are sent it by `torch.distributed`, point to point. "nccl": the same from GPU to GPU, where followers have
-    others than the leader. "ipc": followers that take turns with the leader on its GPUs map buckets there. "vllm:nccl" and "vllm:ipc": the
-    same by vLLM's own senders, of whole tensors. Choose one for GPUs where copies through host memory take long; none of the four has been
-    run on GPUs yet."""
+    """How to send weights to followers; they are not encrypted. "auto": followers on the leader's
+    machine map its host memory, others receive over TCP. "gloo": point to point through
+    `torch.distributed`. "nccl": from GPU to GPU, if followers use other GPUs than the leader.
+    "ipc": followers that take turns with the leader on its GPUs map buckets there. "vllm:nccl" and
+    "vllm:ipc": the same through vLLM's own senders, which send whole tensors. Choose a GPU
+    transport where copies through host memory take long; none of the four has been run on GPUs yet."""
     bucket_mib: int = Field(default=16, ge=1, le=4096)
-    """[MiB] Largest part of the weights that travels at once; each rank has memory for two. Lower it where memory is short, raise it
-    between machines that are far apart."""
+    """[MiB] Largest part of the weights to send at once; each rank allocates two. Lower it if
+    memory is short; raise it between distant machines."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("deltas", "transport", "bucket_mib"))
 
     @property
     def vllm_backend(self) -> str:
-        """Name of vLLM's own backend by which weights travel, while both sides work on it; empty: they travel in one of Weft's ways."""
+        """Name of vLLM's own weight transfer backend, or "" if Weft's transport is used."""
         return self.transport.removeprefix(BY_VLLM) if self.transport.startswith(BY_VLLM) else ""
 
     @field_validator("transport", mode="before")
@@ -80,8 +82,10 @@ class ActorConfig(TrainedConfig):
     def _refuse_sharded_rdt(cls, transport: object) -> object:
         if transport == "vllm:sharded_rdt":
             raise ValueError(
-                'transport="vllm:sharded_rdt" is not supported: it needs vLLM ranks that are Ray actors with GPUs of their own, and here '
-                'they are child processes of the rollout rank; take "nccl", which also sends each rank only what it needs'
+                'transport="vllm:sharded_rdt" is not supported: it needs vLLM ranks that '
+                "are Ray actors with separate GPUs, but here they are child processes of "
+                'the rollout rank; take "nccl", which also sends each rank only what it '
+                "needs"
             )
         return transport
 
@@ -95,17 +99,16 @@ class ActorConfig(TrainedConfig):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the start of a run: end tokens of texts that the model's settings lack."""
+        """Notes for the start of a run: end-of-text tokens that the model's settings lack."""
         return stop_token_notes(self.model)
 
 
 def _may_read(loss: Loss) -> tuple[str | Column, ...]:
-    """Columns that an update uses if they exist: optional columns of the loss, and those that its metrics compare."""
     return (*loss_may_read(loss), TEMPERATURE, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, ROUTES)
 
 
 class ActorWorker(TrainedWorker):
-    """Trains a policy; computes its log-probabilities; publishes its weights."""
+    """Trains a policy, computes its log-probabilities, and publishes its weights."""
 
     Config = ActorConfig
 
@@ -119,11 +122,13 @@ class ActorWorker(TrainedWorker):
         for node in nodes:
             if not node.arguments.get("adapter", True) and node.arguments.get("entropies"):
                 raise UserError(
-                    f"node {node.name!r}: entropies=True is of the policy that is trained, with its adapter"
+                    f"node {node.name!r}: entropies=True needs the trained policy; leave "
+                    "out adapter=False"
                 )
             if not node.arguments.get("adapter", True) and config.lora is None:
                 raise UserError(
-                    f"node {node.name!r}: adapter=False, and the actor has none; give it lora=weft.Lora(...)"
+                    f"node {node.name!r}: adapter=False, but the actor has no adapter; give "
+                    "it lora=weft.Lora(...)"
                 )
 
     @remote(
@@ -141,9 +146,12 @@ class ActorWorker(TrainedWorker):
         adapter: bool = True,
         entropies: bool = False,
     ) -> Batch:
-        """Log-probability of each token of the responses in the column `of` under the present weights, at the temperature that
-        they were sampled at; without its `adapter`, under the model that it was put on (`weft.adapter_off`). With `entropies`, the same
-        pass writes the entropy of each token's distribution."""
+        """Compute the log-probability of each response token in the column `of` under the current
+        weights, at the temperature of sampling.
+
+        `adapter=False` computes them under the model without its adapter (`weft.adapter_off`).
+        `entropies=True` also writes the entropy of each token's distribution.
+        """
         rows = batch.with_columns(response_ids=batch[of])
         if entropies:
             logprobs, found, cu_seqlens = self.engine.logprobs_and_entropies(rows)
@@ -167,23 +175,27 @@ class ActorWorker(TrainedWorker):
         minibatches: int = 1,
         last: bool = True,
     ) -> Metrics:
-        """One new version of the weights: `epochs` passes over the rows, each of `minibatches` optimizer steps.
+        """Make one new version of the weights: `epochs` passes over the rows, each of `minibatches`
+        optimizer steps.
 
-        With several minibatches each rank shuffles and cuts its own rows. In one pass of one step the rows may come in
-        several calls, as they become ready: gradients are accumulated until the `last` of them (the driver says which).
+        With several minibatches, each rank shuffles and cuts its own rows. With one pass of one
+        step, rows may arrive in several calls: gradients accumulate until the driver marks a call
+        as `last`.
 
         Returns:
-            What `Updates.update` returns, and of the first step, where the columns are there: `mean_logprob_gap` and
-            `max_logprob_gap` (nats between the generator's log-probabilities and the trainer's own, under the weights
-            before the update), `mean_staleness` and `max_staleness` (versions); with deltas, `changed_share` (of the elements that
-            were published, since the version before them).
+            The metrics of `Updates.update`. The first step adds, if its columns exist,
+            `mean_logprob_gap` and `max_logprob_gap` (nats between the log-probabilities of
+            generator and trainer, under the weights before the update), and `mean_staleness` and
+            `max_staleness` (versions). With deltas it adds `changed_share` (share of published
+            elements that changed since the previous version).
 
         Raises:
-            DivergedError: `stop_after_bad_steps` steps in a row were bad. The rows of each are in the run's `skipped/`.
+            DivergedError: `stop_after_bad_steps` consecutive steps were bad. Their rows are in the
+                run's `skipped/`.
         """
         published: Metrics = {}
         if last and self._publisher is not None:
-            self._publisher.finish()  # nobody is given a mixture of two versions
+            self._publisher.finish()  # no receiver may get a mixture of two versions
             if compared := self._publisher.sent.compared:
                 published["changed_share"] = Mean(float(self._publisher.sent.changed), float(compared))
         staleness = self._staleness(batch)
@@ -207,12 +219,13 @@ class ActorWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> Weights:
-        """Offer what this rank holds of the weights, and say where. The records of all ranks add up to those of the group. Receivers
-        take it straight from the parameters, which stay what they are until `finish_publishing`.
+        """Offer this rank's part of the weights and return its address. The records of all ranks
+        together describe the group's weights. Receivers read the parameters directly; they must not
+        change until `finish_publishing`.
 
         Args:
             version: policy version.
-            receivers: who will take it, as "rollout[0]".
+            receivers: names of the receiving ranks, such as "rollout[0]".
         """
         if self._publisher is None:
             self._publisher = self._new_publisher()
@@ -221,7 +234,7 @@ class ActorWorker(TrainedWorker):
     def _new_publisher(self) -> Any:
         address, bucket_bytes = self.context.address, self.config.bucket_mib << 20
         if backend := self.config.vllm_backend:
-            os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # which vLLM reads when it is imported
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads this on import
             from ..resharding.vllm_publisher import VllmPublisher
 
             at = self.context
@@ -233,19 +246,20 @@ class ActorWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int) -> None:
-        """Give a version that was published to its receivers, while they take it: by vLLM's own backends, which work on both sides at once.
+        """Send a published version through vLLM's own backends, while the receivers take it.
 
         Raises:
-            WeightSyncError: an engine has failed, and without it the others get nothing.
+            WeightSyncError: an engine failed, so the others cannot receive either.
         """
         self._publisher.send(version)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def finish_publishing(self, version: int) -> Given:
-        """The receivers have taken this version: the weights may change again. Returns what this rank gave; what the ranks gave adds up.
+        """End the publication of a version that all receivers have; the weights may change again.
+        Return the record of what this rank sent; the records of all ranks add up.
 
         Raises:
-            WeightSyncError: the weights could not be read, or changed while they were given away.
+            WeightSyncError: the weights could not be read, or changed during the transfer.
         """
         from ..resharding.weights import Given
 
@@ -258,14 +272,15 @@ class ActorWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def compare_canaries(self, canaries: Mapping[str, Canary], version: int) -> None:
-        """Compare what ranks sampled with a version of the weights with the log-probabilities of this group, which still has it.
+        """Compare the canaries of followers with this group's log-probabilities under the same
+        version.
 
         Args:
-            canaries: by the name of the rank, as "rollout[0]".
+            canaries: canary of each rank by name, such as "rollout[0]".
             version: policy version.
 
         Raises:
-            WeightSyncError: naming the rank, the version, and how far they are apart.
+            WeightSyncError: they differ; the message names the rank, the version and the distance.
         """
         for receiver, canary in canaries.items():
             found, _ = self.engine.logprobs(canary_rows(canary))
@@ -279,7 +294,7 @@ class ActorWorker(TrainedWorker):
 
 @dataclass(frozen=True)
 class _WithGap:
-    """A loss that also compares the trainer's log-probabilities with the generator's: no pass of its own."""
+    """Wraps a loss to compare log-probabilities of trainer and generator in the same pass."""
 
     loss: Loss
 
@@ -304,27 +319,24 @@ class _WithGap:
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         loss_sum, metrics = self.loss(logprobs, rows)
-        # Tokens that are not trained on may not have been sampled at all: answers of a tool, for one.
+        # Untrained tokens may not have been sampled at all, such as the answers of a tool.
         gaps = (logprobs - rows[RESPONSE_LOGPROBS]).abs()
         gap = observed(rows.trained > 0, {"mean_logprob_gap": gaps}, largest={"max_logprob_gap": gaps})
         return loss_sum, {**metrics, **gap}
 
 
-# Adapters alone
-#
-# Which adapters (LoRA) travel alone: what an actor and the groups that follow it are told, before
-# any process starts.
+# Decide before any process starts which adapters (LoRA) are published alone.
 
 
 def agree_on_adapters(handles: Iterable[Handle]) -> None:
-    """Decide for each group with an adapter that others follow whether it publishes the adapter alone or merged weights
-    (`Lora.published`), and tell all of them: their `config` says it afterwards.
+    """Decide for each followed group with an adapter whether it publishes the adapter alone or
+    merged weights (`Lora.published`), and set the `config` of all involved handles accordingly.
 
     Args:
-        handles: of a run.
+        handles: all handles of a run.
 
     Raises:
-        UserError: an adapter is to be published alone, and a follower cannot take it.
+        UserError: an adapter is to be published alone, but a follower cannot take it.
     """
     handles = list(handles)
     for handle in handles:
@@ -342,12 +354,13 @@ def _agree(leader: Handle, followers: list[Handle]) -> None:
     ]
     published = given.lora.published
     if published is None:
+        # Merging loses small updates only in bfloat16, and every follower can load merged weights.
         published = "adapter" if given.dtype == "bfloat16" and not refusals else "merged"
     elif published == "adapter" and refusals:
         follower, reason = refusals[0]
         raise UserError(
-            f"Lora(published='adapter') of {leader.called!r}: {follower.called!r} cannot take the adapter alone: {reason}; "
-            "change that, or say published='merged'"
+            f"Lora(published='adapter') of {leader.called!r}: {follower.called!r} cannot "
+            f"take the adapter alone: {reason}; change that, or set published='merged'"
         )
     lora = given.lora.model_copy(update={"published": published})
     leader.config = given.model_copy(update={"lora": lora})

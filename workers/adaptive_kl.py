@@ -1,4 +1,5 @@
-"""AdaptiveKlWorker: a KL penalty in the reward, whose coefficient is adapted towards a target after each step."""
+"""AdaptiveKlWorker: a KL penalty in the reward, with a coefficient that adapts towards a target
+after each step."""
 
 from __future__ import annotations
 
@@ -24,20 +25,19 @@ _FILE = "coefficient.json"
 
 
 class AdaptiveKlConfig(Config):
-    """The coefficient of a KL penalty in the reward, and how divergence is estimated."""
+    """The coefficient of a KL penalty in the reward, and the estimator of divergence."""
 
     coefficient: AdaptiveCoefficient = AdaptiveCoefficient()
-    """The first coefficient, its target and its horizon (in responses). Set it where the divergence should end elsewhere, or get there
-    sooner."""
+    """Initial coefficient, target and horizon (in responses). Set it to reach another divergence,
+    or to reach it sooner."""
     estimator: Callable[..., Any] = k1
-    """(logprobs [T], reference_logprobs [T]) -> [T] nats: `k1`, `k2`, `k3` or `absolute`. Choose `k3` for less variance."""
+    """Function (logprobs [T], reference_logprobs [T]) -> [T] nats: `k1`, `k2`, `k3` or `absolute`.
+    Choose `k3` for less variance."""
 
 
 class AdaptiveKlWorker(Worker):
-    """Holds the coefficient: a graph computes its rewards with it, and each step updates it.
-
-    It is a worker and not a function because its state belongs in the checkpoints of a run.
-    """
+    """Holds the coefficient: graphs compute rewards with it, and each step updates it. It is a
+    worker rather than a function because checkpoints must save its state."""
 
     Config = AdaptiveKlConfig
 
@@ -54,7 +54,7 @@ class AdaptiveKlWorker(Worker):
     def token_rewards(
         self, samples: Batch, *, reward: str = str(REWARD), old: str = str(RESPONSE_LOGPROBS)
     ) -> Batch:
-        """`rewards.token_rewards` of the samples with the present coefficient."""
+        """Compute `rewards.token_rewards` of the samples with the current coefficient."""
         estimator = self.config.estimator
         return token_rewards(
             samples, coefficient=self.coefficient, estimator=estimator, reward=reward, old=old
@@ -67,11 +67,11 @@ class AdaptiveKlWorker(Worker):
         takes=TrainingBatch(),
     )
     def update(self, samples: Batch, *, old: str = str(RESPONSE_LOGPROBS)) -> Metrics:
-        """The coefficient for the next step, from the divergence of these samples; the column `old` has the log-probabilities of the
-        policy that sampled.
+        """Update the coefficient for the next step from the divergence of these samples. The column
+        `old` holds the log-probabilities of the sampling policy.
 
         Returns:
-            `kl_coefficient` (that these were rewarded with) and `kl` (nats a response).
+            `kl_coefficient` (used in these rewards) and `kl` (nats per response).
         """
         used = self.coefficient
         rows = response_rows(samples, old, REFERENCE_LOGPROBS)
@@ -83,7 +83,9 @@ class AdaptiveKlWorker(Worker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str | Path) -> float:
-        """Write the coefficient to a new folder; it is written when this returns (0 seconds that training waits on)."""
+        """Write the coefficient to a new folder. It is complete on return, so training waits 0
+        seconds."""
+        # All ranks hold the same coefficient.
         if self.context.rank == 0:
             Path(path).mkdir(parents=True)
             Disk().write_whole(Path(path) / _FILE, json.dumps({"value": self.coefficient.value}).encode())
@@ -91,11 +93,11 @@ class AdaptiveKlWorker(Worker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
-        """Always true: a coefficient is written at once."""
+        """Return True: a coefficient is written at once."""
         return True
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str | Path) -> None:
-        """Go on with the coefficient of a checkpoint; target and horizon are those of the configuration."""
+        """Restore the coefficient of a checkpoint; target and horizon come from the configuration."""
         stored = read_json(Path(path) / _FILE)
         self.coefficient = self.config.coefficient.model_copy(update={"value": float(stored["value"])})

@@ -1,8 +1,10 @@
-"""Canary: a few responses whose log-probabilities trainer and generator compare before a rank answers the run's own prompts.
+"""Canary: compare the log-probabilities of trainer and generator on a few responses before a rank
+serves the run.
 
-Checksums show that weights have arrived. The canary shows that both sides compute the same with them: after the first weights of a
-rank, so at the start of a run and after each rank that was replaced or has joined, it samples a few tokens from drawn prompts, and the
-trainer computes their log-probabilities with the same version.
+Checksums show that weights have arrived. The canary shows that both sides compute the same with
+them. After a rank's first weights (at the start of a run, or when the rank was replaced or joined)
+it samples a few tokens from random prompts, and the trainer computes their log-probabilities with
+the same version.
 """
 
 from __future__ import annotations
@@ -20,28 +22,29 @@ PROMPT_TOKENS = 4
 RESPONSE_TOKENS = 12
 
 LARGEST_GAP = 1e-3
-"""Nats, mean over tokens, where both sides compute in float32; 1e-6 is usual (docs/benchmarks.md)."""
+"""[nats] Limit on the mean gap over tokens if both sides compute in float32; 1e-6 is usual
+(docs/benchmarks.md)."""
 LARGEST_HALF_GAP = 0.2
-"""The same where one of them computes in half precision; a few hundredths are usual."""
+"""[nats] The same limit if either side computes in half precision; a few hundredths are usual."""
 
 
 @dataclass(frozen=True)
 class Canary:
-    """What a rank sampled. Plain data."""
+    """Samples of a rank, as plain data."""
 
     prompts: tuple[tuple[int, ...], ...]
     responses: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[float, ...], ...]
-    """Of the tokens of each response, in nats."""
+    """Log-probabilities of each response's tokens, in nats."""
     exact: bool
     """Whether the rank computes in float32."""
 
 
 def canary_prompts(vocabulary: int | None) -> list[np.ndarray]:
-    """The prompts that every rank answers, [PROMPT_TOKENS] int32 each.
+    """Return the prompts that every rank answers, [PROMPT_TOKENS] int32 each.
 
     Args:
-        vocabulary: number of token ids of the model; None: it is not known.
+        vocabulary: number of token ids of the model, or None if unknown.
 
     >>> len(canary_prompts(100)), int(max(ids.max() for ids in canary_prompts(3))) < 3
     (4, True)
@@ -51,7 +54,7 @@ def canary_prompts(vocabulary: int | None) -> list[np.ndarray]:
 
 
 def canary_rows(canary: Canary) -> Batch:
-    """The same as rows, for the trainer's log-probabilities."""
+    """Return the canary as rows, for the trainer's log-probabilities."""
     columns = {
         str(PROMPT_IDS): list(map(list, canary.prompts)),
         str(RESPONSE_IDS): list(map(list, canary.responses)),
@@ -65,20 +68,23 @@ def check_canary(
     """Compare a rank's log-probabilities with the trainer's.
 
     Args:
-        receiver: the rank, as "rollout[0]".
-        version: of the weights.
-        logprobs: [tokens] the trainer's, response after response.
+        receiver: name of the rank, such as "rollout[0]".
+        version: version of the weights.
+        logprobs: [tokens] the trainer's values, response after response.
         exact: whether the trainer computes in float32.
 
     Raises:
-        WeightSyncError: their mean difference is too large, or not a number; naming group, rank and version.
+        WeightSyncError: the mean difference is too large or nan; the message names group, rank and
+            version.
     """
     own = np.array([value for response in canary.logprobs for value in response])
     gap = float(np.abs(own - logprobs).mean())
     bound = LARGEST_GAP if exact and canary.exact else LARGEST_HALF_GAP
+    # Also true for nan.
     if not gap <= bound:
         raise WeightSyncError(
-            f"weights version {version}: {receiver} has taken them, and gives {len(own)} tokens log-probabilities that are {gap:.3g} nats "
-            f"from the trainer's in the mean, more than {bound:g}. It computes something else with the same weights: compare model "
+            f"weights version {version}: the log-probabilities of {receiver} for {len(own)} "
+            f"tokens are {gap:.3g} nats from the trainer's in the mean, more than "
+            f"{bound:g}. It computes something else with the same weights: compare model "
             "folders, dtypes and engine settings of both groups"
         )

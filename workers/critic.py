@@ -1,4 +1,5 @@
-"""CriticWorker: a language model with a scalar head that is trained: PPO's critic, or a reward model. One SPMD process."""
+"""CriticWorker: a trained language model with a scalar head: PPO's critic, or a reward model. Each
+rank is one SPMD process."""
 
 from __future__ import annotations
 
@@ -24,18 +25,20 @@ if TYPE_CHECKING:
 
 
 class CriticConfig(TrainedConfig):
-    """The model, the meaning of its scalar head, how it is sharded, and how it is optimised."""
+    """The model, the meaning of its scalar head, its sharding and its training."""
 
     head: Literal["values", "rewards"] = "values"
-    """"values": the value before each response token, for PPO; "rewards": of the sequence up to and with each. Choose the latter to train
-    a reward model."""
+    """Output of the head. "values": the value before each response token, for PPO. "rewards": the
+    reward of the sequence up to and including each token. Choose the latter to train a reward
+    model."""
 
 
 class CriticWorker(TrainedWorker):
     """Predicts and learns numbers: with head="values" a critic, with head="rewards" a reward model.
 
-    The model may be any causal language model (its head is new then, small and seeded) or one with a scalar head, such as a trained
-    reward model. With `lora` the head is trained as a whole, beside the adapter.
+    The model may be any causal language model (its new head starts small, from the seed) or one
+    with a scalar head, such as a trained reward model. `lora` trains the adapter and the whole
+    head.
     """
 
     Config = CriticConfig
@@ -52,17 +55,19 @@ class CriticWorker(TrainedWorker):
             head = wanted.get(node.operation.name, config.head)
             if head != config.head:
                 raise UserError(
-                    f"node {node.name!r} asks {node.group!r}, which has head={config.head!r}; {node.operation.name} wants head={head!r}"
+                    f"node {node.name!r} calls {node.group!r}, which has "
+                    f"head={config.head!r}; {node.operation.name} needs head={head!r}"
                 )
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
     def values(self, batch: Batch, *, into: str = str(VALUES)) -> Batch:
-        """The value before each response token under the present weights, [L] float32."""
+        """Compute the value before each response token under the current weights, [L] float32."""
         return batch.with_columns(**{into: self.engine.values(batch)})
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
     def score(self, batch: Batch, *, into: str = str(REWARD)) -> Batch:
-        """The reward of each response: the output of the head at its last token, [1] float32; nan for an empty response."""
+        """Compute the reward of each response: the head's output at its last token, [1] float32;
+        nan for an empty response."""
         return batch.with_columns(**{into: last_of_rows(*self.engine.values(batch))})
 
     @remote(
@@ -80,15 +85,16 @@ class CriticWorker(TrainedWorker):
         minibatches: int = 1,
         last: bool = True,
     ) -> Metrics:
-        """One new version of the weights: `epochs` passes over the rows, each of `minibatches` optimizer steps.
+        """Make one new version of the weights: `epochs` passes over the rows, each of `minibatches`
+        optimizer steps.
 
-        See `Updates.update` for what it returns and raises; the driver says which call is the `last`.
+        See `Updates.update` for results and errors. The driver marks the `last` call.
         """
         return self._updates.update(batch, loss, epochs=epochs, minibatches=minibatches, last=last)
 
 
 def last_of_rows(values: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:
-    """[rows] float32: the last value of each row, nan of an empty one.
+    """Return [rows] float32: the last value of each row, nan for an empty row.
 
     >>> last_of_rows(np.array([1.0, 2.0, 3.0], np.float32), np.array([0, 2, 2, 3])).tolist()
     [2.0, nan, 3.0]

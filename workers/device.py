@@ -1,4 +1,5 @@
-"""The device of a rank: the one that it alone sees, or else that of its local rank; never one that another rank has."""
+"""The device of a rank: its only visible one, or the one of its local rank; never shared with
+another rank."""
 
 from __future__ import annotations
 
@@ -15,30 +16,32 @@ from .worker import Context
 
 
 def device_index(context: Context, visible: int) -> int:
-    """Which of the GPUs that a process sees is its own.
+    """Return the index of this rank's GPU among the visible ones.
 
     >>> device_index(Context(local_rank=3, devices=("3",)), 1), device_index(Context(local_rank=3), 8)
     (0, 3)
 
     Args:
-        context: of the rank.
-        visible: GPUs that the process sees, at least one.
+        context: context of the rank.
+        visible: number of visible GPUs, at least one.
 
     Raises:
-        UserError: the process sees its node's GPUs, and they are fewer than the ranks there.
+        UserError: the process sees its node's GPUs, but the node has more ranks than GPUs.
     """
     if context.devices:
         return 0
     if context.local_rank >= visible:
         raise UserError(
-            f"rank {context.rank} of {context.name!r} is number {context.local_rank} of its group on its node, counted from 0, and sees "
-            f"only {visible} GPUs there: two ranks would share one; take fewer ranks on a node"
+            f"rank {context.rank} of {context.name!r} is number {context.local_rank} of its "
+            f"group on its node, counted from 0, but sees only {visible} GPUs there: two "
+            "ranks would share one; use fewer ranks per node"
         )
     return context.local_rank
 
 
 def peak_device_bytes() -> int:
-    """Most bytes that PyTorch has held on the current GPU of this process; 0: it has used none."""
+    """Return the most bytes that PyTorch has held on this process's current GPU; 0 if it has used
+    none."""
     loaded = sys.modules.get("torch")
     if loaded is None or not loaded.cuda.is_available() or not loaded.cuda.is_initialized():
         return 0
@@ -46,10 +49,11 @@ def peak_device_bytes() -> int:
 
 
 def rank_device(context: Context) -> torch.device:
-    """The device of a rank, which becomes the current one of its process: `cuda` without a number means it, too.
+    """Return the device of a rank, and make it the current one, so that `cuda` without a number
+    refers to it.
 
     Raises:
-        UserError: as `device_index`.
+        UserError: see `device_index`.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -59,23 +63,20 @@ def rank_device(context: Context) -> torch.device:
 
 
 # Node memory
-#
-# Memory of this node, as the kernel counts it, by the limit that is nearest.
+# Memory of this node
 
 
 NO_LIMIT = 1 << 60
-"""Bytes from which on a limit is none; version 1 of cgroups writes such a number."""
+"""Limits from this size mean unlimited; cgroups version 1 reports such a number."""
 
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """Memory of a node."""
-
     used_bytes: int
-    """Without what the kernel can take back."""
+    """Used memory, without what the kernel can reclaim."""
     limit_bytes: int
     by: str
-    """Who sets the limit."""
+    """Source of the limit."""
 
     @property
     def share(self) -> float:
@@ -90,13 +91,14 @@ class NodeMemory:
 
 
 def node_memory(root: Path = Path("/")) -> NodeMemory | None:
-    """Memory of this node, by the limit that is nearest: the machine's, or that of a cgroup which this process is in."""
+    """Return the memory of this node under its tightest limit: the machine's, or a cgroup's of this
+    process."""
     found = [*_of_machine(root), *_of_cgroups(root)]
     return max(found, key=lambda memory: memory.share) if found else None
 
 
 def cgroup_folders(root: Path = Path("/")) -> list[Path]:
-    """Folders of the memory of the cgroups that this process is in, the innermost first: of versions 2 and 1."""
+    """Return the memory folders of this process's cgroups, innermost first, for versions 2 and 1."""
     own = root / "proc/self/cgroup"
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
@@ -105,7 +107,7 @@ def cgroup_folders(root: Path = Path("/")) -> list[Path]:
     found: list[Path] = []
     for top, names in (("sys/fs/cgroup", ""), ("sys/fs/cgroup/memory", "memory")):
         paths = {parts[2] for parts in lines if len(parts) == 3 and parts[1] == names} or {"/"}
-        for path in paths:  # in a container it may be the host's, which is not there
+        for path in paths:  # in a container this may be a host path, which is missing
             at = root / top / path.strip("/")
             found += [at, *(p for p in at.parents if p.is_relative_to(root / top))]
     return list(dict.fromkeys(found))

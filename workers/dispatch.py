@@ -1,7 +1,9 @@
-"""Dispatch protocols: how the rows of a call are distributed over a worker group, and whose results are kept.
+"""Dispatch protocols: how the rows of a call are distributed over a worker group, and whose results
+are kept.
 
-A protocol is a pair of functions over the mesh coordinates that the ranks registered; the driver needs no
-knowledge of tensor or pipeline parallelism. The named protocols are attributes of `Dispatch`; a protocol of one's own is another value:
+A protocol is a pair of functions of the ranks' mesh coordinates, so the driver knows nothing about
+tensor or pipeline parallelism. The built-in protocols are attributes of `Dispatch`; custom
+protocols are further values:
 
 >>> def first_rank_only(rows, mesh):
 ...     return [list(range(len(rows)))] + [None] * (len(mesh) - 1)
@@ -25,35 +27,37 @@ from .models.model_folder import head_dim, num_heads, read_model_config, text_se
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where one rank stands in its group's mesh. Ranks with equal `dp` are one replica: they get equal rows."""
+    """Position of a rank in its group's mesh. Ranks with equal `dp` are one replica and get equal
+    rows."""
 
     dp: int = 0
     tp: int = 0
     pp: int = 0
     micro_dp: int = 0
-    """Which of the replicas that its training replica becomes for generation, where the same ranks generate with fewer shards and stages
-    (HybridFlow's micro-DP groups, arXiv:2409.19256; `generation_coordinates` in `resharding/formulas.py`)."""
+    """Generation replica within a training replica, if the same ranks generate with fewer shards
+    and stages (HybridFlow's micro-DP groups, arXiv:2409.19256; `generation_coordinates` in
+    `resharding/formulas.py`)."""
 
 
 @dataclass(frozen=True)
 class RowSizes:
-    """What a protocol knows of the rows that it distributes; it does not see their contents."""
+    """Properties of rows that a protocol distributes without seeing their contents."""
 
     num_tokens: np.ndarray
     """[rows] tokens of each row."""
     group_ids: np.ndarray
     """[rows] group of each row."""
     whole_groups: bool = False
-    """Rows of one group must stay together."""
+    """Whether rows of one group must stay together."""
     costs: np.ndarray | None = None
-    """[rows] what each row costs the rank that gets it (`RowCost`); None: its tokens."""
+    """[rows] cost of each row on its rank (`RowCost`); None for its tokens."""
 
     def __len__(self) -> int:
         return len(self.num_tokens)
 
 
 Shares = Sequence[Sequence[int] | None]
-"""For each rank the indexes of its rows, or None when the rank is not called."""
+"""Indexes of each rank's rows, or None for a rank that is not called."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,11 @@ class Dispatch:
     """A dispatch protocol.
 
     Args:
-        name: what messages call it.
-        distribute: the rows of a call and the coordinates of the ranks -> the share of each rank.
-        collect: the coordinates of the ranks -> the ranks whose results are kept, one for each replica: rows that two of them return
-            would be counted twice.
+        name: name for messages.
+        distribute: returns the share of each rank from the rows of a call and the coordinates of
+            the ranks.
+        collect: returns the ranks whose results are kept from the coordinates of the ranks. Choose
+            one per replica: rows returned by two ranks would count twice.
     """
 
     name: str
@@ -72,17 +77,20 @@ class Dispatch:
     collect: Callable[[Sequence[Coordinates]], list[int]]
 
     ONE_TO_ALL: ClassVar[Dispatch]
-    """Every rank gets the same rows and arguments. Of a call with rows the first rank's result is kept, of others every rank's."""
+    """Every rank gets the same rows and arguments. Calls with rows keep the first rank's result,
+    other calls every rank's."""
     SPLIT_BY_DP: ClassVar[Dispatch]
-    """Rows are split over data-parallel replicas, balanced by what they cost; equal copies go to the ranks of a replica."""
+    """Split rows over data-parallel replicas, balanced by cost; all ranks of a replica get the same
+    rows."""
     SPLIT_BY_GENERATION_DP: ClassVar[Dispatch]
-    """Rows are split over the replicas for generation, `micro_dp` of each `dp`; equal copies go to the ranks of one, which hold one model
-    together (the pipeline stages and tensor-parallel shards of generation)."""
+    """Split rows over generation replicas, `micro_dp` of each `dp`. All ranks of a replica (its
+    pipeline stages and tensor-parallel shards) get the same rows."""
 
     def __repr__(self) -> str:
         return f"Dispatch.{self.name}"
 
     def __reduce__(self) -> str | tuple[object, ...]:
+        # Pickle built-in protocols by name, so that they stay identical in other processes.
         named = getattr(Dispatch, self.name, None)
         return (
             (getattr, (Dispatch, self.name))
@@ -92,14 +100,16 @@ class Dispatch:
 
 
 def balance(sizes: Sequence[float] | np.ndarray, parts: int) -> list[list[int]]:
-    """Split indexes so that the sizes of all parts add up to about the same: the largest first, each to the smallest part so far.
+    """Split indexes into parts of similar total size: the largest first, each into the smallest
+    part so far.
 
     Args:
         sizes: [rows] tokens, or cost, of each row.
-        parts: how many parts to make.
+        parts: number of parts.
 
     Returns:
-        The indexes of each part, in ascending order. Ties go to the lowest part, so that the split is deterministic.
+        The indexes of each part, ascending. Ties go to the lowest part, so the split is
+        deterministic.
 
     >>> balance([5, 1, 1, 3], 2)
     [[0], [1, 2, 3]]
@@ -113,7 +123,7 @@ def balance(sizes: Sequence[float] | np.ndarray, parts: int) -> list[list[int]]:
     for index, size in zip(order.tolist(), tokens[order].tolist(), strict=True):
         load, part = heap[0]
         out[part].append(index)
-        heapq.heapreplace(heap, (load + max(1, size), part))  # rows without tokens are spread by number
+        heapq.heapreplace(heap, (load + max(1, size), part))  # spread rows without tokens by number
     return [part if len(part) < 2 else sorted(part) for part in out]
 
 
@@ -129,7 +139,6 @@ def _split_by_generation_dp(rows: RowSizes, mesh: Sequence[Coordinates]) -> Shar
 
 
 def _split(rows: RowSizes, replicas: int) -> list[list[int]]:
-    """The rows of each replica, balanced by what they cost."""
     costs = rows.num_tokens if rows.costs is None else rows.costs
     if rows.whole_groups:
         _, index = np.unique(rows.group_ids, return_inverse=True)
@@ -143,13 +152,13 @@ def _split(rows: RowSizes, replicas: int) -> list[list[int]]:
 
 
 def one_per_replica(mesh: Sequence[Coordinates]) -> list[int]:
-    """The first rank of the last pipeline stage of every data-parallel replica."""
+    """Return the first rank of the last pipeline stage of every data-parallel replica."""
     last = max(c.pp for c in mesh)
     return [rank for rank, c in enumerate(mesh) if c.tp == 0 and c.pp == last]
 
 
 def one_per_generation_replica(mesh: Sequence[Coordinates]) -> list[int]:
-    """Of each replica for generation, the first rank of its last pipeline stage."""
+    """Return the first rank of the last pipeline stage of every generation replica."""
     first: dict[tuple[int, int], int] = {}
     for rank, c in sorted(enumerate(mesh), key=lambda entry: (-entry[1].pp, entry[1].tp)):
         first.setdefault((c.dp, c.micro_dp), rank)
@@ -167,32 +176,34 @@ Dispatch.SPLIT_BY_GENERATION_DP = Dispatch(
 )
 
 
-# Row cost
-#
-# What a row costs to train on: linear layers by its tokens, attention by their square.
+# Cost of training on a row: linear layers by its tokens, attention by their square.
 
 
 @dataclass(frozen=True)
 class RowCost:
-    """Cost of rows in tokens of linear layers: L + L^2 / A for a row of L tokens (ByteScale balances ranks so, arXiv:2502.21231).
+    """Cost of rows in tokens of linear layers: L + L^2 / A for a row of L tokens (ByteScale
+    balances ranks this way, arXiv:2502.21231).
 
     >>> RowCost(attention_length=1000)(np.array([500, 1000])).tolist()
     [750.0, 2000.0]
     """
 
     attention_length: float = math.inf
-    """A: tokens of a row whose attention costs as much as everything else; infinite: a row costs its tokens."""
+    """A: tokens of a row whose attention costs as much as everything else; with infinity a row
+    costs its tokens."""
 
     def __call__(self, num_tokens: np.ndarray) -> np.ndarray:
-        """[rows] tokens -> [rows] float64 cost."""
+        """Return the [rows] float64 cost of rows with these [rows] tokens."""
         tokens = np.asarray(num_tokens, np.float64)
         return tokens * (1 + tokens / self.attention_length)
 
 
 def row_cost_of(model: str | Path) -> RowCost:
-    """The cost of rows of a model, counted from its settings in multiplications: those of a token in linear layers and head, beside
-    those with the L / 2 tokens that it attends to on average. Layers with a window count none of the latter. Rows of a model whose
-    settings do not say enough cost their tokens.
+    """Return the row cost of a model, in multiplications counted from its settings.
+
+    A token costs its multiplications in linear layers and head, and with the L / 2 tokens
+    that it attends to on average. Attention in layers with a window counts as free. A model with
+    incomplete settings gets a cost of one per token.
     """
     try:
         settings = text_settings(read_model_config(model))
@@ -204,15 +215,18 @@ def row_cost_of(model: str | Path) -> RowCost:
     hidden, layers, vocabulary, inner = (int(settings[name]) for name in names)
     heads, of_head = num_heads(settings) or 0, head_dim(settings) or 0
     queries, keys = heads * of_head, int(settings.get("num_key_value_heads") or heads) * of_head
+    # A mixture computes only the chosen experts.
     inner = _active(settings) or inner
+    # Projections of queries, outputs, keys and values; three matrices of the MLP; the head.
     linear = layers * (2 * hidden * (queries + keys) + 3 * hidden * inner) + hidden * vocabulary
     kinds = settings.get("layer_types") or ["full_attention"] * layers
     full = sum(kind == "full_attention" for kind in kinds)
+    # Scores and weighted values each take L / 2 * queries multiplications per token and layer.
     return RowCost(linear / (full * queries)) if full and queries else RowCost()
 
 
 def _active(settings: dict[str, Any]) -> int:
-    """Width of the experts that a token goes through, of a mixture."""
+    """Return the total width of the experts that each token visits; 0 without a mixture."""
     each = settings.get("num_experts_per_tok")
     return (
         int(each) * int(settings.get("moe_intermediate_size") or settings["intermediate_size"])

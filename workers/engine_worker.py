@@ -1,4 +1,4 @@
-"""EngineWorker: parent of the workers whose work is done by a training engine."""
+"""EngineWorker: parent of workers that run a training engine."""
 
 from __future__ import annotations
 
@@ -45,21 +45,22 @@ if TYPE_CHECKING:
 
 
 def logprobs_may_read(of: str, replay: bool = True) -> tuple[Column, ...]:
-    """Columns that a pass for the log-probabilities of responses uses if they exist; routes are those of sampled ones.
+    """Return the columns that a log-probability pass over responses uses if they exist. Routes
+    apply only to sampled responses.
 
     Args:
         of: the column of response tokens.
-        replay: whether a mixture of experts takes the experts of `routes`.
+        replay: whether a mixture of experts replays the column `routes`.
     """
     return (TEMPERATURE, IMAGES, *([ROUTES] if replay and of == str(RESPONSE_IDS) else []))
 
 
 class EngineWorker(Worker):
-    """A worker that owns a `TrainingEngine`: `config.engine` makes it, or, if that is None, it is an `FsdpEngine`.
+    """A worker with a `TrainingEngine`, created by `config.engine` or by default an `FsdpEngine`.
 
     Args:
         training, head: see `EngineFactory`.
-        alone: whether this rank has a complete model and meets no others.
+        alone: whether this rank holds a complete model and joins no group.
     """
 
     def __init__(
@@ -75,15 +76,18 @@ class EngineWorker(Worker):
         make = config.engine
         if make is None:
             from .training.fsdp import FsdpEngine as make
+        # An independent rank must not wait for others at a rendezvous.
         where = replace(context, rank=0, world_size=1, rendezvous=None) if alone else context
         self.engine: TrainingEngine = make(config, where, training, head=head)
+        # Report an incomplete engine here rather than in the middle of a run.
         missing = [
             name for name in vars(TrainingEngine) if name[0] != "_" and not hasattr(self.engine, name)
         ]
         if missing:
             made = type(self.engine).__name__
             raise UserError(
-                f"engine={config.engine!r} made a {made}, which is no TrainingEngine: it has no {', '.join(missing)}"
+                f"engine={config.engine!r} made a {made}, which is not a TrainingEngine: it "
+                f"has no {', '.join(missing)}"
             )
 
     @classmethod
@@ -114,51 +118,50 @@ class EngineWorker(Worker):
         self.engine.close()
 
 
-# Trained
-#
-# TrainedWorker: parent of the workers that are updated, actor and critic.
+# Trained workers: actor and critic
 
 
 class TrainedConfig(ModelConfig, TrainingConfig):
-    """A model, how it is sharded, and how it is trained."""
+    """A model, its sharding and its training."""
 
     @model_validator(mode="after")
     def _check_moments(self) -> TrainedConfig:
         if self.moments == "8bit" and self.offload != "nothing":
             raise ValueError(
-                f'moments="8bit" cannot be combined with offload="{self.offload}": updates in 8 bits are slow on the host; leave one of '
-                "them out"
+                f'moments="8bit" cannot be combined with offload="{self.offload}": 8-bit '
+                "updates are slow on the host; leave one of them out"
             )
         return self
 
 
 def loss_reads(loss: Loss) -> tuple[str | Column, ...]:
-    """Columns that an update with this loss requires."""
+    """Return the columns that an update with this loss requires."""
     return (PROMPT_IDS, RESPONSE_IDS, *_declared(loss.reads))
 
 
 def loss_may_read(loss: Loss) -> tuple[str | Column, ...]:
-    """Columns that such an update uses where there are any."""
+    """Return the columns that such an update uses if they exist."""
     return (*_declared(loss.may_read), RESPONSE_MASK, IMAGES)
 
 
 def _declared(names: Iterable[str]) -> Iterator[str | Column]:
-    """Columns that a loss names. A name that Weft declares means the declared column, never a file's column of the same name."""
+    """Return the columns that a loss names. A name that Weft declares means the declared column,
+    never a file's column of the same name."""
     return (KNOWN.get(name, name) for name in names)
 
 
 def training_batch(loss: Loss, epochs: int, minibatches: int, config: TrainedConfig) -> TrainingBatch:
-    """The batch of an update. In one pass of one step its gradients may be accumulated over several calls, unless its loss is more than a
-    sum over rows."""
+    """Return the batch of an update. With one pass of one step, gradients may accumulate over
+    several calls, unless the loss is more than a sum over rows."""
     in_parts = epochs == minibatches == 1 and config.router_loss is None
     return TrainingBatch(whole_groups=loss.whole_groups, accumulates=in_parts)
 
 
 class TrainedWorker(EngineWorker):
-    """Parent of the workers that are updated: their updates, and their share of a run's checkpoints.
+    """Parent of trained workers: updates, and this group's part of checkpoints.
 
     Args:
-        head: what the model computes for each response token.
+        head: output of the model for each response token.
     """
 
     def __init__(
@@ -176,13 +179,14 @@ class TrainedWorker(EngineWorker):
             config.lora.check(config.tensor_parallel)
             if (
                 config.lora.targets != "all-linear" or config.lora.dora
-            ):  # it takes seconds, since it imports torch
+            ):  # this check imports torch, which takes seconds
                 from .training.adapter import check_layers
 
                 check_layers(config.model, config.lora)
         if config.router_loss is not None and num_experts(complete_text_settings(config.model)) is None:
             raise UserError(
-                f"router_loss={config.router_loss:g}: {config.model} is no mixture of experts; leave it out"
+                f"router_loss={config.router_loss:g}: {config.model} is not a mixture of "
+                "experts; leave it out"
             )
         check_updates(nodes)
 
@@ -193,23 +197,24 @@ class TrainedWorker(EngineWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save(self, path: str | Path, merged: bool = False) -> None:
-        """Write the model as a Hugging Face folder, its head and tokenizer included.
+        """Write the model as a Hugging Face folder, including its head and tokenizer.
 
         Args:
-            path: the folder; if there is one already, it is replaced.
-            merged: of a model with an adapter, write the model with the adapter merged into it; otherwise the adapter alone is
-                written, as `peft` writes it.
+            path: the folder; replaced if it exists.
+            merged: whether to merge an adapter into the model. Otherwise only the adapter is
+                written, in the format of `peft`.
         """
         self.engine.save(Path(path), merged=merged)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str | Path) -> float:
-        """Copy the state of training, which is written to a new folder while training goes on; returns the seconds that training waited."""
+        """Copy the training state and write it to a new folder in the background. Return the
+        seconds that training waited."""
         return self._updates.save(Path(path))
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
-        """Whether the last checkpoint is on the disk.
+        """Return whether the last checkpoint is on disk.
 
         Raises:
             OSError: it could not be written.
@@ -218,7 +223,8 @@ class TrainedWorker(EngineWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str | Path) -> None:
-        """Go on from a checkpoint, of any number of ranks: weights, optimizer, version, random states."""
+        """Restore weights, optimizer, version and random states from a checkpoint of any number of
+        ranks."""
         self._updates.load(Path(path))
 
 
@@ -226,7 +232,7 @@ def check_updates(nodes: Iterable[Node]) -> None:
     """Check the arguments of the updates of a graph.
 
     Raises:
-        UserError: naming the node and its argument.
+        UserError: an argument is wrong; the message names the node and the argument.
     """
     for node in nodes:
         loss = node.arguments.get("loss")
@@ -245,12 +251,14 @@ def check_updates(nodes: Iterable[Node]) -> None:
 
 
 def _check_old_policy(node: Node, loss: Loss | None) -> None:
-    """A loss with a ratio needs the policy from before the update, which after the first of several steps is no longer the engine's."""
+    """Check that a loss with a ratio has the log-probabilities from before the update, which the
+    engine loses after the first of several steps."""
     steps = {name: node.arguments.get(name, 1) for name in ("epochs", "minibatches")}
     if loss is not None and needs_old_logprobs(loss, **steps) and str(OLD_LOGPROBS) not in node.reads:
         given = ", ".join(f"{name}={value}" for name, value in steps.items())
         raise UserError(
-            f"node {node.name!r} takes several optimizer steps ({given}), and after the first its loss has no old policy to "
-            f"compare with unless the rows have {str(OLD_LOGPROBS)!r}; take one step, or write them before the update: "
+            f"node {node.name!r} takes several optimizer steps ({given}), but after the "
+            "first its loss has no old policy to compare with unless the rows have "
+            f"{str(OLD_LOGPROBS)!r}; take one step, or write them before the update: "
             "samples = old_logprobs(samples, actor=actor) (weft.algorithms.policy_loss)"
         )

@@ -1,4 +1,4 @@
-"""FunctionWorker: runs the pure functions of the graphs."""
+"""FunctionWorker: runs the pure functions of graphs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .worker import Worker, remote
 
 
 class FunctionConfig(Config):
-    """Empty: a function brings its own arguments."""
+    """No settings: functions bring their arguments."""
 
 
 class FunctionWorker(Worker):
-    """A process beside the driver that runs what is too small for its own group. Each of several ranks gets a part of the rows, and
-    complete groups where the function takes groups."""
+    """A process next to the driver for work that is too small for a separate group. With several
+    ranks, each gets a part of the rows, or of the groups if the function takes groups."""
 
     Config = FunctionConfig
     replaceable = True
@@ -38,7 +38,7 @@ class FunctionWorker(Worker):
         """Run the function of a node, and its `measure`, if it has one.
 
         Returns:
-            What the function returns, or, with `measure`, a pair of that and the metrics.
+            The function's result, or with `measure` a pair of the result and the metrics.
         """
         result = function(rows, **arguments)
         measure = getattr(function, "__measure__", None)
@@ -46,8 +46,6 @@ class FunctionWorker(Worker):
 
 
 # Recorder
-#
-# RecorderWorker: writes the samples of a run to its directory.
 
 
 class RecorderConfig(Config):
@@ -56,7 +54,8 @@ class RecorderConfig(Config):
 
 
 class RecorderWorker(Worker):
-    """Writes behind the run, in its own process: no step waits for it."""
+    """Writes the samples of a run to its directory, in a separate process, so that no step waits
+    for it."""
 
     Config = RecorderConfig
     replaceable = True
@@ -70,8 +69,8 @@ class RecorderWorker(Worker):
         Args:
             folder: the folder `samples` of the run.
             graph: name of the rows' graph in the run.
-            token: number of the lease under which they are written; the log says which leases were finished.
-            steps: group -> the step that its rows are filed under. Rows of other groups are not kept.
+            token: number of the current lease; the log records which leases were finished.
+            steps: step number of each group. Rows of other groups are dropped.
         """
         step_of = np.array([steps.get(group, -1) for group in rows.numpy(GROUP_ID).tolist()], np.int64)
         make_folder(folder)

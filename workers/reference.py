@@ -1,4 +1,5 @@
-"""ReferenceWorker: a model that computes log-probabilities and is not trained; it may follow an actor, as a teacher."""
+"""ReferenceWorker: a model that computes log-probabilities without training; it may follow an
+actor, as a teacher."""
 
 from __future__ import annotations
 
@@ -17,20 +18,21 @@ if TYPE_CHECKING:
 
 
 class ReferenceConfig(ModelConfig):
-    """The reference model, and how it is sharded."""
+    """The reference model, and its sharding."""
 
 
 class ReferenceWorker(EngineWorker):
-    """Log-probabilities under frozen weights, or under weights that are loaded from an actor now and then."""
+    """Computes log-probabilities under frozen weights, or under weights that it loads from an actor
+    occasionally."""
 
     Config = ReferenceConfig
 
     def __init__(self, config: ReferenceConfig, context: Context = Context()) -> None:
         super().__init__(config, context)
         self.version = 0
-        """Policy version of its weights."""
+        """Policy version of the weights."""
         self._whole = True
-        """Whether all weights are of one version."""
+        """Whether all weights are of the same version."""
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
@@ -46,14 +48,17 @@ class ReferenceWorker(EngineWorker):
         of: str = str(RESPONSE_IDS),
         replay: bool = True,
     ) -> Batch:
-        """Log-probability of each response token under the reference, at the temperature that it was sampled at.
+        """Compute the log-probability of each response token under the reference, at the
+        temperature of sampling.
 
         Args:
-            batch: columns `prompt_ids` [P] int32, `of` [L] int32 and, if the temperature is not 1, `temperature` [1] float32.
-            into: the column that is written.
+            batch: columns `prompt_ids` [P] int32, `of` [L] int32 and, if the temperature is not 1,
+                `temperature` [1] float32.
+            into: the column to write.
             of: the column of response tokens.
-            replay: a mixture of experts takes the experts of the column `routes`, where there is one: right for the model that was
-                trained first, wrong for another one of the same shape.
+            replay: whether a mixture of experts replays the column `routes`, if it exists: right
+                for the initial weights of the trained model, wrong for another model of the same
+                shape.
 
         Returns:
             The batch with `into`, [L] float32 nats.
@@ -69,13 +74,14 @@ class ReferenceWorker(EngineWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def receive_weights(self, weights: Weights) -> str:
-        """Take over a version that is given away; returns the checksum of what was taken.
+        """Load a published version and return its checksum.
 
         Raises:
-            WeightSyncError: they do not fit the model, or are not those that were published.
+            WeightSyncError: the weights do not fit the model, or differ from the published ones.
         """
         from ..resharding.incoming import open_weights
 
+        # Stays False if the update fails.
         self._whole = False
         with open_weights(weights.to(f"{self.context.name}[{self.context.rank}]")) as incoming:
             checksum = self.engine.receive_weights(incoming)

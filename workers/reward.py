@@ -1,4 +1,4 @@
-"""RewardWorker: scores samples with Python functions, of Weft's own form or another library's."""
+"""RewardWorker: scores samples with Python functions, written for Weft or another library."""
 
 from __future__ import annotations
 
@@ -36,30 +36,35 @@ if TYPE_CHECKING:
 
 LONGEST_TEXT = 400
 """Characters of a prompt or response that a message shows."""
+# Frames below this folder belong to Weft, not to the user's code.
 _LIBRARY = str(Path(__file__).parent.parent / "workers")
 
 
 class RewardConfig(Config):
-    """What scores samples, and what becomes of those that cannot be scored."""
+    """Reward functions, and what to do with samples that they cannot score."""
 
     function: Callable[..., Any] | Reward | tuple[Callable[..., Any] | Reward, ...]
-    """One reward function, or several whose weighted sum is the reward. Give your function or a grader. The names of its parameters choose
-    columns of the data or of earlier nodes, as in `def score(response, answer) -> float`; `response` is the text of the response. A
-    parameter with a default gets the column of its name if there is one, and `**columns` gets all other columns. Arguments of a
-    `functools.partial` stay. Weft recognises functions written for TRL, verl, OpenRLHF, slime and verifiers 0.1 to 0.3 by their
-    parameters and calls them as their library does. Set a name or a weight with `Reward(function, name=..., weight=...)`."""
+    """One reward function or grader, or several whose weighted sum is the reward. Parameter names
+    select columns of the data or of earlier nodes, as in `def score(response, answer) -> float`;
+    `response` is the text of the response. A parameter with a default gets its column if it exists,
+    and `**columns` gets all other columns. Arguments of a `functools.partial` stay fixed. Weft
+    recognises functions written for TRL, verl, OpenRLHF, slime and verifiers 0.1 to 0.3 by their
+    parameters and calls them as their library does. Set a name or a weight with `Reward(function,
+    name=..., weight=...)`."""
     tokenizer: str | Path
-    """Model folder (or Hugging Face id) whose tokenizer turns response tokens into text. Choose that of the rollout; there is no
-    default."""
+    """Model folder or Hugging Face id of the tokenizer that decodes responses. Set it to the
+    rollout's model; it has no default."""
 
     deadline_s: float | None = pydantic.Field(default=None, gt=0)
-    """[s] Time that a sample may take (a call, of a function that is called with a batch); then what was not scored is requeued, and a
-    sample that takes longer for the third time is dropped. Under Ray the process is ended and replaced; under `Local` the function is
-    interrupted, where it runs Python and no debugger. An asynchronous call is cancelled. None: the driver's `call_timeout_s`. Set it
-    where a grader may hang."""
+    """[s] Time limit for each sample, or for each call of a batch function; None selects the
+    driver's `call_timeout_s`. Samples without a score are then requeued, and a sample that exceeds
+    the limit three times is dropped. Under Ray the process is replaced; under `Local` the function
+    is interrupted if it runs Python without a debugger. Asynchronous calls are cancelled. Set it
+    if a grader may hang."""
     max_failed: float = pydantic.Field(default=MAX_FAILED, ge=0, le=1)
-    """[share] Samples that may fail three times each, and are dropped and counted (`failed_rows`); more of them end the run. It is of 100
-    samples at least; 0: the first ends the run. Raise it for a service that fails often."""
+    """[share] Share of samples that may fail three times each; they are dropped and counted
+    (`failed_rows`). More failures end the run. The share is of at least 100 samples; with 0 the
+    first failure ends the run. Raise it for a service that fails often."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("deadline_s", "max_failed"))
 
@@ -87,7 +92,7 @@ class RewardConfig(Config):
 
     @property
     def silence_s(self) -> float | None:
-        """Longest silence of a process that is at work, in seconds."""
+        """Longest silence of a working process, in seconds."""
         return None if self.deadline_s is None else self.deadline_s + PART_S
 
     @property
@@ -97,7 +102,7 @@ class RewardConfig(Config):
 
     @property
     def may_read(self) -> tuple[str, ...]:
-        """Columns that they get where there are any."""
+        """Columns that the functions get if they exist."""
         return tuple(dict.fromkeys(name for reward in self.rewards for name in reward.may_read))
 
     @property
@@ -105,7 +110,8 @@ class RewardConfig(Config):
         return any(reward.takes_text for reward in self.rewards)
 
     def columns(self, into: str) -> tuple[str, ...]:
-        """Columns that are written: the reward, each function's own where there are several, and the parts that functions return."""
+        """Return the written columns: the reward, each function's result if there are several, and
+        the parts that functions return."""
         named = (
             tuple(f"{into}/{reward.title}" for reward in self.rewards) if len(self.rewards) > 1 else ()
         )
@@ -117,7 +123,8 @@ class RewardConfig(Config):
         return any(reward.may_return_parts for reward in self.rewards)
 
     def verdict(self, into: str) -> str | None:
-        """The column of the only grader that says right (1) or wrong (0), or None if there is none or several."""
+        """Return the column of the only grader with verdicts, right (1) or wrong (0); None if there
+        is none or several."""
         verdicts = [
             reward.title for reward in self.rewards if getattr(reward.function, "is_verdict", False)
         ]
@@ -127,7 +134,7 @@ class RewardConfig(Config):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the terminal says at the start of a run: functions that have another library's signature."""
+        """Notes for the start of a run: functions with another library's signature."""
         found = ((reward, reward.signature) for reward in self.rewards)
         return tuple(
             f"reward function {r.title} ({r.place}) has {signature}"
@@ -153,7 +160,7 @@ def _may_read(config: RewardConfig) -> tuple[str, ...]:
 
 
 class RewardWorker(Worker):
-    """Python functions of the columns of a sample."""
+    """Scores samples with Python functions of their columns."""
 
     Config = RewardConfig
     replaceable = True
@@ -164,8 +171,9 @@ class RewardWorker(Worker):
         for reward in config.rewards:
             if reward.lacks and not {*ANSWERS} & {*source.columns}:
                 raise UserError(
-                    f"reward function {reward.title} takes {reward.lacks[0]!r}, and {source.name!r} has no ground truth: "
-                    f"no column {', '.join(sorted(ANSWERS))}; it has {', '.join(source.columns)}"
+                    f"reward function {reward.title} takes {reward.lacks[0]!r}, and "
+                    f"{source.name!r} has no ground truth: no column "
+                    f"{', '.join(sorted(ANSWERS))}; it has {', '.join(source.columns)}"
                 )
             _check_answers(reward, source)
             if isinstance(reward.function, Judge):
@@ -176,7 +184,7 @@ class RewardWorker(Worker):
         self._calls = AsyncCalls()
         self._caller = Caller(config.rewards, self._calls)
         if config.takes_text:
-            _ = self._tokenizer  # to load it is no part of scoring a sample
+            _ = self._tokenizer  # load it before the first sample
         for reward in config.rewards:
             if (prepare := getattr(reward.function, "prepare", None)) is not None:
                 prepare()
@@ -196,14 +204,17 @@ class RewardWorker(Worker):
         writes=lambda config, into: config.columns(into),
     )
     def score(self, samples: Batch, *, into: str = str(REWARD)) -> Iterator[tuple[Batch, Metrics]]:
-        """Call the functions on each sample; of slow ones the rewards come in parts, so that nobody waits for all of them. A sample
-        at which one fails holds back no other: what it raised comes after all rewards.
+        """Call the functions on each sample. Slow functions return their rewards in parts. A failed
+        sample holds back no other: its exception is raised after all rewards.
 
         Raises:
-            ResultError: when a function returns something else than numbers; no other sample is scored.
-            SampleError: when a function returns no finite number, or none of them applies to a sample.
-            Exception: the first that a function raised. Like a `SampleError` it has `sample_ids`, of all samples that failed,
-                and `sample`: the prompt and response of the first, and the line that raised.
+            ResultError: a function returned something other than numbers; no further sample is
+                scored.
+            SampleError: a function returned a number that is not finite, or no function applies to
+                a sample.
+            Exception: the first exception of a function. Like a `SampleError` it has `sample_ids`,
+                of all failed samples, and `sample`: the prompt and response of the first, and the
+                line that raised.
         """
         decode = self._tokenizer.decode if self.config.takes_text else lambda ids: [""] * len(ids)
         scoring = Scoring(
@@ -217,6 +228,7 @@ class RewardWorker(Worker):
         try:
             with _working_directory_kept():
                 for done in scoring.run():
+                    # Avoid copying the batch if all samples finish at once.
                     rows = samples if len(done) == len(samples) else samples.take([*done])
                     outcomes = [*done.values()]
                     yield (
@@ -229,7 +241,6 @@ class RewardWorker(Worker):
             raise self._blamed(samples, scoring.failed)
 
     def _written(self, rows: Batch, outcomes: Sequence[Outcome], into: str) -> Batch:
-        """The rows with the columns that `RewardConfig.columns` names."""
         rewards = self.config.rewards
         columns: dict[str, Any] = {into: [outcome.reward for outcome in outcomes]}
         if len(rewards) > 1:
@@ -252,7 +263,8 @@ class RewardWorker(Worker):
         )
 
     def _blamed(self, samples: Batch, failed: Mapping[int, Exception]) -> Exception:
-        """The first failure, with the ids of all samples that failed, and prompt and response of the first."""
+        """Return the first failure, with the ids of all failed samples, and the prompt and response
+        of the first."""
         first, error = next(iter(failed.items()))
         ids = samples["sample_id"].to_pylist()
         texts = {str(PROMPT): samples[PROMPT][first].as_py()} if PROMPT in samples else {}
@@ -269,7 +281,8 @@ class RewardWorker(Worker):
 
 
 def _check_answers(reward: Reward, source: Source) -> None:
-    """Refuse rows without an answer for a function that needs one: they would fail and be dropped during the run.
+    """Refuse rows without an answer for a function that needs one: they would fail and be dropped
+    during the run.
 
     Raises:
         UserError: there are such rows; the message counts them.
@@ -290,7 +303,8 @@ def _check_answers(reward: Reward, source: Source) -> None:
 
 @contextlib.contextmanager
 def _working_directory_kept() -> Iterator[None]:
-    """Leave the folder that a function has gone to, as sandboxes for code do: the user's relative paths are meant from here."""
+    """Restore the working directory after a function that changes it, as code sandboxes do: the
+    user's relative paths refer to it."""
     try:
         here = os.getcwd()
     except FileNotFoundError:
@@ -304,7 +318,8 @@ def _working_directory_kept() -> Iterator[None]:
 
 
 def reward_metrics(rewards: Sequence[float]) -> dict[str, Metric]:
-    """Metrics of rewards: mean, standard deviation (`std`), number (`scored`) and, unless there are none, the largest."""
+    """Return metrics of rewards: mean, standard deviation (`std`), number (`scored`) and, if there
+    are any, the largest."""
     metrics: dict[str, Metric] = {
         "mean": Mean.of(rewards),
         "std": Std.of(rewards),
@@ -314,7 +329,8 @@ def reward_metrics(rewards: Sequence[float]) -> dict[str, Metric]:
 
 
 def of_column(column: str, metrics: Metrics) -> Metrics:
-    """Metrics of rewards under their column's name, unless that is the reward itself: the mean of a baseline is not the reward's.
+    """Prefix metrics with their column's name, except for the reward itself: the mean of a baseline
+    is not the reward's.
 
     >>> of_column("reward", {"mean": Mean(1.0)}), of_column("baseline_reward", {"mean": Mean(1.0)})
     ({'mean': Mean(total=1.0, weight=1.0)}, {'baseline_reward_mean': Mean(total=1.0, weight=1.0)})
@@ -327,7 +343,8 @@ def of_column(column: str, metrics: Metrics) -> Metrics:
 
 
 def _raised_at(error: BaseException) -> str:
-    """File and line of the user's code that raised, or called what did: the last that is neither ours nor a package's."""
+    """Return the file and line of the innermost user code in the traceback, outside of Weft and
+    installed packages."""
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_LIBRARY, "<"))
     ]
@@ -340,7 +357,6 @@ def _raised_at(error: BaseException) -> str:
 
 
 def _short(text: str) -> str:
-    """A text as a message shows it: how it begins and how it ends."""
     return repr(
         text
         if len(text) <= LONGEST_TEXT

@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 
 
 class RewardModelConfig(ModelConfig):
-    """The reward model: a folder with a scalar head, such as a `CriticWorker(head="rewards")` saves. It has the policy's tokenizer."""
+    """The reward model: a folder with a scalar head, such as a `CriticWorker(head="rewards")`
+    saves. It must use the policy's tokenizer."""
 
 
 class RewardModelWorker(EngineWorker):
-    """Scores responses with a model. Each rank has the complete model: a rank that dies is replaced, and the others go on."""
+    """Scores responses with a model. Each rank has the complete model, so a dead rank is replaced
+    while the others continue."""
 
     Config = RewardModelConfig
     replaceable = True
@@ -50,31 +52,33 @@ class RewardModelWorker(EngineWorker):
         for name in ("tensor_parallel", "sequence_parallel", "pipeline_parallel"):
             if (ranks := getattr(config, name)) > 1:
                 raise UserError(
-                    f"{name}={ranks}: each rank of a RewardModelWorker has all of its model; leave it at 1"
+                    f"{name}={ranks}: each rank of a RewardModelWorker has the whole model; leave it at 1"
                 )
 
     @property
     def coordinates(self) -> Coordinates:
-        """Each rank is a replica."""
+        """Coordinates of this rank; each rank is a replica."""
         return Coordinates(dp=self.context.rank)
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
     def score(self, samples: Batch, *, into: str = str(REWARD)) -> tuple[Batch, Metrics]:
-        """The reward of each response: what the head says at its last token.
+        """Compute the reward of each response: the head's output at its last token.
 
         Raises:
-            UserError: naming the row, when a response is empty or its reward is no finite number.
+            UserError: a response is empty or its reward is not finite; the message names the row.
         """
         rewards = last_of_rows(*self.engine.values(samples))
         wrong = np.flatnonzero(~np.isfinite(rewards))
         if len(wrong):
             row = samples.numpy("sample_id")[wrong[0]] if "sample_id" in samples else wrong[0]
             raise UserError(
-                f"{self.config.model} gives sample {row} the reward {rewards[wrong[0]]}; a reward is a finite number"
+                f"{self.config.model} gives sample {row} the reward {rewards[wrong[0]]}; a "
+                "reward must be a finite number"
             )
         return samples.with_columns(**{into: rewards}), of_column(into, reward_metrics(rewards.tolist()))
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
     def token_scores(self, samples: Batch, *, into: str = str(TOKEN_SCORES)) -> Batch:
-        """The head's output at each response token. At the end of a step, a process reward model gives the logit that the step is right."""
+        """Compute the head's output at each response token. At the end of a reasoning step, a
+        process reward model gives the logit that the step is right."""
         return samples.with_columns(**{into: self.engine.values(samples)})

@@ -1,4 +1,4 @@
-"""RolloutWorker: samples responses to prompts, and hands over each as soon as it is finished."""
+"""RolloutWorker: sample responses to prompts, and return each one as soon as it finishes."""
 
 from __future__ import annotations
 
@@ -69,44 +69,47 @@ if TYPE_CHECKING:
 
 
 # Rollout config
-#
-# RolloutConfig: what a rollout samples from, and the mistakes in it that show before any process
-# starts.
+# Configuration, with the checks that run before any process starts.
 
 
 SMALLEST_HEAD_ON_CPU = 32
-"""vLLM's attention kernel for CPUs takes no smaller heads."""
+"""Smallest attention head that vLLM's CPU kernel supports."""
 
 
 class RolloutConfig(VllmSettings):
-    """The model that a rollout samples from, and the engine that does it."""
+    """The model that a rollout samples from, and its generation engine."""
 
     model: str | Path
-    """Folder (or Hugging Face id) of the model that the first weights come from. Choose that of the actor; there is no default."""
+    """Folder or Hugging Face id of the model with the initial weights. Set it to the actor's model;
+    it has no default."""
     engine: Literal["vllm", "transformers"] = "vllm"
-    """"vllm" is fast, on CPU and on GPU. "transformers" needs nothing more than training does. Choose the latter for debugging."""
+    """"vllm" is fast on CPUs and GPUs. "transformers" needs no further packages. Choose it for
+    debugging."""
     max_context: int | None = Field(default=None, ge=2)
-    """[tokens] Longest prompt and response together; None: what the model was made for. Lower it to save memory."""
+    """[tokens] Limit for prompt and response together; None selects the model's own limit. Lower it
+    to save memory."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights; auto: float32 on CPU, bfloat16 on GPUs; that of the actor, where its adapter arrives alone. Choose float32 to
-    compare with the trainer to the last digit."""
+    """Dtype of the weights. "auto" selects float32 on CPUs and bfloat16 on GPUs, or the actor's
+    dtype if its adapter is published alone. Choose "float32" to compare exactly with the trainer."""
     adapter: Lora | None = None
-    """The adapter that arrives alone and is added to the model. A run fills this in from the actor that is followed (`Lora.published`)."""
+    """Adapter to serve on top of the model. The run sets it from the followed actor
+    (`Lora.published`)."""
     routes: bool = False
-    """Record the experts of a mixture that each token is sent to, two bytes for each expert and layer; trainers then send them there,
-    too ("router replay", arXiv:2510.11370). Set it where `mean_logprob_gap` of a mixture is large, as in half precision."""
+    """Record the experts that each token of a mixture is sent to, in two bytes per expert and
+    layer. Trainers then replay these routes ("router replay", arXiv:2510.11370). Set it if
+    `mean_logprob_gap` of a mixture is large, as in half precision."""
     seeded: bool = True
-    """Give each response its own seed, so that any placement samples the same tokens. Set it to False for about 8 % more tokens from
-    vLLM."""
+    """Give each response a separate seed, so that every placement samples the same tokens. Set it
+    to False for about 8 % more tokens from vLLM."""
     double_buffer: bool | None = None
-    """Take new weights into memory of their own while responses are sampled, and only then pause to exchange them. Otherwise they are
-    written as they come, and sampling pauses for all of the transfer. None: on a CPU whose node has twice the memory that the weights
-    take. Set it to False where transfers that go on beside sampling take too long."""
+    """Receive new weights into separate memory while sampling continues, and pause only to swap
+    them. Otherwise sampling pauses for the whole transfer. None enables it on CPU nodes with twice
+    the memory of the weights. Set it to False if transfers during sampling take too long."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("adapter", "double_buffer"))
     retired: ClassVar[Mapping[str, str]] = {
-        "vllm": "tensor_parallel=..., max_num_seqs=..., kv_cache_gib=... and the others stand beside it now",
-        "transformers": "max_num_seqs=... stands beside it now",
-        "max_failed": "of prompts 5 % may fail three times each; RewardConfig has max_failed for samples",
+        "vllm": "tensor_parallel=..., max_num_seqs=..., kv_cache_gib=... and the others are set directly",
+        "transformers": "max_num_seqs=... is set directly",
+        "max_failed": "up to 5 % of the prompts may fail three times each; RewardConfig has max_failed for samples",
     }
 
     def check(self, nodes: Sequence[Node], source: Source) -> None:
@@ -117,7 +120,8 @@ class RolloutConfig(VllmSettings):
             source: the rows that feed the graph.
 
         Raises:
-            UserError: naming the setting, the rule and the nearest right value.
+            UserError: a setting is wrong; the message names it, the rule and the nearest valid
+                value.
         """
         settings = read_model_config(self.model)
         of_model = context_of(settings)
@@ -126,7 +130,7 @@ class RolloutConfig(VllmSettings):
         check_images(self.model, source)
         if self.routes and sees_images(settings):
             raise UserError(
-                f"routes=True: {self.model} sees images, and its routes are not recorded; leave it out"
+                f"routes=True: {self.model} reads images, and its routes cannot be recorded; leave it out"
             )
         if self.max_context is not None and of_model is not None and self.max_context > of_model:
             raise UserError(
@@ -134,7 +138,7 @@ class RolloutConfig(VllmSettings):
                 "(max_position_embeddings)"
             )
         if self.routes and num_experts(complete_text_settings(self.model)) is None:
-            raise UserError(f"routes=True: {self.model} is no mixture of experts; leave it out")
+            raise UserError(f"routes=True: {self.model} is not a mixture of experts; leave it out")
         if self.engine == "vllm":
             _check_vllm(self, settings)
             self.check_sizes(settings, self.max_context or of_model, self.dtype)
@@ -144,13 +148,13 @@ class RolloutConfig(VllmSettings):
             tokenizer_of(str(self.model))
             if self.routes and self.engine == "vllm":
                 raise UserError(
-                    "routes=True: vLLM records no routes of responses that a stop string ends; leave one out"
+                    "routes=True: vLLM cannot record routes of responses that end at a stop string; leave one out"
                 )
         for node in nodes:
             _check_prompts(source, node.name, _sampling_of(node), self.max_context or of_model, of_model)
 
     def refuses_adapter(self, leader: Any) -> str:
-        """Why this rollout cannot serve the adapter of the actor that it follows; empty: it can.
+        """Return why this rollout cannot serve the adapter of its actor, or "" if it can.
 
         Args:
             leader: configuration of the actor.
@@ -162,13 +166,13 @@ class RolloutConfig(VllmSettings):
         if self.dtype not in ("auto", leader.dtype):
             return f"its dtype is {self.dtype}, and the actor's is {leader.dtype}"
         if self.engine == "vllm" and leader.lora.dora:
-            return "vLLM serves no adapters with dora=True"
+            return "vLLM cannot serve adapters with dora=True"
         if self.engine == "vllm" and leader.lora.rank > LORA_RANKS[-1]:
             return f"vLLM serves adapters up to rank {LORA_RANKS[-1]}, and this one has rank {leader.lora.rank}"
         return ""
 
     def longest_prompt(self, nodes: Sequence[Node]) -> int | None:
-        """Tokens of the longest prompt of the source that these calls can take; None: there is no limit."""
+        """Return the limit for prompt tokens of these calls, or None without a limit."""
         context = self.max_context or context_of(read_model_config(self.model))
         if context is None:
             return None
@@ -181,12 +185,13 @@ class RolloutConfig(VllmSettings):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the start of a run: end tokens of texts that the model's settings lack."""
+        """Notes for the start of a run: end-of-text tokens that the model's settings lack."""
         return stop_token_notes(self.model)
 
 
 def context_at_start(model: str | Path) -> int:
-    """Tokens that a model takes, by its settings or by the defaults of `transformers` (which takes seconds to import).
+    """Return the context length of a model, from its settings or the defaults of `transformers`
+    (which takes seconds to import).
 
     Raises:
         UserError: the model has no limit.
@@ -196,7 +201,8 @@ def context_at_start(model: str | Path) -> int:
         context = getattr(complete_text_settings(model), "max_position_embeddings", None)
     if context is None:
         raise UserError(
-            f"the model in {model} has no longest context (no max_position_embeddings); say max_context=..."
+            f"the model in {model} has no longest context (no max_position_embeddings); set "
+            "max_context=..."
         )
     return int(context)
 
@@ -207,7 +213,9 @@ def _sampling_of(node: Node) -> Sampling:
         raise UserError(f"node {node.name!r}: sampling must be a weft.Sampling(...), not {sampling!r}")
     n = node.arguments.get("n", 1)
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise UserError(f"node {node.name!r}: n={n!r}; it is a number of responses, at least 1")
+        raise UserError(
+            f"node {node.name!r}: n={n!r} is not a number of responses; it must be an int, at least 1"
+        )
     if sampling.min_tokens > sampling.max_tokens:
         raise UserError(
             f"node {node.name!r}: min_tokens={sampling.min_tokens} is more than max_tokens={sampling.max_tokens}"
@@ -223,8 +231,9 @@ def _check_vllm(config: RolloutConfig, settings: Mapping[str, Any]) -> None:
         )
     if sees_images(settings) and importlib.util.find_spec("torchvision") is None:
         raise UserError(
-            f"RolloutConfig.engine='vllm': {config.model} sees images, and vLLM's classes of such models need torchvision, which is not "
-            "installed; install the one that was built for your torch, or choose engine='transformers'"
+            f"RolloutConfig.engine='vllm': {config.model} reads images, and vLLM needs "
+            "torchvision for such models, which is not installed; install the build for "
+            "your torch version, or choose engine='transformers'"
         )
     heads, parts = num_heads(settings), config.tensor_parallel
     if heads is not None and heads % parts:
@@ -252,7 +261,8 @@ def _is_installed(distribution: str) -> bool:
 def _check_prompts(
     source: Source, node: str, sampling: Sampling, max_context: int | None, of_model: int | None
 ) -> None:
-    """Check that every prompt of the source leaves room for `max_tokens`. What is not known yet is checked when prompts come."""
+    """Check that every prompt of the source leaves room for `max_tokens`. Prompts that other nodes
+    write are checked at sampling time."""
     if max_context is None:
         return
     if sampling.max_tokens >= max_context:
@@ -289,9 +299,9 @@ def _or_raise(max_context: int, of_model: int | None) -> str:
 
 
 MAX_RESPONSES = 10_000_000
-"""Responses of one call of `generate`. The worker keeps a request for each of them."""
+"""Limit on the responses of one `generate` call, because the worker keeps a request for each."""
 POLL_S = 0.001
-"""Time between two looks at whether weights have come, where no responses are sampled."""
+"""Polling interval for new weights while the worker is idle."""
 
 
 def _writes(sampling: Sampling, config: RolloutConfig) -> tuple[str, ...]:
@@ -305,7 +315,7 @@ def _writes(sampling: Sampling, config: RolloutConfig) -> tuple[str, ...]:
 
 
 class RolloutWorker(Worker):
-    """One replica of the policy that generates."""
+    """One replica of the policy that generates responses."""
 
     Config = RolloutConfig
     replaceable = True
@@ -313,20 +323,20 @@ class RolloutWorker(Worker):
 
     def __init__(self, config: RolloutConfig, context: Context = Context()) -> None:
         super().__init__(config, context)
-        rank_device(context)  # which the engine takes
+        rank_device(context)  # sets the device that the engine will use
         self._folder = node_folder(config.model, advance=context.advance)
         self.max_context = config.max_context or context_at_start(self._folder)
         self._vocabulary = read_vocabulary(self._folder)
         self._generating = 0
-        """Calls that sample responses."""
-        # Without seeds of their own, the requests of two replicas must not be drawn from equal streams.
+        """Number of calls that are sampling."""
+        # Requests without a seed must differ between replicas.
         seed = _hash(context.seed, context.rank) % 2**31
         self._images = (
             ImageReader(config.model, self._folder)
             if sees_images(read_model_config(self._folder))
             else None
         )
-        """The processor of a model that sees."""
+        """Processor of a model that reads images, or None."""
         served: dict[str, Any] = {} if config.adapter is None else {"adapter": config.adapter}
         served |= {} if self._images is None else {"images": self._images}
         self.engine = self.new_engine(
@@ -334,7 +344,7 @@ class RolloutWorker(Worker):
         )
 
     def new_engine(self, **settings: Any) -> GenerationEngine:
-        """The engine that generates; a subclass may bring another."""
+        """Create the generation engine. A subclass may replace it."""
         if self.config.engine == "vllm":
             return VllmEngine(str(self._folder), self.config, routes=self.config.routes, **settings)
         return TransformersEngine(
@@ -355,31 +365,38 @@ class RolloutWorker(Worker):
     def generate(
         self, prompts: Batch, *, n: int = 1, sampling: Sampling = Sampling()
     ) -> Generator[tuple[Children, Metrics] | None, Collection[int] | None, None]:
-        """Sample `n` responses to each prompt. Yields responses as they finish, those of one engine step together, and None
-        after a step in which none did: another call on this worker may have its turn then. It may be sent sample ids of prompts whose
-        other responses are no longer wanted.
+        """Sample `n` responses to each prompt.
+
+        Yields the responses of each engine step as they finish, or None after a step without a
+        finished response, which lets another call on this worker run. Callers may send back sample
+        ids of prompts whose remaining responses are no longer wanted.
 
         Args:
-            prompts: columns `sample_id`, `group_id`, `prompt_ids` ([P] int32) and, in later expansions of a graph, `draw_path`; and
-                `made_before`, if some of the responses are there already; and `images`, each of which has a placeholder in the prompt.
-            n: responses to each prompt, with the numbers 0..n-1.
-            sampling: how tokens are drawn.
+            prompts: columns `sample_id`, `group_id` and `prompt_ids` ([P] int32). Optional:
+                `draw_path` (in later expansions of a graph), `made_before` (numbers of responses
+                that exist already), and `images`, each with a placeholder in the prompt.
+            n: responses to each prompt, numbered 0..n-1.
+            sampling: how to draw tokens.
 
         Returns:
-            Rows with `parent_id` (the prompt's `sample_id`) and the columns of a response: `response_ids` [L] int32,
-            `response_logprobs` [L] float32 nats, `response_versions` [L] int32, `finish_reason`, `temperature` float32, and with the
-            setting `routes` the column of that name.
-            Log-probabilities are those of the distribution sampled from. Greedy responses have the model's own (and
-            `temperature` 1); a sampling that cuts the distribution writes none (see `Sampling`).
-            Each batch comes with the metrics `tokens`, `response_length` and `truncation_rate` (share that reached the limit of tokens).
+            Rows with `parent_id` (the prompt's `sample_id`) and the columns of a response:
+            `response_ids` [L] int32, `response_logprobs` [L] float32 nats, `response_versions` [L]
+            int32, `finish_reason`, `temperature` float32, and with `routes` the column of that
+            name.
+            Log-probabilities belong to the distribution that was sampled from. Greedy responses use
+            the model's own distribution (and `temperature` 1). A sampling that truncates the
+            distribution writes no log-probabilities (see `Sampling`).
+            Each batch comes with the metrics `tokens`, `response_length` and `truncation_rate`
+            (share of responses that reached the token limit).
 
         Raises:
-            SampleError: for prompts that are empty or leave no room in the context, or whose images cannot be read, naming their
-                `sample_id`.
+            SampleError: a prompt is empty or leaves no room in the context, or its images cannot be
+                read. The error carries the `sample_id`.
         """
         if n < 1 or n * len(prompts) > MAX_RESPONSES:
             raise UserError(
-                f"n={n}: {len(prompts)} prompts have {n * len(prompts):,} responses in one call; from 1 to {MAX_RESPONSES:,} are possible"
+                f"n={n}: {len(prompts)} prompts have {n * len(prompts):,} responses in one "
+                f"call; choose n for 1 to {MAX_RESPONSES:,} responses"
             )
         values, offsets = prompts.ragged_numpy(PROMPT_IDS)
         prompt_ids = np.split(values, offsets[1:-1]) if len(prompts) else []
@@ -397,11 +414,13 @@ class RolloutWorker(Worker):
             for index in range(n)
             if index not in made[row]
         ]
+        # Number of unfinished responses of each prompt.
         left = Counter(request.request_id // n for request in requests)
         given_up: list[int] = []
         with (
             self._counted(),
             contextlib.closing(self.engine.generate(requests, sampling)) as steps,
+            # send() raises StopIteration when the engine has finished
             contextlib.suppress(StopIteration),
         ):
             while True:
@@ -419,21 +438,24 @@ class RolloutWorker(Worker):
     def receive_weights(
         self, weights: Weights, recompute: bool = False
     ) -> str | Generator[None, None, tuple[str, Metrics]]:
-        """Take over a version that is given away; returns the checksum of what was taken. With a double buffer, and where responses are
-        being sampled, a generator: it yields while the version comes, and returns the metric `weights_pause_s` with the checksum. With
-        `recompute`, keys and values of unfinished responses are computed again.
+        """Load a published version of the weights and return its checksum.
+
+        With a double buffer, during sampling, this is a generator: it yields while the version
+        arrives, and returns the checksum with the metric `weights_pause_s`. `recompute` rebuilds
+        the KV cache of unfinished responses.
 
         Raises:
-            WeightSyncError: the bytes are not those that were published, or do not fit the model.
+            WeightSyncError: the bytes differ from the published ones, or do not fit the model.
         """
         weights = weights.to(f"{self.context.name}[{self.context.rank}]")
+        # vLLM's own backends write directly into the model, so they cannot stage.
         if self._generating and self._doubles and not weights.backend:
             return self._stage(weights, recompute)
         return self._take(weights, recompute)
 
     @cached_property
     def _doubles(self) -> bool:
-        """Whether new weights come into memory beside the model."""
+        """Whether new weights arrive in separate memory while the old ones serve."""
         if self.config.double_buffer is not None:
             return self.config.double_buffer
         memory = None if torch.cuda.is_available() else node_memory()
@@ -465,7 +487,7 @@ class RolloutWorker(Worker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def canary(self) -> Canary:
-        """A few responses to drawn prompts, for the trainer to compare their log-probabilities."""
+        """Sample a few responses to random prompts, for the trainer to compare log-probabilities."""
         prompts = canary_prompts(self._vocabulary)
         max_tokens = min(RESPONSE_TOKENS, self.max_context - PROMPT_TOKENS)
         requests = [GenerationRequest(row, ids, seed=row) for row, ids in enumerate(prompts)]
@@ -489,13 +511,13 @@ class RolloutWorker(Worker):
         self.engine.close()
 
     def _seed(self, group_id: int, draw: Sequence[int], prompt_ids: np.ndarray, index: int) -> int | None:
-        """Seed of one response. Rows of later turns share their group, and may share their prompt."""
+        """Return the seed of one response. It depends on prompt and draw path, because rows of
+        later turns share their group and may share their prompt."""
         if not self.config.seeded:
             return None
         return _hash(self.context.seed, group_id, *draw, index, content=prompt_ids.tobytes())
 
     def _images_of(self, prompts: Batch) -> list[list[Any]]:
-        """Of each row, the buffers of its images."""
         if IMAGES not in prompts:
             return [[] for _ in range(len(prompts))]
         return [[image.as_buffer() for image in row.values or ()] for row in prompts[IMAGES]]
@@ -503,12 +525,12 @@ class RolloutWorker(Worker):
     def _lengths(
         self, prompt_ids: Sequence[np.ndarray], images: Sequence[Sequence[Any]], sample_ids: np.ndarray
     ) -> np.ndarray:
-        """[rows] tokens of the prompts as the model reads them."""
+        """Return the tokens of each prompt, [rows], including image tokens."""
         lengths = np.array([len(ids) for ids in prompt_ids], np.int64)
         problems: dict[int, str] = {}
         for row in (row for row, own in enumerate(images) if own):
             if self._images is None:
-                problems[row] = f"it has images, and the model in {self.config.model} is given text alone"
+                problems[row] = f"it has images, but the model in {self.config.model} reads text alone"
                 continue
             try:
                 lengths[row] = len(self._images.read(prompt_ids[row], images[row]).ids)
@@ -551,16 +573,20 @@ class RolloutWorker(Worker):
     @classmethod
     def refuses_adapter(cls, config: RolloutConfig, leader: Any) -> str:
         if cls.new_engine is not RolloutWorker.new_engine:
-            return f"{cls.__name__} brings an engine of its own"
+            return f"{cls.__name__} has a custom engine"
         return config.refuses_adapter(leader)
 
     @classmethod
     def refuses_vllm_backends(cls, config: RolloutConfig) -> str:
         if cls.new_engine is not RolloutWorker.new_engine:
-            return f"{cls.__name__} brings an engine of its own"
+            return f"{cls.__name__} has a custom engine"
         if config.engine != "vllm":
             return f"its engine is {config.engine!r}, not vLLM"
-        return "it takes weights as they come, without double_buffer=True" if config.double_buffer else ""
+        return (
+            "it has double_buffer=True, which vLLM's backends do not support"
+            if config.double_buffer
+            else ""
+        )
 
     @classmethod
     def longest_prompt(cls, config: RolloutConfig, nodes: Sequence[Node]) -> int | None:
@@ -574,21 +600,21 @@ def _children(
     n: int,
     sampling: Sampling,
 ) -> Children:
-    """Responses as rows of their prompts. `left` maps each row of the call to its number of unfinished responses."""
+    """Return responses as child rows. `left` maps each row of the call to its number of unfinished
+    responses."""
     rows, numbers = np.divmod(np.array([response.request_id for response in responses], np.int64), n)
     finished = [row for row in dict.fromkeys(rows.tolist()) if not left[row]]
     return Children(_batch(sample_ids[rows], responses, sampling), numbers, sample_ids[finished])
 
 
 def _batch(parent_ids: np.ndarray, responses: Sequence[Response], sampling: Sampling) -> Batch:
-    """The rows of finished responses."""
     offsets = np.cumsum([0, *(len(r.token_ids) for r in responses)], dtype=np.int32)
     columns = {
         str(RESPONSE_IDS): (np.concatenate([r.token_ids for r in responses]), offsets),
         str(RESPONSE_LOGPROBS): (np.concatenate([r.logprobs for r in responses]), offsets),
         str(RESPONSE_VERSIONS): (np.concatenate([r.versions for r in responses]), offsets),
         str(FINISH_REASON): [r.finish_reason for r in responses],
-        # A trainer divides its logits by this to arrive at the same log-probabilities; those of greedy responses are undivided.
+        # Trainers divide logits by this; greedy responses keep the model's plain distribution.
         str(TEMPERATURE): np.full(len(responses), sampling.temperature or 1.0, dtype=np.float32),
     }
     if responses[0].routes is not None:
@@ -611,7 +637,7 @@ def _metrics(responses: Sequence[Response]) -> Metrics:
 
 
 def _hash(*numbers: int, content: bytes = b"") -> int:
-    """A stable 63-bit hash: the same in every process and every run."""
+    """Return a 63-bit hash that is the same in every process and run."""
     digest = hashlib.blake2b(content, digest_size=8)
     digest.update(repr(numbers).encode())
     return int.from_bytes(digest.digest(), "little") >> 1

@@ -84,7 +84,7 @@ def test_a_script_ends_with_this_code_and_message(folder: Path):
 
 def test_a_nan_reward_names_function_and_sample(told: dict[str, Told]):
     said = told["nan"].said
-    assert "reward function nan returned nan; a reward is a finite number" in said
+    assert "reward function nan returned nan; a reward must be a finite number" in said
     assert re.search(r" at sample \d+ \(row \d+ of source 'prompts'; prompt '", said), (
         "the sample at fault, and its prompt"
     )

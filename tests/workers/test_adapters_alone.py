@@ -74,7 +74,7 @@ def test_one_follower_that_takes_complete_weights_decides_for_all():
 def test_what_cannot_be_served_is_refused_by_name_if_it_was_asked_for():
     leader, follower = a_pair({"lora": Lora(dora=True, published="adapter")}, {})
     with pytest.raises(
-        UserError, match=r"of 'actor': 'rollout' cannot take the adapter alone: vLLM serves no.*dora"
+        UserError, match=r"of 'actor': 'rollout' cannot take the adapter alone: vLLM cannot serve.*dora"
     ):
         agree_on_adapters([leader, follower])
 
@@ -84,7 +84,7 @@ def test_what_cannot_be_served_is_refused_by_name_if_it_was_asked_for():
 
     own: Any = weft.group(Own, name="rollout", model="folder")
     own.follows(leader)
-    assert Own.refuses_adapter(own.config, leader.config) == "Own brings an engine of its own"
+    assert Own.refuses_adapter(own.config, leader.config) == "Own has a custom engine"
 
 
 def small_update(worker: ActorWorker, rms: float) -> dict[str, torch.Tensor]:

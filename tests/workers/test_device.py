@@ -22,7 +22,7 @@ def test_a_rank_that_sees_the_gpus_of_its_node_takes_that_of_its_local_rank():
 def test_two_ranks_never_share_a_gpu_by_accident():
     with pytest.raises(
         UserError,
-        match="rank 5 of 'actor' is number 2 of its group on its node, counted from 0, and sees only 2",
+        match="rank 5 of 'actor' is number 2 of its group on its node, counted from 0, but sees only 2",
     ):
         device_index(Context("actor", rank=5, local_rank=2), 2)
 

@@ -98,7 +98,7 @@ def test_what_was_not_finished_is_begun_anew_and_damage_is_told(cache: Path, mod
         for piece, checksum in sent(model)(name, size):
             yield (b"x" + piece[1:] if name == "model.safetensors" else piece), checksum
 
-    with pytest.raises(WorkerError, match=r"a piece of model\.safetensors came damaged"):
+    with pytest.raises(WorkerError, match=r"a piece of model\.safetensors arrived damaged"):
         copy_of(listing, damaged)
     assert not (cache / listing.key).exists()
     with pytest.raises(WorkerError, match=r"model\.safetensors changed while it was copied"):
@@ -117,14 +117,14 @@ def test_a_cache_without_room_or_right_to_write_is_named(
         full.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
         with pytest.raises(
             UserError,
-            match=r"tiny \(0.0 GB\) lies on the driver's node only, and .*cache.* has room for 0.0 GB",
+            match=r"tiny \(0.0 GB\) is on the driver's node only, and .*cache.* has room for 0.0 GB",
         ):
             copy_of(listing, sent(model))
     (tmp_path / "file").touch()
     monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "file"))
     with pytest.raises(
         UserError,
-        match=r"no copy of it can be written to .*; WEFT_CACHE in the environment of its Ray node",
+        match=r"cannot be copied to .*; set WEFT_CACHE in the environment of this Ray node",
     ):
         copy_of(listing, sent(model))
 

@@ -63,7 +63,7 @@ def test_the_defaults_of_transformers_are_taken_when_a_worker_starts(tmp_path: P
     from weft.workers.rollout import context_at_start
 
     assert context_at_start(folder_with(tmp_path, model_type="gemma3", text_config=TEXT)) == 131_072
-    with pytest.raises(UserError, match=r"has no longest context .* say max_context"):
+    with pytest.raises(UserError, match=r"has no longest context .* set max_context"):
         context_at_start(folder_with(tmp_path, model_type="bloom"))
 
 
@@ -81,7 +81,7 @@ def test_the_defaults_of_transformers_are_taken_when_a_worker_starts(tmp_path: P
         ),
         (
             {"model_type": "bart", "is_encoder_decoder": True},
-            "models of type 'bart' read with an encoder",
+            "models of type 'bart' have an encoder",
         ),
         (
             {"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}},

@@ -186,5 +186,5 @@ def test_a_second_user_of_a_cache_downloads_into_it(monkeypatch: pytest.MonkeyPa
 def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     (tmp_path / "hub").touch()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    with pytest.raises(UserError, match=r"cannot be downloaded: .*hub/.locks/weft--.* cannot be written"):
+    with pytest.raises(UserError, match=r"cannot be downloaded: .*hub/.locks/weft--.* is not writable"):
         find(MODEL)

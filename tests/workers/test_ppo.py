@@ -212,7 +212,7 @@ def test_a_head_that_says_something_else_is_refused(model: Path, tmp_path: Path)
         model=critic,
     )
     with pytest.raises(
-        UserError, match="asks 'model', which has head='values'; score wants head='rewards'"
+        UserError, match="calls 'model', which has head='values'; score needs head='rewards'"
     ):
         weft.Driver(wrong, schedule=weft.Synchronous(steps=1), root=tmp_path, progress=False)
 

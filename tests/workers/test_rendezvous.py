@@ -39,7 +39,7 @@ def test_the_store_listens_on_the_address_that_it_was_given_alone():
     with socket.socket(socket.AF_INET6) as other:
         assert other.connect_ex(("::1", first.port)), "nobody listens on other addresses"
     store.set("still", "there")
-    with pytest.raises(WorkerError, match=r"no port of 192\.0\.2\.1 can be taken"):
+    with pytest.raises(WorkerError, match=r"cannot take a port of 192\.0\.2\.1"):
         take_port("192.0.2.1")
 
 
@@ -80,10 +80,10 @@ def test_a_rank_that_does_not_come_is_named_by_its_number(clock: Clock):
         await_proof_of(2, first.port)
         clock.now_s = 21.0
         with pytest.raises(
-            WorkerError, match=rf"'actor' meet at {LOOPBACK}:\d+, and ranks 1, 3 did not come within 20 s"
+            WorkerError, match=rf"'actor' meet at {LOOPBACK}:\d+, but ranks 1, 3 did not join within 20 s"
         ):
             joining[0].result(30)
-        with pytest.raises(WorkerError, match="and rank 0, which lets nobody in"):
+        with pytest.raises(WorkerError, match=r"but rank 0 \(which admits ranks in order"):
             joining[1].result(30)
 
 
@@ -106,7 +106,7 @@ def test_who_does_not_have_the_secret_is_not_let_in(rank_0: str, rank_1: str, cl
             for r, one in enumerate((first, replace(other, secret=rank_1)))
         ]
         with pytest.raises(
-            WorkerError, match=r"somebody without the secret of 'actor' came to .* as rank 1"
+            WorkerError, match=r"a process without the secret of 'actor' connected to .* as rank 1"
         ):
             joining[0].result(30)
         clock.now_s = 21.0
@@ -124,7 +124,8 @@ def test_a_store_that_does_not_have_the_secret_is_not_trusted():
     impostor.set("nonce/0", "1234")
     impostor.set("proof/0/1", "1234")
     with pytest.raises(
-        WorkerError, match=rf"who serves {LOOPBACK}:{first.port} does not have the secret of 'actor'"
+        WorkerError,
+        match=rf"the process that serves {LOOPBACK}:{first.port} does not have the secret of 'actor'",
     ):
         other.join("actor", 1, 2)
 

@@ -347,7 +347,7 @@ def test_a_config_that_fits_passes(tmp_path: Path) -> None:
             {"sampling": Sampling(max_tokens=8)},
             r"drop prompts above 8 tokens \(too_long='drop' where they are read\), or raise max_context",
         ),
-        ({"routes": True}, {}, r"routes=True: .* is no mixture of experts; leave it out"),
+        ({"routes": True}, {}, r"routes=True: .* is not a mixture of experts; leave it out"),
         (
             {},
             {"sampling": Sampling(max_tokens=64)},
@@ -362,14 +362,14 @@ def test_a_config_that_fits_passes(tmp_path: Path) -> None:
         (
             {"max_num_seqs": 20_000},
             {},
-            r"max_num_seqs=20000: a step takes in 16,384 tokens, and so as many responses",
+            r"max_num_seqs=20000: a step takes in at most 16,384 tokens, at least one for each response",
         ),
         (
             {"kv_cache_gib": 1e-6},
             {},
-            r"kv_cache_gib=1e-06 holds the keys and values of \d tokens, and one response may have 64 with its prompt; raise it to",
+            r"kv_cache_gib=1e-06 holds the keys and values of \d tokens, but one response with its prompt may have 64; raise it to",
         ),
-        ({}, {"sampling": Sampling(), "n": 0}, r"node 'generate': n=0; it is a number of responses"),
+        ({}, {"sampling": Sampling(), "n": 0}, r"node 'generate': n=0 is not a number of responses"),
         (
             {},
             {"sampling": Sampling(max_tokens=4, min_tokens=5)},

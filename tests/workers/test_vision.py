@@ -350,19 +350,19 @@ SEEN = pa.array(PICTURES, pa.list_(pa.large_binary()))
     [
         (
             ActorConfig(model="", tensor_parallel=2),
-            "tensor_parallel=2: model .* sees images, and its ranks share neither",
+            "tensor_parallel=2: model .* reads images, and ranks cannot share",
         ),
-        (ActorConfig(model="", sequence_parallel=2), "sequence_parallel=2: model .* sees images"),
-        (ActorConfig(model="", pipeline_parallel=2), "pipeline_parallel=2: model .* sees images"),
-        (CriticConfig(model=""), "sees images, and gets no scalar head"),
-        (RewardModelConfig(model=""), "sees images, and gets no scalar head"),
+        (ActorConfig(model="", sequence_parallel=2), "sequence_parallel=2: model .* reads images"),
+        (ActorConfig(model="", pipeline_parallel=2), "pipeline_parallel=2: model .* reads images"),
+        (CriticConfig(model=""), "reads images, and such models cannot have a scalar head"),
+        (RewardModelConfig(model=""), "reads images, and such models cannot have a scalar head"),
         (
             RolloutConfig(model="", engine="transformers", routes=True),
-            "routes=True: .* sees images, and its routes are not",
+            "routes=True: .* reads images, and its routes cannot",
         ),
         (
             RolloutConfig(model="", engine="vllm"),
-            "engine='vllm': .* sees images, .* need torchvision, which is not",
+            "engine='vllm': .* reads images, .* needs torchvision for such models, which is not",
         ),
     ],
 )
@@ -396,7 +396,7 @@ def test_a_source_whose_images_do_not_fit_the_model_is_refused_before_anything_s
     for config, worker in of_text:
         with pytest.raises(
             UserError,
-            match=r"'images' holds images, and the model in .* is given text alone \(type 'qwen2', which is",
+            match=r"'images' holds images, but the model in .* reads text alone \(type 'qwen2', which is",
         ):
             worker.check(config, (), source(prompt_ids=pa.array([[1]] * 5), images=SEEN))
     rollout = RolloutConfig(model=seeing, engine="transformers")
@@ -415,5 +415,5 @@ def test_a_row_that_does_not_fit_its_images_is_named(seeing: Path, tiny_model: P
         UserError, match="row with sample_id 2: it has 2 images, and its prompt has 1 placeholders"
     ):
         actor(seeing).logprobs(wrong, into="said")
-    with pytest.raises(UserError, match=r"holds images, and .* is given text alone"):
+    with pytest.raises(UserError, match=r"holds images, but .* reads text alone"):
         actor(tiny_model).logprobs(ROWS, into="said")

@@ -85,7 +85,7 @@ def test_ids_that_the_model_has_pass(tmp_path: Path):
         (
             {"tokenizer": tokenizer({}, ("<eos>", 7, True)), "tokenizer_config": {"eos_token": "<eos>"}},
             {},
-            r"^the tokenizer in {folder} has as its eos_token the id 7, ",
+            r"^in the tokenizer of {folder}, the id of eos_token is 7, ",
         ),
         (
             {"generation_config": {"eos_token_id": [1, 9]}},

@@ -85,22 +85,22 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "cut off in the header": (
         lambda file: file.write_bytes(file.read_bytes()[:40]),
-        "is damaged, or no safetensors file: its 40 bytes end before its header does",
+        "is damaged or not a safetensors file: its 40 bytes end before its header does",
     ),
     "empty": (lambda file: file.write_bytes(b""), "its 0 bytes end before its header does"),
     "a pointer": (
         lambda file: file.write_text(
             "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"
         ),
-        "is a pointer of Git LFS, not the file itself: `git lfs pull` fetches it",
+        "is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`",
     ),
     "garbage": (
         lambda file: file.write_bytes((9).to_bytes(8, "little") + b"not JSON " * 2),
-        "is damaged, or no safetensors file: the header cannot be read",
+        "is damaged or not a safetensors file: the header cannot be read",
     ),
     "another shape": (
         lambda file: rewrite(file, longer),
-        r"is damaged: 'layers.1.up.weight' of shape \[5, 4\] and dtype F32 takes 80 bytes, and the header gives it 48",
+        r"is damaged: 'layers.1.up.weight' of shape \[5, 4\] and dtype F32 needs 80 bytes, but the header gives it 48",
     ),
 }
 
@@ -124,12 +124,12 @@ def test_of_300_files_the_one_that_is_missing_or_lacks_a_tensor_is_named(tmp_pat
     save_file({"layers.217.up.weight": np.zeros((3, 4), np.float32)}, file)
     assert (
         refused(model)
-        == f"model '{model}': {INDEX} says that {file.name} holds 'layers.217.bias', which it does not"
+        == f"model '{model}': {INDEX} says that {file.name} holds 'layers.217.bias', but it does not"
     )
     file.unlink()
-    assert refused(model) == f"model '{model}': {INDEX} names {file.name}, which is not there"
+    assert refused(model) == f"model '{model}': {INDEX} names {file.name}, which is missing"
     (model / "model-00218-of-00300.safetensors").unlink()
-    assert refused(model).endswith("which is not there (2 of 300 files are not)")
+    assert refused(model).endswith("which is missing (2 of 300 files are missing)")
 
 
 def test_weights_of_integers_are_not_trained_and_may_be_sampled_from(tmp_path: Path):
@@ -194,7 +194,7 @@ def test_a_pickle_that_holds_more_than_tensors_is_refused_in_one_line(
         ActorWorker.check(ActorConfig(model=tmp_path), [], NO_ROWS)
     said = str(caught.value)
     named = "is damaged" if kind == "garbage" else "holds more than tensors: a pickle that calls "
-    assert f"{file} {named}" in said and "Weft runs no code of files" in said
+    assert f"{file} {named}" in said and "Weft never runs code from files" in said
     assert "weights_only" not in said and "\n" not in said and "executed" not in capsys.readouterr().out
 
 

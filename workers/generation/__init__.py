@@ -1,1 +1,1 @@
-"""Engines that generate responses: vLLM, and `transformers` where there is no vLLM."""
+"""Engines that generate responses: vLLM, and `transformers` for machines without vLLM."""

@@ -1,11 +1,12 @@
-"""TransformersEngine: a causal language model of `transformers` with a cache of keys and values, sampled by a loop of our own.
+"""TransformersEngine: samples from a `transformers` causal language model with a KV cache and
+Weft's own decoding loop.
 
-It serves `Local()` runs, machines without vLLM, and stepping through with a debugger.
+It serves `Local()` runs, machines without vLLM, and debuggers.
 
-    distinct prompts --prefill--> rows (one a request) --[forward, sample, drop the finished]--> responses
+    distinct prompts --prefill--> rows (one per request) --[forward, sample, drop finished]--> responses
 
-Each random number is a hash of its request's seed and its position, so a request's tokens depend on the rest of the batch only
-through the rounding of matrix products.
+Each random number is a hash of its request's seed and its position. So a request's tokens depend on
+the rest of the batch only through the rounding of matrix products.
 """
 
 from __future__ import annotations
@@ -37,37 +38,36 @@ if TYPE_CHECKING:
 
 
 # Decoding
-#
-# Decoding: the rows of a batch between two tokens, with their cache of keys and values.
 
 
 @dataclass
 class DecodingBatch:
-    """The rows of a batch: their keys and values, and where each begins."""
+    """The rows of a batch between two tokens, with their KV cache."""
 
     cache: Any
     length: int
-    """Columns in the cache, padding included."""
+    """Columns in the cache, including padding."""
     origin: Tensor
-    """[B] the column whose position is 0: columns of padding at the left of each row, less the positions that images leave out."""
+    """[B] column with position 0: left padding of each row, minus the positions that images leave
+    out."""
     inside: Tensor | None
-    """[B, columns] whether a column belongs to the row; None when no row is padded."""
+    """[B, columns] whether a column belongs to the row; None if no row is padded."""
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only these rows ([kept] int64; one may be named several times)."""
+        """Keep only these rows ([kept] int64, possibly with repetitions)."""
         self.cache.batch_select_indices(rows)
         self.origin = self.origin[rows]
         if self.inside is not None:
             self.inside = self.inside[rows]
 
     def attention_mask(self) -> Tensor | None:
-        """Mask of the next forward, which adds one column."""
+        """Return the mask of the next forward pass, which adds one column."""
         return None if self.inside is None else self.inside[:, : self.length + 1]
 
 
 def new_cache(capacity: int) -> Any:
-    """A cache of keys and values for `capacity` tokens a row. Its layers write in place; `DynamicLayer` of `transformers` copies all of
-    its keys for each new token."""
+    """Create a KV cache for `capacity` tokens per row. Its layers write in place; `DynamicLayer` of
+    `transformers` copies all keys for each new token."""
     from transformers.cache_utils import Cache, DynamicLayer
 
     class PreallocatedLayer(DynamicLayer):
@@ -94,18 +94,15 @@ def new_cache(capacity: int) -> Any:
     return Cache(layer_class_to_replicate=PreallocatedLayer)
 
 
-# Token sampling
-#
-# Token sampling: one token for each row of logits, drawn with random numbers that depend on
-# nothing but the request.
+# Token sampling, with random numbers that depend only on the request
 
 
 def draw_tokens(logits: Tensor, sampling: Sampling, draws: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Draw one token for each row, with its log-probability under the distribution that it was drawn from.
+    """Draw one token per row, and return its log-probability under the sampling distribution.
 
     Args:
         logits: [B, V] of any float dtype.
-        draws: [B] float32 uniform numbers in [0, 1), one for each row; not used when greedy.
+        draws: [B] float32 uniform numbers in [0, 1), one for each row; unused for greedy sampling.
 
     Returns:
         ([B] int64 tokens, [B] float32 nats)
@@ -119,8 +116,8 @@ def draw_tokens(logits: Tensor, sampling: Sampling, draws: np.ndarray) -> tuple[
     if sampling.top_k or sampling.top_p < 1:
         logits = _truncate(logits, sampling.top_k, sampling.top_p)
     logprobs = logits.log_softmax(-1)
-    # Inverse of the cumulative distribution. The largest target stays below the total, whatever rounding does, so the
-    # first cumulative value above it belongs to a token of positive probability.
+    # Invert the cumulative distribution. Every target stays below the total despite rounding, so
+    # the first cumulative value above it belongs to a token of positive probability.
     cumulative = logprobs.exp().cumsum(-1)
     total = cumulative[:, -1:]
     targets = torch.from_numpy(draws).to(logits)[:, None] * total
@@ -130,7 +127,8 @@ def draw_tokens(logits: Tensor, sampling: Sampling, draws: np.ndarray) -> tuple[
 
 
 def _truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Logits cut to the `top_k` likeliest, then to the smallest set that reaches `top_p`; all others become -inf."""
+    """Truncate logits to the `top_k` likeliest, then to the smallest set that reaches `top_p`; set
+    all others to -inf."""
     ascending, index = logits.sort(-1)
     if top_k and top_k < logits.shape[-1]:
         threshold = ascending[:, -top_k, None]
@@ -143,7 +141,8 @@ def _truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 class RequestDraws:
-    """Uniform numbers by request and position: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) of both.
+    """Uniform numbers by request and position: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) of
+    both.
 
     Args:
         seeds: [requests] uint64.
@@ -154,13 +153,13 @@ class RequestDraws:
 
     @classmethod
     def of(cls, requests: Sequence[GenerationRequest], fallback: np.random.Generator) -> RequestDraws:
-        """Numbers by the requests' own seeds; a request without one gets a seed from `fallback`."""
+        """Use the requests' own seeds; requests without a seed get one from `fallback`."""
         own = fallback.integers(2**63, size=len(requests)).tolist()
         seeds = [mine if r.seed is None else r.seed for r, mine in zip(requests, own, strict=True)]
         return cls(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64))
 
     def at(self, position: int, rows: np.ndarray) -> np.ndarray:
-        """[len(rows)] float32 in [0, 1): for these requests at this token of their responses."""
+        """Return [len(rows)] float32 in [0, 1) for these requests at this token of their responses."""
         bits = _mix(self._streams[rows] + np.uint64(position))
         return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
 
@@ -178,14 +177,15 @@ class TransformersEngine:
 
     Args:
         model: folder or cached Hugging Face id.
-        max_num_seqs: responses sampled at the same time; further ones wait until these are finished.
-        max_context: longest prompt and response together, in tokens; None: what the model was made for.
-        dtype: of the weights; "auto": float32 on CPU, bfloat16 on GPUs.
-        seed: of requests that bring none.
-        adapter: that is served: what arrives is the adapter alone, and nothing is generated before the first one; None: complete weights
-            arrive.
-        routes: record the experts that each token was sent to.
-        images: the processor of a model that sees; None: it is one of text.
+        max_num_seqs: responses to sample at the same time; others wait for the batch to finish.
+        max_context: longest prompt and response together, in tokens; None for the model's own
+            limit.
+        dtype: dtype of the weights; "auto" selects float32 on CPUs and bfloat16 on GPUs.
+        seed: seed of requests without one.
+        adapter: the adapter to serve, if updates carry only the adapter. Generation then waits for
+            the first one.
+        routes: whether to record the experts of each token.
+        images: processor of a model that reads images, or None for a text model.
 
     Raises:
         UserError: `transformers` refuses the model, or its experts cannot be recorded.
@@ -211,9 +211,9 @@ class TransformersEngine:
 
         self.version = 0
         self._oldest_keys = 0
-        """Keys and values that were computed under an earlier version are computed again."""
+        """Keys and values of earlier versions must be recomputed."""
         self._whole = adapter is None
-        """Whether all weights are there, and of one version."""
+        """Whether the engine holds one complete version of the weights."""
         self._max_num_seqs = max_num_seqs
         self._device = (
             torch.device("cuda", torch.cuda.current_device())
@@ -238,6 +238,7 @@ class TransformersEngine:
 
             serve_adapter(self.model, adapter)
         self.model.to(self._device).eval().requires_grad_(False)
+        # torch's own attention ignores soft caps.
         if caps_scores(self.model):
             self.model.set_attn_implementation("eager")
         self._max_context = max_context or self.model.config.get_text_config().max_position_embeddings
@@ -248,7 +249,7 @@ class TransformersEngine:
         self._images = images
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
-        """Responses as they finish; see `GenerationEngine`."""
+        """Yield responses as they finish; see `GenerationEngine`."""
         if not self._whole:
             raise GenerationError(NOT_WHOLE)
         for request in requests:
@@ -270,14 +271,15 @@ class TransformersEngine:
         return sum(parameter.nbytes for parameter in self.model.parameters())
 
     def stage_weights(self, weights: Weights) -> Iterator[None]:
-        """Nothing is staged."""
+        """Stage nothing."""
         yield from ()
 
     def update_weights(self, weights: Weights) -> str:
-        """Copy a version that is given away over the model's parameters.
+        """Copy a published version into the model's parameters.
 
         Raises:
-            WeightSyncError: the bytes are not those published, or names or shapes are not the model's.
+            WeightSyncError: the bytes differ from the published ones, or names or shapes do not fit
+                the model.
         """
         from ...resharding.incoming import open_weights, receive_parts
 
@@ -286,14 +288,12 @@ class TransformersEngine:
             checksum = receive_parts(incoming, self._parts(incoming))
             self._whole = True
         if self._device.type != "cpu":
-            torch.accelerator.synchronize(
-                self._device
-            )  # the memory is the sender's again when this returns
+            torch.accelerator.synchronize(self._device)  # the sender reuses the memory after this call
         self.version = weights.version
         return checksum
 
     def recompute(self) -> None:
-        """See `GenerationEngine`: each batch does it before its next token."""
+        """See `GenerationEngine`. Each batch recomputes before its next token."""
         self._oldest_keys = self.version
 
     def sleep(self) -> None:
@@ -309,7 +309,7 @@ class TransformersEngine:
         del self.model
 
     def _parts(self, incoming: IncomingWeights) -> list[Part]:
-        """The model's parameters by the names of its checkpoint, tied ones under those under which they were published."""
+        """Return the model's parameters by checkpoint name; tied ones under the published names."""
         from ...resharding.weights import whole
 
         if self._serves_adapter:
@@ -336,11 +336,11 @@ class TransformersEngine:
         return CheckpointNames(self.model, dict(self.model.named_parameters(remove_duplicate=False)))
 
     def _read(self, request: GenerationRequest) -> SeenPrompt:
-        """The prompt with the tokens of its images."""
+        """Return the prompt with the tokens of its images."""
         if self._images is None:
             if len(request.images):
                 raise GenerationError(
-                    f"request {request.request_id} has images, and the model is given text alone"
+                    f"request {request.request_id} has images, but the model reads text alone"
                 )
             return SeenPrompt(request.prompt_ids, np.zeros(len(request.prompt_ids), bool))
         return self._images.read(request.prompt_ids, request.images)
@@ -353,14 +353,15 @@ class TransformersEngine:
             found, _ = find_routers(self.model, lambda: self.model(input_ids=ids, use_cache=False))
         if not found:
             raise UserError(
-                f"routes=True: model {model!r} has no routers whose choice can be seen; leave it out"
+                f"routes=True: model {model!r} has no routers whose choice can be recorded; leave it out"
             )
         return Routers(self.model, found)
 
     def _generate(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, given_up: set[int]
     ) -> Responses:
-        """Sample one batch of requests, from the prompts to the last finished response; ids that it is sent are put into `given_up`."""
+        """Sample one batch of requests, from prefill to the last response. Ids sent to the
+        generator are added to `given_up`."""
         request_ids = np.array([request.request_id for request in requests])
         stops = np.empty(0, dtype=np.int64) if sampling.ignore_stop else self._stop_tokens
         strings = stop_strings(sampling, self._model_folder)
@@ -368,11 +369,12 @@ class TransformersEngine:
         shape = (len(requests), sampling.max_tokens)
         token_ids, versions = np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.int32)
         logprobs = np.empty(shape, dtype=np.float32)
-        alive = np.arange(len(requests))  # request of each row that is still in the batch
+        alive = np.arange(len(requests))  # request of each unfinished row
         routes: list[list[np.ndarray]] = [[] for _ in requests]
         batch, logits = self._prefill(requests, sampling.max_tokens, routes)
         computed_under = self.version
         for position in range(sampling.max_tokens):
+            # Forbid stop tokens before min_tokens.
             if position < sampling.min_tokens and len(stops):
                 logits = logits.index_fill(-1, torch.from_numpy(stops).to(logits.device), -torch.inf)
             sampled, sampled_logprobs = draw_tokens(logits, sampling, draws.at(position, alive))
@@ -406,6 +408,7 @@ class TransformersEngine:
                 keep = torch.from_numpy(np.flatnonzero(~done)).to(self._device)
                 batch.keep(keep)
                 sampled = sampled[keep]
+            # `recompute` was called: prefill again with the current weights.
             if computed_under < self._oldest_keys:
                 computed_under = self.version
                 so_far = [
@@ -423,8 +426,8 @@ class TransformersEngine:
     def _prefill(
         self, requests: Sequence[GenerationRequest], max_tokens: int, routes: list[list[np.ndarray]]
     ) -> tuple[DecodingBatch, Tensor]:
-        """Run the prompts, each distinct one once; returns the rows, and their logits [B, V] for the first token. Routes of their tokens
-        are added to those of each request."""
+        """Run each distinct prompt once. Return the rows and their logits [B, V] for the first
+        token, and append the routes of prompts to each request's routes."""
         distinct: dict[tuple[bytes | int, ...], int] = {}
         prompts: list[SeenPrompt] = []
         row_prompts = np.empty(len(requests), dtype=np.int64)
@@ -433,7 +436,7 @@ class TransformersEngine:
             key = (
                 prompt.ids.tobytes(),
                 *map(id, prompt.images),
-            )  # equal images are one object, as long as they are kept
+            )  # cached equal images are the same object
             row_prompts[row] = distinct.setdefault(key, len(distinct))
             if len(distinct) > len(prompts):
                 prompts.append(prompt)
@@ -482,7 +485,6 @@ class TransformersEngine:
         return rows, logits
 
     def _with_images(self, given: dict[str, Tensor], shown: Shown, inside: Tensor) -> dict[str, Tensor]:
-        """Arguments of the model for prompts that are padded on the left, with what is seen in the places of images."""
         backbone, input_ids = self.model.base_model, given["input_ids"]
         own = positions(backbone, input_ids, shown, inside)
         return {
@@ -491,8 +493,8 @@ class TransformersEngine:
         }
 
     def _forward(self, batch: DecodingBatch, tokens: Tensor) -> tuple[Tensor, np.ndarray]:
-        """Append one token [B] to each row; returns the logits [B, V] for the next, and its routes [B, 1, layers, k]; [0] where none
-        are recorded."""
+        """Append one token [B] to each row. Return logits [B, V] for the next token, and routes [B,
+        1, layers, k], or [0] if none are recorded."""
         with torch.inference_mode(), _no_warnings(), self._recorded() as recorded:
             logits = self.model(
                 input_ids=tokens[:, None],
@@ -506,7 +508,6 @@ class TransformersEngine:
         return logits, taken
 
     def _recorded(self) -> AbstractContextManager[Routers | None]:
-        """While the routes of a pass are recorded, if they are to be."""
         return nullcontext() if self._routers is None else self._routers.recorded()
 
 

@@ -1,5 +1,6 @@
-"""VllmEngine: vLLM in the worker's own process. It adds requests, steps, and hands over what finished; new weights go in between
-two steps. Only the modules `vllm_*.py`, here and in `resharding`, import vLLM."""
+"""VllmEngine: vLLM in the worker's own process. It adds requests, runs steps, returns finished
+responses, and loads new weights between two steps. Only the modules `vllm_*.py`, here and in
+`resharding`, import vLLM."""
 
 from __future__ import annotations
 
@@ -33,18 +34,16 @@ if TYPE_CHECKING:
     from ..training.lora import Lora
 
 
-# Vllm sleep
-#
-# What of a vLLM engine's memory is on a GPU that it shares with a trainer.
+# Sleep states of a vLLM engine on a GPU that it shares with a trainer:
 #
 #     AWAKE ──sleep──> ASLEEP ──wake_weights──> WEIGHTS ──wake──> AWAKE
 #
-# Weights arrive in WEIGHTS: the memory for keys and values is claimed by the first request after
-# them. vLLM itself schedules nothing before all of its memory is there again.
+# New weights arrive in WEIGHTS; the next request then claims the KV cache. vLLM schedules nothing
+# before all of its memory is back.
 
 
 class OnDevice(enum.Enum):
-    """What of an engine's memory is on the device."""
+    """Parts of an engine's memory on the device."""
 
     AWAKE = "weights, keys and values"
     WEIGHTS = "weights"
@@ -52,7 +51,7 @@ class OnDevice(enum.Enum):
 
 
 class Sleeper(Protocol):
-    """The part of vLLM's `LLMEngine` that is used here."""
+    """The methods of vLLM's `LLMEngine` that `SleepingEngine` uses."""
 
     def sleep(self, level: int) -> None: ...
 
@@ -60,10 +59,10 @@ class Sleeper(Protocol):
 
 
 class SleepingEngine:
-    """The states of one engine, and its way from each to the others. What is in a state already stays as it is.
+    """Sleep and wake one engine. Calls that are already satisfied do nothing.
 
     Args:
-        engine: awake.
+        engine: the engine, awake.
     """
 
     def __init__(self, engine: Sleeper) -> None:
@@ -71,7 +70,7 @@ class SleepingEngine:
         self.on_device = OnDevice.AWAKE
 
     def sleep(self) -> None:
-        """Move weights to host memory, and free keys and values."""
+        """Move weights to host memory and free the KV cache."""
         self._wake_cache()
         if self.on_device is OnDevice.AWAKE:
             self._engine.sleep(level=1)
@@ -84,13 +83,13 @@ class SleepingEngine:
             self.on_device = OnDevice.WEIGHTS
 
     def wake(self) -> None:
-        """Have everything on the device."""
+        """Bring weights and KV cache to the device."""
         self.wake_weights()
         self._wake_cache()
 
     def _wake_cache(self) -> None:
-        """Claim memory for keys and values, where weights are on the device. vLLM's allocator frees only what is there, so an engine does
-        so before it sleeps, too."""
+        """Claim the KV cache if weights are on the device. An engine also does so before it sleeps,
+        because vLLM's allocator can free only allocated memory."""
         if self.on_device is OnDevice.WEIGHTS:
             self._engine.wake_up(tags=["kv_cache"])
             self.on_device = OnDevice.AWAKE
@@ -101,13 +100,15 @@ class VllmEngine:
 
     Args:
         model: folder or cached Hugging Face id.
-        max_context: longest prompt and response together, in tokens; None: what the model was made for.
-        dtype: of the weights; "auto": float32 on CPU, bfloat16 on GPUs.
-        seed: of requests that bring none.
-        adapter: that is served: what arrives is the adapter alone, and nothing is generated before the first one; None: complete weights
-            arrive.
-        routes: record the experts that each token is sent to.
-        images: the processor of a model that sees; vLLM has one of its own, whose tokens are compared with those of this one.
+        max_context: longest prompt and response together, in tokens; None for the model's own
+            limit.
+        dtype: dtype of the weights; "auto" selects float32 on CPUs and bfloat16 on GPUs.
+        seed: seed of requests without one.
+        adapter: the adapter to serve, if updates carry only the adapter. Generation then waits for
+            the first one.
+        routes: whether to record the experts of each token.
+        images: processor of a model that reads images, whose tokens are compared with those of
+            vLLM's own processor.
 
     Raises:
         GenerationError: vLLM could not start, or cannot record routes.
@@ -127,11 +128,11 @@ class VllmEngine:
     ) -> None:
         self.version = 0
         self._whole = adapter is None
-        """Whether all weights are there, and of one version."""
+        """Whether the engine holds one complete version of the weights."""
         self._adapter = adapter
         self._tensor_parallel = settings.tensor_parallel
         self._identity = secrets.token_hex(8)
-        """Tells it from another engine that takes its place."""
+        """Distinguishes this engine from one that replaces it."""
         self._stop_tokens = read_stop_tokens(model)
         self._model_folder = model
         self._watched: dict[str, _Watched] = {}
@@ -143,13 +144,14 @@ class VllmEngine:
         self._routes = routes
         self._images = images
         self._prompts: dict[str, np.ndarray] = {}
-        """Of requests with images that are not finished, the tokens of the prompt."""
+        """Prompt tokens of unfinished requests with images."""
         self._records_routes = routes and not on_gpu
-        """Whether they are recorded by `vllm_routes.py`, and not by vLLM itself."""
+        """Whether `weft_record_routes` records routes in place of vLLM."""
         self._prefix_caching = settings.prefix_caching or (routes and on_gpu)
         if self._records_routes and settings.prefix_caching:
             raise GenerationError(
-                "routes=True and prefix_caching=True: on a CPU, routes of tokens that are not computed are not known; leave one out"
+                "routes=True and prefix_caching=True: on a CPU the routes of cached tokens "
+                "are unknown; leave one out"
             )
         self._compile = settings.compiles(on_gpu)
         free, total = torch.cuda.mem_get_info() if on_gpu else (0, 1)
@@ -184,11 +186,12 @@ class VllmEngine:
                 self._engine.collective_rpc("weft_record_routes")
             except Exception as error:
                 raise GenerationError(
-                    f"routes=True: vLLM cannot record those of {model}: {error}"
+                    f"routes=True: vLLM cannot record the routes of {model}: {error}"
                 ) from error
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
-        """Responses as they finish; see `GenerationEngine`. Several generators may be open at once."""
+        """Yield responses as they finish; see `GenerationEngine`. Several generators may be open at
+        once."""
         if not self._whole:
             raise GenerationError(NOT_WHOLE)
         if self._sleeping is not None:
@@ -219,15 +222,16 @@ class VllmEngine:
         return sum(self._engine.collective_rpc("weft_weight_bytes"))
 
     def stage_weights(self, weights: Weights) -> Iterator[None]:
-        """See `GenerationEngine`. The ranks take the version on threads of their own.
+        """See `GenerationEngine`. The ranks receive the version on background threads.
 
-        Where one of them is a thread of this process, sampling leaves it a core meanwhile. Threads that compute together spin while they
-        wait for each other: with as many as cores, both sampling and the transfer took twice as long and more.
+        If a rank runs in this process, sampling leaves one core free for its thread. OpenMP threads
+        spin while they wait for each other: with a thread on every core, sampling and transfer took
+        more than twice as long.
         """
         from ...resharding.memory import threads_beside
         from ...resharding.vllm_receiver import to_update_info
 
-        if self._adapter is not None:  # it is small
+        if self._adapter is not None:  # adapters are small enough to load at once
             return
         try:
             with threads_beside(1) if self._tensor_parallel == 1 else contextlib.nullcontext():
@@ -242,10 +246,12 @@ class VllmEngine:
             ) from error
 
     def update_weights(self, weights: Weights) -> str:
-        """Have each rank take its part of a version that is given away, and check that what they hold adds up to it.
+        """Load a published version on each rank, and check that the parts of all ranks add up to
+        it.
 
         Raises:
-            WeightSyncError: what arrived is not what was published. Nothing is generated then until a version has arrived completely.
+            WeightSyncError: the received weights differ from the published ones. The engine then
+                rejects requests until a complete version has arrived.
         """
         self._whole = False
         if weights.backend:
@@ -258,13 +264,13 @@ class VllmEngine:
             )
         self._whole = True
         if self._images is not None:
-            self._engine.reset_encoder_cache()  # what the weights before saw
+            self._engine.reset_encoder_cache()  # cached features of the previous weights
         self._engine.set_weight_version(_version_name(weights.version))
         self.version = weights.version
         return checksum
 
     def _take(self, weights: Weights) -> str:
-        """Have the ranks overwrite their weights; returns the checksum of the version."""
+        """Overwrite the weights of the ranks and return the checksum of the version."""
         from ...resharding.vllm_receiver import check_received, to_update_info
 
         try:
@@ -287,11 +293,12 @@ class VllmEngine:
         return held[0].checksum
 
     def _take_by_vllm(self, weights: Weights) -> str:
-        """Have the ranks take a version by one of vLLM's own backends, as the trainer says; returns the checksum of the version."""
+        """Receive a version through one of vLLM's own backends, under the trainer's control, and
+        return its checksum."""
         from ...resharding.vllm_control import take_as_told
 
         def call(method: str, payload: Any) -> None:
-            if method == "init_weight_transfer_engine":  # of the trainer before, if there was one
+            if method == "init_weight_transfer_engine":  # shut down the previous trainer's engine, if any
                 self._engine.collective_rpc("shutdown_weight_transfer_engine")
             self._engine.collective_rpc(method, args=() if payload is None else (payload,))
 
@@ -305,7 +312,7 @@ class VllmEngine:
                     weights, self._tensor_parallel, self._identity, call, lambda: end(True)
                 )
             except BaseException:
-                with contextlib.suppress(Exception):  # the error before says it
+                with contextlib.suppress(Exception):  # keep the original error
                     end(False)
                 raise
         except WeightSyncError:
@@ -316,7 +323,7 @@ class VllmEngine:
             ) from error
 
     def _take_adapter(self, weights: Weights, adapter: Lora) -> str:
-        """Have the ranks exchange the adapter that they serve; returns the checksum of what they took."""
+        """Replace the adapter of the ranks and return the checksum of the received one."""
         from ...resharding.vllm_receiver import to_update_info
 
         settings = {"r": adapter.rank, "lora_alpha": adapter.alpha, "use_rslora": adapter.rslora}
@@ -332,22 +339,22 @@ class VllmEngine:
             ) from error
 
     def recompute(self) -> None:
-        """Put unfinished requests back into vLLM's queue: when their turn comes, it computes keys and values of all their tokens."""
+        """Requeue unfinished requests in vLLM, which then rebuilds their KV cache."""
         self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def sleep(self) -> None:
-        """Move the weights to host memory and free keys and values (on CPU there is nothing to free)."""
+        """Move weights to host memory and free the KV cache. Does nothing on CPUs."""
         if self._sleeping is not None:
             self._sleeping.sleep()
 
     def wake_up(self) -> None:
-        """Move the weights back to the device; `generate` claims memory for keys and values, after weights that come before it."""
+        """Move the weights back to the device. `generate` claims the KV cache later, after a weight
+        update."""
         if self._sleeping is not None:
             self._sleeping.wake_weights()
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that the engine still works on."""
         return self._engine.get_num_unfinished_requests()
 
     def close(self) -> None:
@@ -370,11 +377,13 @@ class VllmEngine:
         if len(request.images):
             if self._images is None:
                 raise GenerationError(
-                    f"request {request.request_id} has images, and the model is given text alone"
+                    f"request {request.request_id} has images, but the model reads text alone"
                 )
             prompt["multi_modal_data"] = {"image": [open_image(image) for image in request.images]}
         if self._prefix_caching:
-            prompt["cache_salt"] = _version_name(self.version)  # never another version's keys and values
+            prompt["cache_salt"] = _version_name(
+                self.version
+            )  # never reuse the KV cache of another version
         try:
             parameters, adapter = self._parameters(sampling, request.seed), self._adapter_request
             self._engine.add_request(key, prompt, parameters, lora_request=adapter)  # pyright: ignore[reportArgumentType]
@@ -396,17 +405,19 @@ class VllmEngine:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             seed=seed,
-            ignore_eos=True,  # the stop tokens are named instead
+            ignore_eos=True,  # stop_token_ids names the end tokens instead
             stop_token_ids=[] if sampling.ignore_stop else list(self._stop_tokens),
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            # Stop strings are looked for here after each token: vLLM's own search needs its tokenizer in the engine.
+            # `_look_for_stop` finds stop strings after each token; vLLM would need its tokenizer in
+            # the engine.
             output_kind=RequestOutputKind.CUMULATIVE if sampling.stop else RequestOutputKind.FINAL_ONLY,
         )
 
     def _step(self) -> None:
-        # vLLM compiles the counting of ranks even in eager mode: 20 s for the first step, and a C++ compiler.
+        # vLLM compiles its rank counting even in eager mode, which takes 20 s in the first step and
+        # a C++ compiler.
         eager = contextlib.nullcontext() if self._compile else torch.compiler.set_stance("force_eager")
         try:
             with eager:
@@ -425,7 +436,8 @@ class VllmEngine:
                 self._finished[output.request_id] = self._response(output, request_id, routes)
 
     def _look_for_stop(self, output: RequestOutput) -> None:
-        """End a request whose last token completes a stop string. vLLM names the versions of a finished request only."""
+        """End a request whose last token completes a stop string. The versions are counted here
+        because vLLM reports them only for requests that it finished itself."""
         watched = self._watched.get(output.request_id)
         if watched is None:
             return
@@ -452,7 +464,7 @@ class VllmEngine:
         )
 
     def _take_routes(self, keys: list[str]) -> list[np.ndarray | None]:
-        """What was recorded here for these requests, which end; None: nothing."""
+        """Return the recorded routes of these ending requests, or None where none were recorded."""
         if not self._records_routes:
             return [None] * len(keys)
         return self._engine.collective_rpc("weft_take_routes", args=(keys,))[0]
@@ -461,8 +473,9 @@ class VllmEngine:
         own = self._prompts.pop(output.request_id, None)
         if own is not None and not np.array_equal(own, output.prompt_token_ids or ()):
             raise GenerationError(
-                f"request {request_id}: vLLM reads {len(output.prompt_token_ids or ())} tokens in a prompt with images, and the processor "
-                f"of the model's folder makes {len(own)} others of it"
+                f"request {request_id}: vLLM reads {len(output.prompt_token_ids or ())} "
+                "tokens in a prompt with images, but the processor in the model's folder "
+                f"makes {len(own)} different ones"
             )
         if not self._routes:
             return _response(output, request_id)
@@ -496,7 +509,7 @@ def _response(output: RequestOutput, request_id: int) -> Response:
         )
     if (versions < 0).any():
         raise GenerationError(
-            f"vLLM did not say which weights sampled all tokens of request {request_id}"
+            f"vLLM did not report which weights sampled all tokens of request {request_id}"
         )
     return Response(
         request_id=request_id,
@@ -512,12 +525,12 @@ def _version_name(version: int) -> str:
 
 
 def _start(arguments: dict[str, Any], *, tensor_parallel: int, on_gpu: bool, compile: bool) -> LLMEngine:
-    """Import vLLM and start its engine, then restore what that changed in the process around it."""
+    """Import vLLM and start its engine, then restore the process state that this changed."""
     import torch
 
-    # vLLM reads these at any time, so they stay; a user's own values win.
+    # vLLM may read these at any time, so they stay set. A user's own values win.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-        "0"  # the engine lives here, and dies with this process
+        "0"  # run the engine in this process, so that it ends with it
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -545,13 +558,14 @@ def _start(arguments: dict[str, Any], *, tensor_parallel: int, on_gpu: bool, com
     except Exception as error:
         raise GenerationError(f"vLLM could not start: {type(error).__name__}: {error}") from error
     finally:
-        # vLLM on CPU replaces torch's function by one that does nothing; training in this process needs it.
+        # vLLM on CPUs replaces torch's function with one that does nothing; training in this
+        # process needs it.
         torch.set_num_threads = set_num_threads
         set_num_threads(num_threads)
 
 
 def _cores(parts: int) -> str:
-    """The cores of this process split over `parts` ranks, as vLLM writes it: "0,1|2,3"."""
+    """Split the cores of this process over `parts` ranks, in vLLM's format: "0,1|2,3"."""
     cores = sorted(os.sched_getaffinity(0))
     size = len(cores) // parts
     if not size:
@@ -577,7 +591,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide what C++ code writes to stderr at start-up (NUMA binding, gloo); show it if the start fails."""
+    """Hide stderr of C++ code at start-up (NUMA binding, gloo). Print it if the start fails."""
     sys.stderr.flush()
     keep = os.dup(2)
     notes = os.memfd_create("vllm-stderr")

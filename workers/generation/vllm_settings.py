@@ -1,4 +1,5 @@
-"""VllmSettings: what a user sets of the vLLM engine, and the arguments that vLLM gets. Read without vLLM or torch."""
+"""VllmSettings: user settings of the vLLM engine, and the arguments passed to vLLM. Imports neither
+vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -23,24 +24,24 @@ if TYPE_CHECKING:
 
 
 LARGEST_SHARE = 0.9
-"""Of a GPU's memory, which the engine takes where all of it is free."""
+"""Share of a GPU's memory that the engine uses if all of it is free."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks of adapters that vLLM's kernels are made for; others take the room of the next."""
+"""Adapter ranks that vLLM's kernels support; other ranks use the memory of the next larger one."""
 STEP_TOKENS = 16384
-"""Prompt tokens that one step takes in, or one full context where that is longer. Fewer delay the first tokens of long prompts; on CPU all
-prompts that are admitted at once have to fit."""
+"""Prompt tokens per step, or one full context if that is longer. Fewer delay the first tokens of
+long prompts; on a CPU all prompts that are admitted together must fit."""
 MARGIN = 0.02
-"""Share of a GPU's memory that stays free beside it, where others have theirs: they may take a little more later."""
+"""Share of a GPU's memory to leave free if others use the GPU, because they may need more later."""
 
 
 def memory_share(free: float | None) -> float:
-    """Share of a GPU's memory that the engine takes, of what is free.
+    """Return the share of a GPU's memory for the engine.
 
     >>> memory_share(0.995), memory_share(0.7), memory_share(None)
     (0.9, 0.68, 0.9)
 
     Args:
-        free: share that is free; None: there is no GPU, and the engine does not look.
+        free: share of memory that is free; None without a GPU, where the engine ignores the result.
     """
     if free is None:
         return LARGEST_SHARE
@@ -48,26 +49,30 @@ def memory_share(free: float | None) -> float:
 
 
 class VllmSettings(Config):
-    """Settings of the engine that generates: how many responses at once, and how vLLM takes devices and memory."""
+    """Settings of the generation engine: how many responses to sample at once, and how vLLM uses
+    devices and memory."""
 
     tensor_parallel: int = Field(default=1, ge=1)
-    """[devices] How many (on CPU: sets of cores) vLLM splits one model over. Raise it for a model that does not fit on one, or answers
-    too slowly."""
+    """[devices] Number of devices (on a CPU: sets of cores) that share one model. Raise it for a
+    model that does not fit on one device or answers too slowly."""
     max_num_seqs: int = Field(default=256, ge=1, le=100_000)
-    """[responses] How many are sampled at the same time; further ones wait for their turn. Lower it where keys and values do not fit,
-    raise it where a GPU is not busy."""
+    """[responses] Maximum number of responses to sample at the same time; others wait. Lower it
+    if the KV cache does not fit; raise it if a GPU is not busy."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
-    """[GiB] Memory of vLLM for keys and values; None: on CPU what `max_num_seqs` full contexts need, but at most 2; on a GPU what
-    `gpu_memory_utilization` leaves. Raise it on a CPU with long contexts, lower it beside others."""
+    """[GiB] Memory of vLLM's KV cache. None selects, on a CPU, the size of `max_num_seqs` full
+    contexts, but at most 2; on a GPU, what `gpu_memory_utilization` leaves. Raise it on a CPU with
+    long contexts; lower it if memory is shared."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """[share] What vLLM takes of a GPU's memory for weights, keys and values; None: 0.9, or what is free when the engine starts, where
-    that is less (groups that share the GPU have started before it, and given their memory back). Lower it where groups take turns on a
-    GPU and one of them runs out of memory."""
+    """[share] Share of a GPU's memory for weights and KV cache. None selects 0.9, or the free
+    memory at the engine's start if that is less (groups on the same GPU start earlier and then free
+    their memory). Lower it if groups take turns on a GPU and one runs out of memory."""
     prefix_caching: bool = False
-    """Keep the keys and values of prompts for later requests under the same weights. Set it where prompts share long beginnings."""
+    """Reuse the keys and values of prompts in later requests with the same weights. Set it if
+    prompts share long beginnings."""
     compile: bool | None = None
-    """Compile the model (and record CUDA graphs); None: on GPUs only. Set it to False for a quick start, or where compiling fails. On CPU
-    it takes 20 s and a C++ compiler, and gives 4 % more tokens."""
+    """Compile the model (and record CUDA graphs); None does so only on GPUs. Set it to False for a
+    quick start, or where compilation fails. On a CPU it takes 20 s and a C++ compiler, and gives 4
+    % more tokens."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(
         (
@@ -96,17 +101,18 @@ class VllmSettings(Config):
         routes: bool = False,
         images: bool = False,
     ) -> dict[str, Any]:
-        """The keyword arguments of vLLM's `EngineArgs`.
+        """Return the keyword arguments of vLLM's `EngineArgs`.
 
         Args:
             model: folder or cached Hugging Face id.
-            max_context: longest prompt and response together, in tokens; None: what the model was made for.
-            dtype: of the weights; "auto": float32 on CPU, bfloat16 on GPUs.
-            seed: of requests that bring none.
-            free_share: share of the GPU's memory that is free; None: the engine runs on CPU.
-            adapter: that is served; None: none is.
-            routes: record the experts that each token is sent to.
-            images: prompts may have some.
+            max_context: longest prompt and response together, in tokens; None for the model's own
+                limit.
+            dtype: dtype of the weights; "auto" selects float32 on CPUs and bfloat16 on GPUs.
+            seed: seed of requests without one.
+            free_share: free share of the GPU's memory; None if the engine runs on a CPU.
+            adapter: the adapter to serve, if any.
+            routes: whether to record the experts of each token.
+            images: whether prompts may have images.
         """
         on_gpu = free_share is not None
         context = max_context or complete_text_settings(model).max_position_embeddings
@@ -121,28 +127,31 @@ class VllmSettings(Config):
             "max_num_batched_tokens": max(context, STEP_TOKENS),
             "gpu_memory_utilization": self.gpu_memory_utilization or memory_share(free_share),
             "tensor_parallel_size": self.tensor_parallel,
-            # Ray's own executor, vLLM's choice inside a placement group, wants bundles that this worker does not have.
+            # In a placement group vLLM would choose Ray's executor, which needs bundles that this
+            # worker lacks.
             "distributed_executor_backend": "mp" if self.tensor_parallel > 1 else None,
             "enable_prefix_caching": self.prefix_caching,
-            # A request's seed on CPU and its prompt in chunks do not go together: the generator cannot be rewound.
+            # On a CPU, seeds and chunked prompts do not combine: the random generator cannot be
+            # rewound.
             "enable_chunked_prefill": on_gpu,
-            # A step must be over when it returns, or tokens of the old weights would carry the new version.
+            # A step must finish before it returns, or tokens of the old weights would carry the new
+            # version.
             "async_scheduling": False,
             "enforce_eager": not self.compiles(on_gpu),
             "logprobs_mode": "processed_logprobs",
             "skip_tokenizer_init": True,
-            "generation_config": "vllm",  # none of the model's own sampling defaults: `Sampling` says it all
+            "generation_config": "vllm",  # ignore the model's sampling defaults: `Sampling` is complete
             "enable_sleep_mode": on_gpu,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "weight_transfer_config": {"backend": "weft"},
             "worker_extension_cls": "weft.workers.generation.vllm_worker.WorkerExtension",
         }
-        if routes and on_gpu:  # vLLM wants both or neither; on a CPU `vllm_routes.py` records
-            arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}
         if (
-            images
-        ):  # vLLM's own processor of images wants a tokenizer; of videos it reserves room for the longest
+            routes and on_gpu
+        ):  # vLLM supports both or neither; on a CPU `weft_record_routes` records routes
+            arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}
+        if images:  # the image processor needs a tokenizer; videos would reserve much memory
             arguments |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"video": 0}}
         if adapter is not None:
             room = next(rank for rank in LORA_RANKS if rank >= adapter.rank)
@@ -155,15 +164,15 @@ class VllmSettings(Config):
         return arguments
 
     def check_memory(self, memory_bytes: int, where: str, ranks: int = 1) -> None:
-        """Check that keys and values fit into memory.
+        """Check that the KV cache fits into memory.
 
         Args:
             memory_bytes: free memory.
-            where: names it in the message.
-            ranks: engines that share it.
+            where: name of the memory, for the message.
+            ranks: number of engines that share it.
 
         Raises:
-            UserError: they do not fit.
+            UserError: it does not fit.
 
         >>> VllmSettings(kv_cache_gib=500).check_memory(8 << 30, "this machine", ranks=2)
         Traceback (most recent call last):
@@ -183,16 +192,18 @@ memory free; lower it below 4
 
         Args:
             settings: the model's `config.json`.
-            max_context: longest prompt and response together, or None if not known.
-            dtype: type of the weights. "auto" counts as half precision.
+            max_context: longest prompt and response together, or None if unknown.
+            dtype: dtype of the weights. "auto" counts as half precision.
 
         Raises:
-            UserError: naming the setting, and the nearest value that fits.
+            UserError: a size does not fit; the message names the setting and the nearest valid
+                value.
         """
         largest = max(max_context or 0, STEP_TOKENS)
         if self.max_num_seqs > largest:
             raise UserError(
-                f"max_num_seqs={self.max_num_seqs}: a step takes in {largest:,} tokens, and so as many responses at most"
+                f"max_num_seqs={self.max_num_seqs}: a step takes in at most {largest:,} "
+                "tokens, at least one for each response; lower max_num_seqs"
             )
         text = text_settings(settings)
         layers, heads, size = (
@@ -202,7 +213,7 @@ memory free; lower it below 4
         )
         special = any(
             text.get(name) for name in ("sliding_window", "layer_types", "kv_lora_rank")
-        )  # these keep less
+        )  # these models cache less
         if self.kv_cache_gib is None or max_context is None or special or not (layers and heads and size):
             return
         token_bytes = (
@@ -211,21 +222,22 @@ memory free; lower it below 4
         room = int(self.kv_cache_gib * GIB) // token_bytes
         if room < max_context:
             raise UserError(
-                f"kv_cache_gib={self.kv_cache_gib:g} holds the keys and values of {room:,} tokens, and one response may have "
-                f"{max_context:,} with its prompt; raise it to {token_bytes * (max_context + 128) / GIB:.2g} or more, or lower max_context"
+                f"kv_cache_gib={self.kv_cache_gib:g} holds the keys and values of {room:,} "
+                f"tokens, but one response with its prompt may have {max_context:,}; raise "
+                f"it to {token_bytes * (max_context + 128) / GIB:.2g} or more, or lower "
+                "max_context"
             )
 
     def compiles(self, on_gpu: bool) -> bool:
-        """Whether vLLM compiles the model."""
+        """Return whether vLLM compiles the model."""
         return on_gpu if self.compile is None else self.compile
 
     def _kv_cache_gib(self, config: Any, dtype: str, context: int) -> float:
-        """Memory that `max_num_seqs` full contexts need on one rank, half-filled blocks included."""
+        """Return the memory for `max_num_seqs` full contexts on one rank, including half-filled
+        blocks."""
         settings = config.to_dict()
         heads, size = settings.get("num_key_value_heads") or num_heads(settings), head_dim(settings)
-        assert (
-            heads is not None and size is not None
-        )  # `transformers` filled in what the folder leaves out
+        assert heads is not None and size is not None  # `transformers` filled in missing values
         heads = math.ceil(heads / self.tensor_parallel)
         token_bytes = 2 * config.num_hidden_layers * heads * size * (4 if dtype == "float32" else 2)
         tokens = (self.max_num_seqs + 1) * (math.ceil(context / 128) + 1) * 128

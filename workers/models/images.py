@@ -1,8 +1,8 @@
-"""Images: what a model's own processor makes of the images of a row, and of the placeholders in its prompt.
+"""Images: encode the images of a row with the model's own processor.
 
-A row keeps its images encoded, and one placeholder for each in `prompt_ids`. How many tokens an image takes, and what the model gets of it,
-is for the processor in the model's folder to say; so whoever reads a row with a model, to sample, to train or as a reference, asks the
-processor of that model here, and all that have the same folder read the same tokens.
+A row keeps its images encoded, and one placeholder for each in `prompt_ids`. The processor in the
+model's folder expands a placeholder to the image's tokens. Rollout, actor and reference workers all
+use this module, so models with the same folder read the same tokens.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ if TYPE_CHECKING:
     from ...dataflow.source import Source
 
 _CACHED_BYTES = 256 << 20
-"""Of what the processor made of images: the samples of a prompt come one after the other."""
+"""Cache for processed images: the samples of a prompt arrive one after the other."""
 
 
 def check_images(model: str | Path, source: Source) -> None:
-    """Compare the images of a source with the model that is to see them, and with the placeholders of their prompts.
+    """Check the images of a source against the model and against the placeholders of their prompts.
 
     Raises:
-        UserError: the model sees none, or a prompt has more or fewer placeholders than images.
+        UserError: the model does not read images, or a prompt's placeholders and images differ in
+            number.
     """
     made = {*source.columns} - file_columns(source)
     if not {str(IMAGES), str(PROMPT_IDS)} <= made:
@@ -50,11 +51,14 @@ def check_images(model: str | Path, source: Source) -> None:
     if not sees_images(settings):
         kind = settings.get("model_type")
         known = (
-            ", which is trained on text alone, whatever it could see" if kind in causal_lm_types() else ""
+            ", which is trained on text alone, even if it could read images"
+            if kind in causal_lm_types()
+            else ""
         )
         raise UserError(
-            f"{source.name}: column {str(IMAGES)!r} holds images, and the model in {model} is given text alone (type {kind!r}{known}); "
-            "leave the column out, or rename it if only a reward function is to have it"
+            f"{source.name}: column {str(IMAGES)!r} holds images, but the model in {model} "
+            f"reads text alone (type {kind!r}{known}); leave the column out, or rename it "
+            "if only a reward function needs it"
         )
     token = image_token(settings)
     if token is None:
@@ -69,7 +73,8 @@ def check_images(model: str | Path, source: Source) -> None:
 
 
 def image_token(settings: Mapping[str, Any]) -> int | None:
-    """The token id that stands for an image, by the settings of a model; None: they do not say.
+    """Return the token id of an image placeholder from the settings of a model, or None if they
+    have none.
 
     >>> image_token({"image_token_id": 5}), image_token({"image_token_index": 7}), image_token({})
     (5, 7, None)
@@ -86,13 +91,12 @@ def image_token(settings: Mapping[str, Any]) -> int | None:
 
 def _misplaced(images: int, places: int, token: int, model: str | Path) -> str:
     return (
-        f"has {images} images, and its prompt has {places} placeholders (token id {token} of the model in {model}); each image has one, "
-        "which the chat template writes"
+        f"has {images} images, and its prompt has {places} placeholders (token id {token} "
+        f"of the model in {model}); each image needs one, which the chat template writes"
     )
 
 
 def _counts(source: Source, column: str) -> np.ndarray:
-    """[rows] items of a list column."""
     chunks = [
         chunk.value_lengths().fill_null(0).to_numpy() for chunk in source.table.column(column).chunks
     ]
@@ -100,7 +104,7 @@ def _counts(source: Source, column: str) -> np.ndarray:
 
 
 def _counts_of(chunk: Any, token: int) -> np.ndarray:
-    """[rows] how often a token stands in each list."""
+    """Return how often a token occurs in each list."""
     found = np.concatenate([[0], np.cumsum(chunk.flatten().to_numpy() == token)])
     ends = np.concatenate([[0], np.cumsum(chunk.value_lengths().fill_null(0).to_numpy())])
     return np.diff(found[ends])
@@ -108,34 +112,35 @@ def _counts_of(chunk: Any, token: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SeenImage:
-    """What a model is given of one image."""
+    """One image in the form that a model reads."""
 
     tokens: np.ndarray
-    """[tokens] int32: what stands in the prompt for its placeholder."""
+    """[tokens] int32: the tokens that replace the placeholder."""
     inputs: Mapping[str, Tensor]
-    """Arguments of the model by name, such as `pixel_values` [patches, values]; those of several images are concatenated."""
+    """Arguments of the model by name, such as `pixel_values` [patches, values]; those of several
+    images are concatenated."""
 
 
 @dataclass(frozen=True)
 class SeenPrompt:
-    """A prompt as a model reads it."""
+    """A prompt in the form that a model reads."""
 
     ids: np.ndarray
     """[P] int32, with all tokens of its images."""
     is_image: np.ndarray
-    """[P] bool: where the model puts what it sees in the place of a token."""
+    """[P] bool: positions where an image feature replaces the token embedding."""
     images: tuple[SeenImage, ...] = ()
 
 
 class ImageReader:
-    """The processor of a model.
+    """Reads images with the processor of a model.
 
     Args:
-        model: what the user calls it.
-        folder: of the model.
+        model: the model's name, for messages.
+        folder: folder of the model.
 
     Raises:
-        UserError: there is no processor in the folder, or none that `transformers` reads.
+        UserError: the folder has no processor that `transformers` can load.
     """
 
     def __init__(self, model: str | Path, folder: Path) -> None:
@@ -144,22 +149,22 @@ class ImageReader:
             self._processor = _load_processor(folder)
         token = image_token(read_model_config(folder))
         self.token = int(self._processor.image_token_id if token is None else token)
-        """Token id of an image's placeholder."""
+        """Token id of an image placeholder."""
         self._seen: OrderedDict[bytes, SeenImage] = OrderedDict()
         self._bytes = 0
 
     def read(self, prompt_ids: np.ndarray, images: Sequence[Any]) -> SeenPrompt:
-        """A prompt with the tokens of its images.
+        """Return a prompt with the tokens of its images.
 
         Args:
             prompt_ids: [P] int32, with one placeholder for each image.
-            images: encoded; bytes or what has their buffer.
+            images: encoded images, as bytes or buffers.
 
         Raises:
-            UserError: there are more or fewer placeholders than images, or an image cannot be read.
+            UserError: placeholders and images differ in number, or an image cannot be read.
         """
         places = np.flatnonzero(prompt_ids == self.token)
-        if not len(images):  # without an image the token is one as any other
+        if not len(images):  # in a prompt without images the placeholder is an ordinary token
             return SeenPrompt(prompt_ids, np.zeros(len(prompt_ids), bool))
         if len(places) != len(images):
             raise UserError(f"it {_misplaced(len(images), len(places), self.token, self._model)}")
@@ -173,10 +178,10 @@ class ImageReader:
         return SeenPrompt(ids, ids == self.token, seen)
 
     def see(self, encoded: Any) -> SeenImage:
-        """What the processor makes of an image (bytes, or what has their buffer); the last ones are kept.
+        """Process an encoded image (bytes or a buffer). Recent results are cached.
 
         Raises:
-            UserError: it cannot be read.
+            UserError: the image cannot be read.
         """
         encoded = memoryview(encoded)
         key = hashlib.blake2b(encoded, digest_size=16).digest()
@@ -195,7 +200,7 @@ class ImageReader:
         try:
             made = processor.image_processor(images=[open_image(encoded)], return_tensors="pt")
             text = processor.replace_image_token(made, 0)
-        except Exception as error:  # a decoder, or a processor, can fail in any way
+        except Exception as error:  # decoders and processors can raise anything
             raise UserError(
                 f"an image of {len(encoded):,} bytes cannot be read ({type(error).__name__}: {error})"
             ) from error
@@ -205,7 +210,8 @@ class ImageReader:
 
 
 def open_image(encoded: Any) -> Any:
-    """An image of Pillow, decoded, in RGB, the way up that its EXIF data say (as `datasets` and `transformers` turn it)."""
+    """Decode an image to RGB with Pillow, and turn it upright by its EXIF data (as `datasets` and
+    `transformers` do)."""
     from PIL import Image, ImageOps
 
     with Image.open(io.BytesIO(encoded)) as image:
@@ -215,7 +221,7 @@ def open_image(encoded: Any) -> Any:
 
 
 def probe_images() -> list[bytes]:
-    """Two images of different sizes, to try models with."""
+    """Return two images of different sizes, to check models with."""
     from PIL import Image
 
     files: list[bytes] = []
@@ -232,8 +238,8 @@ def _num_bytes(image: SeenImage) -> int:
 
 
 def _load_processor(folder: Path) -> Any:
-    """The processor of a model: that of images, the tokenizer, and what writes the tokens of an image. One that needs torchvision for
-    videos is made without what reads videos, where torchvision is not installed."""
+    """Load the processor of a model: image processor, tokenizer and placeholder expansion. Without
+    torchvision, leave out the video processor, which needs it."""
     from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
     from transformers.utils.import_utils import is_torchvision_available
@@ -245,8 +251,6 @@ def _load_processor(folder: Path) -> Any:
         return AutoProcessor.from_pretrained(folder, local_files_only=True)
 
     class WithoutVideos(kind):  # pyright: ignore[reportGeneralTypeIssues]
-        """It takes None for what reads videos."""
-
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             return (
                 None
@@ -262,19 +266,14 @@ def _load_processor(folder: Path) -> Any:
     return WithoutVideos(**made)
 
 
-# Vision
-#
-# Vision: how a model of `transformers` that sees reads a prompt with images.
-#
-# Its own forward pass puts what its vision tower makes of the images into the places of all tokens
-# that are an image's, those of a response among them, which a policy may sample. Here the places
-# are given, and everything else is the model's own: tower, embeddings, positions
-# (`get_rope_index`, where it has any of its own), layers. `training/agreement.py` compares the
-# result with the model's own forward pass.
+# Vision: how a `transformers` model reads a prompt with images. The model's own forward pass
+# replaces all image tokens, even if a policy sampled them in its response. Here only given
+# positions are replaced; the tower, embeddings, positions (`get_rope_index`) and layers are the
+# model's own. `training/agreement.py` compares the result with the model's own forward pass.
 
 
 LANGUAGE = "language_model"
-"""What backbones that see call the model of the text."""
+"""Name of the text model in backbones that read images."""
 
 
 @dataclass(frozen=True)
@@ -282,13 +281,14 @@ class Shown:
     """The images of the rows of a pass."""
 
     places: Tensor
-    """[B, L] bool, or [T] of packed rows: where the model puts what it sees in the place of a token."""
+    """[B, L] bool, or [T] of packed rows: positions where an image feature replaces the token
+    embedding."""
     inputs: Mapping[str, Tensor]
-    """Arguments of the vision tower by name, those of all images, in the order of their places."""
+    """Arguments of the vision tower by name, for all images in the order of their positions."""
 
     @classmethod
     def of(cls, places: Tensor, images: Sequence[SeenImage]) -> Shown:
-        """On the device of `places`."""
+        """Collect the images on the device of `places`."""
         names = images[0].inputs
         return cls(
             places,
@@ -300,12 +300,13 @@ class Shown:
 
 
 def is_type_that_sees(settings: Any) -> bool:
-    """Whether settings of `transformers` are those of a model for images and text (`sees_images`)."""
+    """Return whether `transformers` settings describe a model for images and text (`sees_images`)."""
     return sees_images({"model_type": settings.model_type})
 
 
 def embed(backbone: Any, input_ids: Tensor, shown: Shown) -> Tensor:
-    """[B, L, hidden] what the layers of the text get: embeddings of tokens [B, L], and what is seen in the places of images."""
+    """Return [B, L, hidden] inputs of the text layers: embeddings of tokens [B, L], with image
+    features at the positions of images."""
     embedded = backbone.get_input_embeddings()(input_ids)
     features = backbone.get_image_features(**shown.inputs, return_dict=True).pooler_output
     if not isinstance(features, torch.Tensor):
@@ -316,13 +317,14 @@ def embed(backbone: Any, input_ids: Tensor, shown: Shown) -> Tensor:
 def positions(
     backbone: Any, input_ids: Tensor, shown: Shown, inside: Tensor | None = None
 ) -> Tensor | None:
-    """Positions of the tokens [B, L] by the model's own rule, such as [3, B, L] for time, height and width (m-rope, arXiv:2409.12191).
+    """Return the positions of tokens [B, L] by the model's own rule, such as [3, B, L] for time,
+    height and width (m-rope, arXiv:2409.12191).
 
     Args:
-        inside: [B, L] bool, what is no padding; None: there is none, or it is on the right.
+        inside: [B, L] bool, False for padding; None if padding is absent or on the right.
 
     Returns:
-        None: the model counts the positions of images as those of all tokens.
+        None if the model numbers image tokens like all others.
     """
     rule = getattr(backbone, "get_rope_index", None)
     if rule is None:
@@ -336,7 +338,8 @@ def positions(
 
 
 def tower_parameters(backbone: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that rows without images do not reach, and rows with images not always all of."""
+    """Yield the parameters of the vision tower. Rows without images do not reach them, and rows
+    with images may reach only some."""
     for name, parameter in backbone.named_parameters():
         if not name.startswith(f"{LANGUAGE}."):
             yield parameter

@@ -1,4 +1,4 @@
-"""A model's folder: what its config.json says, read without torch, so that a wrong path is reported at once."""
+"""A model's folder: read its config.json without torch, so that a wrong path is reported at once."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
-"""The same of an adapter (LoRA) in the format of `peft`."""
+"""Settings file of an adapter (LoRA) in the format of `peft`."""
 SCALAR_HEAD = "score.weight"
-"""The weight of a scalar head, [1, hidden], without a bias."""
+"""Weight of a scalar head, [1, hidden], without a bias."""
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 _SIZES = ("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer")
 _TOKEN_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id")
 _HEADS_NAMES = ("num_attention_heads", "n_head", "n_heads")
 _HIDDEN_NAMES = ("hidden_size", "n_embd", "d_model")
 EXPERTS_NAMES = ("num_local_experts", "num_experts", "n_routed_experts")
-"""What models call the number of experts of a layer."""
+"""Names of the setting with the number of experts per layer."""
 
 
 def read_model_config(model: str | Path) -> dict[str, Any]:
-    """The model's `config.json`: of a folder, or of a Hugging Face id that is already in the local cache.
+    """Read the `config.json` of a model's folder or cached Hugging Face id.
 
     Raises:
-        UserError: naming the path, what was found there, and the nearest model folder.
+        UserError: the model was not found; the message names the path, its contents and the nearest
+            model folder.
 
     >>> read_model_config("/no/such/folder")
     Traceback (most recent call last):
@@ -56,11 +57,14 @@ def _read_settings(model: str | Path, file: Path) -> dict[str, Any]:
 
 
 def _check_types(model: str | Path, file: Path, config: Mapping[str, Any]) -> None:
-    """Check the settings that Weft reads by itself; `transformers` checks all of them when it makes the model.
+    """Check the settings that Weft reads directly; `transformers` checks all of them when it builds
+    the model.
 
     Raises:
-        UserError: names the file, the setting, its value and the expected type.
+        UserError: a setting has a wrong type; the message names file, setting, value and expected
+            type.
     """
+    # Setting -> expected type for messages, and its check.
     wanted: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "model_type": ("text", lambda value: isinstance(value, str)),
         "text_config": ("an object", lambda value: isinstance(value, Mapping)),
@@ -95,7 +99,8 @@ def _is_token(value: Any) -> bool:
 
 
 def find_model_config(model: str | Path) -> Path:
-    """The file `config.json` of a model's folder or cached Hugging Face id; raises `UserError` as above."""
+    """Return the `config.json` of a model's folder or cached Hugging Face id; raises like
+    `read_model_config`."""
     folder = find_model_folder(model, CONFIG_FILE)
     if not (folder / CONFIG_FILE).is_file():
         raise UserError(
@@ -105,10 +110,10 @@ def find_model_config(model: str | Path) -> Path:
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """The index of a model whose weights lie in several files.
+    """Read the index of a model with several weight files.
 
     Returns:
-        Tensor -> name of its file.
+        File name of each tensor.
 
     Raises:
         UserError: the index is damaged; the message names it.
@@ -121,48 +126,53 @@ def read_index(file: Path) -> dict[str, str]:
             raise ValueError("its weight_map names no files")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
-            f"the index of a model's weights, {file}, is damaged ({error}): put the file there again; "
-            "in the cache of the Hugging Face hub, remove it and the file that it leads to"
+            f"the index of a model's weights, {file}, is damaged ({error}): restore the "
+            "file; in the cache of the Hugging Face hub, remove it and the file that it "
+            "links to"
         ) from None
     return files
 
 
 def read_stop_tokens(model: str | Path) -> tuple[int, ...]:
-    """The ids that end a response: the model's settings name some, and the training texts end with others."""
+    """Return the ids that end a response, from the model's settings and from the end of
+    training texts."""
     named = _named_stop_tokens(model)
     return (*named, *(token for token in _end_tokens(model) if token not in named))
 
 
 def unnamed_stop_tokens(model: str | Path) -> dict[int, str]:
-    """The ids that end a response in training data, and that the model's settings do not name -> what writes them."""
+    """Return the ids that end a response in training data but are not in the model's settings, with
+    the writer of each."""
     named = _named_stop_tokens(model)
     return {token: what for token, what in _end_tokens(model).items() if token not in named}
 
 
 def stop_token_notes(model: str | Path) -> tuple[str, ...]:
-    """Notes about such ids for the start of a run."""
+    """Return notes about such ids for the start of a run."""
     from ...dataflow.prompts.tokenizer import Tokenizer
 
     try:
         unnamed, named = unnamed_stop_tokens(model), _named_stop_tokens(model)
         backend = Tokenizer.load(model).backend if unnamed else None
-    except UserError:  # the checks of the run say it
+    except UserError:  # the checks of the run report this
         return ()
     if backend is None:
         return ()
     texts = ", ".join(f"{backend.id_to_token(token)!r} ({what})" for token, what in unnamed.items())
     others = ", ".join(repr(backend.id_to_token(token) or token) for token in named) or "none"
     return (
-        f"model {str(model)!r}: training texts end with {texts}, and its settings name {others} as end of a response; "
-        "rollouts stop at all of them, and saved models name all",
+        f"model {str(model)!r}: training texts end with {texts}, and its settings name "
+        f"{others} as end of a response; rollouts stop at all of them, and saved models "
+        "name all",
     )
 
 
 def _end_tokens(model: str | Path) -> dict[int, str]:
-    """The end tokens of the model's tokenizer; empty if the folder has none that can be read, which whatever reads texts reports."""
+    """Return the end tokens of the model's tokenizer; empty without a readable tokenizer, which is
+    reported where texts are read."""
     from ...dataflow.prompts.tokenizer import (
         Tokenizer,
-    )  # commands import this module, and print their help at once
+    )  # imported late because commands import this module and must print help at once
 
     if not find_model_config(model).with_name("tokenizer.json").is_file():
         return {}
@@ -173,9 +183,9 @@ def _end_tokens(model: str | Path) -> dict[int, str]:
 
 
 def _named_stop_tokens(model: str | Path) -> tuple[int, ...]:
-    """`eos_token_id` of `generation_config.json`, or else of `config.json`.
+    """Return `eos_token_id` of `generation_config.json`, or else of `config.json`.
 
-    Chat models name the end of a turn only in the former; both may hold one id or several.
+    Chat models name the end of a turn only in the former. Both may hold one id or several.
     """
     file = find_model_config(model).with_name("generation_config.json")
     if not file.is_file() and not Path(model).expanduser().is_dir():
@@ -191,7 +201,7 @@ def _named_stop_tokens(model: str | Path) -> tuple[int, ...]:
 
 
 def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with those of the text put over them, which models that also see or hear keep in a section of their own.
+    """Merge the text section of a multimodal model's settings into the top level.
 
     >>> text_settings({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "vocab_size": 97}})
     {'model_type': 'gemma3', 'vocab_size': 97}
@@ -204,9 +214,10 @@ def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def context_of(settings: Mapping[str, Any]) -> int | None:
-    """Tokens that a model takes at most; None: its settings leave it to the defaults of `transformers`, or it has no limit.
+    """Return the model's context length in tokens, or None if the settings leave it to the defaults
+    of `transformers` or there is no limit.
 
-    Rotary positions may be stretched (YaRN) beyond the number that the settings name.
+    YaRN can extend rotary positions beyond the number in the settings.
 
     >>> context_of({"n_positions": 1024}), context_of({"text_config": {"max_position_embeddings": 64}}), context_of({})
     (1024, 64, None)
@@ -225,12 +236,13 @@ def context_of(settings: Mapping[str, Any]) -> int | None:
 
 
 def num_heads(settings: Mapping[str, Any]) -> int | None:
-    """Attention heads of each layer, as far as the settings say."""
+    """Return the attention heads of each layer, if the settings have them."""
     return _first(text_settings(settings), _HEADS_NAMES)
 
 
 def head_dim(settings: Mapping[str, Any]) -> int | None:
-    """Size of one attention head, given or as hidden size over heads, as far as the settings say.
+    """Return the size of an attention head, given or as hidden size over heads, if the settings
+    have it.
 
     >>> head_dim({"hidden_size": 64, "num_attention_heads": 2}), head_dim({})
     (32, None)
@@ -241,10 +253,10 @@ def head_dim(settings: Mapping[str, Any]) -> int | None:
 
 
 def num_experts(settings: Any) -> int | None:
-    """Experts of a layer; None: the model is no mixture of experts.
+    """Return the experts per layer, or None if the model is not a mixture of experts.
 
     Args:
-        settings: of its text, as `transformers` completes them (`complete_text_settings`).
+        settings: text settings as `transformers` completes them (`complete_text_settings`).
     """
     counts = (getattr(settings, name, None) for name in EXPERTS_NAMES)
     return next((count for count in counts if isinstance(count, int) and count > 1), None)
@@ -256,7 +268,7 @@ def _first(settings: Mapping[str, Any], names: Iterable[str]) -> int | None:
 
 @contextmanager
 def refusals_named(model: str | Path, cannot: str, file: Path | None = None) -> Iterator[None]:
-    """Turn a refusal by `transformers` into a UserError that names the model and what it cannot be used for.
+    """Turn an error of `transformers` into a UserError that names the model and its failed purpose.
 
     >>> with refusals_named("gpt-9", "cannot be trained"):
     ...     raise KeyError("gpt9")
@@ -277,7 +289,8 @@ def refusals_named(model: str | Path, cannot: str, file: Path | None = None) -> 
 
 
 def complete_text_settings(model: str | Path) -> Any:
-    """Settings of the text with the defaults and the common names of `transformers`, which takes seconds to import.
+    """Return the text settings with the defaults and common names of `transformers`, which takes
+    seconds to import.
 
     Raises:
         UserError: `transformers` does not know the model.
@@ -291,10 +304,11 @@ def complete_text_settings(model: str | Path) -> Any:
 
 
 def check_causal_lm(model: str | Path, settings: Mapping[str, Any]) -> None:
-    """See that `transformers` has a causal language model of this kind, and that it can be trained.
+    """Check that `transformers` has a causal language model of this type, and that it can be
+    trained.
 
     Raises:
-        UserError: naming the model and its type.
+        UserError: it cannot be trained; the message names the model and its type.
     """
     kind, quantised = settings.get("model_type"), settings.get("quantization_config")
     known = causal_lm_types()
@@ -302,16 +316,16 @@ def check_causal_lm(model: str | Path, settings: Mapping[str, Any]) -> None:
     if known and kind not in known and not sees_images(settings):
         why = f"transformers has no causal language model of type {kind!r}{nearest(str(kind), known)}"
     elif settings.get("is_encoder_decoder"):
-        why = f"models of type {kind!r} read with an encoder, and are no causal language models"
+        why = f"models of type {kind!r} have an encoder, so they are not causal language models"
     elif isinstance(quantised, Mapping):
         how = quantised.get("quant_method", "quantization_config")
-        why = f"its weights are quantised ({how}); train the model that they were made from"
+        why = f"its weights are quantised ({how}); train the original model"
     if why is not None:
         raise UserError(f"model {str(model)!r} cannot be trained: {why}")
 
 
 def sees_images(settings: Mapping[str, Any]) -> bool:
-    """Whether a model is one for images and text, which `transformers` has no causal language model for text alone of.
+    """Return whether `transformers` knows this type only as a model for images and text.
 
     >>> sees_images({"model_type": "qwen2_5_vl"}), sees_images({"model_type": "qwen2"}), sees_images({"model_type": "gemma3"})
     (True, False, False)
@@ -325,28 +339,28 @@ def sees_images(settings: Mapping[str, Any]) -> bool:
 
 
 def check_scalar_head(model: str | Path, settings: Mapping[str, Any]) -> None:
-    """See that a model of this kind can have a scalar head in the place of its own.
+    """Check that a model of this type can have a scalar head in place of its own.
 
     Raises:
-        UserError: it sees images.
+        UserError: the model reads images.
     """
     if sees_images(settings):
         raise UserError(
-            f"model {str(model)!r} (type {settings['model_type']!r}) sees images, and gets no scalar head: take a critic or a reward model "
-            "of text alone"
+            f"model {str(model)!r} (type {settings['model_type']!r}) reads images, and such "
+            "models cannot have a scalar head; take a text model as critic or reward model"
         )
 
 
 def causal_lm_types() -> frozenset[str]:
-    """Types of models that the installed `transformers` has a causal language model of; empty where that cannot be read: the worker
-    finds out when it starts."""
+    """Return the model types with a causal language model in the installed `transformers`. Empty if
+    they cannot be read; the worker then checks at start."""
     return _types("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
 
 
 @functools.cache
 def _types(table: str) -> frozenset[str]:
-    """The types of models in a table of `transformers`, read without importing it, which would take seconds and torch; empty where it is
-    not written as expected."""
+    """Return the model types in a table of `transformers`, without importing it, which would take
+    seconds and torch. Empty if the file has another format."""
     found = importlib.util.find_spec("transformers")
     if found is None or found.origin is None:
         return frozenset()
@@ -360,29 +374,27 @@ def _types(table: str) -> frozenset[str]:
     return frozenset(re.findall(r'\("([\w.-]+)", "\w+"\)', content.group(1)) if content else ())
 
 
-# Vocabulary
-#
-# A model's vocabulary against all that speaks in its ids: its tokenizer, its own settings, and the
-# rows of a source.
-#
-# Ids beyond it would end a worker in the middle of its work, with an error of the embedding.
+# Vocabulary checks: token ids of the tokenizer, the settings and the rows of a source must be in
+# the model's vocabulary. Larger ids would crash a worker in the embedding.
 
 
 _IDS = (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
 _NAMED = ("bos_token", "eos_token", "unk_token")
-"""Tokens of a tokenizer that are used though no text has them; nothing here is ever padded with one."""
+"""Special tokens that are used even if no text spells them. Padding tokens are not: Weft never pads
+with them."""
 
 
 def read_vocabulary(model: str | Path) -> int | None:
-    """The number of a model's token ids; None: its `config.json` leaves it to the defaults of `transformers`."""
+    """Return the number of a model's token ids, or None if `config.json` leaves it to the defaults
+    of `transformers`."""
     return text_settings(read_model_config(model)).get("vocab_size")
 
 
 def check_vocabulary(model: str | Path, source: Source) -> None:
-    """Compare the largest ids with those that the model has.
+    """Check that the largest ids in use are in the model's vocabulary.
 
     Raises:
-        UserError: naming both.
+        UserError: an id is too large; the message names the id and the vocabulary.
     """
     size = read_vocabulary(model)
     if size is None:
@@ -409,8 +421,9 @@ def _of_settings(model: str | Path) -> Iterator[tuple[str, int]]:
 
 
 def _of_tokenizer(model: str | Path) -> Iterator[tuple[str, int]]:
-    """Largest id of its ordinary tokens, and those of its named ones. Further special ones, which only a text that spells them has,
-    may lie beyond: Gemma 3's text models leave out the token of an image."""
+    """Yield the largest id of the tokenizer's ordinary tokens, and the ids of its named ones. Other
+    special tokens may be larger, because only texts that spell them have them: Gemma 3's text
+    models leave out the image token."""
     file = find_model_config(model).with_name("tokenizer.json")
     if not file.is_file():
         return
@@ -425,17 +438,18 @@ def _of_tokenizer(model: str | Path) -> Iterator[tuple[str, int]]:
         token = named.get(name)
         content = token.get("content") if isinstance(token, Mapping) else token
         if isinstance(content, str) and content in ids:
-            yield f"the tokenizer in {model} has as its {name} the id", ids[content]
+            yield f"in the tokenizer of {model}, the id of {name} is", ids[content]
 
 
 @functools.lru_cache(maxsize=4)
 def _tokenizer_ids(file: Path, _changed: int, _size: int) -> tuple[int, dict[str, int]]:
-    """(Largest id of an ordinary token, -1 if there is none; the ids of special tokens by their text)."""
+    """Return the largest id of an ordinary token (-1 without one), and the ids of special tokens by
+    text."""
     content = _read(file)
     vocabulary = (content.get("model") or {}).get("vocab") or {}
     added = [token for token in content.get("added_tokens") or () if isinstance(token.get("id"), int)]
     special = {token["content"]: token["id"] for token in added if token.get("special")}
-    if isinstance(vocabulary, list):  # of a unigram model: token and score, by id
+    if isinstance(vocabulary, list):  # a unigram model has (token, score) by id
         vocabulary = {token: number for number, (token, *_) in enumerate(vocabulary)}
     ordinary = [number for token, number in vocabulary.items() if token not in special]
     ordinary += [token["id"] for token in added if not token.get("special")]
@@ -456,7 +470,8 @@ def _of_rows(source: Source) -> Iterator[tuple[str, int]]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The content of a JSON file; empty if the file is missing or not JSON, which is reported where the content is needed."""
+    """Return the content of a JSON file; empty if the file is missing or not JSON, which is
+    reported where the content is needed."""
     try:
         return read_json(file)
     except (OSError, UserError):

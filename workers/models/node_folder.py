@@ -1,4 +1,5 @@
-"""The folder of a model on this node: given by its path, or of a Hugging Face id, which is downloaded once on each node."""
+"""Model folders on this node: find a model by path or Hugging Face id, download each id once per
+node, and copy folders between nodes."""
 
 from __future__ import annotations
 
@@ -20,30 +21,28 @@ from ...dataflow.runs.files import make_folder
 from .model_folder import CONFIG_FILE, read_index
 from .weight_files import read_header
 
-# Once a node
-#
-# What one process of a node does for all of them: the others wait for it, and learn how far it is.
+# One process of a node does the work; the others wait and watch its progress.
 
 
 WAIT_S = 7200.0
 """Longest wait for another process of the node."""
 _POLL_S = 0.5
 _LOOK_S = 2.0
-"""Seconds between two looks at how much there is."""
+"""Polling interval for progress."""
 
 
 @contextmanager
 def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[None]:
-    """Held by one process of the node at a time; a process that dies gives it up.
+    """Hold a lock that only one process of the node can hold. A process that dies releases it.
 
     Args:
-        lock: the file that is locked. It is made with its folder, and several users may share it.
-        what: is done, for messages: "model 'x': process 17 of this node {downloads it}".
-        wait_s: longest wait for the process that holds it.
+        lock: the lock file. It is created with its folder, and several users may share it.
+        what: the work, for messages: "model 'x': process 17 of this node {downloads it}".
+        wait_s: longest wait for the holder of the lock.
 
     Raises:
-        OSError: the file can be neither made nor read.
-        RunError: the process that holds it did not give it up in time.
+        OSError: the file can be neither created nor read.
+        RunError: the holder did not release the lock in time.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     descriptor = _open(lock)
@@ -52,11 +51,11 @@ def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[No
         while not _is_locked(descriptor):
             if time.monotonic() > end:
                 holder = os.pread(descriptor, 20, 0).decode() or "unknown"
-                raise RunError(f"process {holder} of this node {what}, and did not end in {wait_s:g} s")
+                raise RunError(
+                    f"process {holder} of this node {what}, but did not finish in {wait_s:g} s"
+                )
             time.sleep(min(_POLL_S, wait_s))
-        with suppress(
-            OSError
-        ):  # another user's, who has kept it from others: nobody learns the process then
+        with suppress(OSError):  # another user owns the file and made it read-only: the pid stays unknown
             lock.write_text(str(os.getpid()))
         yield
     finally:
@@ -65,7 +64,8 @@ def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[No
 
 @contextmanager
 def growth_told(folder: Path, advance: Callable[[], None]) -> Iterator[None]:
-    """Within it, a thread calls `advance` whenever there is more in a folder than before, whoever puts it there."""
+    """Call `advance` from a thread whenever a folder grows or changes, whichever process writes to
+    it."""
     over = threading.Event()
 
     def look() -> None:
@@ -86,29 +86,29 @@ def growth_told(folder: Path, advance: Callable[[], None]) -> Iterator[None]:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Bytes of the files in a folder, which need not exist, nor keep its name."""
+    """Return the bytes of the files in a folder, which may be missing or renamed."""
     total = 0
-    for path, _, names in os.walk(folder):  # it passes over a folder that is gone
+    for path, _, names in os.walk(folder):  # os.walk ignores a missing folder
         for name in names:
-            with suppress(OSError):  # it has another name now
+            with suppress(OSError):  # the file was renamed
                 file = Path(path, name)
                 total += 0 if file.is_symlink() else file.stat().st_size
     return total
 
 
 def _open(lock: Path) -> int:
-    """Open a lock file; whoever makes it lets all others write to it."""
+    """Open a lock file. The process that creates it makes it writable for all."""
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
     except PermissionError:
-        return os.open(lock, os.O_RDONLY)  # to lock it takes no right to write
+        return os.open(lock, os.O_RDONLY)  # a read-only descriptor suffices for flock
     if os.fstat(descriptor).st_uid == os.geteuid():
-        os.fchmod(descriptor, 0o666)  # whatever the umask
+        os.fchmod(descriptor, 0o666)  # despite the umask
     return descriptor
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Whether this process holds the lock now."""
+    """Return whether this process could take the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -118,17 +118,13 @@ def _is_locked(descriptor: int) -> bool:
     return True
 
 
-# Folder copy
+# Folder copies: cache the folder of a model or tokenizer that only another node has.
 #
-# Folder copies: the folder of a model or a tokenizer that lies on one node only, in the cache of
-# another.
+#     CACHE/folders/qwen2-3f5a.../        a complete copy, named after its contents
+#     CACHE/folders/.qwen2-3f5a.../       an unfinished copy; the next process restarts it
+#     CACHE/folders/.qwen2-3f5a....lock   held by the process of the node that writes the copy
 #
-#     CACHE/folders/qwen2-3f5a.../        a copy, named after its contents; it is there when it is complete
-#     CACHE/folders/.qwen2-3f5a.../       a copy that is being written; whoever comes next begins it anew
-#     CACHE/folders/.qwen2-3f5a....lock   held by the process of the node that writes it
-#
-# The cache is `~/.cache/weft`, or `WEFT_CACHE`. Copies that nobody has used for MAX_AGE_S are
-# removed when another is made.
+# The cache is `~/.cache/weft`, or `WEFT_CACHE`. A new copy evicts copies unused for MAX_AGE_S.
 
 
 MARKS = (
@@ -138,29 +134,31 @@ MARKS = (
     "tokenizer.model",
     "adapter_config.json",
 )
-"""A folder that has one of these is that of a model or a tokenizer."""
+"""A folder with one of these files is a model or a tokenizer."""
 PIECE_BYTES = 16 << 20
 MAX_AGE_S = 30 * 86400.0
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _FOREIGN = (".gguf", ".h5", ".msgpack", ".onnx", ".ot")
-"""Weights in formats that are never read here."""
+"""Weights in unsupported formats."""
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-"""Places of a file that are compared, where a format does not say where its tensors are; and bytes at each."""
+"""Places to compare in a file whose format does not show where tensors begin, and bytes at each
+place."""
 _SMALL_BYTES = 32 << 20
-"""Files up to so many bytes are compared as a whole."""
+"""Files up to this size are compared completely."""
 
 
 @dataclass(frozen=True)
 class FolderListing:
-    """What a folder holds."""
+    """Contents of a folder."""
 
     name: str
     contents: str
-    """Checksum of names, sizes, all small files, and samples of each tensor: equal for the same model on two nodes."""
+    """Checksum of names, sizes, all small files, and samples of each tensor. Equal for the same
+    model on two nodes."""
     key: str
-    """Name of a copy. It also depends on when the files were changed, which samples may miss."""
+    """Name of a copy. It also depends on modification times, because samples may miss a change."""
     files: Mapping[str, int]
-    """Name -> bytes."""
+    """File sizes in bytes by name."""
 
     @property
     def num_bytes(self) -> int:
@@ -168,18 +166,18 @@ class FolderListing:
 
 
 def is_model_folder(path: Path) -> bool:
-    """Whether this is the folder of a model or a tokenizer."""
+    """Return whether this is the folder of a model or a tokenizer."""
     return any((path / mark).is_file() for mark in MARKS)
 
 
 def list_folder(folder: Path, *, weights: bool) -> FolderListing:
-    """List what workers read of the folder of a model.
+    """List the files that workers read in the folder of a model.
 
     Args:
-        weights: also those; False for a tokenizer.
+        weights: whether to include weights; False for a tokenizer.
 
     Raises:
-        OSError: it is not there, or cannot be read.
+        OSError: the folder is missing or cannot be read.
     """
     found = sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
     has_safetensors = any(path.suffix == ".safetensors" for path in found)
@@ -199,7 +197,7 @@ def list_folder(folder: Path, *, weights: bool) -> FolderListing:
 
 
 def _sampled(path: Path, size: int) -> str:
-    """Checksum of a file: of all of it if it is small, else of samples."""
+    """Return the checksum of a small file, or of samples of a large one."""
     with path.open("rb") as file:
         if size <= _SMALL_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -211,7 +209,8 @@ def _sampled(path: Path, size: int) -> str:
 
 
 def _places(path: Path, size: int) -> list[int]:
-    """Where a large file is sampled: at its ends, at even distances, and in the middle of each tensor."""
+    """Return the sampled offsets of a large file: its ends, even distances, and the middle of each
+    tensor."""
     places = [0, size - _SAMPLE_BYTES, *(size * i // _SAMPLES for i in range(1, _SAMPLES))]
     if path.suffix == ".safetensors":
         with suppress(ValueError):
@@ -220,7 +219,7 @@ def _places(path: Path, size: int) -> list[int]:
 
 
 def read_piece(path: Path, start: int) -> tuple[bytes, bytes]:
-    """A piece of a file, PIECE_BYTES at most, and its checksum."""
+    """Return a piece of a file, at most PIECE_BYTES, and its checksum."""
     with path.open("rb") as file:
         file.seek(start)
         piece = file.read(PIECE_BYTES)
@@ -228,7 +227,7 @@ def read_piece(path: Path, start: int) -> tuple[bytes, bytes]:
 
 
 def cache_folder() -> Path:
-    """Where copies lie on this node."""
+    """Return the folder of copies on this node."""
     given = os.environ.get("WEFT_CACHE")
     if given:
         return Path(given).expanduser() / "folders"
@@ -241,15 +240,15 @@ def copy_of(
     *,
     advance: Callable[[], None] = lambda: None,
 ) -> Path:
-    """The copy of a folder in the cache of this node, which one process of the node makes.
+    """Return the cached copy of a folder; one process of the node writes it if it is missing.
 
     Args:
-        pieces: yields the pieces of a file of that size, each with its checksum.
-        advance: called whenever more of it has come, to whichever process of the node.
+        pieces: yields the pieces of a file of the given size, each with its checksum.
+        advance: called whenever more data has arrived, in whichever process of the node.
 
     Raises:
-        UserError: the cache cannot be written, or has no room.
-        WorkerError: what came is damaged.
+        UserError: the cache is not writable or has no room.
+        WorkerError: data arrived damaged.
     """
     cache = cache_folder()
     copy, partial = cache / listing.key, cache / f".{listing.key}"
@@ -264,11 +263,12 @@ def copy_of(
                 _remove_old(cache)
                 _write(listing, pieces, partial)
                 partial.rename(copy)
-            os.utime(copy)  # it was used
+            os.utime(copy)  # mark as used
     except OSError as error:
         raise UserError(
-            f"{listing.name} lies on the driver's node only, and no copy of it can be written to {cache} of this node "
-            f"({error.strerror or error}); WEFT_CACHE in the environment of its Ray node names another folder"
+            f"{listing.name} is on the driver's node only, and cannot be copied to {cache} "
+            f"of this node ({error.strerror or error}); set WEFT_CACHE in the environment "
+            "of this Ray node to another folder"
         ) from None
     return copy
 
@@ -280,12 +280,12 @@ def _write(
     make_folder(partial)
     for name, size in listing.files.items():
         if Path(name).name != name or name.startswith("."):
-            raise WorkerError(f"{listing.name} names a file {name!r}, which lies elsewhere")
+            raise WorkerError(f"{listing.name} names a file {name!r} in another folder")
         descriptor = os.open(partial / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             for piece, checksum in pieces(name, size):
                 if hashlib.sha256(piece).digest() != checksum:
-                    raise WorkerError(f"{listing.name}: a piece of {name} came damaged")
+                    raise WorkerError(f"{listing.name}: a piece of {name} arrived damaged")
                 file.write(piece)
             if file.tell() != size:
                 raise WorkerError(f"{listing.name}: {name} changed while it was copied; start again")
@@ -295,22 +295,22 @@ def _check_room(listing: FolderListing, cache: Path) -> None:
     free = shutil.disk_usage(cache).free
     if free < listing.num_bytes:
         raise UserError(
-            f"{listing.name} ({listing.num_bytes / 1e9:.1f} GB) lies on the driver's node only, and {cache} of this node has room for "
-            f"{free / 1e9:.1f} GB; WEFT_CACHE in the environment of its Ray node names another folder"
+            f"{listing.name} ({listing.num_bytes / 1e9:.1f} GB) is on the driver's node "
+            f"only, and {cache} of this node has room for {free / 1e9:.1f} GB; set "
+            "WEFT_CACHE in the environment of this Ray node to another folder"
         )
 
 
 def _remove_old(cache: Path) -> None:
-    """Remove copies that were not used for long, and those that were not finished by then."""
     oldest = time.time() - MAX_AGE_S
     for path in cache.iterdir():
-        with suppress(OSError):  # another user's, or gone
+        with suppress(OSError):  # owned by another user, or gone
             if path.is_dir() and path.stat().st_mtime < oldest:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def pieces_of(size: int) -> Iterator[int]:
-    """Where the pieces of a file begin.
+    """Yield the offsets of a file's pieces.
 
     >>> list(pieces_of(PIECE_BYTES + 1)) == [0, PIECE_BYTES], list(pieces_of(0))
     (True, [])
@@ -319,22 +319,24 @@ def pieces_of(size: int) -> Iterator[int]:
 
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-"""What is downloaded: settings, weights, tokenizer, chat template."""
+"""Files to download: settings, weights, tokenizer, chat template."""
 
 
 def node_folder(
     model: str | Path, *, wait_s: float = WAIT_S, advance: Callable[[], None] = lambda: None
 ) -> Path:
-    """The folder of a model with its weights. The driver has seen that its own node knows the id; another node may not.
+    """Return the folder of a model with its weights, downloaded if necessary. The driver has
+    checked an id only on its own node.
 
     Args:
-        model: a folder, or a Hugging Face id.
-        wait_s: how long to wait for another process that downloads it.
-        advance: called whenever more of it was downloaded, by whichever process of the node (`Context.advance`).
+        model: a folder or a Hugging Face id.
+        wait_s: longest wait for another process that downloads the model.
+        advance: called whenever more has been downloaded, by whichever process of the node
+            (`Context.advance`).
 
     Raises:
-        UserError: there is no such model, or it cannot be downloaded.
-        RunError: the process that downloads it did not finish in time; it is named.
+        UserError: the model does not exist or cannot be downloaded.
+        RunError: the downloading process did not finish in time; the message names it.
     """
     if Path(model).expanduser().is_dir() or not _may_be_downloaded(model):
         return find_model_folder(model, CONFIG_FILE)
@@ -346,11 +348,12 @@ def node_folder(
 
 
 def cached_folder(name: str | Path, *, weights: bool) -> Path | None:
-    """The snapshot of a Hugging Face id in the cache of this node; None if it lacks a part, or this is no such id.
+    """Return the cached snapshot of a Hugging Face id on this node, or None if it is incomplete or
+    not an id.
 
     Args:
-        name: of a model or a tokenizer.
-        weights: whether it must hold a model with all of its weights.
+        name: id of a model or a tokenizer.
+        weights: whether the snapshot must hold a model with all of its weights.
 
     Raises:
         UserError: the index of the weights is damaged.
@@ -361,7 +364,7 @@ def cached_folder(name: str | Path, *, weights: bool) -> Path | None:
 
 
 def _may_be_downloaded(model: str | Path) -> bool:
-    """Whether a name is a Hugging Face id, and no path of a folder that is not there."""
+    """Return whether a name is a Hugging Face id rather than the path of a missing folder."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -372,7 +375,7 @@ def _may_be_downloaded(model: str | Path) -> bool:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether all files of the weights are there, as safetensors files or as torch's own.
+    """Return whether all weight files are there, as safetensors or in torch's format.
 
     Raises:
         UserError: the index of the files is damaged.
@@ -388,10 +391,10 @@ def _download(model: str) -> Path:
 
     try:
         folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=list(_FILES)))
-    except (OSError, ValueError, RuntimeError) as error:  # not on the hub; no network
+    except (OSError, ValueError, RuntimeError) as error:  # not on the hub, or no network
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"model {model!r} is not on this node, and cannot be downloaded ({reason})"
+            f"model {model!r} is not on this node and cannot be downloaded ({reason})"
         ) from None
     if not _has_weights(folder):
         raise UserError(f"model {model!r}: {folder} has no complete weights in safetensors files")
@@ -400,11 +403,11 @@ def _download(model: str) -> Path:
 
 @contextmanager
 def _one_of_the_node(model: str, wait_s: float, advance: Callable[[], None]) -> Iterator[None]:
-    """Held by one process of the node at a time, which may download a model.
+    """Let one process of the node at a time download a model.
 
     Raises:
         UserError: this user may not write to the cache.
-        RunError: the process that holds it did not give it up in time.
+        RunError: the process with the lock did not finish in time.
     """
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -415,7 +418,7 @@ def _one_of_the_node(model: str, wait_s: float, advance: Callable[[], None]) -> 
             held.enter_context(once_a_node(lock, f"downloads model {model!r}", wait_s=wait_s))
         except OSError as error:
             raise UserError(
-                f"model {model!r} is not on this node, and cannot be downloaded: {lock} cannot be written ({error.strerror}); "
-                "HF_HOME names another cache"
+                f"model {model!r} is not on this node and cannot be downloaded: {lock} is "
+                f"not writable ({error.strerror}); set HF_HOME to another cache"
             ) from None
         yield

@@ -1,5 +1,5 @@
-"""Weight files: the safetensors files of a model, of which only headers are read. Without torch, so that a file that is damaged or missing
-is named before a process starts."""
+"""Weight files: read the headers of a model's safetensors files without torch, to report damaged or
+missing files before a process starts."""
 
 from __future__ import annotations
 
@@ -20,41 +20,43 @@ FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 INTEGERS: Mapping[str, int] = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 DTYPES: Mapping[str, int] = {**FLOATS, **INTEGERS}
-"""Name of a dtype in these files -> bytes of an element. Others are not read."""
+"""Bytes per element of each supported dtype in these files."""
 _POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What a header says of a tensor."""
+    """A tensor's entry in a header."""
 
     file: Path
     dtype: str
-    """As safetensors names it."""
+    """Name of the dtype in safetensors."""
     shape: tuple[int, ...]
     start: int
-    """First byte of it in the file; `end` is the one behind the last."""
+    """Offset of the first byte in the file; `end` is the offset after the last."""
     end: int
 
 
 def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors of a safetensors file by name, and its metadata.
+    """Return the tensors of a safetensors file by name, and its metadata.
 
     Raises:
         OSError: the file cannot be opened or read.
-        ValueError: it is damaged, or no safetensors file; the message names it.
+        ValueError: the file is damaged or not safetensors; the message names it.
     """
     size = file.stat().st_size
     with open_file(file) as opened:
         first = opened.read(8)
         start = 8 + int.from_bytes(first, "little")
         if len(first) < 8 or start > size:
+            # A clone without Git LFS has a small text file in place of the weights.
             if (first + opened.read(len(_POINTER))).startswith(_POINTER):
                 raise ValueError(
-                    f"{file} is a pointer of Git LFS, not the file itself: `git lfs pull` fetches it"
+                    f"{file} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`"
                 )
             raise ValueError(
-                f"{file} is damaged, or no safetensors file: its {size} bytes end before its header does"
+                f"{file} is damaged or not a safetensors file: its {size} bytes end before "
+                "its header does"
             )
         text = opened.read(start - 8)
     try:
@@ -63,17 +65,19 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         entries = {name: _entry(file, start, about) for name, about in header.items()}
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ValueError(
-            f"{file} is damaged, or no safetensors file: the header cannot be read"
+            f"{file} is damaged or not a safetensors file: the header cannot be read"
         ) from None
     end = max((entry.end for entry in entries.values()), default=start)
+    # An interrupted download can have a complete header.
     if end != size:
         raise ValueError(f"{file} is {size} bytes, not {end} as its header says; fetch or copy it again")
     for name, entry in entries.items():
         taken = math.prod(entry.shape) * DTYPES.get(entry.dtype, 0)
         if taken != entry.end - entry.start and entry.dtype in DTYPES:
             raise ValueError(
-                f"{file} is damaged: {name!r} of shape {list(entry.shape)} and dtype {entry.dtype} takes {taken} bytes, and the header "
-                f"gives it {entry.end - entry.start}"
+                f"{file} is damaged: {name!r} of shape {list(entry.shape)} and dtype "
+                f"{entry.dtype} needs {taken} bytes, but the header gives it "
+                f"{entry.end - entry.start}"
             )
     return entries, metadata
 
@@ -87,14 +91,14 @@ def _entry(file: Path, start: int, about: Any) -> TensorEntry:
 
 
 def weight_files(model: str | Path, folder: Path) -> list[Path]:
-    """The safetensors files of a model; empty if it has none.
+    """Return the safetensors files of a model; empty if it has none.
 
     Args:
-        model: what the user calls it.
-        folder: where it lies.
+        model: the user's name for the model.
+        folder: folder of the model.
 
     Raises:
-        UserError: the index is damaged, or names a file that is not there.
+        UserError: the index is damaged, or names a missing file.
     """
     if (folder / FILE).is_file():
         return [folder / FILE]
@@ -104,16 +108,16 @@ def weight_files(model: str | Path, folder: Path) -> list[Path]:
     files = [folder / name for name in sorted(set(index.values()))]
     lacking = [file.name for file in files if not file.is_file()]
     if lacking:
-        more = f" ({len(lacking)} of {len(files)} files are not)" if len(lacking) > 1 else ""
-        raise UserError(f"model {str(model)!r}: {INDEX} names {lacking[0]}, which is not there{more}")
+        more = f" ({len(lacking)} of {len(files)} files are missing)" if len(lacking) > 1 else ""
+        raise UserError(f"model {str(model)!r}: {INDEX} names {lacking[0]}, which is missing{more}")
     return files
 
 
 def stored_tensors(model: str | Path, folder: Path) -> dict[str, TensorEntry]:
-    """All tensors of a model's safetensors files by name; empty if it has none.
+    """Return all tensors in a model's safetensors files by name; empty if it has none.
 
     Raises:
-        UserError: a file is damaged, lacks a tensor that the index says it has, or is not there.
+        UserError: a file is damaged, missing, or lacks a tensor of the index.
     """
     files = weight_files(model, folder)
     found: dict[str, TensorEntry] = {}
@@ -130,19 +134,20 @@ def stored_tensors(model: str | Path, folder: Path) -> dict[str, TensorEntry]:
         for name, file in read_index(folder / INDEX).items():
             if name not in found or found[name].file.name != file:
                 raise UserError(
-                    f"model {str(model)!r}: {INDEX} says that {file} holds {name!r}, which it does not"
+                    f"model {str(model)!r}: {INDEX} says that {file} holds {name!r}, but it does not"
                 )
     return found
 
 
 def check_weights(model: str | Path, *, trained: bool) -> None:
-    """Find mistakes that the headers of a model's files tell of. A model that is downloaded when workers start is not checked.
+    """Find mistakes in the headers of a model's files. Models that workers will download are not
+    checked.
 
     Args:
-        trained: by `FsdpEngine`, whose weights are of floating point.
+        trained: whether `FsdpEngine` trains the model, which needs floating-point weights.
 
     Raises:
-        UserError: naming the file, and what is wrong with it.
+        UserError: a file is wrong; the message names the file and the problem.
     """
     if not Path(model).expanduser().is_dir():
         return
@@ -151,32 +156,36 @@ def check_weights(model: str | Path, *, trained: bool) -> None:
     for file in () if stored else sorted(folder.glob("pytorch_model*.bin")):
         if reason := _not_only_tensors(file):
             raise UserError(
-                f"model {str(model)!r}: {file} {reason}; Weft runs no code of files. Fetch the model as safetensors, or, if you trust the "
-                "file, load it where it was made and write it with save_pretrained()"
+                f"model {str(model)!r}: {file} {reason}; Weft never runs code from files. "
+                "Fetch the model as safetensors, or, if you trust the file, load it where "
+                "it was made and write it with save_pretrained()"
             )
     for name, entry in stored.items():
         if trained and entry.dtype not in (FLOATS if name.endswith(".weight") else DTYPES):
             raise UserError(
-                f"model {str(model)!r} cannot be trained: {name!r} in {entry.file.name} has the dtype {entry.dtype}, and weights have one "
-                f"of {', '.join(FLOATS)}"
+                f"model {str(model)!r} cannot be trained: {name!r} in {entry.file.name} has "
+                f"the dtype {entry.dtype}; weights must have one of {', '.join(FLOATS)}"
             )
 
 
 def _not_only_tensors(file: Path) -> str:
-    """The reason why a file of `torch.save` does not hold only tensors, by the names in its pickle. Empty if it does. The check executes
-    no code from the file, and `torch` reads such files with `weights_only=True`."""
+    """Return why a file of `torch.save` does not hold only tensors, by the names in its pickle, or
+    "" if it does. The check executes no code from the file; `torch` reads such files with
+    `weights_only=True`."""
     try:
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive, archive.open(_pickle_in(archive)) as opened:
                 found = _foreign_names(opened)
-        else:  # written before torch 1.6: pickles one after the other
+        else:  # files from before torch 1.6 are consecutive pickles
             with file.open("rb") as opened:
                 found = _foreign_names(opened)
                 with suppress(ValueError):
+                    # After the magic number: protocol, system information, tensors and storage
+                    # keys.
                     for _ in range(4):
                         found += _foreign_names(opened)
     except (OSError, ValueError, zipfile.BadZipFile) as error:
-        return f"is damaged, or no file of torch.save ({error})"
+        return f"is damaged or not a file of torch.save ({error})"
     return (
         f"holds more than tensors: a pickle that calls {', '.join(sorted(set(found))[:3])}"
         if found
@@ -185,7 +194,6 @@ def _not_only_tensors(file: Path) -> str:
 
 
 def _pickle_in(archive: zipfile.ZipFile) -> str:
-    """The name of the pickle in an archive of `torch.save`."""
     for name in archive.namelist():
         if name.endswith("data.pkl"):
             return name
@@ -193,7 +201,8 @@ def _pickle_in(archive: zipfile.ZipFile) -> str:
 
 
 def _foreign_names(pickled: IO[bytes]) -> list[str]:
-    """Functions and classes that a pickle names, except the ones that `torch.save` uses for tensors."""
+    """Return the functions and classes that a pickle names, except the ones that `torch.save` uses
+    for tensors."""
     texts: list[str] = []
     named: list[str] = []
     for code, argument, _ in pickletools.genops(pickled):
@@ -211,16 +220,17 @@ def _foreign_names(pickled: IO[bytes]) -> list[str]:
 
 
 def find_tensor(model: str | Path, name: str) -> Path | None:
-    """The safetensors file of a model that holds the tensor of this name; None: there is none.
+    """Return the safetensors file of a model that holds this tensor, or None.
 
     Raises:
-        UserError: there is no such model, or a file is damaged.
+        UserError: the model does not exist, or a file is damaged.
     """
     return _files_of_tensors(model).get(name)
 
 
 def _files_of_tensors(model: str | Path) -> dict[str, Path]:
-    """The file of each tensor: by the index where there is one, so that a model can be looked at whose files are still to come."""
+    """Return the file of each tensor, from the index if there is one, because the files may not be
+    downloaded yet."""
     folder = find_model_config(model).parent
     if (folder / FILE).is_file() or not (folder / INDEX).is_file():
         return {name: entry.file for name, entry in stored_tensors(model, folder).items()}

@@ -1,5 +1,6 @@
-"""Reward functions as people have them: which library's signature one has, how it is called, and what its result means.
+"""Reward functions: recognise their library by signature, call them, and interpret their results.
 
-`signature.py` tells the libraries apart; `function.py` is a function with its name and weight; `calls.py` has many asynchronous calls
-in flight; `judge.py` asks a model at an OpenAI-compatible address. `workers/reward.py` puts them together.
+`signature.py` recognises libraries; `function.py` holds a function with its name and weight;
+`calls.py` runs asynchronous calls; `judge.py` asks a model behind an OpenAI-compatible API.
+`workers/reward.py` combines them.
 """

@@ -1,7 +1,8 @@
-"""AsyncCalls: many calls of asynchronous reward functions in flight on one rank, with retries and a rate limit.
+"""AsyncCalls: concurrent calls of asynchronous reward functions on one rank, with retries and a
+rate limit.
 
-They run on an event loop of their own, in a thread of their own: sessions that a function keeps stay usable from call to call, and a
-program that has a loop already, such as a notebook, is not in the way.
+They run on a separate event loop in a separate thread. So a function can keep sessions open between
+calls, and programs with a running loop, such as notebooks, work too.
 """
 
 from __future__ import annotations
@@ -27,20 +28,19 @@ from .function import Reward, as_failure
 from .main_thread import Child, portable_result, signals_noticed
 
 CLOSE_S = 10.0
-"""Longest time that the end of the thread is waited for."""
+"""Longest wait for the thread to end."""
 PAUSE_S = 0.5
-"""Before the first repetition of an asynchronous call; each one waits twice as long as the one before."""
+"""Pause before the first retry of an asynchronous call; it doubles with each retry."""
 LONGEST_PAUSE_S = 30.0
-"""Longest pause before a call is repeated."""
 
 
 @dataclass
 class _Limits:
-    """Who may call a function now. Used on the loop's thread alone."""
+    """Concurrency and rate limits of a function. Used only on the loop's thread."""
 
     places: asyncio.Semaphore
     begins_s: float = 0.0
-    """When the next call may begin, by the loop's clock."""
+    """Earliest start of the next call, by the loop's clock."""
 
 
 @dataclass
@@ -49,23 +49,23 @@ class AsyncCalls:
 
     _loop: asyncio.AbstractEventLoop | None = None
     _beat: Future[None] | None = None
-    """A coroutine that does nothing, begun when `is_alive` was asked last."""
+    """A no-op coroutine that the last `is_alive` call scheduled."""
     _thread: threading.Thread | None = None
     _functions: dict[int, Callable[..., Any]] = field(default_factory=dict[int, Callable[..., Any]])
-    """Those that were called, which may keep something open."""
+    """Functions that were called, and may need to be closed."""
     _limits: dict[int, _Limits] = field(default_factory=dict[int, _Limits])
 
     def start(
         self, reward: Reward, call: Callable[[], Awaitable[Any]], deadline_s: float | None
     ) -> Future[Any]:
-        """Begin a call as soon as the limits of its function allow.
+        """Start a call as soon as the limits of its function allow.
 
         Args:
-            call: makes the awaitable, anew for each try.
-            deadline_s: seconds that a try may take; then it is cancelled, and has failed.
+            call: creates a new awaitable for each try.
+            deadline_s: timeout of each try in seconds.
 
         Returns:
-            Its result, or what the last try raised.
+            A future with the result, or the exception of the last try.
         """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -78,11 +78,10 @@ class AsyncCalls:
 
     @property
     def is_started(self) -> bool:
-        """Whether there is a thread."""
         return self._loop is not None
 
     def is_alive(self) -> bool:
-        """Whether the loop turns; a function that blocks it stops all others."""
+        """Return whether the loop responds. A function that blocks it stops all others."""
         if self._beat is None or self._beat.done():
             was_alive, self._beat = True, None
         else:
@@ -92,7 +91,7 @@ class AsyncCalls:
         return was_alive
 
     def close(self) -> None:
-        """Cancel what is in flight, close what functions keep open (`aclose`), and end the thread."""
+        """Cancel calls in flight, close functions (`aclose`), and end the thread."""
         if self._loop is not None and self._thread is not None:
             loop, self._loop = self._loop, None
             ended = asyncio.run_coroutine_threadsafe(self._end(), loop)
@@ -136,20 +135,22 @@ class AsyncCalls:
 
 
 async def _awaited(call: Awaitable[Any]) -> Any:
-    """The result of a call. Whatever it raises is a failure of this call alone: a `SystemExit` would end the loop, and all other calls."""
+    """Return the result of a call. Turn a `SystemExit`, which would end the loop and all other
+    calls, into a failure of this call."""
     try:
         return await call
     except NeedsMainThread:
         raise RuntimeError(
-            "an asynchronous function cannot set a signal handler, as signal.alarm and math-verify's timeouts do: write it as a plain "
-            "function, which runs on a main thread, or switch the timeout off"
+            "an asynchronous function cannot set a signal handler, as signal.alarm and "
+            "math-verify's timeouts do: write it as a plain function, which runs on a main "
+            "thread, or switch the timeout off"
         ) from None
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
-        if task is None or task.cancelling():  # the deadline passed, or Weft gave the call up
+        if task is None or task.cancelling():  # the deadline passed, or Weft cancelled the call
             raise
         raise as_failure(error) from error
-    except GeneratorExit:  # the loop closes what was never finished
+    except GeneratorExit:  # the loop closes unfinished calls
         raise
     except BaseException as error:
         if isinstance(error, Exception):
@@ -165,9 +166,7 @@ def _turn(loop: asyncio.AbstractEventLoop) -> None:
             loop.close()
 
 
-# Caller
-#
-# Caller: calls the plain reward functions of a worker, each where it can run.
+# Calls of plain reward functions
 
 
 Logged = list[tuple[str, float]]
@@ -175,10 +174,11 @@ Logged = list[tuple[str, float]]
 
 
 class Caller:
-    """Calls functions in this thread, or, once one has asked for a signal here and this is not the main thread, in a child process.
+    """Calls functions in this thread, or in a child process once they have set a signal handler
+    outside the main thread.
 
     Args:
-        calls: awaits what a plain function returns instead of a result.
+        calls: awaits awaitables that a plain function returns.
     """
 
     def __init__(self, rewards: Sequence[Reward], calls: AsyncCalls) -> None:
@@ -189,7 +189,7 @@ class Caller:
         self._child: Child | None = None
 
     def call(self, f: int, arguments: Mapping[str, Any]) -> tuple[Any, Logged]:
-        """The result of function number `f`, and the metrics that it logged.
+        """Return the result of function number `f`, and the metrics that it logged.
 
         Raises:
             Exception: from the function. A `BaseException` becomes a RuntimeError.
@@ -229,7 +229,7 @@ def _called(reward: Reward, arguments: Mapping[str, Any], calls: AsyncCalls) -> 
     }
     try:
         result = reward.call(arguments, log)
-        if inspect.isawaitable(result):  # a wrapper that does not say that it is asynchronous
+        if inspect.isawaitable(result):  # a wrapper that hides that it is asynchronous
             tries = itertools.chain([result], iter(lambda: reward.call(arguments, log), None))
             future = calls.start(reward, lambda: next(tries), None)
             try:
@@ -247,32 +247,31 @@ def _called(reward: Reward, arguments: Mapping[str, Any], calls: AsyncCalls) -> 
     return result, logged
 
 
-# Deadline
-#
-# deadline: a time limit on user code that runs in this process.
+# Time limits on user code in this process
 
 
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGVTALRM)
-"""Interrupts the main thread. `SIGALRM` and its timer belong to user code: graders such as math-verify set and clear them."""
+"""Interrupts the main thread. `SIGALRM` and its timer belong to user code: graders such as
+math-verify set and clear them."""
 _DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd_bundle")
-"""Modules of debuggers: Python's own (and IPython's), and those of editors."""
+"""Modules of debuggers: Python's (and IPython's), and those of editors."""
 
 
 class _Watch:
-    """A thread that sends the main thread a signal when a deadline is over, and again each time the same number of seconds later."""
+    """A thread that sends the main thread a signal at a deadline, and repeatedly after it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._due_s = math.inf
         self._wakes_s = math.inf
-        """When the thread looks again by itself."""
+        """Time of the thread's next check."""
         self._thread: threading.Thread | None = None
 
     def set(self, due_s: float) -> None:
-        """Set when the signal is due, by the monotonic clock; infinite: never."""
+        """Set the time of the signal by the monotonic clock; infinite disables it."""
         self._due_s = due_s
         if due_s >= self._wakes_s and self._thread is not None and self._thread.is_alive():
-            return  # it looks before that, so a call in time costs no switch of threads
+            return  # the thread checks before that, so calls in time cost no thread switch
         with self._changed:
             if self._thread is None or not self._thread.is_alive():  # a fork has no threads
                 self._thread = threading.Thread(target=self._work, name="deadline", daemon=True)
@@ -298,11 +297,13 @@ _watch = _Watch()
 
 @contextlib.contextmanager
 def deadline(seconds: float | None, what: str) -> Iterator[None]:
-    """Raise TimeoutError in the code of the `with` block after this many seconds, and again while it goes on; None: never.
+    """Raise TimeoutError in the `with` block after this many seconds, and repeatedly until the
+    block ends. None disables the deadline.
 
-    Code that catches the error still fails when it is done. The deadline uses another signal than `SIGALRM`, so the block may use
-    `signal.alarm`; a handler and a timer that it leaves behind are removed. Deadlines work on the main thread only (other threads log a
-    warning), and not inside a C function that does not return. A program stopped in a debugger is not interrupted.
+    Code that catches the error still fails when it is done. The deadline uses another signal than
+    `SIGALRM`, so the block may use `signal.alarm`; a handler and a timer that it leaves behind are
+    removed. Deadlines work only on the main thread (other threads log a warning), and cannot
+    interrupt C functions. A program stopped in a debugger is not interrupted.
 
     Args:
         what: name of the block, for the error.
@@ -343,7 +344,7 @@ def deadline(seconds: float | None, what: str) -> Iterator[None]:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """The signal of a deadline that was met at the last moment."""
+    """Ignore a signal that arrives just after its deadline was met."""
 
 
 @contextlib.contextmanager

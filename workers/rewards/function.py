@@ -1,4 +1,4 @@
-"""Reward: a reward function with its name and weight, and how its signature has it called."""
+"""Reward: a reward function with its name and weight, called according to its signature."""
 
 from __future__ import annotations
 
@@ -21,40 +21,46 @@ from ...dataflow.untrusted_text import beginning
 from .signature import ANSWERS, Samples, Signature, find_signature
 
 _TOTALS = ("reward", "score", "rewards")
-"""Which part of a returned dictionary is the reward, if the function has one of these."""
+"""Keys of a returned dictionary that hold the reward, in order of preference."""
 LARGEST = 3.4028234663852886e38
-"""Of a reward: columns of rewards are float32."""
+"""Largest reward: columns of rewards are float32."""
 _LOGGERS = ("log_extra", "log_metric")
-"""Callbacks that TRL gives."""
+"""Callbacks of TRL."""
 
 
 class Reward(Config):
-    """A reward function, and how it is called. In `RewardWorker(function=...)` a plain function will do where these are the defaults."""
+    """A reward function with its options. A plain function suffices in `RewardWorker(function=...)`
+    if the defaults fit."""
 
     function: Callable[..., Any]
-    """The reward function. The names of its parameters tell whether it has the form of Weft, TRL, verl, OpenRLHF, slime or verifiers
-    0.1 to 0.3 (`signature.py`). Give your function or a grader."""
+    """The reward function, or a grader. Its parameter names show whether it was written for Weft,
+    TRL, verl, OpenRLHF, slime or verifiers 0.1 to 0.3 (`signature.py`). Set it; it has no default."""
     name: str = ""
-    """Name of its metric and column; empty: the function's name. Give one where two functions are called alike."""
+    """Name of the metric and column; empty selects the function's name. Set it if two functions
+    have the same name."""
     weight: float = pydantic.Field(default=1.0, allow_inf_nan=False)
-    """[factor] It multiplies the result in the sum. Set it where one reward matters more than another; 0 only measures."""
+    """[factor] Weight of the result in the total reward. Set it if one reward matters more than
+    another; 0 only measures."""
     batch: bool = False
-    """Whether a function of Weft's own form is called with lists, for all samples at once, and returns a list. Set it for a function that
-    is quicker so."""
+    """Call a function in Weft's form with lists, once for all samples, and expect a list. Set it
+    for a function that is faster in batches."""
     settings: Mapping[str, Any] = {}
-    """Further keyword arguments, such as verl's `reward_kwargs`; the attributes of slime's `args`. Give what the function asks for."""
+    """Further keyword arguments, such as verl's `reward_kwargs`; for slime, the attributes of
+    `args`. Set what the function requires."""
     part: str = ""
-    """Which part of a returned dictionary is the reward; empty: "reward" or "score", and where there is neither, the sum. Give its name
-    where another part is."""
+    """Key of the reward in a returned dictionary; empty selects "reward" or "score", or else the
+    sum of all values. Set it if the reward has another key."""
     concurrency: int = pydantic.Field(default=64, ge=1, le=100_000)
-    """[calls] How many asynchronous ones may be in flight on a rank. Lower it where a service refuses, raise it where it is idle."""
+    """[calls] Maximum number of asynchronous calls in flight on a rank. Lower it if a service
+    rejects calls; raise it if the service is idle."""
     retries: int = pydantic.Field(default=0, ge=0)
-    """[calls] How often an asynchronous one is repeated when it raises, after half a second and then twice as long each time. Raise it
-    for a service that fails now and then."""
+    """[calls] Retries of an asynchronous call that raises, after half a second and then twice as
+    long each time. Raise it for a service that fails occasionally."""
     per_second: float | None = pydantic.Field(default=None, gt=0)
-    """[calls/s] How many asynchronous ones may begin on a rank; None: no limit. Set it to what a service allows."""
+    """[calls/s] Rate limit for asynchronous calls on a rank; None disables it. Set it to the limit
+    of a service."""
 
-    retired: ClassVar[Mapping[str, str]] = {"pause_s": "the first repetition comes after half a second"}
+    retired: ClassVar[Mapping[str, str]] = {"pause_s": "the first retry comes after half a second"}
 
     @pydantic.model_validator(mode="after")
     def _can_be_called(self) -> Reward:
@@ -89,7 +95,7 @@ class Reward(Config):
 
     @cached_property
     def signature(self) -> Signature | None:
-        """Of another library; None: Weft's own."""
+        """Signature of another library, or None for Weft's own."""
         return find_signature(list(self._takes.parameters))
 
     @cached_property
@@ -98,7 +104,7 @@ class Reward(Config):
 
     @property
     def title(self) -> str:
-        """Name of its metric and column."""
+        """Name of the metric and column."""
         return self.name or name_of(self.function).rpartition(".")[2].strip("<>") or "reward"
 
     @property
@@ -119,23 +125,23 @@ class Reward(Config):
 
     @property
     def place(self) -> str:
-        """File and line where the function is defined; empty where it has none."""
+        """File and line of the function's definition, or ""."""
         code = getattr(self._inner, "__code__", None)
         return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
     @property
     def _inner(self) -> Callable[..., Any]:
-        """The function itself: what a partial calls, what is decorated, the method of a callable object."""
+        """The innermost function of a partial, a decorated function or a callable object."""
         inner = inspect.unwrap(
             self.function.func if isinstance(self.function, functools.partial) else self.function
         )
         return inner if inspect.isroutine(inner) else type(inner).__call__  # pyright: ignore[reportFunctionMemberAccess]
 
-    # What it reads
+    # Columns
 
     @property
     def takes_all(self) -> bool:
-        """Whether it has `**columns`."""
+        """Whether the function takes `**columns`."""
         return any(p.kind is p.VAR_KEYWORD for p in self._takes.parameters.values())
 
     @property
@@ -146,7 +152,7 @@ class Reward(Config):
 
     @property
     def may_read(self) -> tuple[str, ...]:
-        """Columns that it gets where there are any."""
+        """Columns that the function gets if they exist."""
         if self.takes_all:
             return (ALL_COLUMNS,)
         optional = tuple(p.name for p in self._columns if p.name not in self.reads)
@@ -183,7 +189,7 @@ class Reward(Config):
 
     @property
     def _open(self) -> list[inspect.Parameter]:
-        """Parameters that are left to be given."""
+        """Parameters without a fixed value."""
         kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         fixed = self.function.keywords if isinstance(self.function, functools.partial) else {}
         parameters = self._takes.parameters.values()
@@ -195,7 +201,6 @@ class Reward(Config):
 
     @property
     def _columns(self) -> list[inspect.Parameter]:
-        """Those that are columns."""
         given = (
             (str(RESPONSE),)
             if self.signature is None
@@ -203,10 +208,10 @@ class Reward(Config):
         )
         return [p for p in self._open if p.name not in given]
 
-    # How it is called
+    # Calls
 
     def arguments(self, samples: Samples) -> Mapping[str, Sequence[Any]]:
-        """Parameter -> a value for each sample, for all that it takes of what there is."""
+        """Return a value for each sample, by parameter, from the columns that exist."""
         fixed = self.function.keywords if isinstance(self.function, functools.partial) else {}
         columns = samples.rest if self.takes_all else {}
         columns = {
@@ -231,7 +236,8 @@ class Reward(Config):
         return {**columns, str(RESPONSE): samples.responses} if self.takes_text else columns
 
     def call(self, arguments: Mapping[str, Any], log: Mapping[str, Callable[..., None]]) -> Any:
-        """Call the function, with the arguments of one sample or of all; an asynchronous one returns what is to be awaited.
+        """Call the function with the arguments of one sample or of all. An asynchronous function
+        returns an awaitable.
 
         Args:
             log: callbacks by name, for a function that takes them.
@@ -251,32 +257,34 @@ class Reward(Config):
 
 @dataclass(frozen=True)
 class SampleScore:
-    """The score that a function gives a sample."""
+    """The score of one sample."""
 
     value: float | None
-    """None: it does not apply to the sample."""
+    """None if the function does not apply to the sample."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 def results(reward: Reward, result: Any, number: int) -> list[Any]:
-    """The result of a call with a batch, sample by sample.
+    """Split the result of a batch call into one result per sample.
 
     Raises:
-        ResultError: the result is neither a list with one entry for each sample nor a dictionary of such lists.
+        ResultError: the result is neither a list with one entry for each sample nor a dictionary of
+            such lists.
     """
-    if isinstance(result, Mapping):  # of lists, as OpenRLHF returns them
+    if isinstance(result, Mapping):  # a dictionary of lists, as in OpenRLHF
         return _of_lists(reward, result, number)
     listed = _listed(result)
     if listed is None or len(listed) != number:
         raise ResultError(
             f"reward function {name_of(reward.function)} returned {_shown(result)} for {number} samples; "
-            "it returns a list with a reward for each"
+            "it must return a list with a reward for each"
         )
     return listed
 
 
 def _of_lists(reward: Reward, result: Mapping[Any, Any], number: int) -> list[Any]:
-    """Split a dictionary of lists into one dictionary for each sample. A single number applies to the whole batch."""
+    """Split a dictionary of lists into one dictionary for each sample. A single number applies to
+    the whole batch."""
     extra = result.get("extra_logs")
     entries = {**result, **(extra if isinstance(extra, Mapping) else {})}
     lists = {name: listed for name, values in entries.items() if (listed := _listed(values)) is not None}
@@ -290,7 +298,7 @@ def _of_lists(reward: Reward, result: Mapping[Any, Any], number: int) -> list[An
         which = f"; its {wrong!r} is not a list with a value for each" if wrong is not None else ""
         raise ResultError(
             f"reward function {name_of(reward.function)} returned {_shown(result)} for {number} samples; "
-            f"it returns a list with a reward for each{which}"
+            f"it must return a list with a reward for each{which}"
         )
     whole = {
         name: value
@@ -301,7 +309,7 @@ def _of_lists(reward: Reward, result: Mapping[Any, Any], number: int) -> list[An
 
 
 def score(reward: Reward, result: Any) -> SampleScore:
-    """The result of a call with one sample.
+    """Return the score in the result of a call with one sample.
 
     Raises:
         ResultError: the result is not a number, None or a dictionary of numbers.
@@ -332,8 +340,8 @@ def score(reward: Reward, result: Any) -> SampleScore:
     )
     if other is not None:
         raise ResultError(
-            f"{who}; its {str(other)!r} is not a number, and the reward is the sum of all parts: call the part that is the reward "
-            f"'reward', or choose it with Reward(part=...)"
+            f"{who}; its {str(other)!r} is not a number, so the parts have no sum: name the "
+            "part with the reward 'reward', or choose it with Reward(part=...)"
         )
     if not numbers:
         raise ResultError(f"{who}; it has no finite number")
@@ -343,7 +351,7 @@ def score(reward: Reward, result: Any) -> SampleScore:
 
 
 def number_of(reward: Reward, result: Any) -> float:
-    """The number that a function returned.
+    """Return the number that a function returned.
 
     Raises:
         ResultError: the result is not a number.
@@ -353,13 +361,13 @@ def number_of(reward: Reward, result: Any) -> float:
     if number is None or not _is_finite(number):
         refused = ResultError if number is None else SampleError
         raise refused(
-            f"reward function {name_of(reward.function)} returned {_shown(result)}; a reward is a finite number that float32 can hold"
+            f"reward function {name_of(reward.function)} returned {_shown(result)}; a reward must be a finite number that float32 can hold"
         )
     return number
 
 
 def _as_number(value: object) -> float | None:
-    """The value as a number, which may be infinite or nan, or None if it is not a number."""
+    """Return the value as a number, which may be infinite or nan, or None if it is not a number."""
     if isinstance(value, str | bytes | complex):
         return None
     try:
@@ -375,13 +383,14 @@ def _is_finite(number: float) -> bool:
 
 
 def _listed(values: Any) -> list[Any] | None:
-    """A list, tuple, array, series or tensor as a list, or None for anything else, such as a single number."""
+    """Return a list, tuple, array, series or tensor as a list, or None for anything else, such as a
+    single number."""
     values = values.tolist() if hasattr(values, "tolist") else values
     return list(values) if isinstance(values, list | tuple) else None
 
 
 def _takes_none(annotation: Any) -> bool:
-    """Whether a parameter may be None, by its type; one without a type may."""
+    """Return whether a parameter's type allows None; a parameter without a type does."""
     said = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     return annotation is inspect.Parameter.empty or any(
         word in said for word in ("None", "Optional", "Any", "object")
@@ -389,7 +398,8 @@ def _takes_none(annotation: Any) -> bool:
 
 
 def as_failure(error: BaseException) -> Exception:
-    """An exception of a reward function as one that fails its sample, and ends neither a process nor a loop.
+    """Turn any exception of a reward function into one that fails its sample, but ends neither a
+    process nor a loop.
 
     >>> as_failure(SystemExit(3)), as_failure(GeneratorExit("gone"))
     (RuntimeError('it ended with SystemExit(3)'), RuntimeError("it raised GeneratorExit('gone')"))
@@ -406,7 +416,8 @@ def _inside(error: BaseException) -> str:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """The parameters of a callable. A wrapper that takes only `*args` and `**kwargs` has the parameters of the function inside.
+    """Return the signature of a callable. A wrapper that takes only `*args` and `**kwargs` has the
+    signature of the wrapped function.
 
     >>> def inner(response: str, answer: str) -> float: ...
     >>> @functools.wraps(inner)
@@ -420,6 +431,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
         def stands_for(*_: Any, **__: Any) -> None: ...
 
+        # `inspect` then removes the fixed arguments of the partial.
         stands_for.__signature__ = signature_of(function.func)  # pyright: ignore[reportFunctionMemberAccess]
         return inspect.signature(functools.partial(stands_for, *function.args, **function.keywords))
     if inspect.ismethod(function):
@@ -431,7 +443,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     if inspect.isroutine(function) or isinstance(function, type) or hasattr(function, "__signature__"):
         try:
             own = inspect.signature(function, follow_wrapped=False)
-        except ValueError:  # a wrapper in C, such as a cache, has no signature
+        except ValueError:  # a C wrapper, such as a cache, has no signature
             if not hasattr(function, "__wrapped__"):
                 raise
             return signature_of(function.__wrapped__)  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
@@ -448,7 +460,8 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    """Whether calls return an awaitable. This depends on the callable itself, not on the function that it wraps."""
+    """Return whether calls return an awaitable. This depends on the callable itself, not on the
+    function that it wraps."""
     if isinstance(function, functools.partial):
         return _is_async(function.func)
     if inspect.iscoroutinefunction(function):
@@ -465,6 +478,6 @@ def _shown(value: object) -> str:
 
 
 def name_of(function: Any) -> str:
-    """A readable name: that of the function, of a partial's function, or of a callable object's class."""
+    """Return a readable name of a function, a partial's function, or a callable object's class."""
     inner = getattr(function, "func", function)
     return getattr(inner, "__qualname__", type(inner).__name__)

@@ -1,4 +1,4 @@
-"""Judge: a model at an OpenAI-compatible address that says how good a response is."""
+"""Judge: grade responses with a model behind an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from {lowest:g} (useless) to {highest:g} (perfect).
 {response}
 </response>"""
 REPEATED = (408, 409, 425, 429, 500, 502, 503, 504)
-"""Statuses of HTTP at which a request is repeated."""
+"""HTTP status codes to retry."""
 RETRIES = 3
-"""How often a request is repeated that got no reply, or one that says to come back later, each time after twice the pause. A sample whose
-judge is silent for longer is requeued, and tried twice more."""
+"""Number of retries after a missing reply or a status in `REPEATED`, each after twice the pause. A
+sample that still fails is requeued, and tried twice more."""
 LONGEST_PAUSE_S = 30.0
 
 
@@ -46,30 +46,32 @@ class Judge(Config):
     """
 
     address: str
-    """Address up to `/v1`, without a key: `http://127.0.0.1:8000/v1`. Give that of your server; there is no default."""
+    """Address of the server up to `/v1`, without a key: `http://127.0.0.1:8000/v1`. Set it; it has
+    no default."""
     model: str
-    """Name of the model there. Give it; there is no default."""
+    """Name of the model on the server. Set it; it has no default."""
     question: str = QUESTION
-    """What is asked. `{prompt}`, `{response}`, `{answer}`, `{lowest}` and `{highest}` stand for what they say. Give one that names what
-    matters in your task."""
+    """Prompt for the judge. `{prompt}`, `{response}`, `{answer}`, `{lowest}` and `{highest}` are
+    replaced by their values. Set one that names the criteria of your task."""
     score: str = r"(?i:score)\W{0,5}(-?\d+(?:\.\d+)?)"
-    """Regular expression whose last match has the score in its group. Give another where the question asks for another form."""
+    """Regular expression with one group; the group of its last match is the score. Change it if the
+    question asks for another format."""
     scale: tuple[float, float] = (0.0, 10.0)
-    """[score] The worst and the best: between them the reward goes from 0 to 1. Change it with the question."""
+    """[score] Worst and best score, which map to rewards 0 and 1. Change it with the question."""
     key_variable: str = ""
-    """Environment variable that holds the key, on the ranks too. The key itself is never stored. Empty: none is sent. Give it for a
-    service that wants one."""
+    """Environment variable with the API key, also on the ranks; empty sends no key. The key itself
+    is never stored. Set it for a service that requires a key."""
     max_tokens: int = pydantic.Field(default=512, ge=1, le=100_000_000)
-    """[tokens] Longest reply. Raise it for a judge that thinks at length."""
+    """[tokens] Longest reply. Raise it for a judge that reasons at length."""
     deadline_s: float = pydantic.Field(default=60.0, gt=0)
-    """[s] Time that a request may take. Raise it for a slow judge."""
+    """[s] Timeout of a request. Raise it for a slow judge."""
     retired: ClassVar[Mapping[str, str]] = {
-        "lowest": "say scale=(lowest, highest)",
-        "highest": "say scale=(lowest, highest)",
-        "concurrency": "say Reward(function=Judge(...), concurrency=...)",
-        "per_second": "say Reward(function=Judge(...), per_second=...)",
-        "temperature": "a judge is asked at 0: a reward that is drawn anew each time is noise",
-        "retries": f"a request is repeated {RETRIES} times",
+        "lowest": "set scale=(lowest, highest)",
+        "highest": "set scale=(lowest, highest)",
+        "concurrency": "set Reward(function=Judge(...), concurrency=...)",
+        "per_second": "set Reward(function=Judge(...), per_second=...)",
+        "temperature": "the temperature is always 0, because a random reward adds noise",
+        "retries": f"a request is retried {RETRIES} times",
     }
 
     @pydantic.model_validator(mode="after")
@@ -79,7 +81,7 @@ class Judge(Config):
             raise ValueError(f"address={self.address!r} must be like http://host:port/v1")
         if parts.password or parts.username:
             raise ValueError(
-                "address must hold no password; name the environment variable with the key: key_variable='...'"
+                "address must not contain a password; name the environment variable with the key: key_variable='...'"
             )
         if self.scale[1] <= self.scale[0]:
             raise ValueError(f"scale must rise, from the worst score to the best; {self.scale} does not")
@@ -89,22 +91,24 @@ class Judge(Config):
 
     @property
     def reward(self) -> Reward:
-        """Itself as a reward function of the name `judge`. `Reward(function=judge, ...)` sets another name, a weight, or limits."""
+        """This judge as a reward function named `judge`. `Reward(function=judge, ...)` sets another
+        name, a weight, or limits."""
         return Reward(function=self, name="judge")
 
     def check(self) -> None:
-        """Find out whether the key is there.
+        """Check that the key is set.
 
         Raises:
-            UserError: naming the variable.
+            UserError: the environment lacks the key; the message names the variable.
         """
         self._headers()
 
     async def __call__(self, response: str, prompt: str = "", answer: Any = "") -> float:
-        """Ask for one response.
+        """Grade one response.
 
         Raises:
-            RuntimeError: no reply, a refusal, or a reply without a score. The message has none of the key.
+            RuntimeError: no reply, a refusal, or a reply without a score. The message never
+                contains the key.
         """
         values = {
             "prompt": prompt,
@@ -117,15 +121,16 @@ class Judge(Config):
         return self.reward_in(await self._reply(asked))
 
     def reward_in(self, reply: str) -> float:
-        """The reward in a reply, 0 to 1.
+        """Return the reward in a reply, 0 to 1.
 
         Raises:
-            RuntimeError: it has no score.
+            RuntimeError: the reply has no score.
         """
         found = re.findall(self.score, reply)
         if not found:
             raise RuntimeError(f"the judge {self.model} gave no score: {reply[-300:]!r}")
         worst, best = self.scale
+        # Judges may mention scores while they reason; the last one counts.
         share = (float(found[-1]) - worst) / (best - worst)
         return min(max(share, 0.0), 1.0)
 
@@ -137,7 +142,7 @@ class Judge(Config):
         request = {
             "model": self.model,
             "messages": [{"role": "user", "content": asked}],
-            "temperature": 0.0,  # a reward that is drawn anew each time is noise to the one who is trained on it
+            "temperature": 0.0,  # a random reward would add noise to training
             "max_tokens": self.max_tokens,
         }
         address = f"{self.address.rstrip('/')}/chat/completions"
@@ -167,10 +172,11 @@ class Judge(Config):
     def _client(self) -> Any:
         import httpx
 
+        # Redirects could send the key to another host. `Reward.concurrency` limits connections.
         return httpx.AsyncClient(limits=httpx.Limits(max_connections=None), follow_redirects=False)
 
     async def aclose(self) -> None:
-        """Close its connections; it can be called again afterwards."""
+        """Close the connections. Later calls open new ones."""
         if (client := vars(self).pop("_client", None)) is not None:
             await client.aclose()
 
@@ -183,12 +189,13 @@ class Judge(Config):
         return {"Authorization": f"Bearer {key}"}
 
     def __getstate__(self) -> dict[Any, Any]:
+        # Connections cannot be pickled.
         state = super().__getstate__()
         return {**state, "__dict__": {k: v for k, v in state["__dict__"].items() if k != "_client"}}
 
 
 def _filled(question: str, values: dict[str, str]) -> str:
-    """The question with its values, in one pass: braces in a response stand for nothing."""
+    """Fill in the question in one pass, so that braces in a response stay untouched."""
     return re.sub(r"\{(\w+)(?::g)?\}", lambda m: values.get(m[1], m[0]), question)
 
 
@@ -197,7 +204,7 @@ def _text_of(reply: Any, model: str) -> str:
         return str(reply["choices"][0]["message"]["content"] or "")
     except (KeyError, IndexError, TypeError):
         raise RuntimeError(
-            f"the judge {model} answered in no OpenAI format: {str(reply)[:300]!r}"
+            f"the judge {model} did not answer in OpenAI's format: {str(reply)[:300]!r}"
         ) from None
 
 

@@ -1,9 +1,10 @@
-"""Main thread: run reward functions that set signal handlers.
+"""Run reward functions that set signal handlers.
 
-Python sets signal handlers only on the main thread of a process. Graders with timeouts need them, such as math-verify, which TRL's
-accuracy reward calls. Under Ray, the main thread of a rank belongs to Ray. If a function sets a signal handler on another thread, Weft
-abandons the call. From then on it calls the function in a child process of the rank, on the main thread there. Other functions stay in
-the rank.
+Python sets signal handlers only on the main thread of a process. Graders with timeouts need them,
+such as math-verify, which TRL's accuracy reward calls. Under Ray, the main thread of a rank belongs
+to Ray. If a function sets a signal handler on another thread, Weft abandons the call. From then on
+it calls the function in a child process of the rank, on the main thread there. Other functions stay
+in the rank.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _here = threading.local()
 
 @contextlib.contextmanager
 def signals_noticed() -> Iterator[None]:
-    """Raise `NeedsMainThread` where code of this thread sets a signal handler, unless this is the main thread."""
+    """Raise `NeedsMainThread` if code of this thread sets a signal handler, unless this is the main
+    thread."""
     if threading.current_thread() is threading.main_thread():
         yield
         return
@@ -50,18 +52,20 @@ def _signal(number: Any, handler: Any) -> Any:
     return _set_handler(number, handler)
 
 
-# Python's own ValueError would not do: graders catch it and return 0. The hook stays for the life of the process: it changes nothing for
-# threads that call no reward, several threads may call rewards at once, and libraries that are imported later and keep the function
-# (`from signal import signal`) keep the hook.
+# Graders catch Python's own ValueError and return 0, so a special exception is needed. The hook
+# stays for the life of the process: it affects only threads that call rewards, several threads may
+# do so at once, and libraries that are imported later may keep a reference to it.
 signal.signal = _signal
 
 
 class Child:
-    """A child process with everything that this process has loaded. It calls a function on its main thread.
+    """A child process with everything that this process has loaded. It calls a function on its main
+    thread.
 
-    It is a fork, not a new interpreter: reward functions are closures, objects with loaded models, and functions of the user's script,
-    which no pickle carries. A function that needs a lock which another thread of this process holds at the fork waits forever, until the
-    deadline of the rank. No child outlives the thread that made it, and so no rank: make and call it on one thread.
+    It is a fork, not a new interpreter, because reward functions may be closures, objects with
+    loaded models, or functions of the user's script, which cannot be pickled. If another thread
+    holds a lock at the fork, a function that needs the lock waits until the rank's deadline. The
+    child ends with the thread that made it, so make and call it on one thread.
 
     Args:
         function: called with the arguments of `call`. Its result must be picklable.
@@ -71,7 +75,7 @@ class Child:
         self._parent = os.getpid()
         self._connection, theirs = Pipe()
         with warnings.catch_warnings():
-            # Python warns of locks that other threads hold; see the docstring.
+            # Python warns about locks of other threads; see the docstring.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
@@ -89,7 +93,7 @@ class Child:
             returned, value, trace = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             self._end_as_child_did()
-        except BaseException:  # the call is abandoned, and the next one must not get its reply
+        except BaseException:  # abandon the call: the next one must not get its reply
             self.close()
             raise
         if returned:
@@ -105,7 +109,8 @@ class Child:
             os.waitpid(self._pid, 0)
 
     def _end_as_child_did(self) -> NoReturn:
-        """End this process in the way that the function ended the child: without a child it would have ended this process."""
+        """End this process as the function ended the child: without a child it would have ended
+        this process."""
         _, status = os.waitpid(self._pid, 0)
         code = os.waitstatus_to_exitcode(status)
         print(f"a reward function ended its process ({code})", file=sys.stderr, flush=True)
@@ -115,7 +120,7 @@ class Child:
 
 
 def _serve(function: Callable[..., Any], requests: Any, other_end: Any, parent: int) -> NoReturn:
-    """Main loop of the child. It never returns to the parent's code."""
+    """Run the main loop of the child. It never returns to the parent's code."""
     code = 1
     try:
         gc.freeze()  # the parent's objects are not the child's to finalise
@@ -144,7 +149,7 @@ def _serve(function: Callable[..., Any], requests: Any, other_end: Any, parent: 
 
 
 def _portable(error: BaseException) -> BaseException:
-    """An exception that survives a pickle."""
+    """Return an exception that survives a pickle."""
     try:
         copy = pickle.loads(pickle.dumps(error))
     except Exception:
@@ -155,7 +160,7 @@ def _portable(error: BaseException) -> BaseException:
 
 
 def _die_with(parent: int) -> None:
-    """Have the child end when the thread that made it ends, however it ends."""
+    """End the child when the thread that made it ends, however it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
@@ -163,7 +168,8 @@ def _die_with(parent: int) -> None:
 
 
 def portable_result(value: Any) -> Any:
-    """A result of a reward function in types that another process knows: tensors and arrays as lists."""
+    """Convert a result of a reward function to types that another process knows: tensors and arrays
+    become lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):
@@ -180,7 +186,8 @@ def portable_result(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Shown:
-    """A value of a type that the parent may not know, as text. It is not a valid reward, so only the error message needs it."""
+    """A value of a type that the parent may not know, as text. It is not a valid reward, so only
+    the error message needs it."""
 
     text: str
 

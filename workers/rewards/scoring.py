@@ -1,10 +1,10 @@
-"""Scoring: one call of a reward worker, from its samples to the score of each function for each sample.
+"""Scoring: one call of a reward worker, from its samples to each function's score of each sample.
 
     sample:  open ──every function has answered──> done ──take──> taken
                └───────a function has failed─────> failed
 
-- Asynchronous functions are in flight from the start; functions of a batch come next, and functions of one sample last.
-- A batch at which a function fails is tried sample by sample, so that only those at which it fails are blamed.
+- Asynchronous functions start first, then batch functions run, then functions of one sample.
+- A batch that fails is retried sample by sample, so that only the failing samples are blamed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .function import LARGEST, Reward, SampleScore, as_failure, name_of, results
 from .signature import Samples
 
 PART_S = 1.0
-"""Longest time, in seconds, that finished rewards are held back to be yielded together."""
+"""[s] Longest time to hold back finished rewards in order to yield them together."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Outcome:
     """One score from each function, in the functions' order."""
 
     def parts(self, rewards: Sequence[Reward]) -> dict[str, float]:
-        """All numbers that make up the reward, by name; one that does not apply is left out."""
+        """Return all numbers that make up the reward, by name, without functions that do not apply."""
         several = len(rewards) > 1
         named = {
             r.title: s.value
@@ -56,8 +56,8 @@ class Scoring:
 
     Args:
         caller: calls the plain functions.
-        calls: keeps the calls of asynchronous functions.
-        deadline_s: seconds that a call of a function may take.
+        calls: runs asynchronous functions.
+        deadline_s: timeout of each function call in seconds.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Scoring:
         deadline_s: float | None,
     ) -> None:
         self.failed: dict[int, Exception] = {}
-        """Sample -> what the first function that failed at it raised."""
+        """Exception of the first function that failed, by sample."""
         self._rewards = rewards
         self._samples = samples
         self._context = context
@@ -87,7 +87,7 @@ class Scoring:
         """Call all functions on all samples.
 
         Yields:
-            Samples that are done since the last time, by their place; the last has all that are left.
+            Samples that finished since the last item, by index; the last item has all the rest.
         """
         if len(self._samples):
             kinds = list(enumerate(self._rewards))
@@ -106,7 +106,7 @@ class Scoring:
         """Metrics that the functions logged themselves."""
         return self._logged
 
-    # Functions of one sample, and of all
+    # Plain functions
 
     def _one_by_one(self, functions: Sequence[tuple[int, Reward]]) -> Iterator[dict[int, Outcome]]:
         arguments = [(f, reward, reward.arguments(self._samples)) for f, reward in functions]
@@ -134,7 +134,7 @@ class Scoring:
         self._context.advance()
 
     def _call_parts(self, f: int, reward: Reward, error: Exception) -> None:
-        """Find the samples at which a function of a batch fails."""
+        """Find the samples that make a batch function fail."""
         if len(self._samples) == 1:
             self._fail(0, error)
             return
@@ -157,7 +157,7 @@ class Scoring:
     # Asynchronous functions
 
     def _started(self, f: int, reward: Reward) -> Iterator[tuple[Future[Any], int, int | None]]:
-        """Calls in flight: with the function, and the sample (None: all)."""
+        """Start calls, and yield each with its function and sample (None for all samples)."""
         arguments = reward.arguments(self._samples)
         if reward.is_batch:
             yield self._in_flight(reward, arguments), f, None
@@ -177,6 +177,7 @@ class Scoring:
         try:
             while pending:
                 finished, _ = wait(pending, timeout=PART_S, return_when=FIRST_COMPLETED)
+                # With a deadline every call ends, so a responsive loop counts as progress.
                 if finished or (self._deadline_s is not None and self._calls.is_alive()):
                     self._context.advance()
                 for future in finished:
@@ -201,7 +202,7 @@ class Scoring:
         else:
             self._put_all(f, reward, result)
 
-    # What is known
+    # Results
 
     @contextmanager
     def _blaming(self, k: int) -> Iterator[None]:
@@ -251,7 +252,6 @@ class Scoring:
             )
 
     def _total(self, scores: Mapping[int, SampleScore]) -> float:
-        """The weighted sum of the rewards that apply to a sample."""
         return sum(
             reward.weight * s.value
             for f, reward in enumerate(self._rewards)
@@ -263,7 +263,7 @@ class Scoring:
         return time.monotonic() - self._gave_s > PART_S
 
     def _take(self) -> dict[int, Outcome]:
-        """Samples that are done and were not taken before."""
+        """Return the finished samples that were not returned before."""
         done: dict[int, Outcome] = {}
         for k, found in enumerate(self._scores):
             if k not in self._given and k not in self.failed and len(found) == len(self._rewards):
@@ -276,7 +276,6 @@ class Scoring:
 
     @property
     def _callbacks(self) -> Mapping[str, Callable[..., None]]:
-        """The logging callbacks that TRL passes to reward functions."""
         return {"log_extra": lambda name, values: None, "log_metric": self._log}
 
     def _log(self, name: str, value: float) -> None:
@@ -284,7 +283,8 @@ class Scoring:
 
 
 def _result(future: Future[Any]) -> Any:
-    """The result of an asynchronous call. A `GeneratorExit` becomes an exception that fails only its sample."""
+    """Return the result of an asynchronous call. A `GeneratorExit` becomes an exception that fails
+    only its sample."""
     try:
         return future.result()
     except GeneratorExit as error:

@@ -1,10 +1,11 @@
-"""Signature: how the reward functions of a library are called. A function is recognised by the names of its parameters.
+"""Signature: recognise the library of a reward function by its parameter names, and call it as that
+library does.
 
 | library | function | called with |
 |---|---|---|
 | Weft | `f(response, answer, ...)` | columns of one sample, by name |
 | TRL | `f(completions, **columns) -> list` | a batch; also `prompts`, `completion_ids` |
-| verl | `compute_score(data_source, solution_str, ground_truth, extra_info)` | one sample; a batch, with names in the plural |
+| verl | `compute_score(data_source, solution_str, ground_truth, extra_info)` | one sample, or a batch (plural names) |
 | OpenRLHF | `reward_func(queries, prompts, labels, **kwargs)` | a batch |
 | slime | `async def reward_func(args, sample, **kwargs)` | one sample; a batch, with `samples` |
 | verifiers, to 0.3 | `f(completion, answer, prompt, info, state)` | one sample |
@@ -33,24 +34,23 @@ from ...dataflow.column import (
 )
 from ...dataflow.errors import UserError, nearest
 
-# Samples
-#
-# Samples: the columns of some rows as Python values, read once for all reward functions that are
-# called with them.
+# Samples: columns as Python values, read once for all reward functions
 
 
 ANSWERS = ("solution", "ground_truth", "label", "target", "answer")
-"""Names of the ground truth in other libraries. Where the rows have no such column it is Weft's `answer`."""
+"""Names of the ground truth in other libraries. If the rows lack such a column, Weft's `answer` is
+used."""
 MESSAGES = "prompt_messages"
-"""The column with a prompt's messages, where the file had any."""
+"""Column with a prompt's messages, if the file has them."""
+# Columns that functions with `**columns` get in another form, or not at all.
 _OURS = {*map(str, (PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS, *IDENTITY)), MESSAGES}
 
 
 class Samples:
-    """Some rows, as reward functions read them.
+    """Rows in the form that reward functions read.
 
     Args:
-        decode: token ids of many texts -> the texts.
+        decode: decodes the token ids of many texts.
     """
 
     def __init__(self, rows: Batch, decode: Callable[[list[list[int]]], list[str]]) -> None:
@@ -65,10 +65,10 @@ class Samples:
         return name in self.rows or (name in ANSWERS and ANSWER in self.rows)
 
     def __getitem__(self, name: str) -> list[Any]:
-        """A column, by its name; a ground truth also by the names that other libraries have for it.
+        """Return a column by name; a ground truth also by its names in other libraries.
 
         Raises:
-            UserError: the rows have none of this name.
+            UserError: the rows have no such column.
         """
         if name not in self._lists:
             source = name if name in self.rows or name not in ANSWERS else str(ANSWER)
@@ -78,7 +78,7 @@ class Samples:
         return self._lists[name]
 
     def take(self, k: int) -> Samples:
-        """One of them alone."""
+        """Return one sample."""
         return Samples(self.rows.take([k]), self._decode)
 
     @cached_property
@@ -87,14 +87,14 @@ class Samples:
 
     @cached_property
     def prompts(self) -> list[str]:
-        """Texts of the prompts, after the chat template; "" where the rows have none."""
+        """Texts of the prompts after the chat template, or "" without prompts."""
         if PROMPT in self.rows:
             return self[str(PROMPT)]
         return self._decode(self[str(PROMPT_IDS)]) if PROMPT_IDS in self.rows else [""] * len(self)
 
     @cached_property
     def dialogues(self) -> tuple[list[Any], list[Any]]:
-        """Prompts and responses as messages where the prompts were messages, otherwise as texts."""
+        """Prompts and responses as messages if the prompts were messages, otherwise as texts."""
         if MESSAGES not in self.rows:
             return self.prompts, self.responses
         prompts = [
@@ -105,38 +105,37 @@ class Samples:
 
     @property
     def rest(self) -> dict[str, list[Any]]:
-        """Columns that came with the prompts or from other nodes: all but tokens, identities and prompts."""
+        """Columns from the data or other nodes: all except tokens, identities and prompts."""
         return {name: self[name] for name in self.rows.columns if name not in _OURS}
 
     def or_else(self, name: str, default: Any) -> list[Any]:
-        """A column as it is in the file, with the default where the rows have none or a null."""
+        """Return a column of the file, with the default for missing or null values."""
         values = self[name] if name in self else [None] * len(self)
         return [default if value is None else value for value in values]
 
 
 @dataclass(frozen=True)
 class Signature:
-    """How the functions of a library are called."""
+    """The calling convention of a library."""
 
     library: str
     marks: tuple[str, ...]
-    """Parameters that a function must have to be one of this library's."""
+    """Parameters that identify a function of this library."""
     gives: tuple[str, ...]
-    """Parameters that the library gives by itself; all others are columns."""
+    """Parameters that the library supplies; all others are columns."""
     given: Callable[[Samples], Mapping[str, Sequence[Any]]]
-    """What it gives: parameter -> a value for each sample."""
+    """Return the supplied values of each sample, by parameter."""
     batch: bool = False
-    """Whether a call has all samples, as lists, and returns one result for each."""
+    """Whether a call takes all samples as lists and returns one result for each."""
     by_position: tuple[str, ...] = ()
-    """Parameters that are given by position."""
     reads: tuple[str, ...] = ()
-    """Columns beside the tokens that it uses where there are any."""
+    """Columns other than tokens that it uses if they exist."""
     returns_parts: bool = False
     """Whether a result may be a dictionary."""
     logs: bool = False
-    """Whether functions are given callbacks to log with."""
+    """Whether functions get logging callbacks."""
     missing: tuple[str, ...] = ()
-    """Parameters that only the library's own trainer can give."""
+    """Parameters that only the library's own trainer can supply."""
 
     def __str__(self) -> str:
         """
@@ -147,7 +146,7 @@ class Signature:
 
 
 def find_signature(names: Sequence[str]) -> Signature | None:
-    """The signature of another library that a function with these parameters has; None: it has none.
+    """Return the signature of another library with these parameters, or None.
 
     >>> find_signature(["solution_str", "ground_truth"]).library, find_signature(["response", "answer"])
     ('verl', None)
@@ -193,10 +192,10 @@ def _of_verl_batch(samples: Samples) -> Mapping[str, Sequence[Any]]:
 
 
 class SlimeSample(SimpleNamespace):
-    """A sample with the attributes that slime's has while it is scored."""
+    """A sample with the attributes of slime's samples during scoring."""
 
     class Status(enum.Enum):
-        """How its generation ended."""
+        """How generation ended."""
 
         PENDING = "pending"
         COMPLETED = "completed"
@@ -226,6 +225,7 @@ def _of_slime(samples: Samples) -> Mapping[str, Sequence[Any]]:
             for reason in samples.or_else(str(FINISH_REASON), "stop")
         ],
     }
+    # Attributes that are None in slime's samples during scoring.
     unset = dict.fromkeys(
         ("reward", "loss_mask", "rollout_log_probs", "train_metadata", "custom_rm_path")
     )
@@ -299,6 +299,7 @@ VERIFIERS = Signature(
     reads=(*_TEXTS, "answer", "info"),
     missing=("parser", "judge", "client"),
 )
+# OpenRLHF's marks include one of TRL's, so the order matters.
 SIGNATURES = (
     SLIME,
     SLIME_BATCH,
@@ -310,4 +311,4 @@ SIGNATURES = (
     replace(TRL, marks=("prompts",)),
     VERIFIERS,
 )
-"""The signatures of other libraries, in the order in which they are tried."""
+"""Signatures of other libraries, in the order of matching."""

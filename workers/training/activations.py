@@ -1,7 +1,7 @@
-"""Activations: the memory of a pass beyond parameters, found by a pass of the model itself on tensors that have no memory.
+"""Memory of a pass beyond parameters, measured by running the model on tensors without memory.
 
-No table of families is needed: the modules are those that are trained, attention and head are those of training, and every tensor that they
-make is counted as long as it lives. A pass without memory takes a fraction of a second, whatever the size of the model.
+The pass uses the real modules, attention and head of training, and counts every tensor while it is
+alive. It takes a fraction of a second for any model size, and needs no table of model families.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ from .stored_weights import StoredWeights
 
 @dataclass(frozen=True)
 class PassShape:
-    """The rows of a microbatch, all of one length."""
+    """The rows of a microbatch, all of the same length."""
 
     rows: int
     length: int
-    """Tokens of a row. A model with a head for rewards reads all of them, any other all but the last, which is only predicted."""
+    """Tokens of a row. A reward head reads all of them; other models read all but the last, which
+    is only predicted."""
     predicted: int
-    """Tokens of a row whose log-probability is computed."""
+    """Tokens of a row with a log-probability."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that are made inside of it, for as long as they live.
+    """Counts the bytes of tensors created inside the context while they are alive.
 
     >>> known = torch.ones(8)
     >>> with LiveBytes([known]) as live:
@@ -54,7 +55,7 @@ class LiveBytes(TorchDispatchMode):
     36
 
     Args:
-        known: tensors that are not counted, nor views of them.
+        known: tensors to ignore, including their views.
     """
 
     def __init__(self, known: Any = ()) -> None:
@@ -75,10 +76,10 @@ class LiveBytes(TorchDispatchMode):
             self.resized(storage, 0)
 
     def resized(self, storage: torch.UntypedStorage, before: int) -> None:
-        """Count a storage that was made, or whose size was changed in place, which no operation shows.
+        """Count a storage that was created, or resized in place, which no operation shows.
 
         Args:
-            before: bytes that it had.
+            before: previous size in bytes.
         """
         if storage._cdata not in self._held:
             weakref.finalize(storage, self._ended, storage._cdata)
@@ -91,7 +92,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _EqualRows(PackedSequences):
-    """Rows of one length, of which nothing has to be computed. They may belong to a device that is not there."""
+    """Rows of the same length without any computation. Their device may be absent."""
 
     @property
     def positions(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -118,23 +119,23 @@ def pass_bytes(
     checkpointing: Recomputed = False,
     gpu_bytes: int = 0,
 ) -> int:
-    """Largest number of bytes that live in a pass, without parameters; with those of the gradients that it makes, if it trains.
+    """Return the peak bytes of a pass without parameters, including new gradients if it trains.
 
     Args:
-        model: what the user calls it.
-        folder: where its settings are.
-        shape: of the microbatch.
-        dtype: in which it computes.
-        trains: forward and backward; else forward alone.
-        gradients_stay: gradients of earlier microbatches are there from the beginning.
-        lora: the adapter that is trained. Its layers keep their inputs as if they were trained; its own gradients are small, and not
-            counted.
-        checkpointing: activations that are computed a second time.
-        gpu_bytes: memory of the GPU that it is for, whose chunks of logits are larger; 0: a CPU.
+        model: the user's name for the model.
+        folder: folder of the model's settings.
+        shape: rows of the microbatch.
+        dtype: dtype of computation.
+        trains: whether to run a backward pass.
+        gradients_stay: whether gradients of earlier microbatches exist from the start.
+        lora: the adapter to train. Its layers keep their inputs as in full training; its small
+            gradients are not counted.
+        checkpointing: activations to recompute.
+        gpu_bytes: memory of the target GPU, which determines the size of logit chunks; 0 for a CPU.
 
     Raises:
-        UserError: the files in the folder, if it has any, are not those of the model.
-        ValueError: a pass of this model depends on the values of its tensors.
+        UserError: the folder's files do not belong to the model.
+        ValueError: a pass of this model depends on tensor values.
     """
     skeleton = build_causal_lm(
         model, folder, head, 0, activation_checkpointing=checkpointing if trains else False
@@ -144,6 +145,7 @@ def pass_bytes(
     response = ResponseModel(skeleton.causal_lm, scalar=head != "logprobs").to(getattr(torch, dtype))
     packs = may_pack(skeleton.causal_lm)
     attention = NAME if packs else "sdpa"
+    # Without weights there is nothing to compare, so assume that the fastest way works.
     Agreement(packs, shares_prompts=False, attention=attention, head_form=HeadForm(), routers=()).put_on(
         response
     )
@@ -176,12 +178,13 @@ def pass_bytes(
 def _peak(
     model: ResponseModel, rows: _EqualRows, number: int, *, trains: bool, stays: bool, drops: bool
 ) -> int:
-    """The largest number of bytes alive.
+    """Return the peak bytes alive.
 
     Args:
-        number: of tokens that are predicted.
-        stays: all gradients are there from the beginning.
-        drops: a gradient that is made is added to what is there, or is none of the model's own, and goes.
+        number: number of predicted tokens.
+        stays: whether all gradients exist from the start.
+        drops: whether to free each new gradient, because it is added to an existing one or does not
+            belong to the model.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     with LiveBytes([*model.parameters(), *model.buffers()]) as live:
@@ -197,8 +200,9 @@ def _peak(
         else:
             targets = torch.zeros(number, dtype=torch.long)
             result, _ = model.logprobs_of(outputs, hidden, targets, None, entropy=False)
-        del outputs, hidden  # nobody holds them while gradients are computed
+        del outputs, hidden  # free them before the backward pass
         if trains:
             result.sum().backward()
+        # float32 gradients of earlier microbatches
         gradients = sum(4 * p.numel() for p in parameters) if stays and trains else 0
         return live.peak + gradients

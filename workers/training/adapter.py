@@ -1,12 +1,13 @@
-"""Adapter: the LoRA layers that `peft` puts into a model, their weights merged, and the files in which `peft` keeps them.
+"""Adapter: LoRA layers of `peft` in a model, merging of their weights, and their files.
 
-The layers stand inside the `transformers` model, which stays what it is. A linear layer NAME becomes
+The layers live inside the `transformers` model, which otherwise stays unchanged. A linear layer
+NAME becomes
 
     NAME.base_layer.weight                              W, frozen, in the dtype of computation
     NAME.lora_A.default.weight, NAME.lora_B.default.weight
     NAME.lora_magnitude_vector.default.weight           with DoRA
 
-A scalar head (`scalar_head.py`) is trained as a whole beside them, as one of the "modules to save" of `peft`.
+A scalar head is trained as a whole, as one of the "modules to save" of `peft`.
 """
 
 from __future__ import annotations
@@ -35,27 +36,27 @@ from .lora import Lora, check_targets
 from .safetensors_files import copy_companions, write_file, write_tensors
 
 _NAME = "default"
-"""What `peft` calls the one adapter."""
+"""Name that `peft` uses for a single adapter."""
 _PARAMETER = re.compile(rf"\.(lora_A|lora_B|lora_magnitude_vector)\.{_NAME}\.weight$")
 
 
 class Adapter:
-    """LoRA layers in place of linear layers of a model.
+    """LoRA layers in place of a model's linear layers.
 
     Args:
-        causal_lm: a `transformers` model in float32 on the meta device, changed in place: its parameters are frozen, and of `dtype`; all
-            but those of a scalar head.
-        seed: what A is drawn from.
+        causal_lm: a `transformers` model in float32 on the meta device. It is changed in place: all
+            parameters except those of a scalar head are frozen and converted to `dtype`.
+        seed: seed of the initial A matrices.
     """
 
     made: dict[str, Tensor]
-    """What its parameters begin as, on the host in float32, by name; the lengths of DoRA as zeros (see `measured_weight`). It is emptied
-    when the model has taken them over."""
+    """Initial parameters by name, on the host in float32; the norms of DoRA are zeros (see
+    `measured_weight`). Emptied once the model has loaded them."""
 
     def __init__(self, causal_lm: Any, lora: Lora, dtype: torch.dtype, seed: int) -> None:
         self._causal_lm = causal_lm
         self.travels_alone = lora.published == "adapter"
-        """Whether it is published without the model."""
+        """Whether to publish the adapter without the model."""
         scalar = SCALAR_HEAD.removesuffix(".weight")
         self._whole = [scalar] if hasattr(causal_lm, scalar) else []
         chosen = _adapted_layers(causal_lm, lora)
@@ -78,9 +79,10 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The model as it was without the adapter; for forward passes without a gradient."""
+        """Disable the adapter, for forward passes without a gradient."""
         layers = [module for module in self._causal_lm.modules() if isinstance(module, LoraLayer)]
-        # Not `enable_adapters`, which also freezes the parameters: FSDP looks once, at the first pass, at which of them train.
+        # `enable_adapters` would also freeze the parameters, and FSDP checks only in the first pass
+        # which ones train.
         for layer in layers:
             layer._disable_adapters = True
         try:
@@ -90,15 +92,16 @@ class Adapter:
                 layer._disable_adapters = False
 
     def merged(self, name: str, tensor: Tensor, adapter: Mapping[str, Tensor]) -> tuple[str, Tensor]:
-        """A tensor of the model as it was without the adapter, by its name there, with the adapter's part in it.
+        """Merge the adapter into a tensor of the model, and return it under its name in the model
+        without the adapter.
 
         Args:
-            name: in the model with the adapter.
-            tensor: full, of any dtype; not changed.
-            adapter: full parameters in float32, by their names; those of this layer at least.
+            name: name in the model with the adapter.
+            tensor: full tensor of any dtype; not changed.
+            adapter: full float32 parameters by name, at least those of this layer.
 
         Returns:
-            (name, a new float32 tensor where the layer has an adapter, or else the tensor itself).
+            (name, a new float32 tensor if the layer has an adapter, else the tensor itself).
         """
         path, found, what = name.rpartition(".base_layer.")
         if not found or what != "weight":
@@ -117,14 +120,14 @@ class Adapter:
         """Write a folder that `peft.PeftModel.from_pretrained` loads.
 
         Args:
-            tensors: full parameters that are trained, on the host, in float32, by their names.
-            source: folder of the model that it belongs to: its tokenizer and chat template are copied.
+            tensors: full trained parameters by name, on the host, in float32.
+            source: folder of the base model, for its tokenizer and chat template.
         """
         folder.mkdir(parents=True, exist_ok=True)
         copy_companions(folder, source, disk)
-        model = Path(self._causal_lm.name_or_path)  # or the name of one in the Hugging Face cache
+        model = Path(self._causal_lm.name_or_path)  # or the name of a model in the Hugging Face cache
         name = str(model.resolve()) if model.is_dir() else self._causal_lm.name_or_path
-        # Set only now: `peft` would put a copy of the head beside the head.
+        # Set only now: in the constructor `peft` would duplicate the head.
         settings = {**self._config.to_dict(), "modules_to_save": self._whole or None}
         settings |= {"base_model_name_or_path": name, "inference_mode": True}
         content = json.dumps(settings, indent=2, sort_keys=True, default=sorted)  # its sets have no order
@@ -134,7 +137,7 @@ class Adapter:
 
 
 def serve_adapter(causal_lm: Any, lora: Lora) -> None:
-    """Put an adapter into a model that generates; it begins as nothing, and is overwritten by those that arrive.
+    """Put an adapter into a model that generates. It has no effect until the first update arrives.
 
     Args:
         causal_lm: a `transformers` model with its weights, changed in place.
@@ -144,7 +147,7 @@ def serve_adapter(causal_lm: Any, lora: Lora) -> None:
 
 
 def adapter_of(causal_lm: Any) -> dict[str, Tensor]:
-    """The parameters of a model's adapter, by the names under which they are published.
+    """Return the parameters of a model's adapter under their published names.
 
     Args:
         causal_lm: a `transformers` model with an adapter.
@@ -153,10 +156,11 @@ def adapter_of(causal_lm: Any) -> dict[str, Tensor]:
 
 
 def check_layers(model: str | Path, lora: Lora) -> None:
-    """Check the targets of an adapter against the layers of a model, which is built without weights.
+    """Check the targets of an adapter against the layers of a model, which is built without
+    weights.
 
     Raises:
-        UserError: names the target that matches no layer, and the targets that do.
+        UserError: a target matches no layer; the message lists valid targets.
     """
     settings = training_settings(model, find_model_config(model).parent)
     with refusals_named(model, "cannot be trained"), torch.device("meta"):
@@ -165,10 +169,12 @@ def check_layers(model: str | Path, lora: Lora) -> None:
 
 
 def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
-    """Names of the linear layers that get an adapter: none of the heads, and in a model with vision only layers of its language model.
+    """Return the names of the linear layers that get an adapter: no heads, and in a model with
+    vision only layers of its language model.
 
     Raises:
-        UserError: a target matches no layer that can have an adapter, or the model has no such layer.
+        UserError: a target matches no layer that can have an adapter, or the model has no such
+            layer.
     """
     heads = (
         causal_lm.get_output_embeddings(),
@@ -193,7 +199,7 @@ def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
         )
     if lora.dora and any(isinstance(causal_lm.get_submodule(name), Conv1D) for name in fit):
         raise UserError(
-            f"Lora.dora: {owner} stores its weights transposed (Conv1D), which DoRA does not measure; leave dora out"
+            f"Lora.dora: {owner} stores its weights transposed (Conv1D), which DoRA does not support; leave dora out"
         )
     if lora.targets == "all-linear":
         return fit
@@ -201,7 +207,8 @@ def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
         last = target.rpartition(".")[2]
         if last in refused:
             raise UserError(
-                f"Lora.targets: {target!r} of {owner} can have no adapter: {refused[last]}; take some of "
+                f"Lora.targets: {target!r} of {owner} can have no adapter: {refused[last]}; "
+                "take some of "
                 f"{', '.join(sorted({name.rpartition('.')[2] for name in fit}))}"
             )
     check_targets(lora.targets, fit, f"the backbone of {owner}")
@@ -209,10 +216,11 @@ def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
 
 
 def _refused_by_peft(causal_lm: Any, name: str) -> str:
-    """The reason why `peft` cannot put an adapter on a linear layer of this name. Empty if it can.
+    """Return why `peft` cannot put an adapter on a linear layer of this name, or "" if it can.
 
-    In mixtures of experts, `peft` maps the names of a dense MLP to the experts. `transformers` stores their weights stacked, and Weft does
-    not support adapters on stacked weights. In models with Mamba layers, `peft` refuses the projections that fused kernels read.
+    In mixtures of experts, `peft` maps the names of a dense MLP to the experts. `transformers`
+    stacks the experts' weights, and Weft does not support adapters on stacked weights. In models
+    with Mamba layers, `peft` refuses projections that fused kernels read.
     """
     settings = LoraConfig(target_modules=[name])
     try:
@@ -242,7 +250,8 @@ def _peft_settings(causal_lm: Any, lora: Lora, layers: list[str], task: str) -> 
 
 @contextmanager
 def _hollow(layers: list[Any]) -> Iterator[None]:
-    """Give layers on the meta device weights of zeros on the host, which take no memory: `peft` draws parameters where it finds those."""
+    """Give meta-device layers zero weights on the host that take no memory, because `peft` creates
+    its parameters on their device."""
     weights = [layer.weight for layer in layers]
     for layer, weight in zip(layers, weights, strict=True):
         layer.weight = nn.Parameter(
@@ -256,7 +265,7 @@ def _hollow(layers: list[Any]) -> Iterator[None]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of the model belongs to the adapter.
+    """Return whether a parameter of the model belongs to the adapter.
 
     >>> is_adapter("layers.0.q_proj.lora_A.default.weight"), is_adapter("layers.0.q_proj.base_layer.weight")
     (True, False)
@@ -265,7 +274,8 @@ def is_adapter(name: str) -> bool:
 
 
 def is_trained(name: str) -> bool:
-    """Whether a parameter of a model with an adapter is trained: those of the adapter, and the scalar head, if there is one.
+    """Return whether a parameter of a model with an adapter is trained: parameters of the adapter
+    or scalar head.
 
     >>> is_trained("layers.0.q_proj.lora_A.default.weight"), is_trained("score.weight"), is_trained("lm_head.weight")
     (True, True, False)
@@ -274,7 +284,8 @@ def is_trained(name: str) -> bool:
 
 
 def measured_weight(name: str) -> str | None:
-    """The weight whose rows' lengths a parameter of DoRA begins as, by name; None: it is no such parameter.
+    """Return the name of the weight whose row norms initialize a DoRA parameter, or None for other
+    parameters.
 
     >>> measured_weight("layers.0.q_proj.lora_magnitude_vector.default.weight")
     'layers.0.q_proj.base_layer.weight'
@@ -286,13 +297,14 @@ def measured_weight(name: str) -> str | None:
 def merged_weight(
     weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None = None
 ) -> Tensor:
-    """One weight in place of the weight and its adapter: W + s B A (arXiv:2106.09685, eq. 3), in float32.
+    """Merge a weight and its adapter: W + s B A (arXiv:2106.09685, eq. 3), in float32.
 
     Args:
         weight: [out, in].
         a, b: [rank, in] and [out, rank].
         scaling: s.
-        magnitude: [out], lengths that the rows of the result get (arXiv:2402.09353); None: those that they have.
+        magnitude: [out] norms for the rows of the result (arXiv:2402.09353); None keeps their
+            norms.
 
     >>> merged_weight(torch.eye(2), torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0], [0.0]]), 2.0).tolist()
     [[3.0, 0.0], [0.0, 1.0]]
@@ -304,19 +316,19 @@ def merged_weight(
 
 
 def shared_parts(*, rows: bool) -> tuple[str, str]:
-    """The linear layers inside a LoRA layer that tensor-parallel ranks share, where they share the layer that it stands for.
+    """Return the linear layers inside a LoRA layer to split over tensor-parallel ranks.
 
-    In a layer whose rows they share, B is shared in the same way and every rank has all of A; where they share columns it is the other way
-    round. A matrix that is not shared gets the same gradient on all ranks.
+    If ranks split the rows of a layer, they split B as well and each has all of A; if they split
+    columns, the roles are reversed. A matrix that is not split gets the same gradient on all ranks.
     """
     return "base_layer", f"{'lora_B' if rows else 'lora_A'}.{_NAME}"
 
 
 def peft_name(name: str) -> str:
-    """The name of a parameter in the files of `peft`.
+    """Return the name of a parameter in the files of `peft`.
 
     Args:
-        name: in the model.
+        name: name in the model.
 
     >>> peft_name("model.q_proj.lora_A.default.weight"), peft_name("model.q_proj.lora_magnitude_vector.default.weight")
     ('base_model.model.model.q_proj.lora_A.weight', 'base_model.model.model.q_proj.lora_magnitude_vector')

@@ -1,17 +1,17 @@
-"""Agreement: rows share a forward pass only in a way that gives what the model itself computes for each row alone.
+"""Agreement: find the fastest way for rows to share a forward pass that matches `transformers`.
 
-The reference contains no code of ours: `causal_lm(...).logits` of `transformers` with eager attention, one row at a time. It is
-compared with the calls of training, in the mode of training. These ways are tried, and the first that agrees is taken:
+The reference contains none of Weft's code: `causal_lm(...).logits` with eager attention, one row at
+a time. It is compared with the calls of training in training mode. The first way that agrees is
+used:
 
-    packed, varlen   rows one behind the other, with torch's kernel for rows of different lengths (`varlen_attention.py`)
-    packed           the same, padded for attention (`packed_attention.py`)
+    packed, varlen   rows end to end, with torch's kernel for rows of different lengths
+    packed           rows end to end, padded for attention (`packed_attention.py`)
     padded           a rectangle of rows, with the attention that the model was loaded with
     padded, eager    a rectangle of rows, with the attention of the reference
 
-A model that agrees in none of them is refused: it would learn from wrong log-probabilities, and nothing would show it.
-
-No rank gathers a complete model for it. What is tried is the model as `transformers` made it, without weights; those of the model that is
-trained are lent to it (`lent_weights.py`).
+A model without agreement is refused, because it would silently learn from wrong log-probabilities.
+No rank gathers a complete model for the check: it runs the model as `transformers` built it,
+without weights, and borrows the trained model's weights layer by layer.
 """
 
 from __future__ import annotations
@@ -35,18 +35,13 @@ from .packed_sequences import PackedSequences, SharedPrompts
 from .response_model import ResponseModel, follows_length
 from .routers import Router, Routers, Routing, find_routers
 
-# Lent weights
-#
-# Lent weights: forward passes of a model that holds none, with those of another model of the same
-# kind.
-#
-# Where that one lies over the ranks of a group, a layer's weights are gathered for the time that
-# the layer runs. What is outside of the layers (embeddings, the last norm, the head) is lent for
-# the whole time, and where one rank holds everything, so is everything.
+# Lent weights: run forward passes of a model without weights by lending it the weights of a sharded
+# model. A layer's weights are gathered only while the layer runs. Weights outside of layers
+# (embeddings, last norm, head), or all weights on a single rank, are lent for the whole time.
 
 
 class LentWeights:
-    """The tensors that a model is lent, by module; made by `lend_weights`."""
+    """Tensors lent to a model, by module; created by `lend_weights`."""
 
     def __init__(
         self, model: ResponseModel, full: Callable[[str], Tensor] | None, by_layer: bool
@@ -66,23 +61,23 @@ class LentWeights:
             else set[nn.Module]()
         )
         self.factor = 1
-        """What all parameters are multiplied by."""
+        """Factor on all lent parameters."""
 
     def multiply(self, factor: int) -> None:
-        """Multiply all parameters from now on."""
+        """Multiply all parameters by a further factor."""
         self.factor *= factor
         self.lend_outside()
 
     def lend_outside(self) -> None:
-        """Lend what no layer holds."""
+        """Lend the weights outside of layers."""
         self._lend([module for module in self._own if module not in self._inside])
 
     def lend_layer(self, layer: nn.Module, *_: Any) -> None:
-        """Lend a layer its weights; called before it runs."""
+        """Lend a layer its weights; called before the layer runs."""
         self._lend(list(layer.modules()))
 
     def give_back(self, layer: nn.Module, *_: Any) -> None:
-        """Take the weights of a layer away; called after it ran."""
+        """Take the weights of a layer back; called after the layer ran."""
         for module in layer.modules():
             if module not in self._own:  # BigBird replaces modules during a pass
                 continue
@@ -91,7 +86,7 @@ class LentWeights:
             module._buffers.update(buffers)
 
     def _lend(self, modules: list[nn.Module]) -> None:
-        lent: dict[Tensor, Tensor] = {}  # a tensor that several modules share stays one
+        lent: dict[Tensor, Tensor] = {}  # tensors that modules share stay shared
         for module in modules:
             if module not in self._own:
                 continue
@@ -112,7 +107,8 @@ class LentWeights:
 def lend_weights(
     model: ResponseModel, full: Callable[[str], Tensor] | None = None, *, by_layer: bool = False
 ) -> Iterator[LentWeights]:
-    """Lend a model its weights for forward passes without a gradient; afterwards it holds what it held.
+    """Lend a model weights for forward passes without a gradient, and restore its tensors
+    afterwards.
 
     Args:
         full, by_layer: see `find_agreement`.
@@ -132,59 +128,61 @@ def lend_weights(
 
 
 _LENGTHS = (5, 3)
-"""Tokens of the rows that are compared: few, so that a large model takes little time."""
+"""Tokens of the compared rows: few, so that large models take little time."""
 _FIRST_ID = 3
-"""First token id of the rows; smaller ones often mean padding."""
+"""First token id of the rows; smaller ids often mean padding."""
 _SPREAD = 1.0
-"""Standard deviation of logits below which a mistake would hardly show: the model has new parameters."""
+"""Logits with a smaller standard deviation would hide mistakes; they come from untrained
+parameters."""
 _LARGEST_FACTOR = 16
-"""The parameters of such a model are multiplied by at most this."""
+"""Limit on the factor that amplifies such parameters."""
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
-"""What models call the soft cap of their logits."""
+"""Settings with the soft cap of a model's logits."""
 _OF_ROUNDING = 3.0
-"""A kernel that rounds what it holds may be off by so many times what rounding its inputs costs."""
+"""A kernel's error may exceed the error from rounding its inputs by this factor."""
 _TOLERANCE = 1e-3
-"""In nats, or units of a hidden state. Rounding is about 1e-5; mistakes are 1e-2 and more."""
+"""[nats], or units of a hidden state. Rounding causes about 1e-5, mistakes 1e-2 and more."""
 
 
 @dataclass(frozen=True)
 class _Probe:
-    """Some rows, and what the model itself computes for each alone."""
+    """Some rows, and the model's own results for each row alone."""
 
     ids: Tensor
     """[N] int64, row after row."""
     rows: PackedSequences
     predicting: Tensor
-    """[T] int64 indexes into the N: all tokens but the last of each row."""
+    """[T] int64 indexes of the N tokens, without the last token of each row."""
     targets: Tensor
-    """[T] int64: the token that follows each of them."""
+    """[T] int64: the token after each of them."""
     expected: Tensor
-    """[T] nats; of a model with a scalar head [N, hidden]."""
+    """[T] nats, or [N, hidden] for a model with a scalar head."""
     hidden: Tensor
     """[N, hidden] states that the head reads."""
     outputs: Any
-    """Outputs of the backbone for one of the rows."""
+    """Outputs of the backbone for one row."""
     spread: float
-    """Standard deviation of the logits of a token."""
+    """Standard deviation of a token's logits."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The fastest way in which rows share a forward pass of a model."""
+    """The fastest valid way for rows to share a forward pass of a model."""
 
     packs: bool
-    """Rows stand one behind the other; otherwise they are padded."""
+    """Whether rows are packed end to end; otherwise they are padded."""
     shares_prompts: bool
-    """Rows of one prompt share its tokens."""
+    """Whether rows with the same prompt compute its tokens once."""
     attention: str
-    """Name of its attention in `transformers`."""
+    """Name of the attention implementation in `transformers`."""
     head_form: HeadForm | None
     """See `ResponseModel.head_form`."""
     routers: tuple[Router, ...]
-    """Those of a mixture of experts whose choice can be made for them; empty: there are none."""
+    """Routers of a mixture of experts that can replay routes; empty if there are none."""
 
     def put_on(self, model: ResponseModel) -> None:
-        """Set a model to it; the rope of the model sees one row at a time where it follows the length of a sequence."""
+        """Configure a model accordingly. A rope that depends on sequence length gets one row at a
+        time."""
         model.put_ropes_by_row()
         with _quiet_transformers():
             _set_attention(model.causal_lm, self.attention)
@@ -203,16 +201,16 @@ def find_agreement(
     by_layer: bool = False,
     images: ImageReader | None = None,
 ) -> Agreement:
-    """The fastest way that agrees with `transformers`.
+    """Find the fastest way that agrees with `transformers`.
 
-    It takes forward passes of about ten tokens: one of each row alone, and two of each way that is tried.
+    The check runs forward passes of about ten tokens: one for each row alone, and two for each way.
 
     Args:
-        model: changed in place: its attention, and its rope where that follows the length of a sequence.
-        full: the full tensor of each name in `model.causal_lm`, in which it has no values; all ranks call it in the same order.
-            None: it has values.
-        by_layer: the full tensors of a layer are there only while it runs.
-        images: the processor of a model that sees. Rows with images are tried, too, in the way that is found for those without.
+        model: changed in place: its attention, and a rope that depends on sequence length.
+        full: returns the full tensor of a name in `model.causal_lm`, if that has no values.
+            Collective: all ranks call it in the same order.
+        by_layer: whether a layer's full tensors exist only while it runs.
+        images: processor of a model that reads images; rows with images are then checked as well.
 
     Raises:
         UserError: the model is not causal, its own pass fails, or no way agrees with it.
@@ -248,16 +246,18 @@ def find_agreement(
                     )
                     return Agreement(packs, shares, attention, model.head_form, _routers(model, probe))
     raise UserError(
-        f"model {causal_lm.name_or_path!r} ({type(causal_lm).__name__}) cannot be trained: for rows that share a forward "
-        f"pass its results are {off:.2g} off from those of transformers for each row alone, and rounding is at most {_TOLERANCE:g}"
+        f"model {causal_lm.name_or_path!r} ({type(causal_lm).__name__}) cannot be trained: "
+        f"for rows that share a forward pass its results are {off:.2g} off from those of "
+        f"transformers for each row alone, and rounding is at most {_TOLERANCE:g}"
     )
 
 
 def _check_causal(model: ResponseModel) -> None:
-    """Check that no position depends on the tokens after it: another last token must not change the results before it.
+    """Check that changing the last token does not change the results before it.
 
     Raises:
-        UserError: a position does, or the forward pass fails, as it does for many models with another purpose.
+        UserError: a position depends on later tokens, or the forward pass fails, as in many models
+            with another purpose.
     """
     causal_lm, settings = model.causal_lm, model.causal_lm.config.get_text_config()
     who = f"model {causal_lm.name_or_path!r} ({type(causal_lm).__name__}) cannot be trained"
@@ -293,7 +293,8 @@ def _check_causal(model: ResponseModel) -> None:
 
 
 def _shared_difference(model: ResponseModel, probe: _Probe, *, rounded: bool = False) -> float:
-    """How far the hidden states of two rows that begin alike, and share that, are from those of each alone."""
+    """Return how far two rows with a shared beginning deviate from each row alone, in hidden
+    states."""
     length = _LENGTHS[0]
     row, hidden = probe.ids[:length], probe.hidden[:length]
     rest = np.array([length - 2] * 2)
@@ -302,13 +303,14 @@ def _shared_difference(model: ResponseModel, probe: _Probe, *, rounded: bool = F
     )
     try:
         _, found = model.run_backbone(torch.cat([row, row[2:]]), replace(rows, rounded=rounded))
-    except Exception:  # code that comes with a model may fail in any way
+    except Exception:  # remote code of a model can raise anything
         return torch.inf
     return float((found - torch.cat([hidden, hidden[2:]])).abs().nan_to_num(torch.inf).max())
 
 
 def _image_difference(model: ResponseModel, reader: ImageReader, attention: str) -> float:
-    """How far log-probabilities of two rows with images are from those of each alone, by the model's own forward pass."""
+    """Return how far log-probabilities of two rows with images deviate from the model's own pass on
+    each row."""
     causal_lm, device = model.causal_lm, model.causal_lm.get_input_embeddings().weight.device
     seen = [
         reader.read(
@@ -318,9 +320,7 @@ def _image_difference(model: ResponseModel, reader: ImageReader, attention: str)
     ]
     ids = [torch.from_numpy(row.ids.astype(np.int64)).to(device) for row in seen]
     places = [torch.from_numpy(row.is_image).to(device) for row in seen]
-    after = [
-        int(of_image.nonzero()[-1]) for of_image in places
-    ]  # what stands before an image is none of its business
+    after = [int(of_image.nonzero()[-1]) for of_image in places]  # compare only positions after the image
     expected: list[Tensor] = []
     _set_attention(causal_lm, "eager")
     for row, of_image, prompt, last in zip(ids, places, seen, after, strict=True):
@@ -346,8 +346,9 @@ def _image_difference(model: ResponseModel, reader: ImageReader, attention: str)
 
 
 def _routers(model: ResponseModel, probe: _Probe) -> tuple[Router, ...]:
-    """The routers of a mixture, if experts that are chosen for them are taken: the first row's own, which change nothing, and for all
-    other tokens the next ones by number, which do."""
+    """Return the routers of a mixture if they follow replayed experts. Replaying the first row's
+    own experts must change nothing; replaying the next experts by number for all other tokens must
+    change their results."""
     causal_lm, rows = model.causal_lm, probe.rows
     found, routes = find_routers(causal_lm, lambda: model.run_backbone(probe.ids, rows))
     if not found:
@@ -368,8 +369,9 @@ def _routers(model: ResponseModel, probe: _Probe) -> tuple[Router, ...]:
 
 
 def _kernel_agrees(model: ResponseModel, probe: _Probe) -> bool:
-    """Whether the kernel for rows of different lengths is as near to the reference as padded attention, both with queries, keys and values
-    in bfloat16: for rows alone, and for those that share a prompt, whose keys are more than their queries."""
+    """Return whether the kernel for rows of different lengths is as close to the reference as
+    padded attention, both with bfloat16 queries, keys and values. Checked for separate rows, and
+    for rows that share a prompt and so have more keys than queries."""
     if find_kernel(probe.ids.device) is None:
         return False
     rounded = replace(probe, rows=replace(probe.rows, rounded=True))
@@ -382,7 +384,8 @@ def _kernel_agrees(model: ResponseModel, probe: _Probe) -> bool:
 
 
 def _difference(model: ResponseModel, probe: _Probe) -> float:
-    """Largest difference from the reference in two passes, because noise (of dropout, or of a router) differs from pass to pass."""
+    """Return the largest difference from the reference in two passes, because noise (dropout,
+    routers) varies between passes."""
     largest = 0.0
     for _ in range(2):
         try:
@@ -392,14 +395,15 @@ def _difference(model: ResponseModel, probe: _Probe) -> float:
                 found, _ = model.logprobs_of(
                     outputs, hidden[probe.predicting], probe.targets, None, entropy=False
                 )
-        except Exception:  # code that comes with a model may fail in any way
+        except Exception:  # remote code of a model can raise anything
             if not model.packs:
                 raise
             return torch.inf
         largest = max(largest, float((found - probe.expected).abs().nan_to_num(torch.inf).max()))
         if largest > _TOLERANCE:
             break
-    # These rows are shorter than a window, so a window that only the mask has (packed attention gets no mask) would not show.
+    # The rows are shorter than an attention window, so a window that exists only in the mask would
+    # go unnoticed: packed attention gets no mask.
     return (
         largest
         if not model.packs or windows_reached_attention(model.causal_lm, probe.rows)
@@ -413,7 +417,7 @@ def _probe(model: ResponseModel) -> _Probe:
     lengths, first = list(_LENGTHS), [0 for _ in _LENGTHS]
     if follows_length(causal_lm):
         lengths.append(_LENGTHS[-1])
-        first.append(2 * settings.max_position_embeddings)  # stands for the end of a much longer row
+        first.append(2 * settings.max_position_embeddings)  # as if at the end of a much longer row
     device = causal_lm.get_input_embeddings().weight.device
     ids = (torch.arange(sum(lengths), device=device) + _FIRST_ID) % settings.vocab_size
     alone = [_run_alone(model, row, start) for row, start in zip(ids.split(lengths), first, strict=True)]
@@ -430,7 +434,8 @@ def _probe(model: ResponseModel) -> _Probe:
 
 
 def _run_alone(model: ResponseModel, row: Tensor, start: int) -> tuple[Any, Tensor]:
-    """(Outputs of the backbone, [L, vocabulary] float32 logits; empty with a scalar head)."""
+    """Return the outputs of the backbone, and [L, vocabulary] float32 logits (empty with a scalar
+    head)."""
     inputs: dict[str, Any] = {"input_ids": row[None], "use_cache": False}
     if start:
         inputs["position_ids"] = torch.arange(start, start + len(row), device=row.device)[None]
@@ -448,9 +453,10 @@ def _run_alone(model: ResponseModel, row: Tensor, start: int) -> tuple[Any, Tens
 
 
 def _head_form(model: ResponseModel, probe: _Probe) -> HeadForm | None:
-    """How the logits follow from the products of the head; None: in another way than a factor and a soft cap.
+    """Return how logits follow from the head's products, or None if they are more than scaled and
+    soft-capped.
 
-    Hidden states much larger than the model's own would show a soft cap that its settings do not name.
+    Hidden states much larger than the model's own expose a soft cap that its settings do not name.
     """
     causal_lm = model.causal_lm
     head = causal_lm.get_output_embeddings()
@@ -473,7 +479,8 @@ def _head_form(model: ResponseModel, probe: _Probe) -> HeadForm | None:
 
 
 def _amplified_probe(model: ResponseModel, lent: LentWeights) -> _Probe:
-    """The reference, with parameters multiplied by a power of two if the logits of the model hardly differ."""
+    """Return the reference, with parameters multiplied by a power of two if the model's logits
+    hardly differ."""
     probe = _probe(model)
     while probe.spread < _SPREAD and lent.factor < _LARGEST_FACTOR:
         lent.multiply(2)
@@ -488,7 +495,8 @@ def _set_attention(causal_lm: Any, name: str) -> None:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Hide the warnings of `transformers` about attention that cannot be set: it is compared as it is then."""
+    """Hide warnings of `transformers` about attention that cannot be set; the comparison covers
+    that case."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

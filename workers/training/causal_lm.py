@@ -1,7 +1,8 @@
-"""Causal language models of `transformers`, and those that see images as well, without weights: the modules and their computed buffers,
-and nothing random.
+"""Build causal language models of `transformers`, including models that read images, without
+weights.
 
-Parameters and saved buffers are on the meta device: `stored_weights.py` knows their values, and `sharded_model.py` gives each rank its own.
+Parameters and saved buffers are on the meta device; `stored_weights.py` reads their values, and
+`sharded_model.py` gives each rank its part. Computed buffers have values. Nothing is random.
 """
 
 from __future__ import annotations
@@ -25,43 +26,41 @@ from ..models.model_folder import SCALAR_HEAD as WEIGHT
 from ..models.weight_files import check_weights, find_tensor
 from .engine import Head, Recomputed
 
-# Scalar head
-#
-# Scalar head: one number for each position of a causal language model, in the place of its logits.
-#
-# Names and settings are those of the `transformers` classes for sequence classification with one
-# label: such a model's folder is loaded with its head (public reward models are of that kind), and
-# what is saved here is loaded by `AutoModelForSequenceClassification` where the architecture has
-# that class. The folder of a causal language model has no such head: a new one is made.
+# Scalar head: one number per position in place of logits, with the names and settings of the
+# `transformers` classes for sequence classification with one label. Folders with such a head
+# (public reward models) load with it, and saved models load with
+# `AutoModelForSequenceClassification` if the architecture has that class. Folders of language
+# models get a new head.
 
 
 _DEVIATION = 0.1
-"""Approximate standard deviation of a new head's outputs: a normalised hidden state has a norm of sqrt(hidden)."""
+"""Approximate standard deviation of a new head's outputs; a normalised hidden state has a norm of
+sqrt(hidden)."""
 
 
 def put_scalar_head(causal_lm: Any) -> frozenset[str]:
-    """Replace the head of a language model by a scalar one, without a weight.
+    """Replace the head of a language model by a scalar one without values.
 
     Args:
         causal_lm: a `transformers` causal language model on the meta device; changed in place.
 
     Returns:
-        Names of the tensors that the model has no longer.
+        Names of the removed tensors.
     """
     hidden = causal_lm.get_input_embeddings().weight.shape[1]
     before = set(causal_lm.state_dict())
-    causal_lm.set_output_embeddings(None)  # [vocabulary, hidden] parameters that nothing would train
+    causal_lm.set_output_embeddings(None)  # nothing would train its [vocabulary, hidden] parameters
     dropped = frozenset(before - set(causal_lm.state_dict()))
     causal_lm.add_module(WEIGHT.removesuffix(".weight"), nn.Linear(hidden, 1, bias=False, device="meta"))
     return dropped
 
 
 def new_scalar_head(model: str | Path, hidden: int, seed: int) -> Tensor:
-    """[1, hidden] weight of a scalar head: that of the folder, or, where it has none, a new one.
+    """Return the [1, hidden] weight of the folder's scalar head, or a new one if it has none.
 
     Args:
         model: the folder of the language model.
-        seed: of a new head; on all ranks the same.
+        seed: seed of a new head; the same on all ranks.
 
     Raises:
         UserError: the folder's head gives several numbers.
@@ -80,7 +79,7 @@ def new_scalar_head(model: str | Path, hidden: int, seed: int) -> Tensor:
 
 
 def scalar_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that replace those of the language model in the `config.json` of a folder with a scalar head."""
+    """Return the settings to change in the `config.json` of a folder with a scalar head."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN,
     )
@@ -99,7 +98,7 @@ _PRODUCTS = [
     )
     if hasattr(torch.ops.aten, name)
 ]  # fmt: skip
-"""What takes the time of a layer."""
+"""Operations that take most of a layer's time."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +106,12 @@ class Skeleton:
     """A model without weights."""
 
     causal_lm: Any
-    """In evaluation mode; parameters in float32 on the meta device, buffers that no file holds on the host."""
+    """The model in evaluation mode: float32 parameters on the meta device, computed buffers on the
+    host."""
     made: Mapping[str, Tensor]
-    """Tensors that are not read by the name that they have in the model: the scalar head."""
+    """Tensors that are not read from the model's files, by name: the scalar head."""
     dropped: frozenset[str]
-    """Names of tensors that the files of a language model hold, and this model does not: those of its own head."""
+    """Names of tensors in the files of a language model that this model lacks: its original head."""
 
 
 def build_causal_lm(
@@ -122,16 +122,17 @@ def build_causal_lm(
     *,
     activation_checkpointing: Recomputed = False,
 ) -> Skeleton:
-    """The model of a folder, without weights.
+    """Build the model of a folder, without weights.
 
     Args:
-        model: what the user calls it.
-        head: with "values" or "rewards" a scalar head takes the place of the model's own.
-        seed: of a scalar head that the folder does not have.
-        activation_checkpointing: which activations are computed a second time in the backward pass.
+        model: the user's name for the model.
+        head: "values" or "rewards" replaces the model's head by a scalar one.
+        seed: seed of a scalar head that the folder lacks.
+        activation_checkpointing: activations to recompute in the backward pass.
 
     Raises:
-        UserError: `transformers` refuses the model, or to checkpoint its activations, or the model gets no scalar head.
+        UserError: `transformers` refuses the model or its activation checkpointing, or the model
+            cannot have a scalar head.
     """
     settings = training_settings(model, folder)
     if head != "logprobs":
@@ -153,7 +154,7 @@ def build_causal_lm(
 
 
 def move_buffers(causal_lm: Any, device: torch.device) -> None:
-    """Move the buffers that have values to the device where those without values will be."""
+    """Move buffers with values to the device of the model."""
     for module in causal_lm.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
@@ -161,7 +162,7 @@ def move_buffers(causal_lm: Any, device: torch.device) -> None:
 
 
 def load_complete(model: str | Path, folder: Path) -> Any:
-    """The model with all of its weights in float32 on the host, as `from_pretrained` loads it.
+    """Load the model with all weights in float32 on the host, as `from_pretrained` does.
 
     Raises:
         UserError: `transformers` refuses the model.
@@ -169,7 +170,7 @@ def load_complete(model: str | Path, folder: Path) -> Any:
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it reports what it does not use, which `stored_weights.py` judges
+    logging.set_verbosity_error()  # hide its report of unused tensors, which `stored_weights.py` judges
     settings = training_settings(model, folder)
     try:
         check_weights(model, trained=True)
@@ -186,14 +187,14 @@ def load_complete(model: str | Path, folder: Path) -> Any:
 
 
 def auto_class(settings: Any) -> Any:
-    """The class of `transformers` that makes a model of these settings."""
+    """Return the `transformers` class for a model with these settings."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if is_type_that_sees(settings) else AutoModelForCausalLM
 
 
 def training_settings(model: str | Path, folder: Path) -> Any:
-    """The settings of a model, without dropout.
+    """Return the settings of a model, without dropout.
 
     Raises:
         UserError: `transformers` does not know the model.
@@ -201,7 +202,7 @@ def training_settings(model: str | Path, folder: Path) -> Any:
     from transformers import AutoConfig
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # one per rank would garble the terminal
+    logging.disable_progress_bar()  # progress bars of several ranks would garble the terminal
     with refusals_named(model, "cannot be trained", folder / CONFIG_FILE):
         settings = AutoConfig.from_pretrained(folder, local_files_only=True)
     settings.name_or_path = str(model)
@@ -210,10 +211,10 @@ def training_settings(model: str | Path, folder: Path) -> Any:
 
 
 def _forget_values(causal_lm: Any) -> None:
-    """Put every tensor that files hold on the meta device.
+    """Move every stored tensor to the meta device.
 
-    Some constructors draw values on the host in spite of `torch.device("meta")` (DiffLlama's `torch.normal`). A tensor with values
-    would count as loaded, and keep the values that were drawn.
+    Some constructors create values on the host in spite of `torch.device("meta")` (DiffLlama's
+    `torch.normal`). A tensor with values would count as loaded, and keep the random values.
     """
     stored = {
         id(tensor): tensor
@@ -232,13 +233,13 @@ def _forget_values(causal_lm: Any) -> None:
 
 
 def _compute_buffers(model: str | Path, causal_lm: Any) -> None:
-    """Give buffers that no file holds (frequencies of rope, masks) the values that `from_pretrained` gives them.
+    """Compute buffers that no file holds (rope frequencies, masks), as `from_pretrained` does.
 
-    On the meta device a constructor computes nothing. The initialization of `transformers` computes these buffers and skips tensors that
-    are marked as loaded.
+    On the meta device a constructor computes nothing. The initialization of `transformers` computes
+    these buffers and skips tensors that are marked as loaded.
 
     Raises:
-        UserError: the initialization leaves one out.
+        UserError: the initialization leaves a buffer out.
     """
     for tensor in (*causal_lm.parameters(), *causal_lm.buffers()):
         tensor._is_hf_initialized = True
@@ -251,6 +252,7 @@ def _compute_buffers(model: str | Path, causal_lm: Any) -> None:
             continue
         module._buffers[last] = made = torch.empty_like(buffer, device="cpu")
         if made.is_floating_point() and made.numel():
+            # Fill with nan to detect buffers that the initialization leaves out.
             made.fill_(torch.nan)
             unknown.append((name, module, last))
     causal_lm.initialize_weights()
@@ -265,8 +267,8 @@ def _compute_buffers(model: str | Path, causal_lm: Any) -> None:
 def _switch_off_dropout(settings: Any) -> None:
     """Set every dropout setting to zero.
 
-    A policy with dropout is not the policy that sampled. Evaluation mode switches it off, but layers whose activations are computed a
-    second time must be in training mode, and some apply dropout by themselves.
+    A policy with dropout differs from the policy that sampled. Evaluation mode disables dropout,
+    but recomputed layers must be in training mode, and some apply dropout directly.
     """
     for name, value in vars(settings).items():
         if hasattr(value, "to_dict"):
@@ -292,10 +294,11 @@ def _checkpoint_activations(causal_lm: Any, which: Recomputed) -> None:
     for module in causal_lm.modules():
         module.training = bool(
             getattr(module, "gradient_checkpointing", False)
-        )  # only checkpointing looks at `training`
+        )  # only checkpointing reads `training`
 
 
 def _keep_products() -> Any:
-    """Keeps what matrix products and attention give, and computes all else a second time (Megatron's selective recomputation keeps and
-    drops the other way round, arXiv:2205.05198: its attention was the cheap part)."""
+    """Keep the results of matrix products and attention, and recompute the rest. (Megatron's
+    selective recomputation, arXiv:2205.05198, recomputes attention instead, which was the cheap
+    part there.)"""
     return create_selective_checkpoint_contexts(_PRODUCTS)

@@ -1,4 +1,5 @@
-"""FsdpEngine: training with FSDP2, optionally x tensor parallel, on `transformers` models. One process: plain torch."""
+"""FsdpEngine: training of `transformers` models with FSDP2 and optional tensor parallelism; plain
+torch on a single process."""
 
 from __future__ import annotations
 
@@ -43,20 +44,17 @@ from .routers import Balance, Routers
 from .sharding import MeshOfOne, check_alike, gradient_norm, join_mesh, local_part
 from .snapshot import Snapshot, SnapshotWriter, set_random_states
 
-# Freed memory
-#
-# Freed memory of a process stays with it.
-
-
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """Parameters of glibc's `mallopt` (malloc.h)."""
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep memory that is freed for what is allocated next; by default glibc gives tensors of more than 32 MiB back to
-    the kernel, which clears each page before it hands it out again. The heap may fragment: 1 % more memory was measured.
+    """Let the C library keep freed memory for later allocations. By default glibc returns tensors
+    above 32 MiB to the kernel, which must clear each page before reuse. The heap may fragment:
+    measurements showed 1 % more memory.
 
-    The setting holds for the whole process, which under `Local()` is the user's. Other C libraries, and other systems, go on as they do.
+    The setting applies to the whole process, which under `Local()` is the user's. Other C libraries
+    and systems are unaffected.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -65,14 +63,16 @@ def keep_freed_memory() -> None:
 
 
 class FsdpEngine:
-    """A `TrainingEngine` on the ranks of a group: dp replicas outermost, each of `tensor_parallel` ranks.
+    """A `TrainingEngine` on the ranks of a group: dp replicas outermost, each of `tensor_parallel`
+    ranks.
 
-    The gradient of a step is that of the summed loss over the global count, whatever the ranks, microbatches and row order:
-    a rank without rows takes part in the collectives with a token of weight zero.
+    A step's gradient is that of the summed loss over the global count, independent of ranks,
+    microbatches and row order. A rank without rows takes part in collectives with a token of weight
+    zero.
 
     Args:
         config, context, training, head: see `EngineFactory`.
-        disk: where files are written; tests give one that fails.
+        disk: writes files; tests pass one that fails.
 
     Raises:
         UserError: the model cannot be trained, or does not fit the ranks.
@@ -89,7 +89,7 @@ class FsdpEngine:
     ) -> None:
         self.config, self.context, self.training = config, context, training
         self.steps = 0
-        """Optimizer steps applied."""
+        """Number of applied optimizer steps."""
         self.device = rank_device(context)
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -108,7 +108,8 @@ class FsdpEngine:
         router_loss = None if training is None else training.router_loss
         if router_loss is not None and not (self.model.routers and self.model.routers.have_logits):
             raise UserError(
-                f"router_loss={router_loss:g}: model {str(config.model)!r} has no routers whose logits transformers declares; leave it out"
+                f"router_loss={router_loss:g}: model {str(config.model)!r} has no routers "
+                "whose logits transformers declares; leave it out"
             )
         self._disk = disk or Disk()
         self.optimizer: PlainMoments | None = None
@@ -117,7 +118,7 @@ class FsdpEngine:
             self.optimizer = make_optimizer(config, training, self.model.parameters(), self.device)
             self._snapshots = SnapshotWriter(context, self.device, self._write_stored, self._disk)
         self._count = self._loss_total = 0.0
-        """Of the rows whose gradients have been accumulated since the last step: what the sum is divided by, and the sum."""
+        """Count and loss sum of the rows accumulated since the last step."""
 
     @property
     def coordinates(self) -> Coordinates:
@@ -143,7 +144,8 @@ class FsdpEngine:
     def _of_tokens(
         self, batch: Batch, what: str, has_it: bool, adapter: bool = True, entropies: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """([1 or 2, T] float32 figures of the response tokens, the second of them entropies; cu_seqlens)."""
+        """Return [1 or 2, T] float32 figures of the response tokens (the second are entropies), and
+        cu_seqlens."""
         if not has_it:
             raise RuntimeError(f"this engine was made with head={self.head!r}; it computes no {what}")
         rows = self._rows(batch, ())
@@ -165,7 +167,7 @@ class FsdpEngine:
 
     def losses(self, batch: Batch, loss: Loss) -> np.ndarray:
         rows = self._rows(batch, _columns_of(loss, batch))
-        # What a loss takes together: a group, or each row by itself.
+        # Unit of the loss: a group, or a row.
         unit = batch.numpy(GROUP_ID) if loss.whole_groups else np.arange(len(batch))
         plan, _ = self._plan(rows, unit if loss.whole_groups else None)
         lengths = np.diff(rows.response[1])
@@ -199,28 +201,30 @@ class FsdpEngine:
 
     @property
     def _pads(self) -> bool:
-        """Whether rows are padded for attention; a kernel for rows of different lengths takes them as they are."""
+        """Whether attention pads rows; the variable-length kernel does not."""
         return self.model.causal_lm.config.get_text_config()._attn_implementation != VARLEN
 
     def _replaying(self, batch: Batch) -> Routers | None:
-        """The routers that take the experts that are among the columns; None: they choose, or there are none."""
+        """Return the routers that replay the column of routes, or None if they choose or there are
+        none."""
         if ROUTES not in batch or num_experts(self.model.causal_lm.config.get_text_config()) is None:
             return None
         if self.model.routers is None:
             raise UserError(
-                f"model {str(self.config.model)!r} cannot take the column {str(ROUTES)!r}: its routers cannot be told which experts to "
-                "take; sample without routes=True"
+                f"model {str(self.config.model)!r} cannot replay the column "
+                f"{str(ROUTES)!r}: its routers do not accept given experts; sample without "
+                "routes=True"
             )
         return self.model.routers
 
     def _plan(
         self, rows: Microbatches, groups: np.ndarray | None = None, *numbers: float
     ) -> tuple[list[np.ndarray], np.ndarray]:
-        """The microbatches of this rank, with empty ones where it takes part in the collectives of others.
+        """Plan this rank's microbatches, with empty ones to take part in the collectives of others.
 
         Args:
-            groups: [rows]; rows of equal ones stay together.
-            numbers: of this replica, which others are to know.
+            groups: [rows]; rows with equal values stay together.
+            numbers: numbers of this replica to share with the others.
 
         Returns:
             (the plan; [replicas, numbers] float64)
@@ -229,9 +233,9 @@ class FsdpEngine:
         plan = rows.plan(self.microbatch_tokens, packed=packed, groups=groups)
         replicas = self._sharded.over_replicas(len(plan), *numbers)
         wanted = int(replicas[:, 0].max())
-        if self._sharded.gathers_once:  # and gradients are reduced in whichever microbatch is the last
+        if self._sharded.gathers_once:  # gradients are reduced in the last microbatch of each rank
             wanted = min(wanted, max(1, len(plan)))
-        elif len(replicas) > 1:  # they gather layers in lockstep
+        elif len(replicas) > 1:  # ranks gather layers in lockstep
             limits = wanted, self.microbatch_tokens, self._row_cost
             plan = rows.plan_in_lockstep(*limits, packed=packed, pads=self._pads, groups=groups)
         return plan + [np.empty(0, dtype=np.int64)] * (wanted - len(plan)), replicas[:, 1:]
@@ -258,14 +262,14 @@ class FsdpEngine:
         parts: list[Metrics] = []
         loss_total = torch.zeros((), device=self.device)
         plan = plan or [np.empty(0, dtype=np.int64)] * last
-        averaged = len(counts) * self.config.sequence_parallel  # by FSDP; the loss is a sum
+        averaged = len(counts) * self.config.sequence_parallel  # FSDP averages, but the loss is a sum
         balance = self._balance(rows, plan, self._count * averaged, whole=whole)
         routers = self.model.routers
         watched = nullcontext() if routers is None else routers.watched(self.device, balance)
         with (
             watched as tally,
             self._sharded.precision(),
-        ):  # parameters are rounded once for all microbatches
+        ):  # round parameters once for all microbatches
             for number, part in enumerate(plan if self._count > 0 else ()):
                 self._sharded.sync_gradients(last and number == len(plan) - 1)
                 logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
@@ -291,12 +295,12 @@ class FsdpEngine:
     def _balance(
         self, rows: Microbatches, plan: list[np.ndarray], weight: float, *, whole: bool
     ) -> Balance | None:
-        """The gradient of the loss that balances routers (`router_loss.py`); None: there is no such loss."""
+        """Return the gradient of the load-balancing loss, or None without such a loss."""
         routers, coefficient = self.model.routers, self.training and self.training.router_loss
         if routers is None or coefficient is None or self._count == 0:
             return None
         if not whole:
-            raise RuntimeError("a loss of routers is one of all rows of a step: they come in one call")
+            raise RuntimeError("router_loss needs all rows of a step in one call")
         if rows.routes is not None:
             own = routers.loads(rows.routes[row] for part in plan for row in part)
             loads = torch.from_numpy(self._sharded.over_replicas(*own.tolist()).sum(0)).to(self.device)
@@ -320,7 +324,7 @@ class FsdpEngine:
     def apply(self) -> OptimizerStep:
         step = self._apply() if self._count > 0 else OptimizerStep({}, applied=False)
         self._count = self._loss_total = 0.0
-        once = float(self.coordinates.dp == 0)  # counted by one replica, not by each
+        once = float(self.coordinates.dp == 0)  # one replica counts for all
         counts = {
             "skipped_steps": Sum(once * (not step.applied)),
             "bad_steps": Sum(once * (step.bad is not None)),
@@ -336,7 +340,7 @@ class FsdpEngine:
             local_part(gradient).div_(self._count)
         norm = gradient_norm(
             gradients, also=0.0 * self._loss_total
-        )  # 0 * inf is nan, and reaches every rank
+        )  # 0 * inf is nan, which reaches every rank
         metrics: dict[str, Metric] = {"grad_norm": Mean(norm)} if math.isfinite(norm) else {}
         bad = self._why_bad(norm)
         if bad is None:
@@ -354,7 +358,8 @@ class FsdpEngine:
         return OptimizerStep(metrics, applied=bad is None, bad=bad)
 
     def _why_bad(self, norm: float) -> str | None:
-        """Why a step with this gradient norm (equal on all ranks) must not be taken; None: it can be."""
+        """Return why a step with this gradient norm (equal on all ranks) is bad, or None if it is
+        good."""
         assert self.training is not None
         limit = self.training.skip_above_grad_norm
         if math.isfinite(norm):
@@ -395,18 +400,18 @@ class FsdpEngine:
             self._sharded.write(partial, gathered, self._disk, only_adapter=only_adapter)
             if folder.exists():
                 shutil.rmtree(folder)
-            partial.rename(folder)  # a folder under its own name is complete
+            partial.rename(folder)  # readers only see complete folders
         if self.mesh is not None:
-            dist.barrier()  # no rank goes on to read what is still being written
+            dist.barrier()  # no rank may read the folder before it is complete
 
     # Snapshots
 
     def snapshot(self, folder: Path, notes: Mapping[str, Any] | None = None) -> float:
         if self._snapshots is None:
-            raise RuntimeError("this engine was made without an optimizer; it has no state to go on with")
+            raise RuntimeError("this engine was made without an optimizer; it has no state to snapshot")
         if self._count > 0:
             raise RuntimeError(
-                "gradients of the step to come have been accumulated; a snapshot is taken between two steps"
+                "gradients of an unfinished step have been accumulated; take snapshots between two steps"
             )
         start, state = time.perf_counter(), self.state()
         if self.mesh is not None and self.config.tensor_parallel > 1:
@@ -424,7 +429,8 @@ class FsdpEngine:
         if in_8_bits(stored.shapes) != in_8_bits(state):
             kept, now = ("8bit", "float32") if in_8_bits(stored.shapes) else ("float32", "8bit")
             raise UserError(
-                f"snapshot {folder} has moments={kept!r}, and moments={now!r} is set: set what they were"
+                f"snapshot {folder} has moments={kept!r}, but moments={now!r} is set; "
+                "keep the snapshot's setting"
             )
         stored.check(state)
         for name, tensor in state.items():
@@ -439,7 +445,8 @@ class FsdpEngine:
         return notes["notes"]
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that training changes: tensors of the model, and AdamW's state of each parameter (made if there is none yet)."""
+        """Return everything that training changes: the model's tensors, and AdamW's state of each
+        parameter (created if missing)."""
         assert self.optimizer is not None
         state: dict[str, Tensor] = {}
         for name, tensor in self._sharded.own_tensors().items():
@@ -452,7 +459,8 @@ class FsdpEngine:
         return state
 
     def _write_stored(self, stored: Snapshot, folder: Path) -> None:
-        """Write the folder of the model or its adapter from a snapshot's files, because the model itself is being trained."""
+        """Write the folder of the model or adapter from a snapshot's files, because the model
+        itself continues to train."""
         only_adapter = self._sharded.adapter is not None
         dtype = torch.float32 if only_adapter else getattr(torch, self.config.dtype)
         names = [name for name in stored.shapes if name.startswith("model.")]
@@ -487,5 +495,4 @@ class FsdpEngine:
 
 
 def _columns_of(loss: Loss, batch: Batch) -> list[str]:
-    """The columns of a batch that a loss reads."""
     return [c for c in (*loss.reads, *loss.may_read) if c in batch]

@@ -1,9 +1,11 @@
-"""Head log-probabilities: log-probabilities and entropies of tokens, from the hidden states before them.
+"""Log-probabilities and entropies of tokens, from the hidden states before them.
 
-The logits of a batch (tokens x vocabulary) are by far its largest tensor. Here they are made in chunks of tokens, forwards and once more
-backwards (StreamBP, arXiv:2506.03077), and the gradients of a chunk are added up before the next one is made. Under tensor parallelism each
-rank has the head's rows of some token ids; what the ranks tell one another is four numbers for each token forwards, and the gradient of
-the hidden states backwards (Vocabulary Parallelism, arXiv:2411.05288).
+The logits of a batch (tokens x vocabulary) are by far its largest tensor. They are computed in
+chunks of tokens in the forward pass and again in the backward pass (StreamBP, arXiv:2506.03077),
+and each chunk's gradients are added up before the next chunk starts. Under tensor parallelism each
+rank has the head's rows of some token ids. Ranks exchange only four numbers per token in the
+forward pass, and the gradient of the hidden states in the backward pass (Vocabulary Parallelism,
+arXiv:2411.05288).
 """
 
 from __future__ import annotations
@@ -24,19 +26,20 @@ from .memory import KEPT_BYTES, head_chunk_bytes
 from .sharding import offset_of
 
 _CACHED = 2**17
-"""Number of logits that stay in the cache of a CPU during a pass over them."""
+"""Number of logits that stay in a CPU's cache during a pass over them."""
 
 
 @dataclass(frozen=True)
 class HeadForm:
-    """How logits z follow from the products x of hidden states and the head's matrix (and its bias, which x includes):
-    z = factor * x, or with a soft cap z = softcap * tanh(factor * x / softcap) (Gemma 2, arXiv:2408.00118, section 2)."""
+    """Form of logits z as a function of the products x of hidden states and the head's matrix,
+    including its bias: z = factor * x, or with a soft cap z = softcap * tanh(factor * x / softcap)
+    (Gemma 2, arXiv:2408.00118, section 2)."""
 
     factor: float = 1.0
     softcap: float | None = None
 
     def logits(self, products: Tensor) -> Tensor:
-        """Logits in the place of products.
+        """Turn products into logits, in place.
 
         >>> HeadForm(2.0).logits(torch.ones(2)).tolist(), HeadForm(softcap=1.0).logits(torch.tensor([1e9])).tolist()
         ([2.0, 2.0], [1.0])
@@ -57,23 +60,27 @@ def head_logprobs(
     entropy: bool = False,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities and entropies of softmax(z / temperature), of which no more than a chunk exists at any time.
+    """Compute log-probabilities and entropies of softmax(z / temperature), one chunk at a time.
 
-    Logits are capped, scaled and summed in float32 (in float64 for such hidden states); products of half precision are added up in
-    float32, and a CPU rounds their sums to half precision, a GPU does not.
+    Logits are capped, scaled and summed in float32 (in float64 for float64 hidden states).
+    Half-precision products accumulate in float32; a CPU then rounds the sums to half precision, a
+    GPU does not.
 
     Args:
-        hidden: [T, hidden], gradient yes.
-        weight: [vocabulary, hidden], of the dtype of `hidden`, gradient yes; a `DTensor` of one dimension, split over rows, where ranks
-            share the vocabulary: then all of its ranks call with the same tokens, and get the same answer.
-        bias: [vocabulary], or None; split as `weight` is; gradient yes.
+        hidden: [T, hidden], with gradient.
+        weight: [vocabulary, hidden], in the dtype of `hidden`, with gradient. If ranks share the
+            vocabulary, a one-dimensional `DTensor` split over rows; all ranks then pass the same
+            tokens and get the same result.
+        bias: [vocabulary], with gradient and split like `weight`, or None.
         targets: [T] int64.
-        temperatures: [T] float32, or None for 1; no gradient.
-        entropy: entropies get a gradient. Without one they are returned where gradients are computed, because they cost little there.
-        chunk: bytes of logits that are made at once; None: what suits the device.
+        temperatures: [T] float32 without gradient, or None for 1.
+        entropy: whether entropies get a gradient. Otherwise they are returned only in passes with
+            gradients, where they cost little.
+        chunk: bytes of logits to compute at once; None selects a value for the device.
 
     Returns:
-        ([T] nats, log-probability of each target; [T] nats, -sum_v p_v log p_v, or None), empty for no tokens.
+        ([T] nats, log-probability of each target; [T] nats, -sum_v p_v log p_v, or None), empty for
+        no tokens.
     """
     shards = _Shards.of(weight)
     if shards is not None:
@@ -89,7 +96,7 @@ def head_logprobs(
 
 @dataclass(frozen=True)
 class _Shards:
-    """The rows of the head that this rank has, where ranks share them."""
+    """This rank's rows of a head that ranks share."""
 
     group: dist.ProcessGroup
     first: int
@@ -101,7 +108,8 @@ class _Shards:
             return None
         if weight.device_mesh.ndim != 1 or weight.placements != (Shard(0),):
             raise ValueError(
-                f"a head must be split over its rows, on one dimension of the mesh; it lies as {weight.placements}"
+                "a head must be split over its rows, on one dimension of the mesh; its "
+                f"placements are {weight.placements}"
             )
         return cls(weight.device_mesh.get_group(), offset_of(weight)[0])
 
@@ -112,15 +120,16 @@ class _How:
     shards: _Shards | None
     trains: bool
     entropies: bool
-    """They are computed."""
+    """Whether to compute entropies."""
     entropy: bool
-    """They have a gradient."""
+    """Whether entropies have a gradient."""
     chunk: int
-    """[bytes] of logits at once."""
+    """[bytes] Logits to compute at once."""
 
     @property
     def keeps_exponentials(self) -> bool:
-        """Whether the backward pass needs no more of logits than their exponentials, which the forward pass has made."""
+        """Whether the backward pass needs only the exponentials of logits, which the forward pass
+        has computed."""
         return self.trains and not self.entropy and self.form.softcap is None
 
 
@@ -161,7 +170,7 @@ class _HeadLogprobs(torch.autograd.Function):
         return (
             chosen - largest - sums.log(),
             entropies,
-        )  # in this order: a large logit would round the other sum
+        )  # this order of subtraction avoids rounding by large logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -180,7 +189,7 @@ class _HeadLogprobs(torch.autograd.Function):
             if kept is not None and how.keeps_exponentials:
                 logits *= (ctx.below.exp() / sums * -grads[0])[
                     :, None
-                ]  # exponentials, of which it makes -grad * p
+                ]  # turn exponentials into -grad * p
             else:
                 to_entropy = (grads[1][part], entropies[part]) if how.entropy else None
                 _differentiate(logits, largest[part], sums[part], grads[0][part], to_entropy)
@@ -192,7 +201,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 logits, part, grad_hidden, grad_weight, of_weight=of_weight
             )
         if how.shards is not None and grad_hidden is not None:
-            total = grad_hidden.to(chunks.dtype)  # summed as one rank would sum it
+            total = grad_hidden.to(chunks.dtype)  # accumulate as a single rank would
             dist.all_reduce(total, group=how.shards.group)
             grad_hidden = total.to(hidden.dtype)
         if of_weight:
@@ -210,8 +219,9 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 class _Chunks:
-    """The chunks of a head's pass, in one buffer after the other: fresh pages cost as much as a pass over them. Logits that are kept for
-    the backward pass are one chunk; others are cut evenly, since products of few tokens are slow."""
+    """Chunks of a head's pass, which share their buffers: fresh pages cost as much as a pass over
+    them. Logits kept for the backward pass are a single chunk; others are split evenly, because
+    products of few tokens are slow."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, how: _How
@@ -226,7 +236,7 @@ class _Chunks:
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         row = self.dtype.itemsize * max(1, len(weight))
         self.kept = how.trains and row * len(hidden) <= KEPT_BYTES
-        """Whether the backward pass gets the logits of the forward pass."""
+        """Whether the backward pass reuses the logits of the forward pass."""
         number = 1 if self.kept else -(-len(hidden) // max(1, how.chunk // row))
         self._size = max(1, -(-len(hidden) // max(1, number)))
         self._buffers: dict[str, Tensor] = {}
@@ -236,7 +246,8 @@ class _Chunks:
             yield slice(start, min(start + self._size, len(self.hidden)))
 
     def logits(self, part: slice) -> Tensor:
-        """[t, vocabulary] in float32 or more, divided by temperatures; the next call overwrites it."""
+        """Return [t, vocabulary] logits in float32 or float64, divided by temperatures; the next
+        call overwrites them."""
         hidden, number = self.hidden[part], part.stop - part.start
         out = self._buffer("logits", number, self.dtype)
         if hidden.dtype == self.dtype:
@@ -244,6 +255,7 @@ class _Chunks:
         elif hidden.is_cuda:
             torch.mm(hidden, self.weight.T, out_dtype=self.dtype, out=out)
         else:
+            # On a CPU torch.mm cannot return float32 for half-precision inputs.
             out.copy_(torch.mm(hidden, self.weight.T, out=self._buffer("rounded", number, hidden.dtype)))
         if self.bias is not None:
             out += self.bias
@@ -251,7 +263,8 @@ class _Chunks:
         return out if self.scales is None else out.mul_(self.scales[part, None])
 
     def slopes(self, logits: Tensor, part: slice) -> Tensor | None:
-        """[t, vocabulary] derivative of a soft cap, 1 - tanh^2, from the scaled logits; None without one."""
+        """Return the [t, vocabulary] derivative of the soft cap, 1 - tanh^2, from the scaled
+        logits; None without a cap."""
         cap = self.form.softcap
         if cap is None:
             return None
@@ -261,7 +274,7 @@ class _Chunks:
         return slopes.mul_(1 / cap).square_().neg_().add_(1)
 
     def through_form(self, gradient: Tensor, slopes: Tensor | None, part: slice) -> None:
-        """Turn the gradient of scaled logits into that of products, in its place."""
+        """Turn the gradient of scaled logits into that of products, in place."""
         if slopes is not None:
             gradient *= slopes
         if self.form.factor != 1:
@@ -278,11 +291,12 @@ class _Chunks:
         *,
         of_weight: bool,
     ) -> Tensor | None:
-        """Write the gradient of these hidden states, and return that of the weight with what these tokens make of it.
+        """Write the gradient of these hidden states, and return the weight's gradient including
+        these tokens.
 
         Args:
-            gradient: [t, vocabulary] of products.
-            grad_weight: so far, in float32; None for the first chunk.
+            gradient: [t, vocabulary] gradient of products.
+            grad_weight: the weight's gradient so far, in float32; None for the first chunk.
         """
         hidden = self.hidden[part]
         if hidden.dtype != self.dtype:
@@ -296,7 +310,7 @@ class _Chunks:
         if "weight" not in self._buffers:
             self._buffers["weight"] = torch.empty_like(self.weight)
         rounded = torch.mm(gradient.T, hidden, out=self._buffers["weight"])
-        if len(hidden) == len(self.hidden):  # the only chunk: nothing is added
+        if len(hidden) == len(self.hidden):  # a single chunk needs no sum
             return rounded
         return rounded.to(self.dtype) if grad_weight is None else grad_weight.add_(rounded)
 
@@ -307,20 +321,21 @@ class _Chunks:
 
 
 def chunk_bytes(device: torch.device) -> int:
-    """Bytes of logits that are made at once on a device."""
+    """Return the bytes of logits to compute at once on a device."""
     return head_chunk_bytes(
         torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     )
 
 
 def _own_ids(targets: Tensor, shards: _Shards | None) -> Tensor:
-    """[T] targets as rows of this rank's head; those of others are below 0, or beyond its last row."""
+    """Return [T] targets as row numbers of this rank's head; ids of other ranks are out of range."""
     return targets if shards is None else targets - shards.first
 
 
 def _statistics(logits: Tensor, ids: Tensor, *, means: bool, replace: bool) -> Tensor:
-    """[T, 4] of logits z [T, vocabulary]: z of the token (0 where it is not here), the largest z, and, with y = z - largest, the sums of
-    exp(y) and (with `means`) of y exp(y). With `replace`, exp(y) takes the place of z."""
+    """Return [T, 4] statistics of logits z [T, vocabulary]: z of the token (0 on other ranks), the
+    largest z, and, with y = z - largest, the sums of exp(y) and (with `means`) of y exp(y).
+    `replace` overwrites z by exp(y)."""
     out = logits.new_zeros(len(logits), 4)
     if not logits.shape[1]:
         out[:, 1] = -torch.inf
@@ -339,13 +354,13 @@ def _statistics(logits: Tensor, ids: Tensor, *, means: bool, replace: bool) -> T
 
 
 def _joined(own: Tensor, shards: _Shards) -> Tensor:
-    """The statistics of all ranks' logits together, from those of each; one exchange of four numbers a token."""
+    """Combine the statistics of all ranks, with one exchange of four numbers per token."""
     ranks = dist.get_world_size(shards.group)
     everyones = [torch.empty_like(own) for _ in range(ranks)]
     dist.all_gather(everyones, own, group=shards.group)
     chosen, largest, sums, weighted = torch.stack(everyones).unbind(2)
     most = largest.amax(0)
-    below = largest - most  # -inf of a rank without rows, whose sums are 0
+    below = largest - most  # -inf for a rank without rows, whose sums are 0
     share = below.exp()
     weighted = weighted + torch.where(share > 0, below, 0) * sums
     return torch.stack([chosen.sum(0), most, (sums * share).sum(0), (weighted * share).sum(0)], 1)
@@ -354,10 +369,12 @@ def _joined(own: Tensor, shards: _Shards) -> Tensor:
 def _differentiate(
     logits: Tensor, largest: Tensor, sums: Tensor, grad: Tensor, entropy: tuple[Tensor, Tensor] | None
 ) -> None:
-    """Replace logits z [T, vocabulary] by the gradient of sum_t grad_t log p_t (+ sum_t e_t H_t), but for what each token's own logit adds.
+    """Replace logits z [T, vocabulary] by the gradient of sum_t grad_t log p_t (+ sum_t e_t H_t),
+    except for the term of each target's own logit.
 
     Args:
-        largest, sums: [T] the largest z, and the sum of exp(z - largest), over the whole vocabulary.
+        largest, sums: [T] the largest z, and the sum of exp(z - largest), over the whole
+            vocabulary.
         entropy: (e, H), each [T].
     """
     if not logits.shape[1]:
@@ -375,7 +392,7 @@ def _differentiate(
 
 
 def _add_to_chosen(logits: Tensor, ids: Tensor, grad: Tensor) -> None:
-    """Add the gradient [T] of log p_y by z_y where the token is here."""
+    """Add the gradient [T] of log p_y by z_y for targets on this rank."""
     if logits.shape[1]:
         here = (ids >= 0) & (ids < logits.shape[1])
         logits.scatter_add_(
@@ -384,8 +401,8 @@ def _add_to_chosen(logits: Tensor, ids: Tensor, grad: Tensor) -> None:
 
 
 def _cached_rows(logits: Tensor) -> Iterator[slice]:
-    """Parts of the rows that stay in the cache of a CPU from one operation to the next. On a GPU, and without memory, they are a sixteenth,
-    so that what is made of them is small."""
+    """Yield slices of rows that stay in a CPU's cache between operations. On a GPU, and without
+    memory, a slice is a sixteenth, to keep temporaries small."""
     rows = max(1, _CACHED // logits.shape[1])
     if logits.device.type != "cpu" or isinstance(logits, FakeTensor):
         rows = -(-len(logits) // 16)
@@ -400,10 +417,10 @@ def logprobs_of_any_head(
     temperatures: Tensor | None,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The general form, by autograd: for heads that are more than a matrix with a soft cap.
+    """Compute the same by autograd, for heads that are more than a matrix with a soft cap.
 
     Args:
-        logits_of: [T, hidden] -> [T, vocabulary].
+        logits_of: maps [T, hidden] to [T, vocabulary].
         hidden, targets, temperatures, entropy: see `head_logprobs`.
     """
     trains = torch.is_grad_enabled()
@@ -422,6 +439,7 @@ def logprobs_of_any_head(
 
     vocabulary = logits_of(hidden[:1].detach()).shape[-1]
     size = max(1, chunk_bytes(hidden.device) // (4 * vocabulary))
+    # Recompute chunks in the backward pass if their logits are too large to keep.
     again = trains and 4 * len(targets) * vocabulary > KEPT_BYTES
     parts = []
     for start in range(0, max(1, len(targets)), size):

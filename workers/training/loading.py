@@ -1,5 +1,5 @@
-"""Loading: a model of `transformers` over the ranks of a group. Each rank reads what it holds, and all compare what they run with the
-model's own pass."""
+"""Loading: load a `transformers` model on the ranks of a group. Each rank reads only its parts, and
+all check their passes against the model's own."""
 
 from __future__ import annotations
 
@@ -22,34 +22,31 @@ from .response_model import ResponseModel
 from .sharded_model import ShardedModel, keep_in
 from .stored_weights import open_stored
 
-# Compiled layers
-#
-# Compiled layers: each layer of a model by `torch.compile`, as a setting.
-#
-# Compiled is what a layer does with its tokens, not what is around it: FSDP gathers its parameters
-# before, activations are checkpointed outside, and attention over packed rows, which depends on
-# lengths that the host knows, runs as it is, between two compiled parts. All layers of a kind
-# share what is compiled, and the number of tokens is dynamic, so nothing is compiled anew from
-# microbatch to microbatch.
+# Compiled layers (`torch.compile`). Gathering by FSDP and activation checkpointing stay outside.
+# Attention over packed rows, which depends on lengths on the host, runs uncompiled between two
+# compiled parts. Layers of the same kind share compiled code, and the number of tokens is dynamic,
+# so microbatches cause no recompilation.
 
 
 _BACKEND = "inductor"
 
 
 def compile_layers(model: ResponseModel, device: torch.device) -> None:
-    """Have the layers of a model compiled, when they first run.
+    """Compile the layers of a model when they first run.
 
     Raises:
-        UserError: it is a mixture of experts, its layers are not known, or there is nothing to compile with.
+        UserError: the model is a mixture of experts, its layers are unknown, or there is no
+            compiler.
     """
     if model.routers is not None:
         raise UserError(
-            f"compile=True: model {model.causal_lm.name_or_path!r} is a mixture of experts, whose routers are watched layer by "
-            "layer; leave it out"
+            f"compile=True: model {model.causal_lm.name_or_path!r} is a mixture of experts, "
+            "whose routers are observed layer by layer; leave it out"
         )
     if not model.layers:
         raise UserError(
-            f"compile=True: the layers of model {model.causal_lm.name_or_path!r} are not known; leave it out"
+            f"compile=True: the layers of model {model.causal_lm.name_or_path!r} are "
+            "unknown; leave it out"
         )
     _check_compiler(device)
     for layer in model.layers:
@@ -64,13 +61,14 @@ def _check_compiler(device: torch.device) -> None:
             get_cpp_compiler()
         except Exception as error:
             raise UserError(
-                f"compile=True takes a C++ compiler on a CPU, and there is none (g++, or what CXX names): {error}"
+                "compile=True needs a C++ compiler on a CPU, but there is none (g++, or "
+                f"the one in CXX): {error}"
             ) from None
         return
     from torch.utils._triton import has_triton
 
     if not has_triton():
-        raise UserError("compile=True takes Triton on a GPU, and this torch has none: pip install triton")
+        raise UserError("compile=True needs Triton on a GPU, but this torch has none: pip install triton")
 
 
 @dataclass(frozen=True)
@@ -79,11 +77,11 @@ class LoadedModel:
 
     response: ResponseModel
     sharded: ShardedModel
-    """The same, over the ranks."""
+    """The same model with its sharding."""
     bytes_read: int
-    """What this rank read of the model's files."""
+    """Bytes of the model's files that this rank read."""
     images: ImageReader | None
-    """The processor of a model that sees; None: it is given text alone."""
+    """Processor of a model that reads images, or None for a text model."""
 
 
 def load_model(
@@ -94,12 +92,12 @@ def load_model(
     mesh: DeviceMesh | None,
     device: torch.device,
 ) -> LoadedModel:
-    """Load a model; it is sharded before it has values. All ranks call this together.
+    """Load a model, sharding it before it has values. Collective.
 
     Args:
         config, context, training, head: see `EngineFactory`.
-        mesh: of the ranks; None: this one has the whole model.
-        device: that computes.
+        mesh: mesh of the ranks; None if this rank has the whole model.
+        device: device that computes.
 
     Raises:
         UserError: the model cannot be trained, or does not fit the ranks.
@@ -124,7 +122,7 @@ def load_model(
     sharded = ShardedModel(config, response, mesh, device, adapter)
     sharded.fill(weights, made)
     bytes_read = weights.bytes_read
-    del weights, made  # of a model that is read as a whole, these are all its tensors
+    del weights, made  # free the tensors of a completely loaded model
     move_buffers(plain.causal_lm, device)
     tried = ResponseModel(plain.causal_lm, scalar=scalar)
     images = ImageReader(config.model, folder) if tried.sees else None

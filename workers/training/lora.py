@@ -1,7 +1,5 @@
-"""LoRA as a program says it: the settings of an adapter, and the reference that is a model with its adapter off.
-
-`adapter.py` applies them with `peft`. To import this file imports no torch.
-"""
+"""LoRA settings, and the model without its adapter as a reference. `adapter.py` applies them with
+`peft`; this module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,32 +15,37 @@ from ...dataflow.graph import Handle
 
 
 class Lora(Config):
-    """Low-rank adaptation (arXiv:2106.09685): W + s B A. A [rank, in] and B [out, rank] are trained; W is frozen.
+    """Low-rank adaptation (arXiv:2106.09685): W + s B A, with trained A [rank, in] and B [out,
+    rank], and frozen W.
 
-    B begins as 0, so the first policy is the model itself. A is drawn from the seed of the run, the same on any number of ranks.
+    B starts as 0, so the first policy is the model itself. A is drawn from the seed of the run,
+    independent of the number of ranks.
     """
 
     rank: int = Field(default=16, ge=1, le=65_536)
-    """[rank] Rank of the product B A. Raise it if an adapter learns less than the whole model would."""
+    """[rank] Rank of the product B A. Raise it if an adapter learns less than the whole model
+    would."""
     alpha: int = Field(default=32, ge=1)
     """[factor] s = alpha / rank. Raise it with the rank to keep the scale of the update."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Linear layers, by the end of their names: "q_proj", "self_attn.q_proj", ...; "all-linear": those of the backbone, without the head.
-    Choose fewer for a smaller adapter."""
+    """Linear layers to adapt, by the end of their names: "q_proj", "self_attn.q_proj", ...;
+    "all-linear" selects all in the backbone, without the head. Choose fewer for a smaller adapter."""
     rslora: bool = False
-    """s = alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732). Set it for large ranks."""
+    """Use s = alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732). Set it for large ranks."""
     published: Literal["adapter", "merged"] | None = None
-    """What followers get: "adapter", which they add to the model of their own folder, or "merged", the model with the adapter merged into
-    it. Merged and rounded to bfloat16, small updates are lost. None: the adapter, if the dtype is bfloat16 and all followers serve
-    adapters. Set it to have an error instead of the other way."""
+    """What followers receive: "adapter", which they add to the model in their folder, or "merged"
+    weights, where rounding to bfloat16 loses small updates. None selects the adapter if the dtype
+    is bfloat16 and all followers can serve adapters. Set it to get an error instead of the other
+    choice."""
     dora: bool = False
-    """The length of each row of the weight is a parameter of its own: m (W + s B A) / |W + s B A| (DoRA, arXiv:2402.09353). Set it to
-    come nearer to training the whole model; a step takes longer, since the whole matrix is made in every forward pass."""
+    """Train the norm m of each row of the weight separately: m (W + s B A) / |W + s B A| (DoRA,
+    arXiv:2402.09353). Set it to come closer to full training; steps take longer, because every
+    forward pass computes the whole matrix."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("published",))
 
     def is_on(self, name: str) -> bool:
-        """Whether a linear layer of the backbone of this name has an adapter.
+        """Return whether a linear layer of the backbone has an adapter.
 
         >>> Lora(targets=("q_proj",)).is_on("layers.0.self_attn.q_proj"), Lora(targets=("q_proj",)).is_on("layers.0.mlp.up_proj")
         (True, False)
@@ -58,14 +61,16 @@ class Lora(Config):
         return self
 
     def check(self, tensor_parallel: int) -> None:
-        """Find an adapter that ranks cannot share; `adapter.check_layers` compares its targets with the model.
+        """Check that ranks can share the adapter; `adapter.check_layers` compares its targets with
+        the model.
 
         Raises:
-            UserError: they cannot share it.
+            UserError: ranks cannot share it.
         """
         if self.dora and tensor_parallel > 1:
             raise UserError(
-                f"Lora.dora: tensor_parallel={tensor_parallel} shares out the rows that DoRA measures; leave one of them out"
+                f"Lora.dora: tensor_parallel={tensor_parallel} splits the rows that DoRA "
+                "normalizes; leave one of them out"
             )
 
 
@@ -73,7 +78,7 @@ def check_targets(targets: tuple[str, ...], layers: list[str], owner: str) -> No
     """Check that each target is the end of a layer's name.
 
     Raises:
-        UserError: naming the target and the nearest layer.
+        UserError: a target matches no layer; the message names the nearest one.
 
     >>> check_targets(("q_prj",), ["layers.0.q_proj", "layers.0.k_proj"], "the model")
     Traceback (most recent call last):
@@ -95,16 +100,16 @@ class AdapterOff:
     def logprobs(
         self, batch: Any, *, into: str = str(REFERENCE_LOGPROBS), of: str = str(RESPONSE_IDS)
     ) -> Any:
-        """Log-probabilities under the model that the adapter was put on."""
+        """Compute log-probabilities under the model without its adapter."""
         return self.actor.logprobs(batch, into=into, of=of, adapter=False)
 
 
 def adapter_off(actor: Any) -> AdapterOff:
-    """The reference of a graph whose actor has an adapter, at the cost of a forward pass and of no memory:
-    `grpo(..., actor=actor, reference=weft.adapter_off(actor))`.
+    """Return the actor's model without its adapter as a reference, which costs a forward pass but
+    no memory: `grpo(..., actor=actor, reference=weft.adapter_off(actor))`.
 
     Raises:
-        UserError: not a handle of an actor with `lora`.
+        UserError: `actor` is not a handle with `lora`.
     """
     if not isinstance(actor, Handle) or getattr(actor.config, "lora", None) is None:
         raise UserError(f"adapter_off() takes a handle made with lora=weft.Lora(...), not {actor!r}")

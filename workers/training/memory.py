@@ -1,7 +1,9 @@
-"""Memory of a model: how many bytes its weights, gradients and moments take, from its files, without torch.
+"""Memory of a model in training: bytes of weights, gradients and moments, from its files and
+without torch.
 
-Parameters that are trained, gradients and (unless they are kept in 8 bits) moments are float32, whatever a pass computes in; a frozen
-model, also one with an adapter, is of the dtype of passes. FSDP shares all of it evenly over the ranks of a group.
+Trained parameters, gradients and moments are float32 whatever the dtype of a pass, except moments
+in 8 bits. Frozen parameters, also those under an adapter, have the dtype of passes. FSDP shards
+everything evenly over the ranks of a group.
 """
 
 from __future__ import annotations
@@ -21,46 +23,45 @@ from .lora import Lora
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CHUNK_BYTES = 128 << 20
-"""Bytes of logits computed at once, at least; on a CPU as many."""
+"""Minimum bytes of logits to compute at once; also the value on a CPU."""
 GPU_CHUNK_SHARE = 1 / 64
-"""Of a GPU's memory, for logits computed at once."""
+"""Share of a GPU's memory for the logits computed at once."""
 MOMENTS_BYTES = 256 << 20
-"""Bytes of moments that are brought to a device at once, where they lie in host memory; two such parts are there at any time."""
+"""Bytes of offloaded moments to bring to the device at once; two such parts are there at any time."""
 KEPT_BYTES = 256 << 20
-"""Bytes of logits kept for the backward pass; if there are more, they are computed a second time."""
+"""Maximum bytes of logits to keep for the backward pass; more are recomputed."""
 BLOCKS = (256, 128, 64)
-"""Elements that have one scale, of moments in 8 bits: the largest number that rows are made of."""
+"""Block sizes of 8-bit moments, each with one scale. The largest that divides the rows is used."""
 SMALL = 4096
-"""Elements of a tensor below which its moments are float32 in any case."""
+"""Tensors with fewer elements keep float32 moments."""
 MISSING_TORCHAO = "moments='8bit' needs torchao, which is not installed: pip install 'weft[torchao]'"
 LAYERS_AT_ONCE = 4
-"""Layers whose parameters are gathered at once where they are gathered one by one: one is computed with, the next is on its way, and each
-has a buffer of the exchange beside it."""
+"""Layers on the device with layerwise gathering: one computes, the next is being gathered, and each
+has an exchange buffer."""
 GATHER_ONCE_BYTES = 2 << 30
-"""Bytes of parameters below which ranks gather all of them once a step, unless `ModelConfig.gather` says otherwise."""
+"""With gather="auto" ranks gather all parameters once a step below this size in bytes."""
 CPU_TOKENS, GPU_TOKENS = 1280, 16384
-"""Tokens of a pass where a group does not say how many (`ModelConfig.microbatch_tokens`)."""
+"""Defaults of `ModelConfig.microbatch_tokens`."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The sizes of a model that its memory follows from."""
+    """The sizes that determine a model's memory."""
 
     shapes: dict[str, tuple[int, ...]]
-    """Name of each tensor in its files -> shape; tied ones once."""
+    """Shape of each tensor in the model's files by name; tied tensors once."""
     vocabulary: int
     layers: int
     tied: bool = False
-    """Whether the head is the embedding."""
+    """Whether the head shares the embedding's weights."""
 
     @property
     def parameters(self) -> int:
-        """Number of all of them."""
         return number_in(self.shapes.values())
 
     @property
     def matrices(self) -> dict[str, tuple[int, ...]]:
-        """Linear layers of the backbone."""
+        """Shapes of the backbone's linear layers by name."""
         return {
             name.removesuffix(".weight"): shape
             for name, shape in self.shapes.items()
@@ -68,8 +69,9 @@ class ModelSize:
         }
 
     def of_stages(self, number: int, chunks: int = 1) -> list[ModelSize]:
-        """What each stage of a pipeline holds, whose layers are cut evenly: its layers; that of the first layer the embeddings; that of
-        the last one everything else, and of tied embeddings a copy."""
+        """Return the size of each stage of an evenly cut pipeline. The stage of the first layer
+        holds the embeddings; the stage of the last layer holds everything else, including a copy of
+        tied embeddings."""
         cut = PipelineStages.equal(self.layers, number, chunks)
         return [self._of_stage(cut, stage) for stage in range(number)]
 
@@ -88,7 +90,8 @@ class ModelSize:
         return ModelSize(shapes, self.vocabulary, own, self.tied)
 
     def adapter(self, lora: Lora) -> list[tuple[int, ...]]:
-        """Shapes of an adapter: A [rank, in] and B [out, rank] of each layer, with DoRA the length of each row."""
+        """Return the shapes of an adapter: A [rank, in] and B [out, rank] of each layer, and with
+        DoRA the norm of each row."""
         chosen = [shape for name, shape in self.matrices.items() if lora.is_on(name)]
         vectors = [(out,) for out, _ in chosen if lora.dora]
         return [
@@ -98,26 +101,29 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes of one rank; those of a pass are there while it goes on."""
+    """Bytes on one rank. Some exist only during a pass or an update."""
 
     weights: int
     gradients: int
     moments: int
     gathered: int
-    """Of a pass: weights in the dtype of passes, where the rank holds a part of them, or another dtype: of the whole model, or of two
-    layers (one, where a rank is alone) and the embeddings where they are gathered layer by layer."""
+    """During a pass: weights in the dtype of passes, if the rank holds a shard or another dtype.
+    The whole model, or with layerwise gathering the embeddings and two layers (one on a single
+    rank)."""
     exchanged: int
-    """Of an update: as much of the gradients, in their own dtype, and their copy in the exchange, where the rank keeps a part of them."""
+    """During an update: gathered gradients in their reduction dtype and their copy in the exchange,
+    if the rank keeps a shard."""
     outer_gradients: int
-    """Of an update: gradients of embeddings and head and their copy, where layers visit the device one by one. They come when activations
-    and gathered weights are gone."""
+    """During an update with offload="everything": gradients of embeddings and head and a copy. They
+    exist only after activations and gathered weights are freed."""
     visiting: int
-    """Of an update: moments that are on the device for a while, where they lie in host memory."""
+    """During an update: offloaded moments that are temporarily on the device."""
     snapshot: int
-    """On the host, from the first checkpoint on: a copy of what a rank writes of it."""
+    """On the host, from the first checkpoint: the copy that a rank writes."""
 
     def exchanged_beside(self, activations: int) -> int:
-        """What gradients on their way add to the largest moment of an update with so many bytes of activations."""
+        """Return the bytes that gradients in transit add to the peak of an update with this size of
+        activations."""
         return max(self.exchanged, self.outer_gradients - self.gathered - activations)
 
 
@@ -125,12 +131,12 @@ def model_size(model: str | Path, *, scalar: bool = False) -> ModelSize:
     """Read the sizes of a model from the headers of its files.
 
     Args:
-        model: folder, or id.
-        scalar: it has a scalar head in the place of its own, as critics and reward models have.
+        model: folder or id.
+        scalar: whether a scalar head replaces the model's own, as in critics and reward models.
 
     Raises:
-        UserError: there is no such model, or one of its files is damaged.
-        ValueError: it has no safetensors files.
+        UserError: the model does not exist, or one of its files is damaged.
+        ValueError: the model has no safetensors files.
     """
     settings = text_settings(read_model_config(model))
     folder = find_model_config(model).parent
@@ -138,14 +144,14 @@ def model_size(model: str | Path, *, scalar: bool = False) -> ModelSize:
     if not shapes:
         raise ValueError(
             f"model {str(model)!r}: {folder} has no safetensors files"
-        )  # a run reads others, too
+        )  # a run reads other formats too
     layers, vocabulary = int(settings.get("num_hidden_layers") or 1), int(settings.get("vocab_size", 0))
     heads = {name: shape for name, shape in shapes.items() if "head" in name and vocabulary in shape}
     rest = {name: shape for name, shape in shapes.items() if name not in heads}
     tied = bool(settings.get("tie_word_embeddings", not heads))
     alone = tied and not any(
         shape in rest.values() for shape in heads.values()
-    )  # it is stored by the name of the head
+    )  # the files store the embedding under the name of the head
     if not alone and (tied or scalar):
         shapes = rest
     if scalar and SCALAR_HEAD not in shapes:
@@ -165,15 +171,15 @@ def training_memory(
     lora: Lora | None,
     saves: bool,
 ) -> TrainingMemory:
-    """What a rank of a training group holds.
+    """Return the memory of one rank of a training group.
 
     Args:
-        size: of the model.
-        config: of the group.
-        ranks: of the group.
+        size: size of the model.
+        config: settings of the group.
+        ranks: ranks of the group.
         trains: whether the group is updated.
-        lora: the adapter that is trained in the model's place.
-        saves: whether the run makes checkpoints.
+        lora: the adapter to train in place of the model, if any.
+        saves: whether the run writes checkpoints.
     """
     whole, width = size.parameters, BYTES[config.dtype]
     shapes = size.adapter(lora) if lora is not None else list(size.shapes.values())
@@ -185,6 +191,7 @@ def training_memory(
     rounds = config.dtype != "float32" and lora is None and trains
     alone = ranks == 1 and config.offload == "everything"
     outer, layer = _embeddings(size), (whole - _embeddings(size)) // max(1, size.layers)
+    # Parameters that are gathered at the same time.
     at_once = (
         whole
         if gathers_once(config, whole)
@@ -197,7 +204,7 @@ def training_memory(
         exchanged = 2 * BYTES[config.gradients] * at_once
     elif (
         trains and lora is None and alone
-    ):  # a layer's gradients, and those of the layer before in the dtype in which they are added up
+    ):  # one layer's gradients, and the previous layer's in the dtype of accumulation
         exchanged = (width + BYTES[config.gradients]) * layer
         outer_gradients = 2 * FLOAT32 * outer
     return TrainingMemory(
@@ -213,11 +220,11 @@ def training_memory(
 
 
 def moment_block(shape: tuple[int, ...], own: int) -> int | None:
-    """Elements of a block of moments in 8 bits; None: those of this tensor are float32.
+    """Return the block size of a tensor's 8-bit moments, or None if they stay float32.
 
     Args:
-        shape: of the full tensor.
-        own: elements of a row that a rank has.
+        shape: shape of the full tensor.
+        own: elements of a row on this rank.
 
     >>> moment_block((151936, 896), 896), moment_block((896, 4864), 2432), moment_block((8192,), 8192), moment_block((64, 64), 32)
     (128, 128, None, None)
@@ -228,12 +235,11 @@ def moment_block(shape: tuple[int, ...], own: int) -> int | None:
 
 
 def number_in(shapes: Iterable[tuple[int, ...]]) -> int:
-    """Elements of tensors of these shapes."""
+    """Return the number of elements in tensors of these shapes."""
     return sum(math.prod(shape) for shape in shapes)
 
 
 def _moments(shapes: Sequence[tuple[int, ...]], config: ModelConfig) -> int:
-    """Bytes of the moments of parameters of these shapes."""
     if not isinstance(config, OptimizerConfig) or config.moments == "float32":
         return 2 * FLOAT32 * number_in(shapes)
     blocks = [(math.prod(shape), moment_block(shape, shape[-1])) for shape in shapes if shape]
@@ -244,7 +250,8 @@ def _moments(shapes: Sequence[tuple[int, ...]], config: ModelConfig) -> int:
 
 
 def head_chunk_bytes(gpu_bytes: int) -> int:
-    """Bytes of logits that are made at once: on a GPU a share of its memory, since short chunks leave it idle.
+    """Return the bytes of logits to compute at once: on a GPU a share of its memory, because short
+    chunks leave it idle.
 
     Args:
         gpu_bytes: memory of the GPU; 0 for a CPU.
@@ -253,7 +260,7 @@ def head_chunk_bytes(gpu_bytes: int) -> int:
 
 
 def gathers_once(config: ModelConfig, parameters: int) -> bool:
-    """Whether ranks gather all parameters of a model at once, and not layer by layer."""
+    """Return whether ranks gather all parameters at once rather than layer by layer."""
     if config.offload == "everything":
         return False
     return config.gather == "once" or (
@@ -262,12 +269,13 @@ def gathers_once(config: ModelConfig, parameters: int) -> bool:
 
 
 def _embeddings(size: ModelSize) -> int:
-    """Parameters outside of layers, the largest ones: embeddings and head."""
+    """Return the number of parameters in embeddings and head."""
     return sum(math.prod(shape) for shape in size.shapes.values() if size.vocabulary in shape)
 
 
 def checkpoint_bytes(size: ModelSize, config: ModelConfig, lora: Lora | None) -> int:
-    """Bytes of a group in a checkpoint: parameters in float32, moments, and the model's folder (of an adapter, its own)."""
+    """Return the bytes of a group's checkpoint: float32 parameters, moments, and the folder of the
+    model or adapter."""
     shapes = size.adapter(lora) if lora is not None else list(size.shapes.values())
     folder = FLOAT32 if lora is not None else BYTES[config.dtype]
     return number_in(shapes) * (FLOAT32 + folder) + _moments(shapes, config)

@@ -1,5 +1,7 @@
-"""How the rows of an update are cut into optimizer steps, and these into microbatches: arithmetic that the training engine, the planner and
-the simulator share, without torch."""
+"""Cut the rows of an update into optimizer steps, and steps into microbatches.
+
+Plain arithmetic without torch, shared by the training engine, the planner and the simulator.
+"""
 
 from __future__ import annotations
 
@@ -12,37 +14,40 @@ from ...dataflow.graph import Node
 from ..dispatch import RowCost
 
 STEPS = 128
-"""Of limits that are told apart: a share of the largest one."""
+"""Resolution of the search for a token limit: the largest limit over this."""
 
 
 @dataclass(frozen=True)
 class OptimizerSteps:
-    """The optimizer steps of one update: `epochs` passes over its rows, each of `minibatches` steps."""
+    """The optimizer steps of one update: `epochs` passes over its rows, each of `minibatches`
+    steps."""
 
     epochs: int = 1
     minibatches: int = 1
 
     @classmethod
     def of(cls, node: Node | None) -> OptimizerSteps:
-        """Those of a call of this node; one, if it updates nothing."""
+        """Return the steps of one call of this node; one step for a node that updates nothing."""
         if node is None or not node.operation.updates:
             return cls()
         return cls(node.arguments.get("epochs", 1), node.arguments.get("minibatches", 1))
 
     @property
     def number(self) -> int:
-        """Of steps in all."""
+        """Total number of steps."""
         return self.epochs * self.minibatches
 
     def cut(self, units: np.ndarray, key: Sequence[int]) -> list[np.ndarray]:
-        """The rows of each step. Units are shuffled anew in each epoch, since rows arrive as they were finished: short ones first.
+        """Return the rows of each step. Units are shuffled in each epoch, because rows arrive in
+        the order they finished: short ones first.
 
         Args:
-            units: [rows] number of each row's unit, from 0; rows of one unit are never separated.
-            key: seeds the shuffle.
+            units: [rows] number of each row's unit, from 0; rows of one unit stay together.
+            key: seed of the shuffle.
 
         Returns:
-            Indexes of the rows of each step, in ascending order; empty ones where there are fewer units than minibatches.
+            Indexes of the rows of each step, ascending; some are empty if there are fewer units
+            than minibatches.
 
         >>> [rows.tolist() for rows in OptimizerSteps(epochs=2, minibatches=2).cut(np.array([0, 0, 1, 2]), key=(3,))]
         [[2, 3], [0, 1], [0, 1, 2], [3]]
@@ -64,17 +69,17 @@ def plan_microbatches(
 ) -> list[np.ndarray]:
     """Cut rows into microbatches of at most `max_tokens`.
 
-    Rows of similar length stand together, longest first, so that little is padded; a row longer than the limit is a
-    microbatch of its own. Rows of equal `groups` are never separated: what holds for a row here holds for a group.
+    Rows are sorted by length, longest first, to keep padding small. A row longer than the limit
+    gets a microbatch to itself. Rows with equal `groups` stay together and count as one.
 
     Args:
         lengths: [rows] tokens of each row.
-        packed: whether a row costs its own tokens (with the padding inside attention at most twice `max_tokens` a microbatch).
-            Otherwise each row costs as much as the longest beside it.
-        groups: [rows] group of each row; None: each row by itself.
+        packed: whether a row costs only its tokens (attention may pad to at most twice `max_tokens`
+            per microbatch). Otherwise each row costs as much as the longest row of its microbatch.
+        groups: [rows] group of each row; None to treat each row separately.
 
     Returns:
-        Indexes of the rows of each microbatch; none for no rows.
+        Indexes of the rows of each microbatch; an empty list for no rows.
 
     >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=18)]
     [[1, 3], [0, 2]]
@@ -91,6 +96,7 @@ def plan_microbatches(
     )
     longest = np.zeros(group_of_row.max() + 1, dtype=lengths.dtype)
     np.maximum.at(longest, group_of_row, lengths)
+    # Groups by their longest row, and rows of a group by length, longest first.
     order = np.lexsort((-lengths, group_of_row, -longest[group_of_row]))
     starts = np.flatnonzero(np.diff(group_of_row[order], prepend=-1))
     ends, sizes = (
@@ -120,21 +126,25 @@ def even_microbatches(
     pads: bool,
     groups: np.ndarray | None = None,
 ) -> list[np.ndarray] | None:
-    """Deal packed rows out over microbatches of about the same cost: the most expensive first, each to the cheapest one that has room.
+    """Distribute packed rows over microbatches of similar cost: the most expensive row first, each
+    into the cheapest microbatch with room.
 
-    Where ranks compute their microbatches in lockstep, the k-th of each rank together, these take the sum over k of what the most expensive
-    k-th one takes. Nothing is quicker than the cost of all rows over the ranks (ByteScale balances to that bound, arXiv:2502.21231).
+    Ranks compute microbatches in lockstep, so a step takes the sum over k of the most expensive
+    k-th microbatch of any rank. The lower bound is the cost of all rows divided by the ranks
+    (ByteScale balances to that bound, arXiv:2502.21231).
 
     Args:
         lengths: [rows] tokens of each row.
-        costs: [rows] of each row (`RowCost`).
-        number: of microbatches.
-        max_tokens: of a microbatch.
-        pads: whether attention pads rows to the longest one beside them, to at most twice `max_tokens` a microbatch.
-        groups: [rows]; rows of equal ones are never separated. None: each row by itself.
+        costs: [rows] cost of each row (`RowCost`).
+        number: number of microbatches.
+        max_tokens: limit of a microbatch.
+        pads: whether attention pads rows to the longest of their microbatch, to at most twice
+            `max_tokens`.
+        groups: [rows] group of each row, which stays together; None to treat each row separately.
 
     Returns:
-        Indexes of the rows of each microbatch, the most expensive first; None: the rows do not fit so.
+        Indexes of the rows of each microbatch, the most expensive first, or None if the rows do not
+        fit.
 
     >>> lengths = np.array([6, 5, 4, 3, 2, 1])
     >>> [rows.tolist() for rows in even_microbatches(lengths, lengths, number=3, max_tokens=10, pads=False)]
@@ -164,8 +174,6 @@ def even_microbatches(
 
 @dataclass
 class _Part:
-    """A microbatch that is being filled."""
-
     rows: list[int] = field(default_factory=list)
     tokens: int = 0
     longest: int = 0
@@ -182,15 +190,17 @@ def level_microbatches(
     number: int,
     max_tokens: int,
 ) -> list[np.ndarray]:
-    """Cut rows that stand together for a reason into up to `number` microbatches of about equally many tokens, the most expensive first.
+    """Cut rows into up to `number` microbatches of similar size without changing their order, and
+    return the most expensive first.
 
-    Full microbatches with a small last one are far above the bound of `even_microbatches`, since the last ones of ranks differ.
+    Full microbatches followed by a small one cost far more than the bound of `even_microbatches`,
+    because the last microbatches of ranks differ.
 
     Args:
-        cut: cuts the rows into microbatches of at most so many tokens.
+        cut: cuts the rows into microbatches of at most the given number of tokens.
         cost_of: cost of a microbatch.
-        number: of microbatches that the rank takes part in, at least those of `cut(max_tokens)`.
-        max_tokens: of a microbatch.
+        number: microbatches that the rank takes part in, at least `len(cut(max_tokens))`.
+        max_tokens: limit of a microbatch.
 
     >>> lengths = np.array([6, 5, 4, 3, 2, 1])
     >>> def cut(limit):
@@ -202,6 +212,7 @@ def level_microbatches(
     [[5, 4], [6], [3, 2, 1]]
     """
     fewer, limit = 0, max_tokens
+    # Bisect for the smallest limit that needs at most `number` microbatches.
     while limit - fewer > max(1, max_tokens // STEPS):
         middle = (fewer + limit) // 2
         if len(cut(middle)) <= number:
@@ -211,40 +222,37 @@ def level_microbatches(
     return sorted(cut(limit), key=cost_of, reverse=True)
 
 
-# Prompt sharing
-#
-# Rows of a microbatch that share their prompt: which they are, how they are cut into microbatches,
-# and where their tokens stand.
-#
-# The n samples of a prompt, or the two responses of a preference pair, attend to the same tokens,
-# whose hidden states do not depend on what comes after them. Computed once, a prompt costs its
-# tokens once, in linear layers as in attention; gradients of all responses add up in it.
+# Prompt sharing: the samples of a prompt attend to the same prompt tokens, whose hidden states do
+# not depend on later tokens. A microbatch computes such a prompt once, and the gradients of all its
+# responses add up in it.
 
 
 GAIN = 1 / 16
-"""Share of the cost that has to be left out, for rows to share prompts: their tokens are copied once more."""
+"""Share of the cost that sharing must save before rows share prompts, because it copies their
+tokens once more."""
 _PADDED = 8
-"""Keys that the responses of a microbatch look at, padded, over its tokens at most."""
+"""Limit on padded keys of the responses of a microbatch, as a multiple of its tokens."""
 _SEEN = 1 << 27
-"""Pairs of queries and keys of responses, of which each has a place in a mask, at most."""
+"""Limit on query-key pairs of responses; each takes an element of a mask."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tokens of rows stand: shared prompts, then complete rows, then what comes after shared prompts."""
+    """Order of tokens in a microbatch: shared prompts, then complete rows, then the responses of
+    shared prompts."""
 
     prompts: np.ndarray
-    """[prompts] int64: a row for each shared prompt, from which it is taken."""
+    """[prompts] int64: for each shared prompt, a row that has it."""
     alone: np.ndarray
-    """[rows alone] int64: rows that share none."""
+    """[rows alone] int64: rows that do not share a prompt."""
     shared: np.ndarray
-    """[rows] int64: those that do."""
+    """[rows] int64: rows that share a prompt."""
     prompt_of: np.ndarray
-    """[rows that share] int64: the prompt of each, among `prompts`."""
+    """[rows that share] int64: index of each row's prompt in `prompts`."""
     begins: np.ndarray
-    """[rows] int64: where each row goes on after its prompt."""
+    """[rows] int64: position of the first token after each row's prompt."""
     last: np.ndarray
-    """[rows] int64: where the last token of its prompt stands."""
+    """[rows] int64: position of the last token of each row's prompt."""
 
     @classmethod
     def of(cls, prompts: np.ndarray, after: np.ndarray, same: np.ndarray | None) -> Placement:
@@ -252,8 +260,8 @@ class Placement:
 
         Args:
             prompts: [rows] int64 tokens of each prompt.
-            after: [rows] int64 tokens that come after it.
-            same: [rows], equal for rows with equal prompts; None: no row shares its prompt.
+            after: [rows] int64 tokens after each prompt.
+            same: [rows], equal for rows with equal prompts; None if no row shares its prompt.
         """
         firsts = shared = prompt_of = np.zeros(0, np.int64)
         alone = np.arange(len(prompts))
@@ -277,7 +285,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class SharingCost:
-    """What rows cost with shared prompts and without.
+    """Compare the cost of rows with and without shared prompts.
 
     >>> long, short = np.array([100] * 8), np.array([10] * 8)
     >>> cost, same = SharingCost(RowCost(attention_length=1000)), np.zeros(8, np.int64)
@@ -287,15 +295,15 @@ class SharingCost:
 
     row: RowCost = field(default_factory=RowCost)
     masked: bool = True
-    """Whether attention computes all keys of a microbatch for each response, and masks those that it does not see; otherwise a kernel
-    leaves them out."""
+    """Whether attention computes all keys of a microbatch for each response and masks the rest.
+    Otherwise a kernel skips them."""
 
     def shared(self, prompts: np.ndarray, after: np.ndarray, same: np.ndarray) -> float:
-        """The cost of rows, in tokens of linear layers, of which those with equal prompts share them.
+        """Return the cost of rows that share equal prompts, in tokens of linear layers.
 
         Args:
             prompts: [rows] tokens of each prompt.
-            after: [rows] tokens that come after it.
+            after: [rows] tokens after each prompt.
             same: [rows], equal for rows with equal prompts.
         """
         _, first, of_row, count = np.unique(
@@ -309,7 +317,7 @@ class SharingCost:
         return float(alone + once + (own + 2 * seen / self.row.attention_length).sum())
 
     def pays(self, prompts: np.ndarray, after: np.ndarray, same: np.ndarray) -> bool:
-        """Whether it leaves out enough that rows share their prompts; see `shared`."""
+        """Return whether sharing prompts saves enough to be worth its copies; see `shared`."""
         alone = float(self.row(prompts + after).sum())
         return self.shared(prompts, after, same) <= (1 - GAIN) * alone
 
@@ -321,17 +329,17 @@ def equal_prompts(
     cost: SharingCost,
     also: Sequence[bytes] | None = None,
 ) -> np.ndarray | None:
-    """Which rows have equal prompts, where it pays to share them.
+    """Find rows with equal prompts, if sharing them is worth its copies.
 
     Args:
-        tokens: [P] int32, prompts one behind the other.
+        tokens: [P] int32, all prompts end to end.
         cu_seqlens: [rows + 1].
-        counts: [rows] tokens of the responses; rows without any are not computed.
-        cost: of these rows.
-        also: [rows] what else must be equal; None: nothing.
+        counts: [rows] tokens of the responses; rows without tokens are not computed.
+        cost: cost of these rows.
+        also: [rows] other content that must be equal too, or None.
 
     Returns:
-        [rows] int64, equal for equal prompts; None: rows are to share none.
+        [rows] int64, equal for equal prompts, or None if no rows should share.
 
     >>> equal_prompts(np.array([7, 8, 7, 8, 9]), np.array([0, 2, 4, 5]), np.array([1, 1, 1]), SharingCost()).tolist()
     [0, 0, 1]
@@ -353,19 +361,20 @@ def plan_shared(
     *,
     groups: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Cut rows into microbatches of at most `max_tokens`, in which each prompt counts once.
+    """Cut rows into microbatches of at most `max_tokens`, counting each shared prompt once.
 
-    Rows of one prompt stand together, prompts with the longest rows first; where they do not fit into one microbatch, the prompt is
-    computed again in the next. Rows of equal `groups` are never separated, whatever that costs.
+    Rows of one prompt stay together, prompts with the longest rows first. If they do not fit into
+    one microbatch, the next one computes the prompt again. Rows with equal `groups` always stay
+    together.
 
     Args:
         prompts: [rows] int64 tokens of each prompt.
-        after: [rows] int64 tokens that come after it.
+        after: [rows] int64 tokens after each prompt.
         same: [rows], equal for rows with equal prompts.
-        groups: [rows]; None: each row by itself.
+        groups: [rows] group of each row; None to treat each row separately.
 
     Returns:
-        Indexes of the rows of each microbatch; none for no rows.
+        Indexes of the rows of each microbatch; an empty list for no rows.
 
     >>> rows = plan_shared(np.array([6, 6, 6, 2]), np.array([1, 2, 3, 5]), np.array([0, 0, 0, 1]), max_tokens=12)
     >>> [part.tolist() for part in rows]
@@ -379,7 +388,7 @@ def plan_shared(
     units = np.split(order, np.flatnonzero(np.diff(unit_of[order])) + 1)
     longest = np.zeros(int(same.max()) + 1, np.int64)
     np.maximum.at(longest, same, lengths)
-    # Units stand with those of the same prompt, and their longest row is their first.
+    # Sort units by prompt; the first row of a unit is its longest.
     units.sort(key=lambda rows: (-longest[same[rows[0]]], same[rows[0]], -lengths[rows[0]], rows[0]))
     parts: list[list[int]] = []
     filling = _Filling(max_tokens)
@@ -394,7 +403,7 @@ def plan_shared(
 
 
 class _Filling:
-    """A microbatch that is being filled."""
+    """A microbatch with shared prompts, under construction."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -402,7 +411,8 @@ class _Filling:
         self._tokens = self._rows = self._longest_prompt = self._longest_after = 0
 
     def takes(self, rows: list[tuple[int, int, int]]) -> bool:
-        """Put these rows (number of the prompt, its tokens, those after it) in, unless they do not fit beside what is there."""
+        """Add rows (prompt number, prompt tokens, tokens after it) and return True, or return False
+        if they do not fit."""
         empty = not self._rows
         fresh = {number: tokens for number, tokens, _ in rows if number not in self._prompts}
         tokens = self._tokens + sum(fresh.values()) + sum(after for _, _, after in rows)
@@ -411,6 +421,7 @@ class _Filling:
         longest_after = max(self._longest_after, *(after for _, _, after in rows))
         keys = count * (longest_prompt + longest_after)
         fits = tokens <= self._max_tokens and count * longest_after <= 2 * self._max_tokens
+        # An empty microbatch takes any unit, so that every row gets a place.
         if empty or (fits and keys <= _PADDED * self._max_tokens and keys * longest_after <= _SEEN):
             self._prompts |= fresh.keys()
             self._tokens, self._rows = tokens, count

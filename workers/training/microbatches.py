@@ -1,4 +1,4 @@
-"""Microbatches: the rows of one call, how they are cut up, and what the model and the loss get of each part."""
+"""Microbatches: cut the rows of one call, and prepare each part for the model and the loss."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ from .routers import Routers, Routing
 
 @dataclass(frozen=True)
 class Microbatches:
-    """The rows of one call: their tokens, and the columns that a loss reads, all on the host.
+    """The rows of one call on the host: their tokens, and the columns that a loss reads.
 
-    A part of them is given as `[rows]` int64 indexes; an empty part is a microbatch that only takes part in the collectives of others.
+    A microbatch is given by its rows, `[rows]` int64 indexes. A rank with an empty microbatch only
+    takes part in the collectives of the others.
     """
 
     prompt: tuple[np.ndarray, np.ndarray]
@@ -44,21 +45,24 @@ class Microbatches:
     response: tuple[np.ndarray, np.ndarray]
     """([T] int32, cu_seqlens [rows + 1])."""
     temperatures: np.ndarray | None
-    """[rows] float32; None: 1 for all."""
+    """[rows] float32; None means 1 for all rows."""
     ragged: Mapping[str, Tensor]
-    """Columns with a value for each response token, [T]."""
+    """Columns with one value per response token, [T]."""
     scalars: Mapping[str, Tensor]
-    """Columns with a value for each row, [rows]."""
+    """Columns with one value per row, [rows]."""
     device: torch.device
-    """Device of the model, on which the loss of a part gets its columns."""
+    """Device of the model; columns move there for the loss."""
     reads_last: bool = False
-    """Whether the head reads the position of each response token; otherwise it reads the position before."""
+    """Whether the head reads the position of each response token itself rather than the position
+    before it."""
     same_prompt: np.ndarray | None = None
-    """[rows] int64, equal for rows with equal prompts, whose tokens are computed once in each part; None: rows share none."""
+    """[rows] int64, equal for rows with equal prompts, which are computed once per microbatch. None
+    disables sharing."""
     routes: list[np.ndarray] | None = None
-    """Of each row the experts that its tokens are sent to, [tokens that the model reads, layers, chosen]; None: routers choose."""
+    """Experts of each row's tokens, [tokens that the model reads, layers, chosen]; None lets
+    routers choose."""
     images: ShownRows | None = None
-    """The images of the rows; None: they have none."""
+    """Images of the rows, if any."""
 
     @classmethod
     def of(
@@ -75,20 +79,22 @@ class Microbatches:
         routers: Routers | None = None,
         images: ImageReader | None = None,
     ) -> Microbatches:
-        """The rows of a batch, checked.
+        """Check the rows of a batch and copy them.
 
         Args:
-            columns: those that a loss reads.
-            vocabulary: number of token ids that the model has.
+            columns: columns that the loss reads.
+            vocabulary: number of token ids of the model.
             context: longest row that the model can read, in tokens, or None without a limit.
             owner: name of the model, for messages.
-            sharing: what rows cost that share the tokens of a prompt; they do where it pays. None: they cannot.
-            routers: of the model, which are told to take the column `routes`; None: they choose, whatever columns there are.
-            images: the processor of a model that sees; None: it does not.
+            sharing: cost of rows with shared prompts, to decide whether to share; None disables
+                sharing.
+            routers: routers that replay the column `routes`; None lets them choose.
+            images: processor of a model that reads images, if it does.
 
         Raises:
-            UserError: a response without a prompt, a row longer than the context, a ragged column that does not fit its responses, a
-                token id or an expert that the model does not have, or images that do not fit their prompt, or the model.
+            UserError: a response has no prompt, a row exceeds the context, a ragged column does not
+                fit its responses, the model lacks a token id or an expert, or images do not fit
+                their prompt or the model.
         """
         columns = list(columns)
         check_rows(batch, columns)
@@ -104,7 +110,7 @@ class Microbatches:
             given = batch.numpy(TEMPERATURE)
             if not np.isin(
                 given, (0.0, 1.0)
-            ).all():  # 0 is greedy: it has no distribution but that of the plain logits
+            ).all():  # greedy rows (0) use the distribution of the plain logits, like 1
                 temperatures = np.where(given == 0, np.float32(1), given)
         ragged = {c: torch.tensor(batch.ragged_numpy(c)[0]) for c in columns if _is_ragged(batch, c)}
         scalars = {c: torch.tensor(batch.numpy(c)) for c in columns if not _is_ragged(batch, c)}
@@ -122,7 +128,7 @@ class Microbatches:
         same_prompt = None
         if sharing is not None:
             prompts = None
-            # routes of a prompt's tokens may differ, where its samples began under different weights
+            # routes of a shared prompt can differ if its samples began under different weights
             if routes is not None:
                 prompts = [
                     of[:length].tobytes()
@@ -136,7 +142,8 @@ class Microbatches:
     def plan(
         self, max_tokens: int, *, packed: bool, groups: np.ndarray | None = None
     ) -> list[np.ndarray]:
-        """Cut the rows that have a response into microbatches; rows of equal `groups` ([rows]) stay together."""
+        """Cut the rows that have a response into microbatches; rows with equal `groups` ([rows])
+        stay together."""
         prompts, after = self._lengths()
         rows = np.flatnonzero(np.diff(self.response[1]))
         groups = None if groups is None else groups[rows]
@@ -158,7 +165,8 @@ class Microbatches:
         pads: bool,
         groups: np.ndarray | None = None,
     ) -> list[np.ndarray]:
-        """As `plan`, for ranks that compute their microbatches in lockstep: up to `number`, of about the same cost."""
+        """Like `plan`, for ranks that compute microbatches in lockstep: return up to `number`
+        microbatches of similar cost."""
         if packed and self.same_prompt is None:
             prompts, after = self._lengths()
             rows = np.flatnonzero(np.diff(self.response[1]))
@@ -171,20 +179,21 @@ class Microbatches:
         return level_microbatches(cut, cost_of, number, max_tokens)
 
     def _cost_of(self, part: np.ndarray, cost: SharingCost) -> float:
-        """What a microbatch costs."""
         prompts, after = (lengths[part] for lengths in self._lengths())
         if self.same_prompt is None:
             return float(cost.row(prompts + after).sum())
         return cost.shared(prompts, after, self.same_prompt[part])
 
     def _lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """([rows] tokens of each prompt, [rows] those that the model reads after it: the last one is only predicted, unless it is read)."""
+        """Return the tokens of each prompt, and the tokens that the model reads after it: all but
+        the last, which is only predicted, unless `reads_last` is set."""
         return np.diff(self.prompt[1]), np.diff(self.response[1]) - 1 + self.reads_last
 
     def inputs(
         self, part: np.ndarray
     ) -> tuple[Tensor, PackedSequences, np.ndarray, Tensor, Tensor | None]:
-        """Arguments of `ResponseModel` for these rows; for an empty part, one token that nobody reads."""
+        """Return the arguments of `ResponseModel` for these rows. An empty part gives one token
+        whose output is ignored."""
         if not len(part):
             zero = torch.zeros(1, dtype=torch.long, device=self.device)
             nobody = replace(
@@ -208,15 +217,16 @@ class Microbatches:
             ]
         ids += [responses[r_starts[part[row]] : r_starts[part[row]] + after[row]] for row in place.shared]
         starts = np.cumsum(r_lengths) - r_lengths
+        # Position of each response token in the microbatch.
         read = np.repeat(place.begins - starts, r_lengths) + np.arange(int(r_lengths.sum()))
         if (
             not self.reads_last
-        ):  # a token is predicted at the one before it, and the first at the last one of the prompt
+        ):  # a token is predicted one position earlier, and the first at the end of its prompt
             read -= 1
             read[starts] = place.last
         rows = PackedSequences(p_lengths + after, self.device)
         if len(place.shared):
-            more = after[place.shared] > 0  # nothing of a response of one token is read after the prompt
+            more = after[place.shared] > 0  # a response of one token adds no input after its prompt
             rows = SharedPrompts.among(
                 p_lengths[place.prompts],
                 (p_lengths + after)[place.alone],
@@ -242,13 +252,14 @@ class Microbatches:
     def _routing(
         self, part: np.ndarray, place: Placement, prompts: np.ndarray, lengths: np.ndarray
     ) -> Routing:
-        """What routers are told of the tokens of a part, in the order of its placement.
+        """Return the routing of a part's tokens, in the order of its placement.
 
         Args:
-            prompts, lengths: [rows] tokens of each prompt, and of each row as the model reads it.
+            prompts, lengths: [rows] tokens of each prompt, and of each complete row.
         """
         sharing = np.bincount(place.prompt_of, minlength=len(place.prompts))
         alone, after = int(lengths[place.alone].sum()), int((lengths - prompts)[place.shared].sum())
+        # A shared prompt token counts once for each of its rows.
         counts = np.concatenate([np.repeat(sharing, prompts[place.prompts]), np.ones(alone + after)])
         routes = None
         if self.routes is not None:
@@ -262,8 +273,8 @@ class Microbatches:
         return to_device(array, self.device)
 
     def packed(self, part: np.ndarray | None = None, entropy: Tensor | None = None) -> PackedRows:
-        """The part as a loss reads it, on the device, with the entropy [T] float32 nats of its tokens where it was computed; None: all
-        rows, on the host, for what a loss counts."""
+        """Return a part on the device, as a loss reads it. `entropy` is [T] float32 nats, if
+        computed. Without a part, return all rows on the host, for the loss to count."""
         cu_seqlens = self.response[1]
         if part is None:
             return PackedRows.of(torch.from_numpy(np.diff(cu_seqlens)), **self.ragged, **self.scalars)
@@ -281,28 +292,29 @@ class Microbatches:
 
 @dataclass(frozen=True)
 class ShownRows:
-    """The images of rows: encoded, since all of what a model is given of them would not fit."""
+    """The images of rows. They stay encoded: the model's inputs for all of them would not fit into
+    memory."""
 
     reader: ImageReader
     encoded: list[list[Any]]
-    """Of each row, the buffers of its images."""
+    """Buffers of the images of each row."""
     is_image: list[np.ndarray]
-    """Of each row, [P] bool: the tokens of its prompt that are an image's."""
+    """[P] bool for each row: the image tokens of its prompt."""
     prompts: tuple[np.ndarray, np.ndarray]
-    """([P tokens] int32, cu_seqlens [rows + 1]), with all tokens of images."""
+    """([P tokens] int32, cu_seqlens [rows + 1]), with all image tokens."""
 
     @classmethod
     def of(cls, batch: Batch, reader: ImageReader | None, owner: str) -> ShownRows | None:
-        """Those of a batch; None: it has none.
+        """Read the images of a batch; None if it has none.
 
         Raises:
-            UserError: they do not fit their prompts, or the model.
+            UserError: images do not fit their prompts or the model.
         """
         if IMAGES not in batch or not batch.lengths(IMAGES).any():
             return None
         if reader is None:
             raise UserError(
-                f"column {str(IMAGES)!r} holds images, and {owner} is given text alone; leave the column out"
+                f"column {str(IMAGES)!r} holds images, but {owner} reads text alone; leave the column out"
             )
         if ROUTES in batch:
             raise UserError(
@@ -322,7 +334,8 @@ class ShownRows:
         return cls(reader, encoded, is_image, (np.concatenate(ids), np.cumsum([0, *map(len, ids)])))
 
     def shown(self, part: np.ndarray, after: np.ndarray, device: torch.device) -> Shown | None:
-        """What the model is given for these rows ([rows] int64), each followed by so many tokens; None: they have no images."""
+        """Return the images of these rows ([rows] int64), given the number of tokens `after` each
+        prompt; None if they have none."""
         images = [self.reader.see(image) for row in part for image in self.encoded[row]]
         if not images:
             return None
@@ -334,7 +347,7 @@ class ShownRows:
 
 
 def tokens_of(cu_seqlens: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """[T] int64 indexes of the tokens of these rows ([rows] int64), in the order of the rows.
+    """Return the [T] int64 indexes of the tokens of these rows ([rows] int64), row by row.
 
     >>> tokens_of(np.array([0, 2, 5]), np.array([1, 0])).tolist()
     [2, 3, 4, 0, 1]
@@ -345,10 +358,12 @@ def tokens_of(cu_seqlens: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def check_rows(batch: Batch, columns: Iterable[str]) -> None:
-    """Check that each token has its context and its columns, before the model complains in terms of tensors.
+    """Check prompts and column lengths, to report mistakes by row and column instead of tensor
+    shapes.
 
     Raises:
-        UserError: a response without a prompt, or a ragged column whose rows are not as long as the responses.
+        UserError: a response has no prompt, or a ragged column has rows of another length than the
+            responses.
     """
     lengths = batch.lengths(RESPONSE_IDS)
     empty = np.flatnonzero((batch.lengths(PROMPT_IDS) == 0) & (lengths > 0))
@@ -368,7 +383,7 @@ def check_rows(batch: Batch, columns: Iterable[str]) -> None:
 
 
 def _routes(batch: Batch, routers: Routers, owner: str) -> list[np.ndarray]:
-    """The routes of each row, [tokens, layers, chosen] uint16."""
+    """Return the routes of each row, [tokens, layers, chosen] uint16."""
     values, starts = batch.ragged_numpy(ROUTES)
     wanted = (
         (batch.lengths(PROMPT_IDS) + batch.lengths(RESPONSE_IDS) - 1) * routers.layers * routers.chosen
@@ -377,8 +392,9 @@ def _routes(batch: Batch, routers: Routers, owner: str) -> list[np.ndarray]:
     if len(wrong):
         i = wrong[0]
         raise UserError(
-            f"row {_name_of(batch, i)}: column {str(ROUTES)!r} has {np.diff(starts)[i]} values, and {owner} ({routers.layers} layers, "
-            f"{routers.chosen} experts for each token) takes {wanted[i]}"
+            f"row {_name_of(batch, i)}: column {str(ROUTES)!r} has {np.diff(starts)[i]} "
+            f"values, and {owner} ({routers.layers} layers, {routers.chosen} experts for "
+            f"each token) takes {wanted[i]}"
         )
     if len(values) and values.max() >= routers.experts:
         raise UserError(
@@ -386,6 +402,7 @@ def _routes(batch: Batch, routers: Routers, owner: str) -> list[np.ndarray]:
         )
     shape = (-1, routers.layers, routers.chosen)
     return [
+        # Rows without a response are not checked, and may end with an incomplete token.
         values[a : b - (b - a) % (shape[1] * shape[2])].reshape(shape)
         for a, b in itertools.pairwise(starts)
     ]

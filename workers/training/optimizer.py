@@ -1,4 +1,4 @@
-"""The optimizer of a model: AdamW, of the kind that keeps its moments as the settings say."""
+"""AdamW with moments in float32, in host memory, or in 8 bits."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ from .engine import ModelConfig, OptimizerConfig
 from .memory import MISSING_TORCHAO, MOMENTS_BYTES, moment_block
 from .sharding import local_part, lying_as
 
-# Moments
+# Moments: each class below stores AdamW's moments in another way.
 #
-# AdamW's moments: what it keeps of each parameter. Each way of keeping them is a class.
-#
-# PlainMoments       float32, beside their parameters
-# HostMoments        float32, in host memory (`offload.py`)
-# EightBitMoments    in 8 bits, beside their parameters (`eight_bit.py`)
+# PlainMoments     float32, on the device of their parameters
+# HostMoments      float32, in host memory
+# EightBitMoments  8 bits, on the device of their parameters
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Their names, as torch gives them: the running means of gradients, and of their squares."""
+"""Torch's names of the running means of gradients and of their squares."""
 
 
 class PlainMoments(torch.optim.AdamW):
-    """AdamW with float32 moments that lie where their parameters do."""
+    """AdamW with float32 moments on the device of their parameters."""
 
     def first_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The moments of a parameter before its first step."""
+        """Return the moments of a parameter before its first step."""
         return {
             name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS
         }
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """The moments and the number of steps of a parameter; made as AdamW makes them at its first step, if there are none yet."""
+        """Return the moments and step count of a parameter, created as in AdamW's first step if
+        missing."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -48,32 +47,27 @@ class PlainMoments(torch.optim.AdamW):
         return state
 
     def follow(self, device: torch.device) -> None:
-        """Move moments to the device of their parameters, which have been moved there."""
+        """Move moments to the device of their parameters."""
         for state in self.state.values():
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     state[name] = value.to(device)
 
 
-# Offload
-#
-# Offload: moments of AdamW that lie in host memory, and are on the device only while their
-# parameters are updated.
-#
-# Parameters that lie in host memory, too (`ModelConfig.offload="everything"`), are FSDP2's own: it
-# brings a layer to the device before it runs, and takes gradients back. Over several ranks it does
-# so while the layer before computes, by streams of its own: the host is ahead of the device, since
-# it waits for it in no layer. On one rank FSDP of torch 2.13 copies on the stream that computes,
-# so nothing overlaps. Their moments are updated where they lie, by the host.
+# Offload: moments stay in host memory and visit the device while their parameters are updated.
+# FSDP2 itself offloads parameters and gradients (`ModelConfig.offload="everything"`); the host then
+# updates their moments in place. Over several ranks it overlaps copies with the previous layer's
+# computation. On one rank torch 2.13 copies on the computing stream, so nothing overlaps.
 
 
 class HostMoments(PlainMoments):
-    """AdamW with its moments in host memory, pinned where the device is a GPU. A step updates the parameters part by part; the moments
-    of the next part arrive, and those of the last one leave, while one is computed. The numbers are those of AdamW.
+    """AdamW with moments in host memory, pinned if the device is a GPU. A step updates parameters
+    part by part: while one part is computed, the moments of the next part arrive and the moments of
+    the previous part leave. Results are identical to AdamW.
 
     Args:
-        groups, settings: of `torch.optim.AdamW`.
-        device: of the parameters. On a CPU nothing is moved.
+        groups, settings: arguments of `torch.optim.AdamW`.
+        device: device of the parameters. On a CPU nothing moves.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], device: torch.device, **settings: Any) -> None:
@@ -98,13 +92,13 @@ class HostMoments(PlainMoments):
         finally:
             self.param_groups = groups
             if self._stream is not None:
-                self._stream.synchronize()  # the host may read the moments from now on
+                self._stream.synchronize()  # the host may read the moments next
 
     def first_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         return {name: self._host_zeros(parameter) for name in MOMENTS}
 
     def follow(self, device: torch.device) -> None:
-        """They stay in host memory."""
+        """Do nothing: moments stay in host memory."""
 
     def _host_zeros(self, parameter: Tensor) -> Tensor:
         zeros = torch.zeros_like(local_part(parameter), device="cpu", memory_format=torch.preserve_format)
@@ -114,7 +108,8 @@ class HostMoments(PlainMoments):
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _bring(self, parameters: Sequence[nn.Parameter]) -> torch.Event | None:
-        """Begin to copy the moments of these parameters to the device; the event is set when they are there."""
+        """Start copying the moments of these parameters to the device. The event fires when they
+        have arrived."""
         if self._stream is None:
             return None
         computing = torch.cuda.current_stream(self._device)
@@ -128,7 +123,6 @@ class HostMoments(PlainMoments):
         return self._stream.record_event()
 
     def _take(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Begin to copy the moments of these parameters back."""
         if self._stream is None:
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -145,7 +139,8 @@ class HostMoments(PlainMoments):
 
 
 def _parts(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
-    """Parameters that are updated together, with their group; those without a gradient are left out."""
+    """Yield parameters to update together, with their group; parameters without a gradient are left
+    out."""
     for group in groups:
         part: list[nn.Parameter] = []
         size = 0
@@ -162,37 +157,32 @@ def _parts(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], l
             yield group, part
 
 
-# Eight bit
+# 8-bit moments (arXiv:2110.02861) with numbers and update by torchao. Each block along the last
+# dimension has one scale, its largest magnitude, and per element a code: one of 256 values between
+# -1 and 1, dense near 0. The step decodes them, computes in float32, and encodes again.
 #
-# AdamW whose moments are kept in 8 bits (arXiv:2110.02861): a quarter of their memory. Numbers and
-# update are torchao's.
-#
-# A tensor is cut into blocks along its last dimension. A block has one scale, its largest
-# magnitude, and each of its elements a code, one of 256 values between -1 and 1 that lie densely
-# near 0. The step itself is computed in float32: codes are decoded, and encoded again.
-#
-# Blocks never reach over the end of a row. So the codes of a parameter lie over the ranks as the
-# parameter does, its scales as a tensor with shorter rows, and a snapshot goes on, to the bit, on
-# any number of ranks. Vectors, small tensors, and those whose rows are not made of whole blocks
-# (`memory.moment_block`) have float32 moments, and torch's own step.
+# Blocks never cross the end of a row. So codes and scales are sharded like their parameter, and a
+# snapshot restores bit for bit on any number of ranks. Vectors, small tensors, and rows that are
+# not whole blocks (`memory.moment_block`) keep float32 moments.
 
 
 SIGNED = dict(zip(MOMENTS, (True, False), strict=True))
-"""Name of a moment -> whether it has a sign."""
+"""Whether each moment is signed."""
 CODES, SCALES = "_codes", "_scales"
-"""What is added to the name of a moment."""
+"""Suffixes of a moment's name."""
 _PIECE = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Elements that are updated at once. A CPU holds some ten float32 and int64 copies of them, a GPU compiles the update."""
+"""Elements to update at once. A CPU holds about ten float32 and int64 copies of them; a GPU
+compiles the update."""
 _SHAPES = 256
-"""Sizes of pieces that an update is compiled for, at most: one of each parameter's rest."""
+"""Limit on compiled piece sizes: each parameter may end with a smaller piece."""
 
 
 class EightBitMoments(PlainMoments):
     """AdamW with moments in 8 bits.
 
     Args:
-        groups, settings: of `torch.optim.AdamW`.
-        device: of the parameters.
+        groups, settings: arguments of `torch.optim.AdamW`.
+        device: device of the parameters.
 
     Raises:
         UserError: torchao is not installed.
@@ -251,24 +241,24 @@ class EightBitMoments(PlainMoments):
 
 
 def in_8_bits(state: Iterable[str]) -> bool:
-    """Whether a state of training with these names has moments in 8 bits."""
+    """Return whether a training state with these names has 8-bit moments."""
     return any(name.endswith(CODES) for name in state)
 
 
 @dataclass(frozen=True)
 class _Library:
-    """What is taken from torchao."""
+    """The parts of torchao that are used."""
 
     moment: Callable[[Tensor, Tensor, bool], Any]
-    """(codes [n], scales [n / block], signed) -> the moment, which shares their memory."""
+    """(codes [n], scales [n / block], signed) -> a moment that shares their memory."""
     update: Callable[..., None]
-    """Its AdamW of one parameter, in place."""
+    """AdamW update of one parameter, in place."""
 
 
 def _load_library(device: torch.device) -> _Library:
     log = logging.getLogger("torchao")
     level = log.level
-    log.setLevel(logging.ERROR)  # it tells of kernels for other machines that it does not find
+    log.setLevel(logging.ERROR)  # torchao warns about missing kernels for other machines
     try:
         from torchao.optim.adam import single_param_adam  # pyright: ignore[reportMissingImports]
         from torchao.optim.subclass_8bit import (  # pyright: ignore[reportMissingImports]
@@ -289,7 +279,7 @@ def _load_library(device: torch.device) -> _Library:
         return OptimState8bit(codes, scales, values[signed], signed, dtype=torch.float32)
 
     update = single_param_adam
-    if device.type == "cuda":  # as torchao itself does; on a CPU it would take a compiler, and a minute
+    if device.type == "cuda":  # as in torchao; on a CPU this would need a compiler and a minute
         update = cast(Any, torch.compile)(
             single_param_adam, fullgraph=True, dynamic=False, recompile_limit=_SHAPES
         )
@@ -297,16 +287,16 @@ def _load_library(device: torch.device) -> _Library:
 
 
 def _block(parameter: Tensor) -> int | None:
-    """Elements of a block of a parameter; None: its moments are float32. Equal on all ranks."""
+    """Return the block size of a parameter, or None if its moments are float32. Equal on all ranks."""
     last = local_part(parameter).shape[-1] if parameter.ndim else 0
     return moment_block(tuple(parameter.shape), last)
 
 
 def _lying_along(parameter: Tensor, shape: Iterable[int], shorter: int, dtype: torch.dtype) -> Tensor:
-    """Zeros that lie over the ranks as a parameter does, with rows that are shorter by a factor.
+    """Return zeros that are sharded like a parameter, with rows that are shorter by a factor.
 
     Args:
-        shape: of the full tensor.
+        shape: shape of the full tensor.
     """
     *before, last = local_part(parameter).shape
     zeros = torch.zeros((*before, last // shorter), dtype=dtype, device=local_part(parameter).device)
@@ -324,22 +314,23 @@ def _lying_along(parameter: Tensor, shape: Iterable[int], shorter: int, dtype: t
 def make_optimizer(
     model: ModelConfig, config: OptimizerConfig, parameters: Iterable[nn.Parameter], device: torch.device
 ) -> PlainMoments:
-    """An optimizer of the parameters that have a gradient; matrices alone have weight decay.
+    """Create the optimizer of all parameters that require a gradient. Only matrices have weight
+    decay.
 
     Args:
-        model: says where moments lie.
-        config: of the optimizer.
-        device: that computes.
+        model: settings that say where to keep moments.
+        config: settings of the optimizer.
+        device: device that computes.
 
     Raises:
-        UserError: moments are to be kept in 8 bits, and torchao is not installed.
+        UserError: moments="8bit", and torchao is not installed.
     """
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
             mesh = (
                 parameter.device_mesh if isinstance(parameter, DTensor) else None
-            )  # one operation takes one mesh
+            )  # a fused operation needs one mesh
             groups.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
     kinds = [
         {"params": of_kind, "weight_decay": config.weight_decay if is_matrix else 0.0}

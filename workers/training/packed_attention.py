@@ -1,8 +1,9 @@
-"""Packed attention: rows of different lengths stand one behind the other, and only attention pads them, if it must.
+"""Packed attention: causal attention over rows that are stored end to end.
 
-All layers but attention look at one token at a time, so [1, T] tokens of many rows go through them as they are. Attention
-is computed on [rows, longest], which `plan_microbatches` keeps to at most twice the tokens. A prompt that several rows share is computed
-once (`SharedPrompts`): their responses look at its keys and values, and at their own.
+All layers except attention look at one token at a time, so they process [1, T] tokens of many rows
+directly. Attention either uses torch's variable-length kernel or pads to [rows, longest], which
+`plan_microbatches` limits to twice the tokens. A prompt that several rows share is computed once
+(`SharedPrompts`); its responses attend to its keys and values and to their own.
 """
 
 from __future__ import annotations
@@ -21,24 +22,20 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .packed_sequences import PackedSequences, SharedPrompts
 
-# Varlen attention
-#
-# The kernel of torch for attention over rows of different lengths that stand one behind the other:
-# nothing is padded, and no mask is made.
-#
-# It is there on GPUs, computes in half precision, and knows windows, fewer heads of keys than of
-# queries, and queries that are the last tokens of longer rows of keys; no soft cap, and no
-# dropout.
+# Variable-length attention: torch's kernel for rows end to end, without padding or masks. It runs
+# on GPUs in half precision. It supports windows, grouped-query heads, and queries that are the last
+# tokens of longer rows of keys; it supports neither soft caps nor dropout.
 
 
 Kernel = Callable[..., Any]
 _ASKED = {"scale", "window_size", "enable_gqa"}
-"""Arguments that a kernel must have: the first releases of torch that brought it had not all of them."""
+"""Arguments that the kernel must accept; early torch releases lack some."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
 def find_kernel(device: torch.device) -> Kernel | None:
-    """`torch.nn.attention.varlen.varlen_attn`; None: it is not for this device, or this torch has not the one that is needed."""
+    """Return `torch.nn.attention.varlen.varlen_attn`, or None if device or torch version do not
+    support it."""
     if device.type != "cuda":
         return None
     try:
@@ -49,7 +46,7 @@ def find_kernel(device: torch.device) -> Kernel | None:
 
 
 def takes(query: Tensor, softcap: float | None, dropout: float) -> bool:
-    """Whether the kernel has what is asked of it."""
+    """Return whether the kernel supports this input."""
     return query.dtype in _HALF and softcap is None and not dropout
 
 
@@ -64,14 +61,14 @@ def attend(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Causal attention within each row.
+    """Compute causal attention within each row.
 
     Args:
         query: [T, heads, head size].
         key, value: [K, heads of keys, head size].
-        rows: how the T queries belong to rows.
-        of_keys: how the K keys do. The queries of a row are its last tokens.
-        window: tokens that each token sees, itself included; None: all before it.
+        rows: assignment of the T queries to rows.
+        of_keys: assignment of the K keys to rows. The queries of a row are its last tokens.
+        window: number of tokens that each token sees, including itself; None for all before it.
 
     Returns:
         [T, heads, head size]
@@ -93,23 +90,26 @@ def attend(
 NAME = "weft_packed"
 """Name of this attention in `transformers`."""
 VARLEN = "weft_packed_varlen"
-"""The same with torch's kernel for rows of different lengths, where that has what is asked of it."""
+"""Name of the variant that uses torch's variable-length kernel where it supports the input."""
 _ALIGNED = 8
-"""Dimensions that sinks take of a head: kernels want its size to be a multiple of this."""
+"""Head dimensions that sinks add: kernels want the head size to be a multiple of this."""
 _ATTENDS = {"full_attention", "sliding_attention"}
 
 
 def may_pack(causal_lm: Any) -> bool:
-    """Whether a model declares that its attention can be exchanged, and that tokens interact nowhere else.
+    """Return whether a model declares that its attention is replaceable, and that tokens interact
+    nowhere else.
 
-    Models whose layers have state (Mamba) or attend in chunks cannot be packed. `agreement.py` checks the results.
+    Models with stateful layers (Mamba) or chunked attention cannot be packed. `agreement.py` checks
+    the results.
     """
     kinds = set(getattr(causal_lm.config.get_text_config(), "layer_types", None) or _ATTENDS)
     return causal_lm._supports_attention_backend and not causal_lm._is_stateful and kinds <= _ATTENDS
 
 
 def windows_reached_attention(causal_lm: Any, rows: PackedSequences) -> bool:
-    """Whether a model with sliding windows passed them to its attention, and not only to its mask, which packed attention ignores."""
+    """Return whether a model passed its sliding windows to attention and not only to the mask,
+    which packed attention ignores."""
     config = causal_lm.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or _ATTENDS)
     window = (
@@ -119,7 +119,8 @@ def windows_reached_attention(causal_lm: Any, rows: PackedSequences) -> bool:
 
 
 def caps_scores(causal_lm: Any) -> bool:
-    """Whether a model passes its attention a soft cap, which torch's own attention silently ignores."""
+    """Return whether a model passes its attention a soft cap, which torch's own attention silently
+    ignores."""
     if not (causal_lm._supports_attention_backend and causal_lm._supports_sdpa):
         return False
     rows, before = PackedSequences.of([1], causal_lm.device), causal_lm.config._attn_implementation
@@ -132,7 +133,7 @@ def caps_scores(causal_lm: Any) -> bool:
                 rows=rows,
                 use_cache=False,
             )
-    except Exception:  # code that comes with a model may fail in any way
+    except Exception:  # remote code of a model can raise anything
         return False
     finally:
         causal_lm.set_attn_implementation(before)
@@ -155,15 +156,17 @@ def packed_attention(
     kernel: Kernel | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each row.
+    """Compute causal attention within each row.
 
     Args:
         query, key, value: [1, heads, T, head size].
-        rows: how the T tokens belong to rows.
-        sliding_window: tokens that each token sees, itself included; None: all before it.
-        kernel: for rows of different lengths (`varlen_attention.py`); None: rows are padded for attention.
-        softcap: scores s become softcap * tanh(s / softcap); None: they stay (arXiv:2408.00118, section 2).
-        s_aux: [heads] sinks, scores of a key without a value beside those of each query (GPT-OSS); None: there are none.
+        rows: assignment of the T tokens to rows.
+        sliding_window: number of tokens that each token sees, including itself; None for all before
+            it.
+        kernel: variable-length kernel; None pads rows for attention.
+        softcap: turns scores s into softcap * tanh(s / softcap) (arXiv:2408.00118, section 2); None
+            leaves them.
+        s_aux: [heads] sinks: per head, the score of an extra key without a value (GPT-OSS), if any.
 
     Returns:
         ([1, T, heads, head size], None)
@@ -199,11 +202,13 @@ class _Attend:
     window: int | None
     kernel: Kernel | None
     widens: bool
-    """Padded rows of half precision are attended to in float32: a CPU's kernel takes up to three times as long in bfloat16."""
+    """Whether to compute padded half-precision rows in float32: a CPU's kernel takes up to three
+    times as long in bfloat16."""
     sinks: Tensor | None = None
 
     def in_rows(self, of_tokens: Sequence[Tensor], rows: PackedSequences) -> Tensor:
-        """[T, heads, head size]: attention of [T, heads, head size] queries, keys and values within each row."""
+        """Compute attention within each row: [T, heads, head size], from queries, keys and values
+        of the same shape."""
         if (kernel := self._kernel(of_tokens)) is not None:
             query, key, value = of_tokens
             return attend(kernel, query, key, value, rows, rows, scaling=self.scaling, window=self.window)
@@ -218,11 +223,13 @@ class _Attend:
     def after_prompts(
         self, first: Sequence[Tensor], after: Sequence[Tensor], rows: SharedPrompts
     ) -> Tensor:
-        """[tokens of responses, heads, head size]: attention of responses to their prompts and to themselves.
+        """Compute attention of responses to their prompts and to themselves: [tokens of responses,
+        heads, head size].
 
         Args:
-            first: queries, keys and values of all rows that begin at position 0, prompts before others; [tokens, heads, head size].
-            after: those of the responses.
+            first: queries, keys and values of all rows that begin at position 0, prompts first;
+                [tokens, heads, head size].
+            after: queries, keys and values of the responses.
         """
         if (kernel := self._kernel(after)) is not None:
             of_tokens = (torch.cat(both) for both in zip(first[1:], after[1:], strict=True))
@@ -247,7 +254,6 @@ class _Attend:
         return _packed(self._padded(query.transpose(1, 2), key, value, mask), rows.responses)
 
     def _kernel(self, of_tokens: Sequence[Tensor]) -> Kernel | None:
-        """That for rows of different lengths, if it has what is asked for."""
         if (
             self.kernel is None
             or self.sinks is not None
@@ -270,8 +276,9 @@ class _Attend:
     def _with_sinks(
         self, sinks: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """The same with a key before all others, which every query sees. Queries and keys get a dimension in which the product of any
-        query of a head and this key is the head's sink, and with all other keys 0. Its value is 0."""
+        """Attend with a sink: an extra first key that every query sees. Queries and keys get a
+        further dimension, in which the product with this key is the head's sink and the product
+        with all other keys is 0. The key's value is 0."""
         if self.softcap is not None or self.dropout:
             raise NotImplementedError("attention with sinks has neither a soft cap nor dropout")
         size = query.shape[-1]
@@ -283,7 +290,7 @@ class _Attend:
         key, value = torch.cat([first, F.pad(key, (0, _ALIGNED))], 2), F.pad(value, (0, _ALIGNED, 1, 0))
         if mask is not None:
             mask = F.pad(mask, (1, 0), value=True)
-        else:  # causal: beside that key stands a query that nobody reads
+        else:  # causal: add a query next to the sink key, and drop its result
             query = F.pad(query, (0, 0, 1, 0))
         found = _attention(query, key, value, mask, scaling=scaling, softcap=None, dropout=0.0)
         return found[:, int(mask is None) :, :, : value.shape[-1] - _ALIGNED]
@@ -299,9 +306,11 @@ def _attention(
     softcap: float | None,
     dropout: float,
 ) -> Tensor:
-    """[B, L, heads, head size] of [B, heads, L, head size]; without a mask it is causal."""
+    """Compute attention, [B, L, heads, head size], from inputs [B, heads, L, head size]; causal
+    without a mask."""
     if softcap is None:
-        # In the place of the model's module, which does not know of keys that were repeated for ranks that share tokens.
+        # Replaces the model's module, which does not know that keys were repeated for ranks that
+        # share tokens.
         groups: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
         return sdpa_attention_forward(
             groups, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=mask is None
@@ -322,7 +331,8 @@ def _capped_attention(
     softcap: float,
     dropout: float,
 ) -> Tensor:
-    """[B, L, heads, head size]: attention with a soft cap on its scores, by its formula, because torch has no kernel for it."""
+    """Compute attention with soft-capped scores, [B, L, heads, head size], by its formula: torch
+    has no kernel for it."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)
@@ -331,7 +341,7 @@ def _capped_attention(
 
 
 def _unpacked(packed: Tensor, rows: PackedSequences) -> Tensor:
-    """[T, ...] -> [B, longest, ...], zeros behind each row."""
+    """[T, ...] -> [B, longest, ...], with zeros after each row."""
     return packed.unflatten(0, rows.shape) if rows.are_alike else _Unpack.apply(packed, rows)
 
 
@@ -341,8 +351,6 @@ def _packed(padded: Tensor, rows: PackedSequences) -> Tensor:
 
 
 class _Unpack(torch.autograd.Function):
-    """`_unpacked` for rows of different lengths."""
-
     @staticmethod
     def forward(ctx: Any, packed: Tensor, rows: PackedSequences) -> Tensor:
         ctx.rows = rows
@@ -354,8 +362,6 @@ class _Unpack(torch.autograd.Function):
 
 
 class _Pack(torch.autograd.Function):
-    """`_packed` for rows of different lengths."""
-
     @staticmethod
     def forward(ctx: Any, padded: Tensor, rows: PackedSequences) -> Tensor:
         ctx.rows = rows
@@ -367,8 +373,8 @@ class _Pack(torch.autograd.Function):
 
 
 class _PromptOfEach(torch.autograd.Function):
-    """[prompts, ...] -> [responses, ...], the prompt of each response. `index_select`, whose own gradient on a CPU goes through single
-    elements where it does not lie in one piece."""
+    """[prompts, ...] -> [responses, ...], the prompt of each response. Like `index_select`, whose
+    CPU gradient is slow for tensors that are not contiguous."""
 
     @staticmethod
     def forward(ctx: Any, prompts: Tensor, prompt_of_response: Tensor) -> Tensor:
@@ -395,7 +401,7 @@ def _with_kernel(
     return packed_attention(module, query, *others, kernel=find_kernel(query.device), **named)
 
 
-# Not for `torch.compile`: lengths are numbers of the host, and each microbatch would be compiled anew.
+# Compilation is disabled: lengths are Python numbers, so each microbatch would be recompiled.
 _AS_IT_IS: Any = torch.compiler.disable
 AttentionInterface.register(NAME, _AS_IT_IS(packed_attention))
 AttentionInterface.register(VARLEN, _AS_IT_IS(_with_kernel))

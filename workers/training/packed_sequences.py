@@ -1,4 +1,5 @@
-"""How the tokens of a microbatch, which stand one behind the other, belong to rows. Computed on the host: no device is waited for."""
+"""Rows of a microbatch that is stored end to end. Everything is computed on the host, so nothing
+waits for the device."""
 
 from __future__ import annotations
 
@@ -16,84 +17,80 @@ if TYPE_CHECKING:
     from .routers import Routing
 
 
-# Host copies
-#
-# Copies from the host to the device that the host does not wait for.
-#
-# A plain `tensor.to(device)` of CUDA returns when everything is done that the device has been
-# given before: at the beginning of each microbatch the host would wait for the one before, and
+# Copies to the device that do not block the host. A plain CUDA `tensor.to(device)` returns only
+# when all earlier work of the device is done: the host would wait for the previous microbatch, and
 # then the device for the host.
 
 
 def to_device(known: Tensor | np.ndarray, device: torch.device) -> Tensor:
-    """What the host knows, on the device; itself, if that is the host. Nobody writes to it afterwards.
+    """Copy host data to the device without blocking; on a CPU return it directly. Do not write to
+    it afterwards.
 
     >>> to_device(np.array([1, 2]), torch.device("cpu"))
     tensor([1, 2])
     """
     tensor = torch.from_numpy(known) if isinstance(known, np.ndarray) else known
     if device.type == "cuda":
-        tensor = tensor.pin_memory()  # other memory is copied once more, and in part waited for
+        tensor = tensor.pin_memory()  # from pageable memory CUDA copies twice and partly blocks
     return tensor.to(device, non_blocking=True)
 
 
 class Exchange(Protocol):
-    """How several ranks share tokens (`sequence_parallel.py`)."""
+    """Exchange between ranks that share tokens (`sequence_parallel.py`)."""
 
     def own(self, of_tokens: Tensor) -> Tensor:
-        """This rank's part of [T, ...]."""
+        """Return this rank's part of [T, ...]."""
         ...
 
     def to_heads(self, x: Tensor, heads: int) -> Tensor:
-        """All heads of this rank's tokens -> its heads of all tokens."""
+        """Turn all heads of this rank's tokens into this rank's heads of all tokens."""
         ...
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """And back."""
+        """Reverse `to_heads`."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
-    """Rows, one behind the other."""
+    """Rows end to end."""
 
     lengths: np.ndarray
     """[B] int64; no row is empty."""
     device: torch.device
-    """That of the tokens."""
     first: np.ndarray | None = None
-    """[B] int64 position of the first token of each row; None: 0."""
+    """[B] int64 position of each row's first token; None for 0."""
     windows: set[int | None] = field(default_factory=set)
     """Sliding windows that the model has passed to attention."""
     softcaps: set[float | None] = field(default_factory=set)
     """Soft caps that the model has passed to attention."""
     exchange: Exchange | None = None
-    """How several ranks share the tokens; None: this rank has them all."""
+    """How several ranks share the tokens; None if this rank has all of them."""
     rounded: bool = False
-    """Queries, keys and values are rounded to bfloat16 for attention: to try a kernel that computes in nothing longer."""
+    """Whether to round queries, keys and values to bfloat16, to check a kernel that computes only
+    in half precision."""
     routing: Routing | None = None
-    """What the routers of a mixture are told of the tokens; None: nothing."""
+    """Instructions for the routers of a mixture, if any."""
     shown: Shown | None = None
-    """The images of the rows, with places among the T tokens; None: they have none."""
+    """Images of the rows, with places among the T tokens, if any."""
 
     @classmethod
     def of(cls, lengths: Sequence[int] | np.ndarray, device: torch.device | str = "cpu") -> Self:
-        """Rows of these lengths."""
         return cls(np.asarray(lengths, np.int64), torch.device(device))
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest row."""
+        """Number of tokens of the longest row."""
         return int(self.lengths.max())
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(B, longest): of the rows when they are padded."""
+        """(B, longest): shape of the padded rows."""
         return len(self.lengths), self.longest
 
     @cached_property
     def are_alike(self) -> bool:
-        """Whether all rows have one length, so that packed and padded tokens lie alike."""
+        """Whether all rows have the same length, so that packed and padded layouts are equal."""
         return bool((self.lengths == self.longest).all())
 
     @cached_property
@@ -103,11 +100,13 @@ class PackedSequences:
 
     @cached_property
     def padded_positions(self) -> Tensor:
-        """[B, longest] int64 positions; padding repeats the last position of its row, so no row seems longer than it is."""
+        """[B, longest] int64 positions. Padding repeats the last position of its row, so that no
+        row seems longer."""
         return self._on_device(self._padded_positions)
 
     def positions_by_row(self, *, padded: bool) -> list[Tensor]:
-        """The positions of each row, on the host: [1, its length] int64, or [1, longest]."""
+        """Return the positions of each row on the host: [1, its length] int64, or [1, longest] if
+        `padded`."""
         if padded:
             return list(torch.from_numpy(self._padded_positions).split(1))
         ends = np.cumsum(self.lengths)[:-1].tolist()
@@ -115,14 +114,14 @@ class PackedSequences:
 
     @cached_property
     def slots(self) -> Tensor:
-        """[T] int64 place of each token in the flattened [B * longest]."""
+        """[T] int64 index of each token in the flattened [B * longest]."""
         return self._on_device(
             np.repeat(np.arange(len(self.lengths)) * self.longest, self.lengths) + self._places
         )
 
     @cached_property
     def starts(self) -> Tensor:
-        """[B + 1] int32: where each row begins, and where the last one ends."""
+        """[B + 1] int32: start of each row, and the end of the last one."""
         return self._on_device(np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32))
 
     @property
@@ -139,7 +138,7 @@ class PackedSequences:
 
     @cached_property
     def _places(self) -> np.ndarray:
-        """[T] int64 place of each token in its row."""
+        """[T] int64 index of each token in its row."""
         starts = np.cumsum(self.lengths) - self.lengths
         return np.arange(int(self.lengths.sum())) - np.repeat(starts, self.lengths)
 
@@ -149,14 +148,12 @@ class PackedSequences:
 
 @dataclass(frozen=True, eq=False)
 class SharedPrompts(PackedSequences):
-    """Prompts, then rows that share none, then responses, each of which goes on after one of the prompts.
-
-    The tokens of a prompt are computed once for all of its responses.
-    """
+    """Shared prompts, then complete rows, then responses that each continue one of the prompts. The
+    tokens of a prompt are computed once for all of its responses."""
 
     num_prompts: int = 0
     after: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """[responses] int64: the prompt of each."""
+    """[responses] int64: index of each response's prompt."""
 
     @classmethod
     def among(
@@ -167,34 +164,32 @@ class SharedPrompts(PackedSequences):
         after: np.ndarray,
         device: torch.device,
     ) -> Self:
-        """Of these lengths: [prompts], [other rows] and [responses] int64."""
+        """Create rows of these lengths: [prompts], [other rows] and [responses] int64."""
         lengths = np.concatenate([prompts, others, responses])
         first = np.concatenate([np.zeros(len(prompts) + len(others), np.int64), prompts[after]])
         return cls(lengths, device, first, num_prompts=len(prompts), after=after)
 
     @cached_property
     def beginnings(self) -> PackedSequences:
-        """Prompts and other rows: all that begin at position 0."""
+        """Prompts and complete rows: all rows that begin at position 0."""
         return PackedSequences(self.lengths[: len(self.lengths) - len(self.after)], self.device)
 
     @cached_property
     def prompts(self) -> PackedSequences:
-        """The prompts alone."""
         return PackedSequences(self.lengths[: self.num_prompts], self.device)
 
     @cached_property
     def responses(self) -> PackedSequences:
-        """The responses alone."""
         return PackedSequences(self.lengths[len(self.lengths) - len(self.after) :], self.device)
 
     @cached_property
     def complete(self) -> PackedSequences:
-        """Each response with its prompt before it."""
+        """Each response with its prompt in front."""
         return PackedSequences(self.prompts.lengths[self.after] + self.responses.lengths, self.device)
 
     @cached_property
     def tokens_of_complete(self) -> Tensor:
-        """[sum of `complete`] int64: where each token of these rows stands."""
+        """[sum of `complete`] int64: index of each token of the complete rows."""
         ends = np.cumsum(self.lengths)
         starts, of_prompts = ends - self.lengths, self.after
         of_responses = np.arange(len(self.lengths) - len(self.after), len(self.lengths))
@@ -209,10 +204,10 @@ class SharedPrompts(PackedSequences):
         return self._on_device(self.after)
 
     def sees(self, window: int | None) -> Tensor:
-        """Which tokens each token of a response sees.
+        """Return which tokens each response token sees.
 
         Args:
-            window: tokens that each token sees, itself included; None: all before it.
+            window: number of tokens that each token sees, including itself; None for all before it.
 
         Returns:
             [responses, longest response, longest prompt + longest response] bool.

@@ -1,13 +1,17 @@
-"""Pipeline schedules as data: in which order each stage of a pipeline computes the passes of its microbatches.
+"""Pipeline schedules as data: the order in which each pipeline stage computes the passes of its
+microbatches.
 
-A model is cut into `stages * chunks` pieces of consecutive layers; piece k lies on the stage `k % stages` as its chunk `k // stages`.
-Each microbatch passes forwards through all pieces, and backwards through them in the opposite order.
+A model is cut into `stages * chunks` pieces of consecutive layers. Piece k is chunk `k // stages`
+of stage `k % stages`. Each microbatch passes forward through all pieces, and backward in the
+opposite order.
 
-    gpipe                      all forward passes, then all backward ones                  (arXiv:1811.06965)
-    one_forward_one_backward   after a warm-up, a backward pass after each forward one     (arXiv:2104.04473, section 2.2.1)
-    interleaved                the same with several chunks on a stage                     (arXiv:2104.04473, section 2.2.2)
+    gpipe                      all forward passes, then all backward ones (arXiv:1811.06965)
+    one_forward_one_backward   after a warm-up, alternate forward and backward passes
+                               (arXiv:2104.04473, section 2.2.1)
+    interleaved                the same with several chunks per stage (section 2.2.2)
 
-The arithmetic is shared by training engines, the planner and the simulator, and needs neither torch nor a process group.
+Training engines, the planner and the simulator share this arithmetic. It needs neither torch nor a
+process group.
 
 >>> print(one_forward_one_backward(stages=2, microbatches=3))
 stage 0: F0 F1 B0 F2 B1 B2
@@ -45,14 +49,13 @@ class PipelineSchedule:
     """The passes of every stage, in order.
 
     Raises:
-        UserError: a stage computes a pass twice or never, or the stages would wait for each other for ever.
+        UserError: a stage computes a pass twice or never, or stages deadlock.
     """
 
     stages: int
     microbatches: int
     chunks: int
     passes: tuple[tuple[Pass, ...], ...]
-    """For each stage."""
 
     def __post_init__(self) -> None:
         wanted = {
@@ -80,19 +83,22 @@ class PipelineSchedule:
 
     @property
     def bubble(self) -> float:
-        """Time that a stage is idle over the time that it computes, where all passes of a direction take equally long and transfers
-        nothing: (p - 1) / (v m) of Megatron-LM, for each of the three schedules (arXiv:2104.04473, sections 2.2.1 and 2.2.2)."""
+        """Idle time of a stage relative to its computing time, if all passes of a direction take
+        equally long and transfers are free: (p - 1) / (v m) of Megatron-LM, for all three schedules
+        (arXiv:2104.04473, sections 2.2.1 and 2.2.2)."""
         return (self.stages - 1) / (self.chunks * self.microbatches)
 
     def in_flight(self, stage: int) -> int:
-        """The most activations that a stage keeps at once. One is what a forward pass of one microbatch through one chunk leaves for its
-        backward pass; the pass that is under way counts."""
+        """Return the most activations that a stage keeps at once, including those of the current
+        pass. A forward pass of one microbatch through one chunk leaves one activation for its
+        backward pass."""
         kept = np.cumsum([-1 if one.backward else 1 for one in self.passes[stage]])
         return int(kept.max(initial=0))
 
 
 def gpipe(stages: int, microbatches: int) -> PipelineSchedule:
-    """All forward passes, then all backward passes in the same order of microbatches: every activation is kept at once.
+    """Return a schedule with all forward passes, then all backward passes in the same order of
+    microbatches. All activations are kept at once.
 
     >>> [gpipe(2, 3).in_flight(stage) for stage in range(2)]
     [3, 3]
@@ -107,7 +113,8 @@ def gpipe(stages: int, microbatches: int) -> PipelineSchedule:
 
 
 def one_forward_one_backward(stages: int, microbatches: int) -> PipelineSchedule:
-    """1F1B of PipeDream-Flush and Megatron-LM: stage i keeps at most min(p - i, m) activations.
+    """Return the 1F1B schedule of PipeDream-Flush and Megatron-LM: stage i keeps at most min(p - i,
+    m) activations.
 
     >>> [one_forward_one_backward(4, 8).in_flight(stage) for stage in range(4)]
     [4, 3, 2, 1]
@@ -124,14 +131,16 @@ def one_forward_one_backward(stages: int, microbatches: int) -> PipelineSchedule
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule:
-    """Interleaved 1F1B of Megatron-LM: the bubble is smaller by the number of chunks, and there are as many times more transfers.
+    """Return the interleaved 1F1B schedule of Megatron-LM, which divides the bubble and multiplies
+    transfers by the number of chunks.
 
-    Microbatches go through the first chunk of every stage in rounds of p, then through the second, and so on. Stage i warms up with
-    2 (p - i - 1) + (v - 1) p forward passes, and keeps one activation of a chunk more than that (arXiv:2205.05198, appendix).
+    Microbatches go through the first chunk of every stage in rounds of p, then through the second,
+    and so on. Stage i warms up with 2 (p - i - 1) + (v - 1) p forward passes, and keeps one more
+    activation of a chunk than that (arXiv:2205.05198, appendix).
 
     Args:
         microbatches: a multiple of the stages.
-        chunks: of each stage; with 1 it is `one_forward_one_backward`.
+        chunks: chunks per stage; 1 returns `one_forward_one_backward`.
 
     >>> interleaved(2, 2, 2).passes[1][:6]
     (Pass(microbatch=0, chunk=0, backward=False), Pass(microbatch=1, chunk=0, backward=False), Pass(microbatch=0, chunk=1, backward=False),\
@@ -142,8 +151,8 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule
     _check_sizes(stages, microbatches)
     if chunks < 1 or microbatches % stages:
         raise UserError(
-            f"{microbatches} microbatches in {chunks} chunks on {stages} stages: chunks are at least 1, and interleaved microbatches "
-            "a multiple of the stages"
+            f"{microbatches} microbatches in {chunks} chunks on {stages} stages: use at "
+            "least 1 chunk, and a multiple of the stages for interleaved microbatches"
         )
     rounds = range(0, microbatches, stages)
     forth = [Pass(first + k, chunk) for first in rounds for chunk in range(chunks) for k in range(stages)]
@@ -153,6 +162,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule
         for chunk in reversed(range(chunks))
         for k in range(stages)
     ]
+    # Enough forward passes to keep every later stage busy until the first backward pass.
     warm_up = [
         min(2 * (stages - stage - 1) + (chunks - 1) * stages, len(forth)) for stage in range(stages)
     ]
@@ -163,18 +173,18 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """When the passes of a schedule are computed."""
+    """Timing of a schedule's passes."""
 
     seconds: float
-    """From the first pass to the end of the last one."""
+    """Time from the first pass to the end of the last one."""
     busy_s: tuple[float, ...]
-    """For each stage, the time that it computes."""
+    """Computing time of each stage."""
     ends_s: tuple[dict[Pass, float], ...]
-    """For each stage, when each of its passes ends."""
+    """End of each pass, for each stage."""
 
     @property
     def bubble(self) -> float:
-        """Time that the busiest stage is idle over the time that it computes."""
+        """Idle time of the busiest stage relative to its computing time."""
         busiest = max(self.busy_s)
         return self.seconds / busiest - 1 if busiest else 0.0
 
@@ -185,25 +195,27 @@ def run(
     backward_s: ArrayLike = 2.0,
     transfer_s: ArrayLike = 0.0,
 ) -> PipelineRun:
-    """Play a schedule: each stage computes its passes in order, each as soon as its input has come.
+    """Simulate a schedule: each stage computes its passes in order, each as soon as its input has
+    arrived.
 
-    A forward pass needs the output of the piece before it, a backward pass the gradient of the piece behind it. Stages go on computing
-    while something is on its way; what stays on a stage takes no time.
+    A forward pass needs the output of the previous piece, a backward pass the gradient of the next
+    piece. Transfers overlap with computation; data that stays on a stage arrives at once.
 
     Args:
-        schedule: of the pipeline.
-        forward_s: [pieces, microbatches] seconds of a forward pass, or what can be broadcast to it.
-        backward_s: the same of a backward pass.
-        transfer_s: [microbatches] seconds that an activation, or its gradient, is on its way to another stage.
+        schedule: schedule of the pipeline.
+        forward_s: [pieces, microbatches] seconds of a forward pass, or broadcastable.
+        backward_s: the same for a backward pass.
+        transfer_s: [microbatches] seconds to send an activation or its gradient to another stage.
 
     Raises:
-        UserError: stages wait for each other for ever.
+        UserError: stages deadlock.
     """
     p, pieces = schedule.stages, schedule.stages * schedule.chunks
     shape = (pieces, schedule.microbatches)
     seconds = [
         np.broadcast_to(np.asarray(each, float), shape).tolist() for each in (forward_s, backward_s)
     ]
+    # A single stage transfers nothing.
     on_its_way = np.broadcast_to(np.asarray(transfer_s if p > 1 else 0.0, float), shape[1:]).tolist()
     ends: list[dict[Pass, float]] = [{} for _ in range(p)]
     position, clock, busy = [0] * p, [0.0] * p, [0.0] * p
@@ -233,22 +245,26 @@ def run(
                 continue
             break
         if position[stage] > before:
+            # Progress of a stage can unblock only its neighbours.
             waiting.update(((stage + 1) % p, (stage - 1) % p))
+    # No stage can progress: one with passes left is in a deadlock.
     for stage, at in enumerate(position):
         if at < len(schedule.passes[stage]):
-            raise UserError(f"stage {stage} waits for ever to compute {schedule.passes[stage][at]}")
+            raise UserError(f"stage {stage} waits forever to compute {schedule.passes[stage][at]}")
     return PipelineRun(max(clock), tuple(busy), tuple(ends))
 
 
 def _needed(one: Pass, piece: int, pieces: int) -> Iterable[int]:
-    """The pieces whose pass of the same microbatch a pass needs: of its own piece, the forward one."""
+    """Return the pieces whose passes of the same microbatch must come first; for the pass's own
+    piece, the forward one."""
     if not one.backward:
         return (piece - 1,) if piece else ()
     return (piece, piece + 1) if piece + 1 < pieces else (piece,)
 
 
 def _warmed_up(forth: list[Pass], back: list[Pass], warm_up: int) -> tuple[Pass, ...]:
-    """Some forward passes, then a forward and a backward one in turn, then the backward passes that are left."""
+    """Return warm-up forward passes, then alternating forward and backward passes, then the
+    remaining backward passes."""
     steady = [one for pair in zip(forth[warm_up:], back, strict=False) for one in pair]
     return (*forth[:warm_up], *steady, *back[len(forth) - warm_up :])
 
@@ -256,5 +272,5 @@ def _warmed_up(forth: list[Pass], back: list[Pass], warm_up: int) -> tuple[Pass,
 def _check_sizes(stages: int, microbatches: int) -> None:
     if stages < 1 or microbatches < 1:
         raise UserError(
-            f"a pipeline of {stages} stages and {microbatches} microbatches: both are at least 1"
+            f"a pipeline of {stages} stages and {microbatches} microbatches: both must be at least 1"
         )

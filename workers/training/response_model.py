@@ -1,7 +1,8 @@
-"""ResponseModel: a causal language model that computes one number for each response token: its log-probability, or the output of a
-scalar head.
+"""ResponseModel: a causal language model that computes one number per response token, its
+log-probability or the output of a scalar head.
 
-The head sees only the positions that predict response tokens, because logits (tokens x vocabulary) are by far the largest tensor.
+The head runs only on positions that predict response tokens, because logits (tokens x vocabulary)
+are by far the largest tensor.
 """
 
 from __future__ import annotations
@@ -28,26 +29,22 @@ if TYPE_CHECKING:
     from .sequence_parallel import Stretches
 
 
-# Rope
-#
-# Rope whose frequencies follow the length of a sequence (longrope, dynamic NTK), for rows that
-# share a forward pass.
-#
-# `transformers` takes the longest position of all rows for the length, and asks the device for it.
-# Here a copy of the model's own module gets each row by itself, on the host, which knows its
-# length: a row has the frequencies that it has alone, and no device is waited for.
+# Ropes whose frequencies depend on the length of a sequence (longrope, dynamic NTK). `transformers`
+# uses the longest position of all rows, and reads it from the device. Here a copy of the model's
+# module gets each row separately, on the host, so every row has its own frequencies and nothing
+# waits for the device.
 
 
 def follows_length(model: nn.Module) -> bool:
-    """Whether the frequencies of the model's rope depend on the length of a sequence."""
+    """Return whether the frequencies of the model's rope depend on the length of a sequence."""
     return any(_follows_length(module) for module in model.modules())
 
 
 class RopesByRow:
-    """The ropes of such a model, told before each pass of its rows; they are padded, `[B, L]` tokens, or packed, `[1, T]`.
+    """Computes such ropes row by row, for padded rows, `[B, L]` tokens, or packed rows, `[1, T]`.
 
     Args:
-        causal_lm: the forward methods of its ropes are replaced.
+        causal_lm: the model; the forward methods of its ropes are replaced.
     """
 
     def __init__(self, causal_lm: nn.Module) -> None:
@@ -57,18 +54,19 @@ class RopesByRow:
                 module.forward = partial(self._forward, copy.deepcopy(module).cpu())
 
     def begin(self, rows: PackedSequences) -> None:
-        """A pass of these rows begins."""
+        """Set the rows of the next pass."""
         self._rows = rows
 
     def _forward(
         self, rope: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, ...]:
         assert self._rows is not None
-        like = torch.empty((), dtype=x.dtype).expand(x.shape)  # a rope looks at its type and where it is
+        like = torch.empty((), dtype=x.dtype).expand(x.shape)  # the rope reads only its dtype and device
         across = len(position_ids) == 1
         parts = []
         for row in self._rows.positions_by_row(padded=not across):
-            # Frequencies of a longer sequence are kept until a short one comes: the one before must not matter.
+            # The rope keeps the frequencies of a longer row until a short one comes; this call
+            # resets them.
             rope(like, torch.zeros_like(row[:, :1]), *args, **kwargs)
             parts.append(rope(like, row, *args, **kwargs))
         found = (torch.cat(each, dim=1 if across else 0) for each in zip(*parts, strict=True))
@@ -76,23 +74,24 @@ class RopesByRow:
 
 
 def _follows_length(module: nn.Module) -> bool:
-    kinds = getattr(module, "rope_type", None)  # of each kind of layer, in some models
+    kinds = getattr(module, "rope_type", None)  # a mapping by kind of layer in some models
     names = kinds.values() if isinstance(kinds, Mapping) else [kinds]
     return any(isinstance(name, str) and (name == "longrope" or "dynamic" in name) for name in names)
 
 
 class ResponseModel(nn.Module):
-    """Backbone, then head, of a `transformers` causal language model.
+    """Backbone and head of a `transformers` causal language model.
 
-    Packed rows (`packs`) stand one behind the other. Others are padded on the right: attention is causal, so no real token sees
-    padding, no mask is needed, and the fastest attention kernel can be used. `agreement.py` finds out what a model allows.
+    Packed rows (`packs`) are stored end to end. Other rows are padded on the right: attention is
+    causal, so no real token sees padding, no mask is needed, and the fastest attention kernel
+    applies. `agreement.py` finds out what a model supports.
 
     Args:
-        causal_lm: on any device.
-        scalar: it has a scalar head (`scalar_head.py`).
+        causal_lm: the model, on any device.
+        scalar: whether it has a scalar head.
 
     Raises:
-        UserError: the model has no backbone that is known.
+        UserError: the model's backbone was not found.
     """
 
     def __init__(self, causal_lm: Any, *, scalar: bool = False) -> None:
@@ -102,22 +101,26 @@ class ResponseModel(nn.Module):
         self.sees = is_type_that_sees(causal_lm.config)
         """Whether rows may have images."""
         self.backbone_name = _find_backbone(causal_lm)
-        # Of padding without a mask, which is no mistake here; it would ask the device for the first and last tokens.
+        # Padding without a mask is correct here, and the check would read the first and last tokens
+        # from the device.
         self.backbone.warn_if_padding_and_no_attention_mask = _warn_of_nothing
         self.packs = False
-        """Whether a microbatch costs its tokens, and not its rows times the longest."""
+        """Whether a microbatch costs its tokens, rather than its rows times the longest."""
         self.shares_prompts = False
         """Whether rows can share the tokens of a prompt."""
         self.stretches: Stretches | None = None
-        """How several ranks share the tokens of a microbatch; None: each has all of its own."""
+        """How ranks share the tokens of a microbatch; None if each rank has separate tokens."""
         self.head_form: HeadForm | None = None
-        """How logits follow from the products of hidden states and the head; None: the model computes them in another way."""
+        """How logits follow from the products of hidden states and the head; None if the model
+        computes them in another way."""
         self.routers: Routers | None = None
-        """Those of a mixture of experts; None: it is none, or its choices cannot be seen."""
+        """Routers of a mixture of experts; None if there are none, or if their choices are not
+        accessible."""
         self.ropes: RopesByRow | None = None
-        """Those that follow the length of a row; None: there are none, or they see all rows at once."""
+        """Ropes that depend on the length of a row; None if there are none, or if they see all rows
+        at once."""
         self.chunk_bytes: int | None = None
-        """Bytes of logits at once; None: what suits the device."""
+        """Bytes of logits to compute at once; None selects a value for the device."""
 
     @property
     def backbone(self) -> Any:
@@ -126,16 +129,17 @@ class ResponseModel(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The layers of the backbone (of its text model, where it has several); empty if they have an uncommon name."""
+        """Layers of the backbone or its text model; empty if they have an uncommon name."""
         return list(getattr(getattr(self.backbone, LANGUAGE, self.backbone), "layers", ()))
 
     @property
     def scalar_head(self) -> nn.Module | None:
-        """The scalar head; None: the model has its own head."""
+        """The scalar head, or None if the model has its own head."""
         return self.causal_lm.score if self.scalar else None
 
     def put_ropes_by_row(self) -> None:
-        """Change the model in place, once, where its rope follows the length of a row: then it sees one row at a time."""
+        """Make ropes that depend on the length of a row see one row at a time. Changes the model in
+        place, once."""
         if self.ropes is None and follows_length(self.causal_lm):
             self.ropes = RopesByRow(self.causal_lm)
 
@@ -148,20 +152,23 @@ class ResponseModel(nn.Module):
         temperatures: Tensor | None,
         entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of the target tokens; or the outputs of a scalar head, which ignores targets and temperatures.
+        """Return the log-probabilities of target tokens, or the outputs of a scalar head, which
+        ignores targets and temperatures.
 
         Args:
             input_ids: [N] int64, row after row.
-            rows: how the N tokens belong to rows.
-            predicting: [T] int64 indexes into the N: of the token *before* each target, or of the positions that a scalar head reads.
-                On the host; they ascend where ranks share tokens.
+            rows: assignment of the N tokens to rows.
+            predicting: [T] int64 indexes of the N tokens: the token *before* each target, or the
+                positions that a scalar head reads. On the host; ascending if ranks share tokens.
             targets: [T] int64.
-            temperatures: [T] float32, divides the logits; None: 1.
-            entropy: return the entropy of each predicting distribution with a gradient. Otherwise it is returned without one,
-                and only where gradients are computed, because the logits are there then.
+            temperatures: [T] float32 divisors of the logits; None for 1.
+            entropy: whether to return the entropy of each predicting distribution with a gradient.
+                Otherwise it comes without a gradient, and only in passes with gradients, where the
+                logits exist anyway.
 
         Returns:
-            ([T] float32 nats or outputs of the scalar head; [T] float32 nats, -sum_v p_v log p_v at the temperature, or None).
+            ([T] float32 nats or outputs of the scalar head; [T] float32 nats, -sum_v p_v log p_v at
+            the temperature, or None).
         """
         if self.stretches is not None:
             return self._in_stretches(
@@ -185,7 +192,7 @@ class ResponseModel(nn.Module):
         temperatures: Tensor | None,
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """`forward` of this rank's tokens, and what all ranks say of theirs."""
+        """Run `forward` on this rank's tokens and gather the results of all ranks."""
         input_ids, rows = stretches.share(input_ids, rows)
         outputs, hidden = self.run_backbone(input_ids, rows)
         upto = [0, *np.searchsorted(predicting, np.arange(1, stretches.ranks + 1) * len(hidden)).tolist()]
@@ -204,7 +211,7 @@ class ResponseModel(nn.Module):
         if values.requires_grad and not counts[stretches.rank]:
             values = (
                 values + 0.0 * hidden[0, 0]
-            )  # its layers take part in the exchanges of the backward pass
+            )  # other ranks wait for this rank's exchanges in the backward pass
         return values, None if entropies is None else stretches.gather(entropies, counts)
 
     def run_backbone(self, input_ids: Tensor, rows: PackedSequences) -> tuple[Any, Tensor]:
@@ -212,7 +219,7 @@ class ResponseModel(nn.Module):
 
         Args:
             input_ids: [N] int64, row after row.
-            rows: how the N tokens belong to rows.
+            rows: assignment of the N tokens to rows.
 
         Returns:
             (outputs of the backbone, [N, hidden] states of the tokens, row after row)
@@ -238,13 +245,14 @@ class ResponseModel(nn.Module):
         outputs = self.backbone(**inputs, use_cache=False)
         hidden = outputs.last_hidden_state.flatten(0, 1)
         if self.sees and torch.is_grad_enabled():
-            # On all ranks the same parameters have gradients, whoever has rows with images: LLaVA leaves out the last layer of the tower.
+            # All ranks need gradients for the same parameters, also ranks without images. LLaVA
+            # leaves out the last layer of the tower.
             tower = [p.sum() for p in tower_parameters(self.backbone) if p.requires_grad]
             hidden = hidden + 0.0 * sum(tower) if tower else hidden
         return outputs, hidden if self.packs else hidden[rows.slots]
 
     def _with_images(self, inputs: dict[str, Any], rows: PackedSequences) -> dict[str, Any]:
-        """Padded rows with what is seen in the places of images, and the model's own positions."""
+        """Return inputs of padded rows with image features and the model's own positions."""
         assert rows.shown is not None
         input_ids = inputs.pop("input_ids")
         places = torch.zeros(math.prod(rows.shape), dtype=torch.bool, device=input_ids.device)
@@ -260,7 +268,8 @@ class ResponseModel(nn.Module):
     def logprobs_of(
         self, outputs: Any, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, *, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of targets, and entropies, from the [T, hidden] states before them (see `forward`)."""
+        """Return log-probabilities of targets, and entropies, from the [T, hidden] states before
+        them (see `forward`)."""
         if self.head_form is None:
             return logprobs_of_any_head(
                 lambda states: self.own_logits(outputs, states), hidden, targets, temperatures, entropy
@@ -278,13 +287,15 @@ class ResponseModel(nn.Module):
         )
 
     def own_logits(self, outputs: Any, hidden: Tensor) -> Tensor:
-        """[T, vocabulary] logits of [T, hidden] states, by everything that the model's own forward pass does after its backbone.
+        """Return [T, vocabulary] logits of [T, hidden] states, by all operations that the model's
+        own forward pass runs after its backbone.
 
         Args:
-            outputs: of the backbone; only its hidden states are exchanged.
+            outputs: outputs of the backbone; their hidden states are replaced.
         """
         given = replace(outputs, last_hidden_state=hidden[None])
-        # A copy that shares everything but the backbone; the model itself stays as it is for other threads.
+        # Copy the model but share everything except the backbone, so that other threads see it
+        # unchanged.
         headed = object.__new__(type(self.causal_lm))
         headed.__dict__ = {
             **self.causal_lm.__dict__,
@@ -299,7 +310,7 @@ def _warn_of_nothing(*_: object) -> None:
 
 
 class _Answered:
-    """A backbone that returns outputs that it computed before."""
+    """A backbone that returns stored outputs."""
 
     def __init__(self, backbone: Any, answer: Any) -> None:
         self._backbone, self._answer = backbone, answer
@@ -313,15 +324,15 @@ class _Answered:
 
 
 def _find_backbone(causal_lm: Any) -> str:
-    """The name of the module that a causal language model puts its head on.
+    """Return the name of the module under a causal language model's head.
 
     Raises:
-        UserError: no such module was found, so the input of the head is unknown.
+        UserError: no such module was found, so the head's input is unknown.
     """
     for name in (
         causal_lm.base_model_prefix,
         "model",
-    ):  # Llama 4's text model does not have the one that it names
+    ):  # Llama 4's text model names a module that it lacks
         if name in causal_lm._modules:
             return name
     parts = ", ".join(causal_lm._modules)

@@ -1,9 +1,10 @@
-"""Routers of a mixture of experts: where a model chooses the experts of each token, what it chose, and a choice that is made for it.
+"""Routers of a mixture of experts: find them, record their choices, and replay given choices.
 
-The routers of `transformers` compute scores, and `torch.topk` chooses among them. That call alone is answered differently: with the
-experts that a generator took ("router replay", arXiv:2510.11370) and the model's own scores of these, so that weights and gradients
-follow as from a choice of its own. No family is listed: `find_routers` watches a pass, and `agreement.py` tries whether experts follow the
-answer.
+The routers of `transformers` compute scores and choose experts with `torch.topk`. This module
+intercepts only that call. For router replay (arXiv:2510.11370) it returns the experts that the
+generator used with the model's own scores, so weights and gradients follow as usual. No model
+family is listed: `find_routers` watches a pass, and `agreement.py` checks that the model follows
+the replayed choice.
 """
 
 from __future__ import annotations
@@ -25,41 +26,37 @@ from ...dataflow.errors import UserError
 from ...dataflow.metrics import Max, Mean, Metric, Metrics
 from ..models.model_folder import num_experts
 
-# Router loss
-#
-# The loss that balances the routers of a mixture of experts, and the sums over passes that it and
-# the metrics of routers are made of.
-#
-# It is E * sum over experts e of f_e * P_e (arXiv:2101.03961, equations 4 to 6). f_e (times that a
-# token is sent to e) and P_e (its probability) are means over all tokens that the model reads of
-# all rows of a step, on all ranks, and over all layers, as in `load_balancing_loss_func` of
-# `transformers`. With f known, the loss is a sum over tokens; so f comes first: from the routes
-# that are replayed, or from a pass without gradients.
+# Load-balancing loss: E * sum over experts e of f_e * P_e (arXiv:2101.03961, equations 4 to 6). f_e
+# (share of tokens sent to e) and P_e (mean probability of e) are means over all tokens of a step,
+# all ranks and all layers, as in `load_balancing_loss_func` of `transformers`. With f known the
+# loss is a sum over tokens, so f is computed first: from replayed routes, or in a pass without
+# gradients.
 
 
 @dataclass(frozen=True)
 class Balance:
-    """The gradient of a loss that is linear in the probabilities of routers: coefficient * scale * sum over tokens, layers and experts e of
-    count * frequencies[e] * probability[e]."""
+    """Gradient of the load-balancing loss, which is linear in the router probabilities: coefficient
+    * scale * sum over tokens, layers and experts e of count * frequencies[e] * probability[e]."""
 
     coefficient: float
     frequencies: Tensor
-    """[experts] float64: times that a token, in the mean over tokens and layers, is sent to each."""
+    """[experts] float64: how often a token is sent to each expert, averaged over tokens and layers."""
     scale: float = 1.0
     added: set[int] = field(default_factory=set)
-    """Routers to whose passes it was added."""
+    """Routers whose passes carry the gradient."""
     reached: set[int] = field(default_factory=set)
-    """Those of them that a backward pass has reached."""
+    """Routers in `added` that a backward pass has reached."""
 
     @classmethod
     def of(cls, coefficient: float, loads: Tensor, *, chosen: int, weight: float) -> Balance:
-        """That of the loss of a step.
+        """Return the balance of one step's loss.
 
         Args:
-            coefficient: of the loss.
-            loads: [experts] float64, on the device of the model: tokens that are sent to each in the step, over all layers and ranks.
-            chosen: experts of a token.
-            weight: of the loss in the gradient that a backward pass makes, which is divided by it afterwards.
+            coefficient: coefficient of the loss.
+            loads: [experts] float64, on the model's device: tokens sent to each expert in the step,
+                over all layers and ranks.
+            chosen: experts per token.
+            weight: divisor that is later applied to the gradient of the backward pass.
 
         >>> Balance.of(0.5, torch.tensor([3.0, 1.0]), chosen=1, weight=8.0)
         Balance(coefficient=0.5, frequencies=tensor([0.7500, 0.2500]), scale=4.0, added=set(), reached=set())
@@ -68,10 +65,10 @@ class Balance:
         return cls(coefficient, loads / tokens, weight * len(loads) / tokens.item())
 
     def check_reached(self, model: str) -> None:
-        """Check, after the backward passes of a step, that they reached what it was added to.
+        """Check that the backward passes of a step reached all routers.
 
         Raises:
-            UserError: they did not.
+            UserError: some router got no gradient.
         """
         if self.reached != self.added:
             raise UserError(
@@ -80,44 +77,46 @@ class Balance:
 
 
 class Tally:
-    """What routers did in some passes. All sums are over tokens, each as often as rows have it.
+    """Router statistics of some passes. Sums run over tokens; a token that several rows share
+    counts once per row.
 
     Args:
-        routers: number of them.
-        have_logits: whether the logits of all of them are known.
+        routers: number of routers.
+        have_logits: whether the logits of all routers are known.
     """
 
     def __init__(self, routers: int, experts: int, device: torch.device, *, have_logits: bool) -> None:
         make = partial(torch.zeros, dtype=torch.float64, device=device)
         self.loads = make(routers, experts)
-        """[routers, experts]: tokens that were sent to each."""
+        """[routers, experts]: tokens sent to each expert."""
         self.probabilities = make(experts)
-        """[experts], over all routers."""
+        """[experts]: probabilities, summed over all routers."""
         self.entropy = make(1)
-        """Of these probabilities, in nats, over all routers."""
+        """Entropy of the router probabilities in nats, summed over all routers."""
         self.tokens = make(1)
-        """Over all routers."""
+        """Tokens, summed over all routers."""
         self.moved = make(1)
-        """Tokens, over all routers, for which other experts were taken than the router would have chosen."""
+        """Tokens, summed over all routers, for which the replayed experts differ from the router's
+        own choice."""
         self._have_logits = have_logits
 
     def add_taken(self, router: int, taken: Tensor, counts: Tensor) -> None:
-        """The experts of N tokens.
+        """Add the experts of N tokens.
 
         Args:
-            router: its number.
+            router: number of the router.
             taken: [N, chosen] experts.
-            counts: [N] float32: how many rows have each token.
+            counts: [N] float32: number of rows that have each token.
         """
         counts = counts.to(self.loads)
         self.loads[router].index_add_(0, taken.flatten(), counts.repeat_interleave(taken.shape[-1]))
         self.tokens += counts.sum()
 
     def add_moved(self, taken: Tensor, own: Tensor, counts: Tensor) -> None:
-        """Experts that a router was told to take.
+        """Compare replayed experts with the router's own choice.
 
         Args:
-            taken, own: [N, chosen] experts, and those that the router would have chosen.
+            taken, own: [N, chosen] replayed experts, and the router's own choice.
             counts: [N] float32.
         """
         counts = counts.to(self.moved)
@@ -125,7 +124,7 @@ class Tally:
 
     @torch.no_grad()
     def add_logits(self, logits: Tensor, counts: Tensor) -> None:
-        """What a router says of the experts.
+        """Add the probabilities and entropies of a router.
 
         Args:
             logits: [..., experts] of N tokens.
@@ -136,10 +135,10 @@ class Tally:
         self.entropy -= counts @ (logprobs.exp() * logprobs).sum(-1)
 
     def add_up(self, over_ranks: Callable[[Tensor], None]) -> None:
-        """Take the sums over ranks.
+        """Sum the statistics over ranks.
 
         Args:
-            over_ranks: adds up a tensor [n] in place, by all ranks together.
+            over_ranks: sums a tensor [n] over all ranks, in place.
         """
         sums = (self.loads, self.probabilities, self.entropy, self.tokens, self.moved)
         together = torch.cat([one.flatten() for one in sums])
@@ -148,14 +147,15 @@ class Tally:
             own.copy_(found.view_as(own))
 
     def metrics(self, *, replayed: bool) -> Metrics:
-        """What they did, as metrics; none where they had no token.
+        """Return the statistics as metrics; an empty dict without tokens.
 
         Args:
-            replayed: whether they were told which experts to take.
+            replayed: whether the experts were replayed.
         """
         tokens = self.tokens.item()
         if not tokens:
             return {}
+        # Load of the busiest expert relative to the mean, for each router.
         loads = self.loads.amax(1) / self.loads.mean(1)
         metrics: dict[str, Metric] = {
             "expert_load": Mean(float(loads.mean()) * tokens, tokens),
@@ -173,21 +173,19 @@ class Tally:
 def with_balance(
     carrier: Tensor, logits: Tensor, counts: Tensor, balance: Balance, router: int
 ) -> Tensor:
-    """A tensor whose backward pass also gives logits the gradient of a balance.
+    """Return a tensor whose backward pass also adds the gradient of a balance to `logits`.
 
     Args:
-        carrier: it; of any shape.
+        carrier: the tensor, of any shape.
         logits: [..., experts] of N tokens.
         counts: [N] float32.
-        router: its number.
+        router: number of the router.
     """
     balance.added.add(router)
     return _Balanced.apply(carrier, logits, counts, balance, router)  # pyright: ignore[reportReturnType]
 
 
 class _Balanced(torch.autograd.Function):
-    """Passes a tensor on, and adds the gradient of a `Balance` to that of logits."""
-
     @staticmethod
     def forward(
         ctx: Any, carrier: Tensor, logits: Tensor, counts: Tensor, balance: Balance, router: int
@@ -204,7 +202,8 @@ class _Balanced(torch.autograd.Function):
 
 
 def balance_gradient(logits: Tensor, counts: Tensor, balance: Balance) -> Tensor:
-    """[..., experts]: the gradient of a `Balance` with respect to logits, p_j (f_j - sum_e f_e p_e), times its factors and counts [N]."""
+    """Return the gradient of a `Balance` with respect to logits, [..., experts]: p_j (f_j - sum_e
+    f_e p_e), times its factors and counts [N]."""
     own = logits if logits.dtype == torch.float64 else logits.float()
     probabilities = own.softmax(-1)
     frequencies = balance.frequencies.to(own)
@@ -219,30 +218,33 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Router:
-    """A module in whose forward pass the experts of a layer are chosen."""
+    """A module that chooses the experts of a layer."""
 
     module: str
-    """Its name in the model."""
+    """Name of the module in the model."""
     layer: int
     call: int
-    """Which of its calls of `torch.topk` on a score for each expert it is; those before it choose groups of experts."""
+    """Which of the module's `torch.topk` calls over all experts makes the choice; earlier calls
+    choose groups of experts."""
     chosen: int
-    """Experts of a token."""
+    """Experts per token."""
     logits: int | None
-    """Which of the module's outputs `transformers` declares to be the logits of all experts; None: it declares none."""
+    """Index of the module's output that `transformers` declares as the logits of all experts, if it
+    declares one."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """What the routers of a pass are told of its N tokens."""
+    """Instructions for the routers of a pass of N tokens."""
 
     counts: Tensor
-    """[N] float32: how many rows have the token; 0 for one that only fills up."""
+    """[N] float32: number of rows that have the token; 0 for padding."""
     routes: Tensor | None = None
-    """[N, layers, chosen] integers: the experts to take; None: the routers choose."""
+    """[N, layers, chosen] integers: the experts to use, or None to let routers choose."""
 
     def spread(self, slots: Tensor, places: int) -> Routing:
-        """The same for tokens that stand at `slots` ([N]) of so many places; nobody reads the others."""
+        """Return the routing for `places` positions, with these tokens at `slots` ([N]). The other
+        positions are padding."""
         counts = self.counts.new_zeros(places).index_put((slots,), self.counts)
         routes = None
         if self.routes is not None:
@@ -251,11 +253,11 @@ class Routing:
         return Routing(counts, routes)
 
     def shard(self, share: Callable[[Tensor], Tensor], missing: int) -> Routing:
-        """A rank's part, where ranks share tokens.
+        """Return this rank's part, where ranks share tokens.
 
         Args:
-            share: gives it of [N + missing, ...].
-            missing: tokens that fill up.
+            share: returns the rank's part of [N + missing, ...].
+            missing: number of padding tokens.
         """
         routes = self.routes
         if routes is not None:
@@ -264,32 +266,34 @@ class Routing:
 
 
 def _any_experts(like: Tensor, tokens: int) -> Tensor:
-    """[tokens, layers, chosen] different experts."""
+    """Return [tokens, layers, chosen] distinct experts, for padding."""
     _, layers, chosen = like.shape
     return torch.arange(chosen, dtype=like.dtype, device=like.device).repeat(tokens, layers, 1)
 
 
 class Routers:
-    """The routers of a model, told before each pass what to do in it, and in its backward pass, which may compute layers again.
+    """The routers of a model, with instructions for each forward pass and for its backward pass,
+    which may recompute layers.
 
     Args:
-        causal_lm: the forward methods of its routers are replaced.
-        routers: what `find_routers` found.
+        causal_lm: the model; the forward methods of its routers are replaced.
+        routers: result of `find_routers`.
     """
 
     def __init__(self, causal_lm: Any, routers: tuple[Router, ...]) -> None:
         settings = causal_lm.config.get_text_config()
         self.routers = routers
         self.layers = int(settings.num_hidden_layers)
-        """Of the model, with and without routers."""
+        """Layers of the model, with and without routers."""
         self.chosen = routers[0].chosen
         self.experts = num_experts(settings) or 0
         self.tally: Tally | None = None
-        """To which the next passes are added; None: to none."""
+        """Collects statistics of the next passes, if set."""
         self.balance: Balance | None = None
-        """Whose gradient is added to those of the next passes."""
+        """Added to the gradients of the next passes, if set."""
         self.taken: list[Tensor | None] | None = None
-        """[tokens, chosen] of each layer of the last pass; filled if it is a list."""
+        """Experts of each layer of the last pass, [tokens, chosen]; recorded only while this is a
+        list."""
         self._routing: Routing | None = None
         self._seen: set[int] = set()
         self._modules: list[Any] = [causal_lm.get_submodule(router.module) for router in routers]
@@ -297,7 +301,7 @@ class Routers:
             module.forward = partial(self._route, number, router, module.forward)
 
     def remove(self) -> None:
-        """Give the routers their own forward methods back."""
+        """Restore the forward methods of the routers."""
         for module in self._modules:
             del module.forward
 
@@ -307,7 +311,7 @@ class Routers:
         return all(router.logits is not None for router in self.routers)
 
     def begin(self, routing: Routing | None) -> None:
-        """A pass begins, of tokens of which the routers are told this."""
+        """Begin a pass with these instructions."""
         self._routing = routing
         self._seen.clear()
         if self.taken is not None:
@@ -315,7 +319,7 @@ class Routers:
 
     @contextmanager
     def watched(self, device: torch.device, balance: Balance | None = None) -> Iterator[Tally]:
-        """Tally passes, and add the gradient of a balance to theirs."""
+        """Collect statistics of passes, and add the gradient of a balance to theirs."""
         tally = Tally(len(self.routers), self.experts, device, have_logits=self.have_logits)
         self.tally, self.balance = tally, balance
         try:
@@ -325,7 +329,7 @@ class Routers:
 
     @contextmanager
     def recorded(self) -> Iterator[Routers]:
-        """Keep what the next pass takes, for `routes`."""
+        """Record the experts of the next pass, for `routes`."""
         self.taken = []
         self.begin(None)
         try:
@@ -335,7 +339,8 @@ class Routers:
 
     @property
     def routes(self) -> Tensor:
-        """[tokens, layers, chosen] int64: the experts of the last pass that was recorded; 0 in layers that have no router."""
+        """[tokens, layers, chosen] int64: the experts of the recorded pass; 0 in layers without a
+        router."""
         assert self.taken is not None
         like = next(found for found in self.taken if found is not None)
         return torch.stack(
@@ -343,7 +348,7 @@ class Routers:
         )
 
     def loads(self, routes: Iterable[np.ndarray]) -> np.ndarray:
-        """Tokens that are sent to each expert, [experts] int64, over all layers that have a router.
+        """Return the tokens sent to each expert over all routed layers, [experts] int64.
 
         Args:
             routes: [tokens, layers, chosen] of each row.
@@ -358,7 +363,7 @@ class Routers:
     def _route(
         self, number: int, router: Router, forward: Callable[..., Any], *args: Any, **named: Any
     ) -> Any:
-        again = number in self._seen  # activations are computed a second time
+        again = number in self._seen  # the backward pass recomputes activations
         self._seen.add(number)
         with _TopkOverride(self.experts, router.call, partial(self._choose, number, router, again)):
             outputs = forward(*args, **named)
@@ -370,7 +375,8 @@ class Routers:
             self.tally.add_logits(logits, counts)
         if self.balance is None or not logits.requires_grad:
             return outputs
-        # The gradient takes the way of what the layer goes on with: nothing else is sure to be reached by the backward pass.
+        # Attach the gradient to the output that the layer uses: the backward pass is sure to reach
+        # only that one.
         others = (at for at, x in enumerate(whole) if at != router.logits and x.requires_grad)
         carrier = next(others, router.logits)
         carried = with_balance(whole[carrier], logits, counts, self.balance, number)
@@ -380,7 +386,8 @@ class Routers:
     def _choose(
         self, number: int, router: Router, again: bool, scores: Tensor, topk: Callable[[], Any]
     ) -> Any:
-        """The answer of `torch.topk`: [..., chosen] scores and numbers of experts, of [..., experts] scores."""
+        """Return what `torch.topk` would: [..., chosen] scores and expert indices, from [...,
+        experts] scores."""
         routes = None if self._routing is None else self._routing.routes
         if routes is None:
             found = topk()
@@ -397,22 +404,20 @@ class Routers:
             counts = self._counts(scores)
             self.tally.add_taken(number, of_tokens, counts)
             if routes is not None:
-                with (
-                    torch.no_grad()
-                ):  # what is kept for the backward pass must be the same the second time
+                with torch.no_grad():  # recomputation must save the same tensors as the first pass
                     own = topk().indices.flatten(0, -2)
                 self.tally.add_moved(of_tokens, own, counts)
         return found
 
     def _counts(self, of_experts: Tensor) -> Tensor:
-        """[N] float32, for [..., experts] of N tokens."""
+        """Return [N] float32 counts, for [..., experts] of N tokens."""
         if self._routing is None:
             return torch.ones(of_experts.shape[:-1].numel(), device=of_experts.device)
         return self._routing.counts
 
 
 class _TopkOverride(TorchFunctionMode):
-    """Answers one call of `torch.topk` on scores of all experts, by its number."""
+    """Replaces the result of one `torch.topk` call over all experts, selected by its number."""
 
     def __init__(
         self, experts: int, call: int, answer: Callable[[Tensor, Callable[[], Any]], Any]
@@ -429,7 +434,7 @@ class _TopkOverride(TorchFunctionMode):
 
 
 class _TopkObserver(TorchFunctionMode):
-    """Says whenever `torch.topk` is called on scores of all experts, and what it chose."""
+    """Reports the choice of each `torch.topk` call over all experts."""
 
     def __init__(self, experts: int, seen: Callable[[Tensor], None]) -> None:
         super().__init__()
@@ -451,13 +456,15 @@ def _scores(args: Any, kwargs: Any) -> Tensor:
 
 
 def find_routers(causal_lm: Any, run: Callable[[], object]) -> tuple[tuple[Router, ...], Tensor]:
-    """The routers of a model, in the order of its layers, and what they chose in a pass.
+    """Find the routers of a model, in the order of its layers, and the experts that they chose in a
+    pass.
 
     Args:
-        run: one pass of T tokens.
+        run: runs one pass of T tokens.
 
     Returns:
-        (none where a layer chooses in several modules, or its number is in no name; [T, layers, chosen] int64 as in `Routers.routes`)
+        The routers and [T, layers, chosen] int64 as in `Routers.routes`. Both are empty if a layer
+        chooses in several modules, or if a module's name has no layer number.
     """
     settings = causal_lm.config.get_text_config()
     experts, nothing = num_experts(settings), ((), torch.zeros(0, 0, 0, dtype=torch.int64))
@@ -498,7 +505,7 @@ def find_routers(causal_lm: Any, run: Callable[[], object]) -> tuple[tuple[Route
 
 
 def _logits_of(causal_lm: Any, module: nn.Module) -> int | None:
-    """Which output of a router `transformers` records as `router_logits`."""
+    """Return the index of the output that `transformers` records as `router_logits`."""
     for part in causal_lm.modules():
         recorded: Any = getattr(part, "_can_record_outputs", None)
         recorder: Any = recorded.get("router_logits") if isinstance(recorded, dict) else None

@@ -1,7 +1,9 @@
-"""Safetensors files: tensors written from host memory as they lie there, mapped back without a copy, and read box by box.
+"""Safetensors files: write tensors directly from host memory, map them back without a copy, and
+read them box by box.
 
-Weft writes these files itself because the `safetensors` package holds the interpreter while it writes, and training would stand still.
-It reads boxes itself because the package reads complete rows: a rank that holds some columns would read them all.
+Weft writes these files itself because the `safetensors` package holds the interpreter lock while it
+writes, which would stall training. It reads boxes itself because the package reads complete rows,
+even for a rank that holds only some columns.
 """
 
 from __future__ import annotations
@@ -45,20 +47,22 @@ _DTYPES = {
 assert _DTYPES.keys() == DTYPES.keys()
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 SHARDING = "DCP_SHARDING_INFO"
-"""Key of a file's metadata: where each tensor lies in the full one, as `torch.distributed.checkpoint` writes it."""
+"""Metadata key for the position of each tensor in the full one, as in
+`torch.distributed.checkpoint`."""
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], disk: Disk
 ) -> None:
-    """Write tensors on the host as a new safetensors file, and sync it. The interpreter is free meanwhile.
+    """Write tensors on the host as a new safetensors file, and sync it, without holding the
+    interpreter lock.
 
     Raises:
         OSError: see `write_file`.
     """
     ordered = sorted(
         tensors.items(), key=lambda item: -item[1].element_size()
-    )  # each at a multiple of its size
+    )  # align each tensor to its element size
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, tensor in ordered:
@@ -80,13 +84,14 @@ def write_file(path: Path, contents: Iterable[bytes | memoryview], disk: Disk) -
     """Write a new file, and sync it.
 
     Raises:
-        OSError: naming the file; when the disk is full, how many bytes are needed and how many are free.
+        OSError: the write failed; the message names the file and, when the disk is full, the bytes
+            needed and free.
     """
     contents = list(contents)
     descriptor = disk.open(path)
     try:
         for content in contents:
-            disk.write(descriptor, cast(bytes, content))  # it takes any buffer
+            disk.write(descriptor, cast(bytes, content))  # it accepts any buffer
         disk.sync(descriptor)
     except OSError as error:
         problem = error.strerror
@@ -101,7 +106,7 @@ def write_file(path: Path, contents: Iterable[bytes | memoryview], disk: Disk) -
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file; nothing but the header has been read."""
+    """A tensor in a file; only its header has been read."""
 
     file: Path
     dtype: torch.dtype
@@ -114,16 +119,17 @@ class StoredTensor:
         return self._bytes.numel()
 
     def read(self, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """A box of the tensor on the host, in the dtype of the file; no other byte of it is read.
+        """Return a box of the tensor on the host, in the dtype of the file, without reading other
+        bytes.
 
         Args:
-            start: where the box begins, for each dimension.
-            shape: its size, for each dimension.
+            start: first index of the box in each dimension.
+            shape: size of the box in each dimension.
         """
         if not self.shape:
             return self._bytes.clone().view(self.dtype)[0]
         size = self.dtype.itemsize
-        # As bytes, because not every writer places a tensor at a multiple of the size of its elements.
+        # Read bytes, because some writers do not align tensors to their element size.
         box = self._bytes.view(*self.shape[:-1], self.shape[-1] * size) if math.prod(self.shape) else None
         if box is None or not math.prod(shape):
             return torch.empty(tuple(shape), dtype=self.dtype)
@@ -134,10 +140,10 @@ class StoredTensor:
 
 
 def open_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name, mapped.
+    """Return the tensors of a safetensors file by name, mapped into memory.
 
     Raises:
-        ValueError: the file is damaged, or holds a dtype that is not trained.
+        ValueError: the file is damaged, or holds an unsupported dtype.
     """
     data, entries, _ = _map(path)
     return {
@@ -147,7 +153,8 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def map_tensors(path: Path) -> Iterator[tuple[str, Sequence[int], Tensor]]:
-    """Name, offset in the full tensor, and content of each tensor in a file that `write_tensors` wrote.
+    """Yield name, offset in the full tensor, and content of each tensor in a file of
+    `write_tensors`.
 
     Raises:
         ValueError: the file is damaged.
@@ -158,7 +165,7 @@ def map_tensors(path: Path) -> Iterator[tuple[str, Sequence[int], Tensor]]:
         offsets = {name: sharding[name]["saved_offsets"] for name in entries}
     except (ValueError, KeyError, TypeError):
         raise ValueError(
-            f"{path} is damaged: its header does not say where its tensors lie in the full ones"
+            f"{path} is damaged: its header lacks the positions of its tensors in the full ones"
         ) from None
     for name, entry in entries.items():
         part = data[entry.start : entry.end].view(_DTYPES[entry.dtype])
@@ -166,20 +173,18 @@ def map_tensors(path: Path) -> Iterator[tuple[str, Sequence[int], Tensor]]:
 
 
 def _map(path: Path) -> tuple[Tensor, Mapping[str, TensorEntry], Mapping[str, str]]:
-    """(the file's bytes, mapped; its tensors; its metadata)"""
+    """Map a file; return its bytes, tensors and metadata."""
     entries, metadata = read_header(path)
     for name, entry in entries.items():
         if entry.dtype not in _DTYPES:
             raise ValueError(
-                f"{path}: {name!r} has the dtype {entry.dtype}; known are {', '.join(_DTYPES)}"
+                f"{path}: {name!r} has the dtype {entry.dtype}; supported are {', '.join(_DTYPES)}"
             )
     data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     return data, entries, metadata
 
 
-# Model files
-#
-# Model files: the folder of a model, as `from_pretrained` loads it.
+# Model folders in the format of `from_pretrained`
 
 
 def write_model(
@@ -193,9 +198,9 @@ def write_model(
     """Write a folder that `from_pretrained` loads.
 
     Args:
-        causal_lm: the `transformers` model, which knows how its names appear in files.
-        tensors: full, on the host, by their names in the model; tied ones once.
-        source: folder of the model that was loaded: its settings, tokenizer and chat template are copied.
+        causal_lm: the `transformers` model, which maps its names to those in files.
+        tensors: full tensors on the host by name in the model; tied ones once.
+        source: folder of the loaded model, for its settings, tokenizer and chat template.
         changed: settings that differ from the source's, such as the `dtype` of the tensors.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
@@ -205,9 +210,9 @@ def write_model(
     copy_companions(folder, source, disk)
     _name_stop_tokens(folder, source, disk)
     settings = read_json(source / CONFIG_FILE)
-    settings.pop("torch_dtype", None)  # its name in older versions
+    settings.pop("torch_dtype", None)  # older name of `dtype`
     _write_json(folder / CONFIG_FILE, {**settings, **changed}, disk)
-    # Not `save_pretrained`: safetensors holds the interpreter while it writes, and training would stop.
+    # `save_pretrained` would hold the interpreter lock during the write and stall training.
     tensors = {n: t for n, t in tensors.items() if n not in (causal_lm._keys_to_ignore_on_save or ())}
     tensors = revert_weight_conversion(causal_lm, tensors)
     split = split_torch_state_dict_into_shards(tensors)
@@ -219,7 +224,7 @@ def write_model(
 
 
 def copy_companions(folder: Path, source: Path, disk: Disk) -> None:
-    """Copy the files beside a model's weights and settings: tokenizer, chat template, generation settings."""
+    """Copy the other files of a model folder: tokenizer, chat template, generation settings."""
     for file in source.iterdir():
         is_weights = "safetensors" in file.name or file.suffix in (".bin", ".pt", ".pth")
         if file.is_file() and not is_weights and file.name != CONFIG_FILE:
@@ -227,13 +232,14 @@ def copy_companions(folder: Path, source: Path, disk: Disk) -> None:
 
 
 def _name_stop_tokens(folder: Path, source: Path, disk: Disk) -> None:
-    """Name the tokens that end training texts in the generation settings, so that the model stops at them wherever it is served."""
+    """Add the end tokens of training texts to the generation settings, so that every server of the
+    model stops at them."""
     if not unnamed_stop_tokens(source):
         return
     file = source / "generation_config.json"
     if file.is_file():
         settings = read_json(file)
-    else:  # what `transformers` would make of the model's settings
+    else:  # as `transformers` derives them from the model's settings
         of_model = text_settings(read_json(source / CONFIG_FILE))
         settings = {
             name: of_model[name]
@@ -248,20 +254,18 @@ def _write_json(path: Path, content: Mapping[str, Any], disk: Disk) -> None:
     write_file(path, [json.dumps(content, indent=2).encode() + b"\n"], disk)
 
 
-# Merged folder
-#
-# The folder of a whole model, made of an adapter's and of the model that it belongs to.
+# Merge an adapter's folder with its base model's
 
 
 def write_merged(adapter: Path, folder: Path) -> None:
-    """Write a folder that `from_pretrained` loads, by `peft`.
+    """Write a merged model folder for `from_pretrained`, with `peft`.
 
     Args:
-        adapter: folder of the adapter, which names its model.
-        folder: a new one.
+        adapter: folder of the adapter, which names its base model.
+        folder: a new folder.
 
     Raises:
-        UserError: the model that it belongs to is not there any more.
+        UserError: the base model no longer exists.
     """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -272,7 +276,7 @@ def write_merged(adapter: Path, folder: Path) -> None:
     base, is_scored = settings["base_model_name_or_path"], settings.get("task_type") == "SEQ_CLS"
     if Path(base).is_absolute() and not Path(base).is_dir():
         raise UserError(
-            f"the adapter in {adapter} belongs to the model in {base}, which is not there any more"
+            f"the adapter in {adapter} belongs to the model in {base}, which no longer exists"
         )
     model_class = AutoModelForSequenceClassification if is_scored else AutoModelForCausalLM
     labels = {"num_labels": 1} if is_scored else {}

@@ -1,13 +1,15 @@
-"""Sequence parallelism: the ranks of a replica share the tokens of a microbatch (DeepSpeed Ulysses, arXiv:2309.14509).
+"""Sequence parallelism: the ranks of a replica share the tokens of a microbatch (DeepSpeed Ulysses,
+arXiv:2309.14509).
 
-    tokens          all layers but attention, each rank its stretch of them     [1, heads, T / ranks, head size]
-    exchange        every rank sends every other its tokens of that one's heads
-    attention       all tokens, each rank its heads                             [1, heads / ranks, T, head size]
-    exchange        and back
-    head            each rank its stretch; what it says of its tokens is gathered, so that every rank computes the same loss
+    tokens      all layers but attention, each rank its tokens   [1, heads, T / ranks, head size]
+    exchange    each rank sends every other its tokens of the other's heads
+    attention   all tokens, each rank its heads                  [1, heads / ranks, T, head size]
+    exchange    and back
+    head        each rank its tokens; results are gathered, so every rank computes the same loss
 
-Weights are sharded over all ranks. A rank's gradient is that of its tokens, through the exchanges also of what others compute with them:
-the gradient of the loss is the sum over the ranks of a replica, as over replicas.
+Weights are sharded over all ranks. A rank's gradient covers its tokens, and through the
+exchanges also of other ranks' results that depend on them. So the loss gradient is the sum over the
+ranks of a replica, as over replicas.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from .packed_sequences import PackedSequences
 
 
 class Stretches:
-    """How tokens are shared over the ranks of a replica.
+    """Splits tokens over the ranks of a replica, one contiguous stretch each.
 
     Args:
         group: the process group of these ranks.
@@ -36,15 +38,17 @@ class Stretches:
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def share(self, input_ids: Tensor, rows: PackedSequences) -> tuple[Tensor, PackedSequences]:
-        """This rank's tokens.
+        """Return this rank's tokens.
 
         Args:
             input_ids: [N] int64, of all ranks.
-            rows: how the N tokens belong to rows.
+            rows: assignment of the N tokens to rows.
 
         Returns:
-            ([n] int64: as many on each rank, the last ones filled up with a row that nobody reads; rows of all ranks, with that one)
+            ([n] int64, the same number on each rank, padded with an unused row; rows of all ranks,
+            including the padding)
         """
+        # Pad, so that all ranks have the same number of tokens.
         missing = -len(input_ids) % self.ranks
         if missing:
             input_ids = F.pad(input_ids, (0, missing))
@@ -55,28 +59,32 @@ class Stretches:
         )
 
     def own(self, of_tokens: Tensor) -> Tensor:
-        """The part of [ranks * n, ...] that is this rank's: [n, ...]."""
+        """Return this rank's part of [ranks * n, ...]: [n, ...]."""
         return of_tokens.chunk(self.ranks)[self.rank]
 
     def to_heads(self, x: Tensor, heads: int) -> Tensor:
-        """[n, heads, size] of this rank's tokens -> [ranks * n, heads / ranks, size], its heads of all tokens.
+        """Turn [n, heads, size] of this rank's tokens into [ranks * n, heads / ranks, size]: its
+        heads of all tokens.
 
         Args:
-            heads: of queries; fewer heads of keys and values are repeated where ranks cannot share them.
+            heads: heads of queries. Fewer heads of keys and values are repeated if ranks cannot
+                split them.
         """
         if x.shape[1] % self.ranks:
+            # Repeat grouped keys and values, as attention would.
             x = x.repeat_interleave(heads // x.shape[1], 1)
         return _Exchange.apply(x, self.group, self.ranks, 1, 0)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """[ranks * n, heads / ranks, size] -> [n, heads, size]."""
+        """Turn [ranks * n, heads / ranks, size] into [n, heads, size]."""
         return _Exchange.apply(x, self.group, self.ranks, 0, 1)
 
     def gather(self, of_tokens: Tensor, counts: list[int]) -> Tensor:
-        """Put together what each rank says of its tokens; the gradient of each goes to the rank that said it.
+        """Concatenate each rank's results for its tokens; gradients go to the rank that computed
+        the result.
 
         Args:
-            of_tokens: [t], this rank's.
+            of_tokens: [t], this rank's results.
             counts: t of each rank.
 
         Returns:
@@ -86,7 +94,7 @@ class Stretches:
 
 
 def join_stretches(ranks: int) -> Stretches:
-    """Make process groups of so many ranks that stand beside each other; returns this rank's. All ranks call it together."""
+    """Create process groups of `ranks` adjacent ranks and return this rank's. Collective."""
     mine = None
     for first in range(0, dist.get_world_size(), ranks):
         members = list(range(first, first + ranks))
@@ -98,7 +106,8 @@ def join_stretches(ranks: int) -> Stretches:
 
 
 class _Exchange(torch.autograd.Function):
-    """Cut along one dimension, send each rank its piece, and put those that come together along another one."""
+    """Cut along one dimension, send each rank its piece, and concatenate the received pieces along
+    another one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, ranks: int, cut: int, join: int) -> Tensor:
@@ -119,8 +128,6 @@ def _exchanged(x: Tensor, group: Any, ranks: int, cut: int, join: int) -> Tensor
 
 
 class _Gather(torch.autograd.Function):
-    """See `Stretches.gather`."""
-
     @staticmethod
     def forward(ctx: Any, of_tokens: Tensor, stretches: Stretches, counts: list[int]) -> Tensor:
         ctx.own = slice(sum(counts[: stretches.rank]), sum(counts[: stretches.rank + 1]))

@@ -1,4 +1,5 @@
-"""ShardedModel: a model over the ranks of a group with FSDP2, optionally x tensor parallel; its weights by name, in and out."""
+"""ShardedModel: a model sharded over the ranks of a group with FSDP2 and optional tensor
+parallelism, and its weights by name."""
 
 from __future__ import annotations
 
@@ -42,18 +43,14 @@ from .sharding import box_of, full_tensor, local_part, lying_as, offset_of, writ
 from .stored_weights import CheckpointNames, WeightReader
 from .tensor_parallel import add_up, share_layers
 
-# Direct collectives
-#
-# Collectives of FSDP over gloo: each rank sends every other one what that one needs, and nothing
-# else.
-#
-# gloo's own reduce-scatter is an all-reduce of everything, and its all-gather copies what has come
-# once more. On two ranks with 25 million parameters they take 100 and 85 ms of processor time a
-# rank; these take 29 and 25.
+# Direct collectives of FSDP over gloo, where each rank sends only what the receiver needs. gloo's
+# own reduce-scatter is an all-reduce of everything, and its all-gather copies received data again.
+# On two ranks with 25 million parameters gloo's take 100 and 85 ms of processor time per rank;
+# these take 29 and 25.
 
 
 def use_direct_collectives(model: nn.Module) -> None:
-    """Have all FSDP units of a model, whose ranks meet over gloo, gather and reduce by them."""
+    """Make all FSDP units of a model whose ranks meet over gloo use the direct collectives."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(DirectAllGather())  # pyright: ignore[reportArgumentType]
@@ -62,12 +59,11 @@ def use_direct_collectives(model: nn.Module) -> None:
 
 class _Allocates:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is sent or comes."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class DirectAllGather(_Allocates):
-    """FSDP's `AllGather`: the parts of all ranks, in their order."""
+    """FSDP's `AllGather`: concatenates the parts of all ranks in rank order."""
 
     def __call__(
         self,
@@ -79,10 +75,10 @@ class DirectAllGather(_Allocates):
         """Gather.
 
         Args:
-            output_tensor: [ranks * n]; `input_tensor` may be this rank's place in it.
+            output_tensor: [ranks * n]; `input_tensor` may be a view of this rank's part.
             input_tensor: [n]
         """
-        assert not async_op  # FSDP does so only where a user calls `unshard(async_op=True)`
+        assert not async_op  # FSDP sets async_op only if a user calls `unshard(async_op=True)`
         rank, places = group.rank(), output_tensor.chunk(group.size())
         if places[rank].data_ptr() != input_tensor.data_ptr():
             places[rank].copy_(input_tensor)
@@ -96,7 +92,8 @@ class DirectAllGather(_Allocates):
 
 
 class DirectReduceScatter(_Allocates):
-    """FSDP's `ReduceScatter`: the sum or mean of all ranks' tensors, added in their order; each rank gets its part."""
+    """FSDP's `ReduceScatter`: the sum or mean of all ranks' tensors, added in rank order. Each rank
+    gets its part."""
 
     def __call__(
         self,
@@ -120,19 +117,15 @@ class DirectReduceScatter(_Allocates):
         reduce(parts.view(group.size(), -1), 0, out=output_tensor)
 
 
-# Precision
-#
-# Mixed precision of one process: what FSDP's `MixedPrecisionPolicy` does on several ranks, so that
-# any number of them computes the same.
-#
-# Parameters that are trained are held in float32. For a pass, forward and backward, each stands
-# rounded in its place; gradients arrive in float32 (over several ranks, after they were added up
-# in `ModelConfig.gradients`). Frozen models are held in the dtype of their passes.
+# Mixed precision on a single process, equal to FSDP's `MixedPrecisionPolicy` on several ranks.
+# Trained parameters are float32; forward and backward passes use rounded copies, and gradients
+# arrive in float32 (over several ranks after a reduction in `ModelConfig.gradients`). Frozen models
+# keep the dtype of their passes.
 
 
 def keep_in(model: ResponseModel, dtype: torch.dtype) -> None:
-    """Let a model on the meta device have its parameters in another dtype; a scalar head keeps its own, because half precision is too
-    coarse for values."""
+    """Convert the parameters of a model on the meta device to another dtype. A scalar head keeps
+    its dtype, because half precision is too coarse for values."""
     kept = set(model.scalar_head.parameters()) if model.scalar_head is not None else set[nn.Parameter]()
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter not in kept:
@@ -143,7 +136,8 @@ def keep_in(model: ResponseModel, dtype: torch.dtype) -> None:
 def rounded_parameters(
     model: nn.Module, dtype: torch.dtype, *, but: nn.Module | None = None
 ) -> Iterator[None]:
-    """Replace parameters by copies in another dtype. The backward pass must be inside as well, because it may recompute activations.
+    """Replace parameters by copies in another dtype. Run the backward pass inside as well, because
+    it may recompute activations.
 
     Args:
         but: a module whose parameters stay as they are.
@@ -158,7 +152,7 @@ def rounded_parameters(
     kept = set(but.modules()) if but is not None else set()
     owners = [module for module in model.modules() if module not in kept]
     before = [dict(module._parameters) for module in owners]
-    rounded: dict[Tensor, Tensor] = {}  # a tied parameter is rounded once, as FSDP gathers it once
+    rounded: dict[Tensor, Tensor] = {}  # round a tied parameter once, as FSDP gathers it once
     for parameters in before:
         for parameter in parameters.values():
             if parameter is not None and parameter.is_floating_point() and parameter not in rounded:
@@ -175,16 +169,17 @@ def rounded_parameters(
 
 
 _ONE_UNIT_PARAMETERS = 16_000_000
-"""Below this many parameters the model is gathered as one unit: more and smaller collectives only cost latency."""
+"""Gather models with fewer parameters as one unit, because many small collectives only cost
+latency."""
 
 
 class ShardedModel:
-    """A model, its adapter if it has one, and how both lie over the ranks. All ranks call its methods together.
+    """A model sharded over ranks, with its adapter if it has one. Methods are collective.
 
     Args:
-        config: dtype, and how parameters are gathered.
-        model: on the meta device; spread over the mesh in place. `fill` gives it values.
-        adapter: what is trained in the model's place.
+        config: dtype, and when to gather parameters.
+        model: a model on the meta device; sharded in place. `fill` loads its values.
+        adapter: the adapter to train in place of the model.
     """
 
     def __init__(
@@ -204,15 +199,16 @@ class ShardedModel:
         )
         self._splits_vocabulary = False
         self._partials: frozenset[str] = frozenset()
-        """Parameters whose gradients are added up over tensor-parallel ranks before a step."""
+        """Parameters whose gradients must be summed over tensor-parallel ranks before a step."""
         self._memory: SharedMemory | None = None
-        """In which the parts of this rank lie, where others can read them; it must live as long as they do."""
+        """Shared memory of this rank's parts, which other processes can read. It must live as long
+        as the parts."""
         self.gathers_once = self._distribute()
-        """Whether parameters are gathered once a step, and not in each microbatch."""
+        """Whether parameters are gathered once a step rather than in each microbatch."""
 
     @property
     def _on_host(self) -> bool:
-        """Whether parameters lie in host memory between the passes of their layers."""
+        """Whether parameters stay in host memory except while their layer runs."""
         return self.config.offload == "everything" and self.mesh is not None
 
     def _distribute(self) -> bool:
@@ -229,7 +225,7 @@ class ShardedModel:
         if self._on_host:
             offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         if self.config.dtype == "bfloat16":
-            # Inputs stay as they are: the model itself rounds those that it must, and temperatures stay exact.
+            # Inputs are not cast: the model rounds what it must, and temperatures stay exact.
             gradients = getattr(torch, self.config.gradients)
             precision = MixedPrecisionPolicy(torch.bfloat16, gradients, cast_forward_inputs=False)
             if self.model.scalar_head is not None:  # half precision is too coarse for values
@@ -260,7 +256,8 @@ class ShardedModel:
         return once
 
     def _split_vocabulary(self, mesh: DeviceMesh) -> None:
-        """Split embeddings and head over token ids, where all ranks get equally many; else they are the same on all ranks of a replica."""
+        """Split embeddings and head over token ids if they divide evenly. Otherwise all ranks of a
+        replica hold a full copy."""
         causal_lm = self.model.causal_lm
         embeddings, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
         if self.model.scalar or embeddings.weight.shape[0] % mesh.size():
@@ -274,27 +271,36 @@ class ShardedModel:
             parallelize_module(head, mesh["tp"], ColwiseParallel())
 
     def share_tokens(self) -> None:
-        """Let the ranks of a replica share the tokens of microbatches, where the settings say so.
+        """Let the ranks of a replica share the tokens of microbatches, if `sequence_parallel` is
+        set.
 
         Raises:
-            UserError: rows of the model cannot be packed, or its rope follows the length of a row, of which no rank has all.
+            UserError: rows of the model cannot be packed, or its rope depends on the length of a
+                row, which no rank has as a whole.
         """
         if self.config.sequence_parallel == 1:
             return
         model = self.model
         if not model.packs or follows_length(model.causal_lm):
             raise UserError(
-                f"sequence_parallel={self.config.sequence_parallel} cannot share the tokens of model {str(self.config.model)!r}: "
-                + ("its rope follows the length of a row" if model.packs else "its rows cannot be packed")
+                (
+                    f"sequence_parallel={self.config.sequence_parallel} cannot share the tokens "
+                    f"of model {str(self.config.model)!r}: "
+                )
+                + (
+                    "its rope depends on the length of a row"
+                    if model.packs
+                    else "its rows cannot be packed"
+                )
             )
         model.shares_prompts = False
         model.stretches = join_stretches(self.config.sequence_parallel)
 
     def check_head(self, form: HeadForm | None) -> None:
-        """Check that the head can be computed from the rows that the ranks have of it.
+        """Check that a head split over tensor-parallel ranks can be computed from its parts.
 
         Raises:
-            UserError: it is split over tensor-parallel ranks, and is more than a matrix.
+            UserError: the head is split, but is more than a matrix product.
         """
         if self._splits_vocabulary and form is None:
             raise UserError(
@@ -304,11 +310,11 @@ class ShardedModel:
 
     @torch.no_grad()
     def fill(self, weights: WeightReader, made: Mapping[str, Tensor]) -> None:
-        """Give the model its values: each rank allocates, and reads, the parts that it holds.
+        """Load the model's values: each rank allocates and reads the parts that it holds.
 
         Args:
-            weights: of the model without its adapter.
-            made: full tensors on the host, by their names in the model, that are not read.
+            weights: weights of the model without its adapter.
+            made: full tensors on the host, by name in the model, that are not read.
         """
         causal_lm = self.model.causal_lm
         filled: dict[Tensor, Tensor] = {}
@@ -339,12 +345,13 @@ class ShardedModel:
             held: dict[str, Any]
             for held in (module._parameters, module._buffers):
                 held |= {key: whole[tensor] for key, tensor in held.items() if tensor in whole}
-        self.model.to("cpu" if self._on_host else self.device)  # FSDP takes note of its parameters
+        self.model.to("cpu" if self._on_host else self.device)  # FSDP registers its parameters
         move_buffers(causal_lm, self.device)
         causal_lm._weight_conversions = weights.conversions
 
     def _shared_memory(self, tensors: Sequence[Tensor]) -> SharedMemory | None:
-        """Where the parts of this rank lie on a CPU: receivers of its weights on this machine read them there. None: on a GPU."""
+        """Allocate shared memory for this rank's parts on a CPU, so that receivers on this machine
+        can read them. Return None on a GPU."""
         if self.device.type != "cpu":
             return None
         parts = [local_part(tensor) for tensor in tensors]
@@ -355,7 +362,8 @@ class ShardedModel:
         return {name: tensor for name, tensor in self.own_tensors().items() if local_part(tensor).is_meta}
 
     def full_base_tensor(self, name: str) -> Tensor:
-        """The full tensor of this name in the model without its adapter; gathered, by all ranks together, where it lies on several."""
+        """Return the full tensor of this name in the model without its adapter. Collective if the
+        tensor is sharded."""
         own = self.own_tensors()
         path, _, last = name.rpartition(".")
         return full_tensor(own[name if name in own else f"{path}.base_layer.{last}"]).to(self.device)
@@ -363,7 +371,7 @@ class ShardedModel:
     # Passes
 
     def precision(self) -> AbstractContextManager[object]:
-        """The precision of forward and backward passes."""
+        """Return the context of forward and backward passes, which sets their precision."""
         if self.config.dtype == "float32" or self.mesh is not None:  # FSDP rounds by its own policy
             return nullcontext()
         return rounded_parameters(
@@ -371,11 +379,11 @@ class ShardedModel:
         )
 
     def adapter_off(self) -> AbstractContextManager[object]:
-        """The model without its adapter, for passes without a gradient."""
+        """Return a context without the adapter, for passes without a gradient."""
         return nullcontext() if self.adapter is None else self.adapter.off()
 
     def over_replicas(self, *numbers: float) -> np.ndarray:
-        """[replicas, numbers] float64: the numbers of every replica."""
+        """Return the numbers of every replica: [replicas, numbers] float64."""
         own = torch.tensor([numbers], dtype=torch.float64, device=self.device)
         if self.mesh is None:
             return own.numpy(force=True)
@@ -386,18 +394,20 @@ class ShardedModel:
         return gathered[:: self.config.sequence_parallel].numpy(force=True)
 
     def add_up(self, tensor: Tensor) -> None:
-        """Add up what ranks that have tokens of their own say of them, in place."""
+        """Sum a tensor in place over the ranks with different tokens."""
         if self.mesh is not None:
             dist.all_reduce(tensor, group=self.mesh["dp"].get_group())
 
     def sync_gradients(self, last: bool) -> None:
-        """Reduce gradients over replicas in the next backward pass, if it is the last one or every pass reduces."""
+        """Reduce gradients over replicas in the next backward pass if it is the last one, or if
+        every pass reduces."""
         if isinstance(self.model, FSDPModule) and self.gathers_once:
             self.model.set_requires_gradient_sync(last)
             self.model.set_reshard_after_backward(last)
 
     def complete_gradients(self) -> None:
-        """Add up the gradients of what tensor-parallel ranks have alike and apply to their own heads."""
+        """Sum the gradients of replicated parameters that tensor-parallel ranks apply to different
+        attention heads."""
         if self.mesh is not None and self._partials:
             named = self.model.causal_lm.named_parameters()
             add_up((parameter for name, parameter in named if name in self._partials), self.mesh["tp"])
@@ -411,7 +421,7 @@ class ShardedModel:
     # Weights
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """Parameters and saved buffers by Hugging Face name, as this rank holds them; tied ones once."""
+        """Return this rank's parameters and saved buffers by Hugging Face name; tied ones once."""
         module = self.model.causal_lm
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         buffers = {
@@ -426,9 +436,11 @@ class ShardedModel:
         dtype = getattr(torch, self.config.dtype)
         for unit, names in self._names_by_unit():
             own = self.own_tensors()
-            # An adapter's parameters are gathered one by one in float32: a unit is gathered in the dtype of its passes.
+            # Gather an adapter's parameters one by one in float32; a unit is gathered in the dtype
+            # of its passes.
             adapter = {name: full_tensor(own[name]) for name in names if is_adapter(name)}
-            # One collective for all parameters of a unit; beside its own part a rank holds one gathered unit at a time.
+            # One collective gathers all parameters of a unit. A rank holds one gathered unit at a
+            # time.
             if unit is not None:
                 unit.unshard()
             try:
@@ -445,7 +457,7 @@ class ShardedModel:
                     unit.reshard()
 
     def _names_by_unit(self) -> list[tuple[FSDPModule | None, list[str]]]:
-        """Tensors by the FSDP unit that gathers them: the innermost one around them."""
+        """Return tensor names by the innermost FSDP unit around them, which gathers them."""
         units = {
             name: module for name, module in self.model.named_modules() if isinstance(module, FSDPModule)
         }
@@ -457,13 +469,15 @@ class ShardedModel:
         return [(None if unit is None else units[unit], of_unit) for unit, of_unit in names.items()]
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters of the adapter, and of a scalar head, in float32, gathered one at a time."""
+        """Yield the full parameters of the adapter and of a scalar head in float32, gathered one at
+        a time."""
         for name, tensor in self.own_tensors().items():
             if is_trained(name):
                 yield name, full_tensor(tensor)
 
     def held_parts(self) -> Iterator[tuple[Part, bool]]:
-        """This rank's part of each tensor as it lies in memory, and whether it is the first rank of those that hold equal ones."""
+        """Yield this rank's part of each tensor, and whether this rank is the first with an equal
+        copy."""
         self.reshard()
         rank = dist.get_rank() if self.mesh is not None else 0
         for name, tensor in self.own_tensors().items():
@@ -476,7 +490,8 @@ class ShardedModel:
 
     @cached_property
     def checkpoint_names(self) -> CheckpointNames:
-        """How the tensors of the model without its adapter are named and cut in its checkpoint; the model must be filled."""
+        """Names and boxes of the model's tensors, without its adapter, in the checkpoint. Fill the
+        model first."""
         own = {
             name.replace(".base_layer.", "."): t
             for name, t in self.own_tensors().items()
@@ -501,7 +516,8 @@ class ShardedModel:
                 yield part._replace(name=peft_name(part.name))
 
     def _merged_parts(self) -> Iterator[Part]:
-        """Merging takes gathered tensors; of each, every rank gives an equal share of rows."""
+        """Yield merged weights. Merging needs gathered tensors; each rank yields an equal share of
+        the rows of each."""
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if self.mesh is not None else (0, 1)
         for name, tensor in self.named_tensors():
             shape = tuple(tensor.shape)
@@ -509,14 +525,15 @@ class ShardedModel:
             start, stop = rows * rank // ranks, rows * (rank + 1) // ranks
             if start < stop:
                 box = Box.along(shape, 0, start, stop) if shape else Box.full(shape)
-                # A copy: what was gathered is freed.
+                # Clone, because the gathered tensor will be freed.
                 yield Part(name, shape, box, (tensor[start:stop] if shape else tensor).clone())
 
     def receive_weights(self, incoming: IncomingWeights) -> str:
         """See `TrainingEngine.receive_weights`."""
         if self.adapter is not None:
             raise RuntimeError(
-                "a model with an adapter receives no weights: which part of them would belong to the adapter?"
+                "a model with an adapter cannot receive weights, because they do not "
+                "separate model and adapter"
             )
         held = [
             (part, first)
@@ -532,10 +549,10 @@ class ShardedModel:
         return total.numpy(force=True)
 
     def write(self, folder: Path, tensors: dict[str, Tensor], disk: Disk, *, only_adapter: bool) -> None:
-        """Write a folder that `from_pretrained` loads: of the model, or of its adapter alone.
+        """Write a folder that `from_pretrained` loads, with the model or only its adapter.
 
         Args:
-            tensors: full, on the host: those of `named_tensors`, or of `adapter_tensors`.
+            tensors: full tensors on the host, from `named_tensors` or `adapter_tensors`.
         """
         source = find_model_config(self.config.model).parent
         if only_adapter:
@@ -548,7 +565,7 @@ class ShardedModel:
 
 
 def _whole(tensor: Tensor, part: Tensor) -> Tensor:
-    """A tensor like an empty one, of which this rank holds this part."""
+    """Return the sharded counterpart of an empty tensor, with this rank's part."""
     part = lying_as(tensor, part)
     return (
         nn.Parameter(part, requires_grad=tensor.requires_grad)

@@ -1,4 +1,5 @@
-"""Sharding: how tensors lie over the ranks of a group (replicas outermost, each of `tensor_parallel` ranks), and sums over all of them."""
+"""Sharding: the device mesh of a group (replicas outermost, each of `tensor_parallel` ranks), parts
+of tensors, and sums over ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +22,13 @@ from .engine import ModelConfig
 
 
 def join_mesh(context: Context, config: ModelConfig, device: torch.device) -> DeviceMesh | None:
-    """The (dp, tp) mesh of the group, joined through its rendezvous; None for a group of one, which needs no sockets. Ranks that share
-    tokens stand beside each other along dp.
+    """Join the (dp, tp) mesh of the group through its rendezvous. A group of one needs no sockets
+    and gets None. Ranks that share tokens are adjacent along dp.
 
     Raises:
-        UserError: a replica's ranks do not divide those of the group, or there is no rendezvous.
-        WorkerError: a rank did not come in time.
+        UserError: the ranks of a replica do not divide those of the group, or there is no
+            rendezvous.
+        WorkerError: a rank did not join in time.
     """
     for name, size in (
         ("tensor_parallel", config.tensor_parallel),
@@ -41,7 +43,7 @@ def join_mesh(context: Context, config: ModelConfig, device: torch.device) -> De
     if context.rendezvous is None:
         raise UserError(f"worker group {context.name!r} has {context.world_size} ranks but no rendezvous")
     if context.rendezvous.on_one_machine:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # do not listen to others
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # accept connections from this machine only
     store = context.rendezvous.join(context.name, context.rank, context.world_size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.world_size)
@@ -50,36 +52,36 @@ def join_mesh(context: Context, config: ModelConfig, device: torch.device) -> De
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor without a gradient; gathered, by all ranks together, where it lies on several."""
+    """Return the full tensor without a gradient. Collective if the tensor is sharded."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
     if (
         tensor.device_mesh.ndim > 1
-    ):  # first over replicas, as FSDP gathers: torch warns of the other order
+    ):  # gather over replicas first, as FSDP does: torch warns about the other order
         tensor = tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]])
     return tensor.full_tensor()
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def lying_as(tensor: Tensor, part: Tensor) -> Tensor:
-    """A tensor of which this rank has this part, and which lies over the ranks as another one does; on the part's device."""
+    """Return a tensor with this rank's part, sharded like another tensor, on the part's device."""
     return DTensor(part, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else part  # pyright: ignore
 
 
 def offset_of(tensor: Tensor) -> list[int]:
-    """Where this rank's part begins in the full tensor, for each dimension."""
+    """Return the first index of this rank's part in each dimension of the full tensor."""
     if isinstance(tensor, DTensor):
         return list(tensor.__create_chunk_list__()[0].offsets)
     return [0] * tensor.ndim
 
 
 def box_of(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """A view of a box of a tensor.
+    """Return a view of a box of a tensor.
 
     >>> box_of(torch.arange(6).view(2, 3), (0, 1), (2, 2)).tolist()
     [[1, 2], [4, 5]]
@@ -90,7 +92,8 @@ def box_of(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor
 
 
 def writes(tensor: Tensor, rank: int) -> bool:
-    """Whether a rank writes its part: the part is not empty, and the rank is the first of those that hold equal copies."""
+    """Return whether a rank writes its part: the part is not empty, and no earlier rank holds an
+    equal copy."""
     if not isinstance(tensor, DTensor):
         return rank == 0
     mesh = tensor.device_mesh
@@ -100,10 +103,12 @@ def writes(tensor: Tensor, rank: int) -> bool:
 
 
 def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
-    """2-norm of all gradients together, each element counted once wherever it lies; equal on all ranks.
+    """Return the 2-norm of all gradients together, counting each sharded or replicated element
+    once. Equal on all ranks.
 
     Args:
-        also: added on every rank before the sums are exchanged: a nan here makes the norm nan on every rank.
+        also: added on every rank before the sums are exchanged. A nan makes the norm nan on every
+            rank.
     """
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for gradient in gradients:
@@ -119,35 +124,30 @@ def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
         squares = nn.utils.get_total_norm(locals_).double().square() + also
         for dimension in shards:
             assert mesh is not None
-            if (
-                mesh.size(dimension) == 1
-            ):  # torch may give the mesh of an engine that was closed, which is equal
+            if mesh.size(dimension) == 1:  # torch may return the equal mesh of a closed engine
                 continue
             dist.all_reduce(squares, group=mesh.get_group(dimension))
         total += squares.item()
     return math.sqrt(total) if math.isfinite(total) else math.nan
 
 
-# Replicated
-#
-# Replicated tensors: norms, and embeddings and head where their rows cannot be shared evenly, with
-# their moments, which all tensor-parallel ranks hold alike.
-#
-# They are never sent between ranks, and stay alike because each rank computes the same. If that
-# ever failed, the ranks would hold different models, and no loss would show it; so they are
-# compared at each checkpoint.
+# Replicated tensors: norms, and embeddings and head if their rows do not divide evenly, with their
+# moments. Ranks never exchange them; they stay equal because each rank computes the same. If that
+# failed, no loss would show it, so each checkpoint compares them.
 
 
 _ROUNDING = 1e-3
-"""Share of the largest element by which copies may differ, because kernels add in any order."""
+"""Allowed difference between copies relative to the largest element, because kernels add in any
+order."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_alike(state: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
-    """Check that the ranks of `mesh` hold equal replicated tensors. Collective; copies that differ by rounding become the first rank's.
+    """Check that the ranks of `mesh` hold equal replicated tensors. Collective. Copies that differ
+    by rounding are replaced by the first rank's.
 
     Raises:
-        RunError: naming the tensor and the rank, on all of them.
+        RunError: copies differ, on all ranks; the message names the tensor and the rank.
     """
     alike = {name: local_part(tensor) for name, tensor in state.items() if not _is_split(tensor, mesh)}
     own = torch.stack([digest(tensor) for tensor in alike.values()])
@@ -158,7 +158,7 @@ def check_alike(state: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """[2] int64: the sum of a tensor's bits as integers, and the bits of its norm.
+    """Return [2] int64: the sum of a tensor's bits as integers, and the bits of its norm.
 
     >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0000002])
     >>> bool((digest(one) == digest(one.clone())).all()), bool((digest(one) == digest(other)).all())
@@ -176,7 +176,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def differing(names: Sequence[str], digests: Sequence[Tensor]) -> list[str]:
-    """Names whose digests are not the same on all ranks.
+    """Return the names whose digests differ between ranks.
 
     Args:
         digests: [names, 2] of each rank.
@@ -189,7 +189,7 @@ def differing(names: Sequence[str], digests: Sequence[Tensor]) -> list[str]:
 
 
 def _is_split(tensor: Tensor, mesh: DeviceMesh) -> bool:
-    """Whether each rank of `mesh` holds a part of its own."""
+    """Return whether the ranks of `mesh` hold different parts of a tensor."""
     if not isinstance(tensor, DTensor):
         return False
     names, along = tensor.device_mesh.mesh_dim_names or (), (mesh.mesh_dim_names or ("",))[0]
@@ -197,7 +197,7 @@ def _is_split(tensor: Tensor, mesh: DeviceMesh) -> bool:
 
 
 def _align(name: str, tensor: Tensor, mesh: DeviceMesh) -> None:
-    """Take over the first rank's copy, if it is off by rounding alone."""
+    """Replace a copy by the first rank's if it differs only by rounding."""
     theirs, group = tensor.clone(), mesh.get_group()
     dist.broadcast(theirs, group=group, group_src=0)
     allowed = _ROUNDING * float(theirs.abs().max()) if theirs.numel() else 0.0
@@ -212,27 +212,27 @@ def _align(name: str, tensor: Tensor, mesh: DeviceMesh) -> None:
     for rank, difference in enumerate(far.tolist()):
         if difference:
             raise RunError(
-                f"tensor-parallel rank {rank} holds another {name!r} than rank 0 (off by {difference:.2g}), and all must hold the same: "
-                "the run cannot go on with it; start again from an earlier checkpoint"
+                f"tensor-parallel rank {rank} holds another {name!r} than rank 0 (off by "
+                f"{difference:.2g}), and all must hold the same: the run cannot continue "
+                "with it; start again from an earlier checkpoint"
             )
     with torch.no_grad():
         tensor.copy_(theirs)
 
 
-# Mesh of one
-#
-# MeshOfOne: a device mesh of this process alone, for what FSDP does on a single rank; it disturbs
-# no process group of others.
+# MeshOfOne: a device mesh of only this process, so that FSDP can run on a single rank without
+# touching other process groups.
 
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class MeshOfOne:
-    """A mesh (dp, tp) of one rank on process groups of its own.
+    """A (dp, tp) mesh of one rank with separate process groups.
 
-    torch has one default group for a process. Where another library (vLLM in the same process) has made it, its groups stay as they are,
-    and where it has put groups beside ours, so does the default group, although it was made here.
+    torch has one default group per process. If another library (vLLM in the same process) has
+    created it, its groups stay untouched. If another library has added groups to ours, `close`
+    keeps the default group.
 
     Raises:
         UserError: the process is one of several ranks of another library.
@@ -258,9 +258,9 @@ class MeshOfOne:
         )
 
     def close(self) -> None:
-        """Destroy what was made here, and is used by nobody else."""
+        """Destroy the groups of this mesh, and the default group if it is ours and unused."""
         if dist.group.WORLD is not self._default or not dist.is_initialized():
-            return  # somebody has destroyed all groups, ours among them
+            return  # all groups have been destroyed, including ours
         for group in self._groups:
             with suppress(ValueError, RuntimeError):  # destroyed already
                 dist.destroy_process_group(group)
@@ -270,7 +270,7 @@ class MeshOfOne:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Groups that are made listen to this machine alone."""
+    """Make new groups listen to this machine only."""
     before = os.environ.get(_INTERFACE)
     os.environ.setdefault(_INTERFACE, "lo")
     try:

@@ -1,13 +1,14 @@
-"""Snapshots: what a group of training workers needs to go on as if it had never stopped; its share of a run's checkpoint.
+"""Snapshots: a training group's part of a checkpoint, to resume from.
 
-    rank_0.json …                steps, notes and random states: what each rank alone knows
-    state/rank_0.safetensors …   what each rank holds: its part of the float32 parameters and of AdamW's moments and steps
-    model/                       a Hugging Face folder of the same weights, in the dtype of forward passes
+    rank_0.json …                steps, notes and random states of each rank
+    state/rank_0.safetensors …   each rank's part of float32 parameters, AdamW's moments and steps
+    model/                       a Hugging Face folder of the same weights, in the dtype of passes
 
-A rank copies its part into host memory while training waits; a thread writes the files, and for nearly all of its time it holds neither
-the interpreter nor the device. The model's folder is put together from the files of all ranks, so no tensor is gathered. The parts say
-where they lie in the full tensors, as `torch.distributed.checkpoint` does in safetensors files (its `HuggingFaceStorageReader` reads the
-folder `state`), so any other number of ranks can read them.
+A rank copies its part into host memory while training waits. A thread then writes the files, nearly
+always without the interpreter lock or the device. The model's folder is assembled from the files of
+all ranks, so no tensor is gathered. Parts record their position in the full tensors in the format
+of `torch.distributed.checkpoint` (its `HuggingFaceStorageReader` reads the folder `state`), so any
+number of ranks can read them.
 """
 
 from __future__ import annotations
@@ -40,14 +41,15 @@ from .sharding import local_part, offset_of, writes
 MODEL, STATE = "model", "state"
 _FORMAT = 1
 _WRITE_TIMEOUT = timedelta(hours=6)
-"""Longest wait for the slowest rank to write. A rank that dies is noticed at once."""
+"""Longest wait for the slowest rank to write. A dead rank is noticed at once."""
 
 
 class SnapshotWriter:
-    """Copies the state of this rank, and writes it in the background. Constructed on all ranks together.
+    """Copies the state of this rank, and writes it in the background. Collective.
 
     Args:
-        write_model: writes the folder of the model, given the stored tensors of all ranks; called on rank 0.
+        write_model: writes the model's folder from the stored tensors of all ranks; called on rank
+            0.
     """
 
     def __init__(
@@ -67,16 +69,16 @@ class SnapshotWriter:
         self._writing: Future[None] | None = None
 
     def snapshot(self, folder: Path, state: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
-        """Copy the state, and leave the rest to the thread. Waits first until the snapshot before is written.
+        """Copy the state, and write it on the thread. Waits until the previous snapshot is written.
 
         Args:
-            folder: a new folder, the same for all ranks, on a file system that they share.
+            folder: a new folder, the same for all ranks, on a shared file system.
             state: tensors by name, with the same names in the same order each time.
             notes: JSON values of this rank.
         """
         if (
             self._writing is not None
-        ):  # its error is not raised here: other ranks may know it already, and go on
+        ):  # `written` raises its error; other ranks may know it already and continue
             wait([self._writing])
         if not self._sharding:
             self._lay_out(state)
@@ -93,11 +95,11 @@ class SnapshotWriter:
         self._writing = self._thread.submit(self._write, folder, notes)
 
     def written(self, *, wait: bool) -> bool:
-        """Whether nothing is being written any more. An error is raised once.
+        """Return whether nothing is being written. An error is raised once.
 
         Raises:
-            OSError: a file could not be written, here or on another rank; it names the file and, when the disk is full, the bytes
-                needed.
+            OSError: a file could not be written, here or on another rank; the message names the
+                file and, when the disk is full, the bytes needed.
             RuntimeError: another rank failed in another way.
         """
         if self._writing is None or not (wait or self._writing.done()):
@@ -107,7 +109,7 @@ class SnapshotWriter:
         return True
 
     def close(self) -> None:
-        """Wait until the last snapshot is written; raises its error."""
+        """Wait until the last snapshot is written; raise its error."""
         try:
             self.written(wait=True)
         finally:
@@ -118,7 +120,8 @@ class SnapshotWriter:
             self._copies = {}
 
     def _lay_out(self, state: Mapping[str, Tensor]) -> None:
-        """Allocate the copies in one piece. The kernel makes the pages at the first copy, which takes longer for it."""
+        """Allocate the copies in one block. The kernel creates the pages in the first copy, which
+        therefore takes longer."""
         self._sharding = {
             name: {"saved_offsets": offset_of(tensor)}
             for name, tensor in state.items()
@@ -129,10 +132,10 @@ class SnapshotWriter:
         memory = mmap.mmap(-1, max(1, starts[-1]))
         with suppress(
             AttributeError, OSError
-        ):  # huge pages are several times faster to make, where the kernel has them
+        ):  # the kernel creates huge pages several times faster, if it has them
             memory.madvise(mmap.MADV_HUGEPAGE)
         everything = torch.frombuffer(memory, dtype=torch.uint8)
-        if self._device.type == "cuda":  # torch's own pinned memory is rounded up to a power of two
+        if self._device.type == "cuda":  # torch rounds its pinned memory up to a power of two
             cudart: Any = torch.cuda.cudart()
             torch.cuda.check_error(
                 int(cudart.cudaHostRegister(everything.data_ptr(), everything.nbytes, 0))
@@ -142,13 +145,16 @@ class SnapshotWriter:
 
     def _write(self, folder: Path, notes: Mapping[str, Any]) -> None:
         self._together(folder, lambda: self._write_own(folder, notes))
+        # The model's folder needs the files of all ranks.
         self._together(folder, lambda: self._write_all(folder))
 
     def _write_own(self, folder: Path, notes: Mapping[str, Any]) -> None:
         rank = self._context.rank
         if (folder / _rank_file(rank)).exists():
             raise FileExistsError(
-                errno.EEXIST, "a snapshot goes to a new folder, and this one has one", str(folder)
+                errno.EEXIST,
+                "a snapshot needs a new folder, but this one has a snapshot already",
+                str(folder),
             )
         (folder / STATE).mkdir(parents=True, exist_ok=True)
         metadata = {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(self._sharding)}
@@ -164,12 +170,13 @@ class SnapshotWriter:
             self._disk.sync_folder(folder)
 
     def _together(self, folder: Path, work: Callable[[], None]) -> None:
-        """Do the work; return when all ranks have done theirs, and raise if any rank failed."""
+        """Run the work, wait for the other ranks, and raise if any rank failed."""
         error, failed = None, torch.zeros(self._context.world_size)
         try:
             work()
         except Exception as problem:
             error = problem
+            # -1 marks an error without errno.
             failed[self._context.rank] = getattr(problem, "errno", None) or -1
         if self._group is not None:
             try:
@@ -188,7 +195,8 @@ class SnapshotWriter:
 
 
 class Snapshot:
-    """The tensors of a snapshot, mapped into memory. Any part of each can be read, however it was cut when it was written.
+    """The tensors of a snapshot, mapped into memory. Any part can be read, however the tensors were
+    sharded.
 
     Raises:
         UserError: the folder is not a snapshot, or has a later version of this format.
@@ -209,7 +217,7 @@ class Snapshot:
         """Shapes of the full tensors, by name."""
 
     def notes_of(self, rank: int) -> dict[str, Any]:
-        """The JSON values of a rank."""
+        """Return the JSON values of a rank."""
         try:
             notes = read_json(self.folder / _rank_file(rank))
         except FileNotFoundError:
@@ -226,7 +234,7 @@ class Snapshot:
         """Check that the snapshot holds exactly these tensors.
 
         Raises:
-            UserError: naming the tensor.
+            UserError: a tensor differs; the message names it.
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
         for name in sorted(shapes.keys() | self.shapes.keys()):
@@ -241,7 +249,7 @@ class Snapshot:
                 )
 
     def full(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A full tensor on the host, in `dtype` if it is of floating point."""
+        """Return a full tensor on the host; floating-point tensors are converted to `dtype`."""
         stored = self._parts[name][0][1].dtype
         tensor = torch.empty(self.shapes[name], dtype=dtype if stored.is_floating_point else stored)
         self.fill(name, tensor)
@@ -302,7 +310,6 @@ def _rank_file(rank: int) -> str:
 
 
 def _by_dimension(parts: Sequence[tuple[Sequence[int], Tensor]]) -> Iterator[tuple[list[int], list[int]]]:
-    """The offsets and sizes of all parts, for each dimension."""
     for dimension in range(parts[0][1].ndim):
         yield [offset[dimension] for offset, _ in parts], [part.shape[dimension] for _, part in parts]
 

@@ -1,9 +1,10 @@
-"""Stored weights: the tensors of a model by the names that they have in it, read from its files box by box.
+"""Stored weights: read a model's tensors from its files, box by box.
 
-A rank reads the boxes that it holds, and nothing else. The names in files are often not those in the model, and some tensors of the
-model are made of several in the files (fused experts, for one). `transformers` knows which: its renamings are applied to names, and its
-conversions to the tensors of one conversion at a time. Where it makes a tensor that no file holds, and where there are no safetensors
-files, the rank loads the complete model, and says so.
+Each rank reads only the boxes that it holds. Tensors in files often have other names, and some
+tensors of the model combine several of them, such as fused experts. `transformers` knows both: this
+module applies its renamings to names, and its conversions to one group of tensors at a time. If
+`transformers` initializes a tensor that no file holds, or if there are no safetensors files, the
+rank loads the complete model and logs that.
 """
 
 from __future__ import annotations
@@ -30,23 +31,22 @@ from .safetensors_files import StoredTensor, open_tensors
 from .sharding import box_of
 
 _ALWAYS_UNEXPECTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Buffers that older files hold and that are computed today; `transformers` passes over them, too."""
+"""Buffers in older files that models compute today; `transformers` ignores them as well."""
 
 
 class WeightReader(Protocol):
-    """Where the values of a model come from."""
+    """Reads the values of a model's tensors."""
 
     bytes_read: int
-    """Read from files so far."""
     conversions: list[Any]
-    """Those of `transformers` that were used; they are undone when the model is saved."""
+    """Conversions of `transformers` that were used; saving the model reverts them."""
 
     def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """A box of a tensor on the host.
+        """Return a box of a tensor, on the host.
 
         Args:
-            name: in the model.
-            start, shape: where the box begins and its size, for each dimension.
+            name: name in the model.
+            start, shape: first index and size of the box in each dimension.
         """
         ...
 
@@ -54,12 +54,13 @@ class WeightReader(Protocol):
 def open_stored(
     model: str | Path, folder: Path, skeleton: Skeleton, *, share: tuple[int, int] = (0, 1)
 ) -> WeightReader:
-    """The weights of a model that was built from the same folder.
+    """Open the weights of a model that was built from the same folder.
 
     Args:
-        model: what the user calls it.
-        skeleton: conversions change its tensors, and put them back.
-        share: this rank and the number of ranks, among which checks that read are divided; the first says what is unusual.
+        model: the user's name for the model.
+        skeleton: the model without values; conversions change its tensors temporarily.
+        share: this rank and the number of ranks, which divide checks that read files. The first
+            rank logs anything unusual.
 
     Raises:
         UserError: tensors are missing, unexpected or of another shape, or a file is damaged.
@@ -72,14 +73,14 @@ def open_stored(
             weights.check_ties(share)
             return weights
         missing = weights.made_anew
-    why = f"transformers makes {missing[0]!r} anew" if missing else "there are no safetensors files"
+    why = f"transformers initializes {missing[0]!r}" if missing else "there are no safetensors files"
     if share[0] == 0:
         show(f"model {str(model)!r}: each rank loads the complete model, because {why}")
     return CompleteWeights(load_complete(model, folder))
 
 
 class CompleteWeights:
-    """Weights of a model that was loaded as a whole."""
+    """The weights of a completely loaded model."""
 
     def __init__(self, causal_lm: Any) -> None:
         self._tensors: dict[str, Tensor] = causal_lm.state_dict()
@@ -92,19 +93,19 @@ class CompleteWeights:
 
 @dataclass(frozen=True, eq=False)
 class _Conversion:
-    """Tensors of the model that are made together."""
+    """Tensors of the model that one conversion makes together."""
 
     keys: tuple[tuple[str, ...], ...]
-    """Of the tensors in the files, by the pattern that they match."""
+    """Keys of the tensors in the files, for each pattern that they match."""
     stacked: bool
-    """Whether the i-th key of each pattern is all that the i-th slice of the result depends on."""
+    """Whether the i-th slice of the result depends only on the i-th key of each pattern."""
 
 
 class StoredWeights:
     """Weights in safetensors files.
 
     Args:
-        files: all of the model.
+        files: all weight files of the model.
 
     Raises:
         UserError: tensors are missing, unexpected or of another shape, or a file is damaged.
@@ -116,7 +117,7 @@ class StoredWeights:
         self._model, self._skeleton = model, skeleton
         self._causal_lm = skeleton.causal_lm
         self._tensors: dict[str, Tensor] = self._causal_lm.state_dict(keep_vars=True)
-        """Of the model, without values."""
+        """Tensors of the model, without values."""
         self._shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         try:
             self._stored = {key: stored for file in files for key, stored in open_tensors(file).items()}
@@ -129,19 +130,20 @@ class StoredWeights:
         self.bytes_read = 0
         self._mapping: list[Any] = get_model_conversion_mapping(self._causal_lm)
         self._keys: dict[str, str] = {}
-        """The key in the files of each tensor of the model that is stored as it is."""
+        """Key in the files of each tensor that needs no conversion, by its name in the model."""
         self._converted: dict[str, _Conversion] = {}
         self._last: tuple[_Conversion, dict[str, Tensor]] | None = None
-        """What the last conversion made: several tensors are often made together, and read one after the other."""
+        """Cached result of the last conversion, since tensors of one conversion are often read one
+        after the other."""
         unexpected = self._match()
         self.conversions = [conversion for conversion in self._mapping if conversion.was_used()]
         self._names = self._names_in_files()
         self._refuse_unexpected(unexpected)
         self.made_anew = self._missing()
-        """Tensors that the files lack, and that `transformers` expects them to lack."""
+        """Tensors that the files lack and that `transformers` initializes."""
 
     def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """See `WeightReader.read`; in the dtype of the file, or, converted, in float32."""
+        """See `WeightReader.read`. The dtype is the file's, or float32 after a conversion."""
         name = self._names[name]
         if name in self._keys:
             return self._fetch(self._stored[self._keys[name]], start, shape)
@@ -150,18 +152,18 @@ class StoredWeights:
             chosen = [keys[start[0] : start[0] + shape[0]] for keys in conversion.keys]
             return self._convert([key for keys in chosen for key in keys], {name: tuple(shape)})[name]
         if self._last is None or self._last[0] is not conversion:
-            self._last = None  # before the next one is made
+            self._last = None  # free memory before the next conversion
             self._last = conversion, self._convert([key for keys in conversion.keys for key in keys])
         return box_of(self._last[1][name], start, shape)
 
     def check_ties(self, share: tuple[int, int]) -> None:
-        """See that tensors which are one in the model are equal where the files hold each.
+        """Check that tied tensors are equal if the files hold both.
 
         Args:
-            share: each of so many ranks compares a part.
+            share: this rank and the number of ranks, each of which compares a part.
 
         Raises:
-            UserError: they are not.
+            UserError: they differ.
         """
         for tied, source in self._causal_lm.all_tied_weights_keys.items():
             if tied not in self._keys or source not in self._keys:
@@ -172,12 +174,14 @@ class StoredWeights:
             box = (first, *(0 for _ in one.shape[1:])), (last - first, *one.shape[1:])
             if one.shape != other.shape or not torch.equal(one.read(*box), other.read(*box)):
                 raise UserError(
-                    f"model {str(self._model)!r}: config.json says that {tied!r} and {source!r} are one tensor (tie_word_embeddings), "
-                    "and the files hold two that differ; set it to false, or remove one of them"
+                    f"model {str(self._model)!r}: config.json ties {tied!r} and {source!r} "
+                    "(tie_word_embeddings), but the files hold two tensors that differ; "
+                    "set it to false, or remove one of them"
                 )
 
     def _match(self) -> list[str]:
-        """Find where each tensor of the model is stored; returns names of the model's kind for what it does not have."""
+        """Find where each tensor of the model is stored. Return stored tensors that the model
+        lacks, under the names that they would have in it."""
         from transformers.core_model_loading import (
             WeightConverter,
             WeightRenaming,
@@ -221,10 +225,11 @@ class StoredWeights:
         *,
         device: str = "cpu",
     ) -> dict[str, Tensor]:
-        """The tensors of the model that `transformers` makes of these; on the meta device nothing is read.
+        """Return the tensors that `transformers` makes from these keys. On the meta device nothing
+        is read.
 
         Args:
-            shapes: of tensors that are made in part.
+            shapes: shapes of tensors to make only in part.
         """
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
@@ -248,7 +253,8 @@ class StoredWeights:
         wrong += [f"{name!r} cannot be made" for name in found.conversion_errors]
         if wrong:
             raise UserError(
-                f"model {str(self._model)!r}: of {', '.join(map(repr, sources))}: {'; '.join(wrong)}"
+                f"model {str(self._model)!r}: cannot convert "
+                f"{', '.join(map(repr, sources))}: {'; '.join(wrong)}"
             )
         names = self._shapes.keys() - found.missing_keys
         return {
@@ -257,7 +263,7 @@ class StoredWeights:
         }
 
     def _place(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Put tensors into the model; returns those that were there."""
+        """Put tensors into the model; return the ones they replace."""
         before: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             path, _, last = name.rpartition(".")
@@ -269,7 +275,7 @@ class StoredWeights:
         return before
 
     def _names_in_files(self) -> dict[str, str]:
-        """For each name of a tensor in the model, the one of its names that the files know."""
+        """Map each tensor name of the model to the alias under which files store it."""
         known = self._keys.keys() | self._converted.keys()
         aliases: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
@@ -302,7 +308,7 @@ class StoredWeights:
             return
         hint = nearest(refused[0], sorted(self._shapes.keys() - self._names.keys()))
         if SCALAR_HEAD in refused:
-            hint = "; that is the head of a reward model or a critic, which is no policy"
+            hint = "; that is the head of a reward model or critic, not of a policy"
         kind = type(self._causal_lm).__name__
         raise UserError(
             f"model {str(self._model)!r}: its files hold {_some(refused)}, which {kind} does not have{hint}"
@@ -311,12 +317,12 @@ class StoredWeights:
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         if shape != self._shapes[name]:
             raise UserError(
-                f"model {str(self._model)!r}: {name!r} has shape {list(shape)} in the files, and {list(self._shapes[name])} by config.json"
+                f"model {str(self._model)!r}: {name!r} has shape {list(shape)} in the files, but {list(self._shapes[name])} by config.json"
             )
 
 
 def _stacks(operations: Iterable[Any]) -> bool:
-    """Whether conversions stack tensors, and do nothing across the stack."""
+    """Return whether conversions only stack tensors, with independent slices."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     first, *others = operations
@@ -328,22 +334,15 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
 
 
-# Checkpoint names
+# Checkpoint names: map each tensor of the model to tensors of the checkpoint, which may be several.
+# `transformers` knows how to cut and rename tensors when it saves a model. That code runs once on
+# meta tensors with copies turned into views, so the strides of each result show its box:
 #
-# Checkpoint names: where the tensors of a checkpoint lie in the tensors of a model, of which one
-# may hold several.
+#     layers.0.mlp.experts.gate_up_proj (8, 28, 16), box [3:4, 0:14, 0:16]
+#         -> all of layers.0.block_sparse_moe.experts.3.w1.weight (14, 16)
 #
-# `transformers` knows how a model's tensors are cut and named when it is saved. That runs once, on
-# tensors without memory and without copies, so that each result is a view of a tensor of the model
-# and its strides say which box it is. So no table of families is ours.
-#
-#     in memory                                            in the checkpoint
-#     layers.0.mlp.experts.gate_up_proj (8, 28, 16)        layers.0.block_sparse_moe.experts.3.w1.weight (14, 16)
-#         box [3:4, 0:14, 0:16]                      ->        all of it
-#
-# What `transformers` computes in another way (parts that it joins, rows that it interleaves) keeps
-# its name in memory: receivers that load the model with `transformers` know it, and vLLM refuses
-# it by name.
+# Tensors that need arithmetic (joined parts, interleaved rows) keep their name in memory. Receivers
+# that load with `transformers` know it; vLLM refuses it by name.
 
 
 @dataclass(frozen=True)
@@ -353,17 +352,18 @@ class _Stored:
     name: str
     shape: tuple[int, ...]
     box: Box
-    """Of the tensor of the model; empty along no dimension."""
+    """Box within the tensor of the model; never empty."""
     dims: tuple[int | None, ...]
-    """For each dimension, the dimension of the tensor of the model that it runs along; None: it has one index."""
+    """Dimension of the model's tensor for each dimension of this one, or None for one of size 1."""
 
     views: dict[tuple[Box, tuple[int, ...]], tuple[Box, tuple[int, ...], tuple[int, ...], int] | None] = (
         field(default_factory=dict, compare=False, repr=False)
     )
-    """By box and strides of a part of the tensor of the model: what it has of this one, and how that lies in its memory."""
+    """Cached views by box and strides of a part of the model's tensor."""
 
     def part(self, held: Part) -> Part:
-        """What a part of the tensor of the model has of this one: a view, or an empty tensor."""
+        """Return the overlap of this tensor with a part of the model's tensor: a view, or an empty
+        tensor."""
         strides = held.tensor.stride()
         if (key := (held.box, strides)) not in self.views:
             self.views[key] = self._view(held.box, strides)
@@ -393,11 +393,11 @@ class _Stored:
 
 
 class CheckpointNames:
-    """How the tensors of a model are named and cut in its checkpoint.
+    """Names and boxes of a model's tensors in its checkpoint.
 
     Args:
         causal_lm: a model of `transformers`, with the conversions that were used to load it.
-        tensors: of the model, by their names in it; shapes and dtypes are read alone.
+        tensors: tensors of the model by name; only shapes and dtypes are read.
     """
 
     def __init__(self, causal_lm: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -422,16 +422,17 @@ class CheckpointNames:
                 self._stored[name] = [_Stored(name, shape, Box.full(shape), tuple(range(len(shape))))]
 
     def of(self, name: str) -> list[str]:
-        """Names in the checkpoint of what a tensor of the model holds."""
+        """Return the checkpoint names of a tensor of the model."""
         return [stored.name for stored in self._stored[name]]
 
     def parts(self, held: Part) -> Iterator[Part]:
-        """A part of a tensor of the model, as parts of tensors of the checkpoint: views, one of each of them; of some, empty ones."""
+        """Split a part of a tensor of the model into parts of checkpoint tensors: one view of each,
+        possibly empty."""
         return (stored.part(held) for stored in self._stored[held.name])
 
 
 class _Views(TorchDispatchMode):
-    """Copies are views of what they copy, unless they are asked for in a shape that no view has."""
+    """Turns copies into views, except for shapes that no view can have."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
@@ -440,13 +441,14 @@ class _Views(TorchDispatchMode):
         if func in (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default):
             try:
                 return func(*args, **(kwargs or {}))
-            except RuntimeError:  # the second half of a `reshape` that copies
+            except RuntimeError:  # a `reshape` that must copy
                 return args[0].new_empty(args[1])
         return func(*args, **(kwargs or {}))
 
 
 def _located(name: str, view: Tensor, shape: tuple[int, ...]) -> _Stored | None:
-    """The box of a contiguous tensor of this shape that a view of it shows, dimension by dimension; None: it shows no such box."""
+    """Return the box of a contiguous tensor of this shape that `view` shows, or None if it shows
+    none."""
     if not view.numel():
         return None
     strides, offset = contiguous_strides(shape), int(view.storage_offset())

@@ -1,7 +1,9 @@
-"""Tensor parallelism carried out: the layers of a model over the ranks of a replica, by the plan that `transformers` has for it.
+"""Tensor parallelism: split a model's layers over the ranks of a replica, by its `transformers`
+plan.
 
-What is shared is a `DTensor` afterwards, which FSDP shards further. Experts are shared whole, some on each rank (arXiv:2006.16668), as all
-ranks of a replica have the same tokens: a rank computes those of its own experts, and the ranks' outputs are added up.
+Split parameters become `DTensor`s, which FSDP shards further. Experts stay whole, some on each rank
+(arXiv:2006.16668): all ranks of a replica have the same tokens, each computes its experts, and
+outputs are summed.
 """
 
 from __future__ import annotations
@@ -30,22 +32,22 @@ from .tensor_parallel_plan import COLUMNS, EXPERTS, PARTIAL, ROWS, TensorParalle
 
 
 def share_layers(causal_lm: Any, mesh: DeviceMesh) -> frozenset[str]:
-    """Share a model's layers over the ranks of a one-dimensional mesh, in place.
+    """Split a model's layers over the ranks of a one-dimensional mesh, in place.
 
     Args:
-        causal_lm: a `transformers` model, on the meta device; it may have LoRA layers.
+        causal_lm: a `transformers` model on the meta device; may have LoRA layers.
 
     Returns:
-        Names of parameters that all ranks have, and whose gradients are to be added up over the ranks (`add_up`).
+        Names of replicated parameters whose gradients must be summed over the ranks (`add_up`).
 
     Raises:
-        UserError: they cannot be shared evenly, or experts are not as `transformers` writes them.
+        UserError: layers do not divide evenly, or experts are not in the form of `transformers`.
     """
     plan = TensorParallelPlan.of(causal_lm.tp_plan, causal_lm.ep_plan)
     elsewhere = (
         causal_lm.get_input_embeddings(),
         causal_lm.get_output_embeddings(),
-    )  # `sharded_model.py` shares these
+    )  # `sharded_model.py` splits these
     partials: set[str] = set()
     for name, module in list(causal_lm.named_modules()):
         style = plan.style_of(name)
@@ -61,7 +63,7 @@ def share_layers(causal_lm: Any, mesh: DeviceMesh) -> frozenset[str]:
 
 
 def add_up(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Add up the gradients of parameters over the ranks of a mesh, in one exchange."""
+    """Sum the gradients of parameters over the ranks of a mesh, in one exchange."""
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     if not gradients:
         return
@@ -76,8 +78,9 @@ def _share_linear(name: str, module: nn.Module, style: str, mesh: DeviceMesh) ->
     dimension = 0 if style in ROWS else 1
     if weight.shape[dimension] % ranks:
         raise UserError(
-            f"tensor_parallel={ranks} does not divide {name}, a layer of {weight.shape[1]} inputs and {weight.shape[0]} outputs, whose "
-            f"{'outputs' if style in ROWS else 'inputs'} the ranks share"
+            f"tensor_parallel={ranks} does not divide the "
+            f"{'outputs' if style in ROWS else 'inputs'} of {name}, a layer of "
+            f"{weight.shape[1]} inputs and {weight.shape[0]} outputs"
         )
     carried: ParallelStyle
     if style in ROWS:
@@ -100,7 +103,7 @@ def _share_experts(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         raise UserError(f"tensor_parallel={ranks} does not divide the {experts} experts of {name}")
     if odd := [own for own, p in module.named_parameters() if "." in own or p.shape[0] != experts]:
         raise UserError(
-            f"tensor_parallel={ranks} cannot share the experts of {name}: {odd[0]} is not one of theirs"
+            f"tensor_parallel={ranks} cannot share the experts of {name}: {odd[0]} is not stacked by expert"
         )
 
     def shard(_: str, own: nn.Module, mesh: DeviceMesh) -> None:
@@ -114,7 +117,7 @@ def _share_experts(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
     distribute_module(module, mesh, shard)
     held = cast(Any, module)
     held.num_experts = experts // ranks
-    held._is_expert_parallel = True  # grouped products leave out whoever is beyond the last of them
+    held._is_expert_parallel = True  # grouped products skip experts beyond the last
     held.forward = partial(_own_experts, module, held.forward, mesh)
 
 
@@ -126,19 +129,20 @@ def _own_experts(
     chosen: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """What experts give, of which this rank has some.
+    """Compute the outputs of this rank's experts and sum them over ranks.
 
     Args:
-        forward: of the experts of this rank.
+        forward: forward method of this rank's experts.
         hidden: [T, hidden], the same on all ranks.
         chosen: [T, k] int64, experts of each token.
-        weights: [T, k], those that their outputs get.
+        weights: [T, k], weights of their outputs.
     """
     held, group = cast(Any, module), mesh.get_group()
     experts: int = held.num_experts
     chosen = chosen - mesh.get_local_rank() * experts
     elsewhere = (chosen < 0) | (chosen >= experts)
-    # A loop over experts, which has no such place in all models, takes the first one times nothing.
+    # Tokens for other ranks' experts: a loop over experts cannot skip them, so it computes the
+    # first expert with weight 0.
     loops = getattr(getattr(held, "config", None), "_experts_implementation", "eager") == "eager"
     chosen = chosen.masked_fill(elsewhere, 0 if loops else experts)
     weights = _SumOfGradients.apply(weights, group).masked_fill(elsewhere, 0.0)
@@ -154,7 +158,7 @@ def _own_experts(
 
 
 class _SumOfGradients(torch.autograd.Function):
-    """What all ranks have alike, and each uses for a part: gradients are added up."""
+    """Identity for replicated inputs of different parts; sums gradients over ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
@@ -169,7 +173,7 @@ class _SumOfGradients(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """What each rank has a part of, added up: the gradient of the sum is that of each part."""
+    """Sum over ranks; its gradient is that of each part."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:

@@ -1,14 +1,16 @@
-"""TensorParallelPlan: how `transformers` says that ranks may share the layers of a model, and whether so many can. Without torch.
+"""TensorParallelPlan: how `transformers` splits the layers of a model over ranks, without torch.
 
-    in the plan                          what a rank has
-    colwise                              rows of the weight: some outputs, with which it goes on alone
-    rowwise                              columns of it, for the inputs that it has; the ranks' outputs are added up
-    colwise_gather_output, colwise_rep   as colwise, and the outputs are gathered
-    rowwise_split_input, rowwise_rep     as rowwise, of an input that all ranks have
-    replicated_with_grad_allreduce       all of it, applied to its own heads: its gradients are added up once a step
-    moe_tp_experts, ep_dispatch_experts  some of the experts, whole, where a plan may cut each of them: their outputs are added up
+    style in the plan                    part of each rank
+    colwise                              rows of the weight: some outputs, which stay on the rank
+    rowwise                              columns of the weight for its inputs; outputs are summed
+    colwise_gather_output, colwise_rep   like colwise, but outputs are gathered
+    rowwise_split_input, rowwise_rep     like rowwise, from an input that all ranks have
+    replicated_with_grad_allreduce       the whole weight, applied to the rank's heads; gradients are
+                                         summed once a step
+    moe_tp_experts, ep_dispatch_experts  some whole experts (a plan may cut each one instead); outputs
+                                         are summed over ranks
 
-Whatever a plan does not name is the same on all ranks, and gets the same gradient there.
+Modules outside the plan are replicated and get the same gradient on all ranks.
 """
 
 from __future__ import annotations
@@ -23,19 +25,20 @@ from ...dataflow.errors import UserError
 from ..models.model_folder import EXPERTS_NAMES
 
 ROWS = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True}
-"""Styles that share the rows of a weight -> whether outputs are gathered."""
+"""Styles that split the rows of a weight, and whether outputs are gathered."""
 COLUMNS = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True}
-"""Styles that share its columns -> whether all ranks have the whole input."""
+"""Styles that split the columns of a weight, and whether all ranks have the whole input."""
 PARTIAL = frozenset({"replicated_with_grad_allreduce"})
 EXPERTS = frozenset({"moe_tp_experts", "ep_dispatch_experts"})
 _CUTS_OF_EXPERTS = frozenset({"packed_colwise", "rowwise", "grouped_gemm"})
-"""How plans cut experts that have [experts, ...] weights and take hidden states, numbers and weights; others (Llama 4) are others."""
+"""How plans cut experts with [experts, ...] weights that take hidden states, indexes and weights.
+Other experts (Llama 4) use other cuts."""
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
 class TensorParallelPlan:
-    """The style of each module that ranks share; names have `*` in the place of numbers."""
+    """Styles of a model's split modules by name, with `*` in place of numbers."""
 
     styles: Mapping[str, str]
 
@@ -43,18 +46,18 @@ class TensorParallelPlan:
     def of(
         cls, shared: Mapping[str, str] | None, experts: Mapping[str, str] | None
     ) -> TensorParallelPlan:
-        """The plan of a model.
+        """Return the plan of a model.
 
         Args:
-            shared: its `tp_plan`.
-            experts: its `ep_plan`, for models that name their experts there alone (GPT-OSS).
+            shared: the model's `tp_plan`.
+            experts: the model's `ep_plan`, for models that list their experts only there (GPT-OSS).
         """
         styles = {
             **{name: style for name, style in (experts or {}).items() if style in EXPERTS},
             **(shared or {}),
         }
         of_experts = [name for name, style in styles.items() if style in EXPERTS]
-        # Embeddings and head are shared without a plan.
+        # Embeddings and head are split without a plan.
         styles = {name: style for name, style in styles.items() if style != "embedding_rowwise"}
         inside = {
             name
@@ -65,7 +68,7 @@ class TensorParallelPlan:
         return cls({name: style for name, style in styles.items() if name not in inside})
 
     def style_of(self, name: str) -> str | None:
-        """The style of a module, by its name with numbers; None: all ranks have it.
+        """Return the style of a module by its name with numbers, or None if it is replicated.
 
         >>> TensorParallelPlan({"layers.*.up": "colwise"}).style_of("layers.12.up")
         'colwise'
@@ -74,31 +77,31 @@ class TensorParallelPlan:
 
     @property
     def unknown(self) -> dict[str, str]:
-        """Modules whose style cannot be carried out."""
+        """Modules with an unsupported style."""
         known = {*ROWS, *COLUMNS, *PARTIAL, *EXPERTS}
         return {name: style for name, style in self.styles.items() if style not in known}
 
     @property
     def shares_heads(self) -> bool:
-        """Whether each rank has its own attention heads."""
+        """Whether ranks split the attention heads."""
         return any(
             style == "colwise" and re.search(r"att\w*\.", name) for name, style in self.styles.items()
         )
 
     @property
     def shares_experts(self) -> bool:
-        """Whether each rank has its own experts."""
+        """Whether ranks split the experts."""
         return any(style in EXPERTS for style in self.styles.values())
 
 
 def check_tensor_parallel(model: str | Path, settings: Any, ranks: int) -> None:
-    """See that so many ranks can share a model.
+    """Check that this number of ranks can split a model.
 
     Args:
-        settings: of its text, as `transformers` completes them (`complete_text_settings`).
+        settings: text settings as `transformers` completes them (`complete_text_settings`).
 
     Raises:
-        UserError: naming the rule and the setting that breaks it.
+        UserError: the model cannot be split; the message names the rule and the setting.
     """
     plan = TensorParallelPlan.of(
         settings.base_model_tp_plan, getattr(settings, "base_model_ep_plan", None)

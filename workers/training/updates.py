@@ -1,4 +1,4 @@
-"""Updates: optimizer steps of an engine, counted, and resumed from checkpoints."""
+"""Updates: count an engine's optimizer steps, and resume them from checkpoints."""
 
 from __future__ import annotations
 
@@ -18,22 +18,19 @@ from ..worker import Context
 from .engine import OptimizerConfig, OptimizerStep, TrainingEngine
 from .microbatch_plan import OptimizerSteps
 
-# Bad steps
-#
-# BadSteps: optimizer steps that are not applied because they are not finite, or diverge. The rows
-# of each are written to a file, and too many in a row end the run.
+# Bad steps are not applied: they are not finite, or diverge. Their rows are written to a file.
 
 
 LOSS = "loss"
-"""Column of each row's share of the undivided loss of its step."""
+"""Column with each row's share of the undivided loss of its step."""
 
 
 class BadSteps:
-    """The rows of the coming step, and the reasons of the latest bad steps. All ranks construct and call it together, because computing
-    the losses of single rows takes all of them.
+    """The rows of the current step, and the reasons of the latest bad steps. Collective, because
+    computing the losses of single rows needs all ranks.
 
     Args:
-        stop_after: this many bad steps in a row end the run.
+        stop_after: number of consecutive bad steps that ends the run.
     """
 
     def __init__(self, context: Context, engine: TrainingEngine, stop_after: int) -> None:
@@ -41,23 +38,26 @@ class BadSteps:
         self._folder = None if context.run_dir is None else context.run_dir / SKIPPED / context.name
         self._rows: list[Batch] = []
         self.in_a_row: tuple[str, ...] = ()
-        """The fault of each bad step since the last one that was applied. Checkpoints save it."""
+        """Reason for each bad step since the last applied one. Checkpoints save it."""
 
     def add(self, rows: Batch) -> None:
-        """These belong to the step to come. They are held (in segments of the buffer, not copied) until it is over."""
+        """Add rows of the current step. They are held (in segments of the buffer, not copied) until
+        it is over."""
         if self._folder is not None:
             self._rows.append(rows)
 
     def note(self, step: OptimizerStep, loss: Loss, *, update: int, number: int | None = None) -> None:
-        """Take note of what became of the step. A bad one's rows are written to
-        `skipped/GROUP/update_000012_rank_0.arrow` in the run's directory, or `update_000012_step_3_rank_0.arrow`.
+        """Record the result of the step. The rows of a bad step are written to
+        `skipped/GROUP/update_000012_rank_0.arrow` in the run's directory, or
+        `update_000012_step_3_rank_0.arrow`.
 
         Args:
             update: the policy version that the update makes.
-            number: of the step in an update of several, the first being 1.
+            number: number of the step in an update of several, from 1.
 
         Raises:
-            DivergedError: `stop_after` steps in a row were bad; one without a token to train on is neither good nor bad.
+            DivergedError: `stop_after` consecutive steps were bad. Steps without a token to train
+                on do not count.
             OSError: the rows could not be written.
         """
         rows, self._rows = self._rows, []
@@ -66,6 +66,7 @@ class BadSteps:
         if step.bad is None:
             return
         number_in = "" if number is None else f"_step_{number}"
+        # Collective: ranks that write no file must take part.
         losses = [self._engine.losses(part, loss) for part in rows]
         if self._folder is not None and self._engine.coordinates.tp == 0 and sum(map(len, rows)):
             _write(
@@ -83,7 +84,7 @@ class BadSteps:
             raise DivergedError(self._message(), samples[:4])
 
     def forget(self, in_a_row: Iterable[str] = ()) -> None:
-        """Go on from a checkpoint: with its bad steps, and no rows."""
+        """Resume from a checkpoint: with its bad steps, and no rows."""
         self._rows, self.in_a_row = [], tuple(in_a_row)
 
     def _message(self) -> str:
@@ -96,8 +97,8 @@ class BadSteps:
             [
                 f"{len(self.in_a_row)} bad optimizer steps in a row (stop_after_bad_steps={self._stop_after}):",
                 *self.in_a_row,
-                "None of them was applied: the weights, also those of a checkpoint made since, are those of the last step before "
-                f"them; {rows}",
+                "None of them was applied: the current weights, also in later checkpoints, "
+                f"are those from before the bad steps; {rows}",
             ]
         )
 
@@ -107,7 +108,8 @@ def _few(samples: Sequence[int]) -> str:
 
 
 def _write(rows: Sequence[Batch], losses: Sequence[np.ndarray], path: Path) -> None:
-    """All rows of a step as one Arrow IPC file. Parts may differ in columns (`response_mask`): null means absent."""
+    """Write all rows of a step as one Arrow IPC file. Parts may differ in columns
+    (`response_mask`): null means absent."""
     parts = [
         pa.Table.from_batches([part.with_columns(**{LOSS: own}).record])
         for part, own in zip(rows, losses, strict=True)
@@ -119,15 +121,14 @@ def _write(rows: Sequence[Batch], losses: Sequence[np.ndarray], path: Path) -> N
 
 
 class Updates:
-    """The updates of an engine, each of one or more optimizer steps. All ranks construct and call it together, each with the rows of
-    its replica.
-    """
+    """The updates of an engine, each of one or more optimizer steps. Collective: each rank passes
+    the rows of its replica."""
 
     def __init__(self, config: OptimizerConfig, context: Context, engine: TrainingEngine) -> None:
         self._context, self._engine = context, engine
         self._bad_steps = BadSteps(context, engine, config.stop_after_bad_steps)
         self.version = 0
-        """The number of updates so far."""
+        """Number of updates so far."""
 
     def update(
         self,
@@ -139,22 +140,24 @@ class Updates:
         last: bool,
         first: Loss | None = None,
     ) -> Metrics:
-        """Make one new version of the weights: `epochs` passes over the rows, each of `minibatches` optimizer steps.
+        """Make one new version of the weights: `epochs` passes over the rows, each of `minibatches`
+        optimizer steps.
 
-        With several minibatches each rank shuffles and cuts its own rows. In one pass of one step the rows may come in
-        several calls, as they become ready: gradients are accumulated until the `last` of them.
+        With several minibatches, each rank shuffles and cuts its own rows. With one pass of one
+        step, rows may arrive in several calls: gradients accumulate until the `last` one.
 
         Args:
             first: the same loss with metrics that are defined only before the first step.
 
         Returns:
-            `loss`; `grad_norm` (before clipping, of every step where it is finite, applied or not); `learning_rate`; `tokens`
-            (trained on, over all passes); `skipped_steps` (not applied: bad, or without a token to train on); `bad_steps` (those
-            whose loss or gradient is not finite, or whose gradient norm is above `skip_above_grad_norm`); and the metrics of the
-            loss.
+            `loss`; `grad_norm` (before clipping, of every step where it is finite, applied or not);
+            `learning_rate`; `tokens` (trained on, over all passes); `skipped_steps` (not applied:
+            bad, or without a token to train on); `bad_steps` (loss or gradient not finite, or
+            gradient norm above `skip_above_grad_norm`); and the metrics of the loss.
 
         Raises:
-            DivergedError: `stop_after_bad_steps` steps in a row were bad. The rows of each are in the run's `skipped/`.
+            DivergedError: `stop_after_bad_steps` consecutive steps were bad. Their rows are in the
+                run's `skipped/`.
         """
         observed = first or loss
         if not last:
@@ -176,13 +179,14 @@ class Updates:
         return merge(parts)
 
     def save(self, path: Path) -> float:
-        """Copy the state of training, which is written to a new folder while training goes on; returns the seconds that training waited."""
+        """Copy the training state and write it to a new folder in the background. Return the
+        seconds that training waited."""
         return self._engine.snapshot(
             path, {"version": self.version, "bad_steps": self._bad_steps.in_a_row}
         )
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint, of any number of ranks."""
+        """Resume from a checkpoint of any number of ranks."""
         notes = self._engine.restore(path)
         self.version = notes["version"]
         self._bad_steps.forget(notes.get("bad_steps", ()))

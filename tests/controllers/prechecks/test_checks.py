@@ -213,10 +213,10 @@ class OwnEngine(RolloutWorker):
         (
             RolloutWorker,
             {"double_buffer": True},
-            "it takes weights as they come, without double_buffer=True",
+            "it has double_buffer=True, which vLLM's backends do not support",
         ),
-        (OwnEngine, {}, "OwnEngine brings an engine of its own"),
-        (ReferenceWorker, {}, "ReferenceWorker has no engine of vLLM"),
+        (OwnEngine, {}, "OwnEngine has a custom engine"),
+        (ReferenceWorker, {}, "ReferenceWorker does not run vLLM"),
         (RolloutWorker, {"double_buffer": False}, ""),
     ],
 )

@@ -276,7 +276,7 @@ def test_a_judge_is_asked_again_when_it_is_busy_and_its_failure_is_the_samples(
         ([(401, {"error": "bad key"})], r"answered 401: .*bad key"),
         ([(500, "no")] * 4, r"answered 500: .* \(4 times\)"),
         ([(200, "I cannot say")], "gave no score: 'I cannot say'"),
-        ([(200, {"choices": []})], "answered in no OpenAI format"),
+        ([(200, {"choices": []})], "did not answer in OpenAI's format"),
     ]
     for replies, message in cases:
         OpenAI.replies = list(replies)
@@ -299,7 +299,7 @@ def test_a_judge_that_is_not_there_or_badly_set_is_told(model: Path, monkeypatch
         RewardWorker.check(config, [], TableSource("s", pa.table({"prompt": ["x"]})))
     for settings, message in (
         ({"address": "host:8000"}, "must be like http://host:port/v1"),
-        ({"address": "http://user:pass@host/v1"}, "must hold no password"),
+        ({"address": "http://user:pass@host/v1"}, "must not contain a password"),
         (
             {"address": "http://h", "scale": (0.0, 0.0)},
             r"scale must rise, from the worst score to the best; \(0.0, 0.0\) does not",

@@ -325,7 +325,7 @@ def test_a_batch_function_returns_a_result_for_each_sample(result: Any, form: st
     function = {"ours": Reward(function=ours, batch=True), "TRL": trl, "async": later}[form]
     with pytest.raises(
         ResultError,
-        match=r"reward function .*(ours|trl|later) returned .* for 3 samples; it returns a list with",
+        match=r"reward function .*(ours|trl|later) returned .* for 3 samples; it must return a list with",
     ):
         rewards(function, model)
 

@@ -195,14 +195,14 @@ def test_a_result_that_is_no_list_of_rewards_is_refused_for_all(result: Any, mod
         return result
 
     with pytest.raises(
-        SampleError, match="for 3 samples; it returns a list with a reward for each"
+        SampleError, match="for 3 samples; it must return a list with a reward for each"
     ) as caught:
         scored(wrong, model)
     assert caught.value.sample_ids == (7, 8, 9)
 
 
 def test_a_reward_in_a_list_that_is_no_number_is_that_samples(model: Path):
-    with pytest.raises(SampleError, match="returned 'x'; a reward is a finite number") as caught:
+    with pytest.raises(SampleError, match="returned 'x'; a reward must be a finite number") as caught:
         scored(lambda completions, **columns: [1.0, "x", 2.0], model)
     assert caught.value.sample_ids == (8,)
 

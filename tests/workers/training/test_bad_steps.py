@@ -185,8 +185,8 @@ def test_so_many_in_a_row_end_training_and_say_why(tiny_model: Path, rows: Batch
         "  update 2: the loss is nan; on this rank it comes from samples 4",
         f"  update 3: the norm of the gradient is {norm:.4g}, above skip_above_grad_norm=100",
         "  update 4: the loss is nan; on this rank it comes from samples 2, 6",
-        "  None of them was applied: the weights, also those of a checkpoint made since, are those of the last step before "
-        f"them; their rows are in {tmp_path / 'skipped' / 'actor'}",
+        "  None of them was applied: the current weights, also in later checkpoints, are those from before "
+        f"the bad steps; their rows are in {tmp_path / 'skipped' / 'actor'}",
     ]
     assert caught.value.sample_ids == (2, 6)
     assert equal(state(worker), before) and len(kept(tmp_path)) == 3

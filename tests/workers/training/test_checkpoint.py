@@ -184,7 +184,7 @@ def test_an_older_checkpoint_is_not_written_over(tiny_model: Path, tmp_path: Pat
     worker = actor(tiny_model)
     saved(worker, tmp_path / "actor")
     worker.save_checkpoint(tmp_path / "actor")
-    with pytest.raises(FileExistsError, match="a snapshot goes to a new folder"):
+    with pytest.raises(FileExistsError, match="a snapshot needs a new folder"):
         worker.checkpoint_written(wait=True)
 
 
@@ -193,7 +193,7 @@ def test_gradients_that_are_not_applied_are_not_lost_in_silence(
 ):
     worker = actor(tiny_model)
     worker.update(steps[0], loss=program.LOSS, last=False)
-    with pytest.raises(RuntimeError, match="a snapshot is taken between two steps"):
+    with pytest.raises(RuntimeError, match="take snapshots between two steps"):
         worker.save_checkpoint(tmp_path / "actor")
 
 
@@ -217,7 +217,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "scrambled": (
         scramble,
         ValueError,
-        "rank_0.safetensors is damaged, or no safetensors file: its 100 bytes end before its header does",
+        "rank_0.safetensors is damaged or not a safetensors file: its 100 bytes end before its header does",
     ),
     "no checkpoint": (
         lambda f: (f / "rank_0.json").unlink(),

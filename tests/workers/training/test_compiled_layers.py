@@ -118,7 +118,7 @@ def test_what_cannot_be_compiled_is_refused(tiny_model: Path, monkeypatch: pytes
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
     with pytest.raises(
-        UserError, match=r"compile=True takes a C\+\+ compiler on a CPU, and there is none .*: No working"
+        UserError, match=r"compile=True needs a C\+\+ compiler on a CPU, but there is none .*: No working"
     ):
         ActorWorker(ActorConfig(model=str(tiny_model), compile=True))
 

@@ -110,7 +110,7 @@ def test_a_tied_model_may_be_stored_by_either_name_or_by_both(tmp_path: Path):
     change(folder, model__embed_tokens__weight=weight + 1)
     with pytest.raises(
         UserError,
-        match=r"'lm_head.weight' and 'model.embed_tokens.weight' are one tensor .* two that differ",
+        match=r"'lm_head.weight' and 'model.embed_tokens.weight' .* two tensors that differ",
     ):
         load(folder)
 
@@ -150,9 +150,9 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
     ),
     "another shape": (
         {"model__norm__weight": torch.ones(31)},
-        r"'model.norm.weight' has shape \[31\] in the files, and \[32\] by config.json",
+        r"'model.norm.weight' has shape \[31\] in the files, but \[32\] by config.json",
     ),
-    "a reward model": ({"score__weight": torch.ones(1, 32)}, "'score.weight'.* which is no policy"),
+    "a reward model": ({"score__weight": torch.ones(1, 32)}, "'score.weight'.* not of a policy"),
 }
 
 
@@ -175,7 +175,7 @@ def test_files_that_are_lacking_or_damaged_are_refused_by_name(tmp_path: Path):
     ):
         load(folder)
     lacking.unlink()
-    with pytest.raises(UserError, match=f"names {lacking.name}, which is not there"):
+    with pytest.raises(UserError, match=f"names {lacking.name}, which is missing"):
         load(folder)
 
 

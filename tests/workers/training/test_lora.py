@@ -471,7 +471,7 @@ def test_mistakes_are_found_before_any_process_starts(tiny_model: Path):
         Lora(rank=0)
     with pytest.raises(UserError, match="did you mean 'alpha'"):
         Lora(alhpa=1)  # pyright: ignore[reportCallIssue]
-    with pytest.raises(UserError, match="tensor_parallel=2 shares out the rows that DoRA measures"):
+    with pytest.raises(UserError, match="tensor_parallel=2 splits the rows that DoRA normalizes"):
         check(Lora(dora=True), tensor_parallel=2)
 
 
@@ -488,7 +488,9 @@ def test_a_reference_without_an_adapter_to_turn_off_is_refused(tiny_model: Path)
     with pytest.raises(UserError, match=r"adapter_off\(\) takes a handle made with lora=weft.Lora"):
         weft.adapter_off(weft.group(weft.ActorWorker, model=str(tiny_model)))
     plain = weft.group(weft.ActorWorker, model=str(tiny_model))
-    with pytest.raises(UserError, match=r"node 'actor.logprobs': adapter=False, and the actor has none"):
+    with pytest.raises(
+        UserError, match=r"node 'actor.logprobs': adapter=False, but the actor has no adapter"
+    ):
         node = type("Node", (), {"name": "actor.logprobs", "arguments": {"adapter": False}})()
         ActorWorker.check(plain.config, [node], NO_ROWS)  # pyright: ignore[reportArgumentType]
 

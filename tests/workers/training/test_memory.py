@@ -161,7 +161,7 @@ def test_a_pass_of_a_model_whose_files_do_not_fit_is_refused(untied_model: Path,
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**settings, "vocab_size": 100}))
     with pytest.raises(
-        UserError, match=r"'lm_head.weight' has shape \[97, 32\] in the files, and \[100, 32\] by"
+        UserError, match=r"'lm_head.weight' has shape \[97, 32\] in the files, but \[100, 32\] by"
     ):
         pass_bytes(tmp_path, tmp_path, PassShape(rows=1, length=4, predicted=2))
 

@@ -73,7 +73,7 @@ def test_a_frozen_model_in_host_memory_says_the_same(tiny_model: Path, rows: Bat
 
 
 def test_what_lies_in_host_memory_is_not_gathered_once():
-    with pytest.raises(UserError, match='gather="once" all of them at once'):
+    with pytest.raises(UserError, match='gather="once" all of them'):
         ReferenceConfig(model="m", offload="everything", gather="once")
 
 

@@ -114,7 +114,7 @@ def test_what_is_no_engine_or_has_no_pipeline_is_refused(tiny_model: Path):
     nothing = ActorConfig(model=str(tiny_model), engine=lambda config, context, training, head: None)  # pyright: ignore[reportArgumentType]
     nothing.check()
     with pytest.raises(
-        UserError, match="made a NoneType, which is no TrainingEngine: it has no coordinates, logprobs"
+        UserError, match="made a NoneType, which is not a TrainingEngine: it has no coordinates, logprobs"
     ):
         ActorWorker(nothing, Context("actor"))
     with pytest.raises(UserError, match="pipeline_parallel=2: FsdpEngine has no pipeline"):

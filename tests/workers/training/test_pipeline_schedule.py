@@ -134,7 +134,7 @@ def test_a_schedule_that_leaves_out_repeats_or_never_ends_is_refused():
     with pytest.raises(UserError, match="has passes for 1"):
         PipelineSchedule(2, 2, 1, (first,))
     backwards_first = (Pass(0, 0, True), Pass(0), Pass(1), Pass(1, 0, True))
-    with pytest.raises(UserError, match="stage 0 waits for ever to compute B0"):
+    with pytest.raises(UserError, match="stage 0 waits forever to compute B0"):
         PipelineSchedule(2, 2, 1, (first, backwards_first))
 
 
@@ -143,7 +143,7 @@ def test_a_schedule_that_leaves_out_repeats_or_never_ends_is_refused():
     [(gpipe, (0, 1)), (one_forward_one_backward, (2, 0)), (gpipe, (2, -1)), (interleaved, (2, 0, 2))],
 )
 def test_a_pipeline_has_a_stage_and_a_microbatch(make, sizes):
-    with pytest.raises(UserError, match="both are at least 1"):
+    with pytest.raises(UserError, match="both must be at least 1"):
         make(*sizes)
 
 

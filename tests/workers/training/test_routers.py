@@ -330,15 +330,15 @@ def test_what_does_not_fit_is_refused_by_name(models: Path):
     wrong = ROUTED.with_columns(routes=[[9] * len(row["routes"]) for row in ROUTED.to_rows()])
     with pytest.raises(UserError, match=r"column 'routes' has expert 9; .*Mixtral has experts 0 to 3"):
         worker.logprobs(wrong)
-    with pytest.raises(UserError, match="PhiMoE' cannot take the column 'routes'"):
+    with pytest.raises(UserError, match="PhiMoE' cannot replay the column 'routes'"):
         actor(models, "PhiMoE").logprobs(ROUTED)
     with pytest.raises(UserError, match=r"router_loss=10: model .*PhiMoE' has no routers"):
         actor(models, "PhiMoE", router_loss=COEFFICIENT)
     with pytest.raises(
-        UserError, match=r"routes=True: model .*PhiMoE' has no routers whose choice can be seen"
+        UserError, match=r"routes=True: model .*PhiMoE' has no routers whose choice can be recorded"
     ):
         TransformersEngine(str(models / "PhiMoE"), routes=True)
-    with pytest.raises(UserError, match=r"router_loss=10: .*Qwen3 is no mixture of experts"):
+    with pytest.raises(UserError, match=r"router_loss=10: .*Qwen3 is not a mixture of experts"):
         ActorWorker.check(ActorConfig(**config_of(models, "Qwen3", router_loss=COEFFICIENT)), [], NO_ROWS)
 
 

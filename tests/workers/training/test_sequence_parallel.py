@@ -78,7 +78,7 @@ def test_what_cannot_share_tokens_is_refused(models: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "why"), [("StableLM", "its rows cannot be packed"), ("dynamic NTK", "its rope follows")]
+    ("name", "why"), [("StableLM", "its rows cannot be packed"), ("dynamic NTK", "its rope depends on")]
 )
 def test_models_whose_rows_cannot_be_cut_are_refused(models: Path, tmp_path: Path, name: str, why: str):
     with pytest.raises(
