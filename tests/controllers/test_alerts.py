@@ -1,4 +1,4 @@
-"""What a person has to know of a run is on the disk, whatever happens to the file."""
+"""Alerts of a run reach the disk, whatever happens to the file."""
 
 import json
 from pathlib import Path

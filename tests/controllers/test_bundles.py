@@ -1,4 +1,4 @@
-"""How pools lie over nodes, where ranks stand, and what devices they see: pure arithmetic."""
+"""Placement arithmetic: pools over nodes, the nodes of ranks, and the devices they see."""
 
 from dataclasses import replace
 from typing import Any

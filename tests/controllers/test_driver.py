@@ -1,4 +1,4 @@
-"""The driver in one process, with toy workers: what must have happened can be counted."""
+"""The driver in one process with toy workers, which count everything that happens."""
 
 import json
 import math
@@ -296,7 +296,7 @@ HAPPENED: list[str] = []
 
 
 class NotingActor(ToyActor):
-    """Notes when its model comes to the devices, and leaves them."""
+    """Notes when its model is created, onloaded and offloaded."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -307,7 +307,7 @@ class NotingActor(ToyActor):
 
 
 class NotingRollout(ToyRollout):
-    """The same of a rollout."""
+    """Does the same for a rollout."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -378,7 +378,7 @@ def test_a_loss_of_the_users_own_travels_as_an_argument(tmp_path: Path):
 
 
 class Drawing(ToyRollout):
-    """Notes what it would draw from."""
+    """Notes the inputs of its random generators."""
 
     seen: ClassVar[dict[int, list[list[int]]]] = {}
 
@@ -390,7 +390,7 @@ class Drawing(ToyRollout):
         writes=("response_ids",),
     )
     def say(self, prompts: Batch) -> Iterator[Batch]:
-        for k in reversed(range(len(prompts))):  # some are finished earlier than others
+        for k in reversed(range(len(prompts))):  # finish some earlier than others
             self.seen.setdefault(prompts["group_id"][k].as_py(), []).append(
                 prompts["draw_path"][k].as_py()
             )
@@ -494,7 +494,7 @@ def test_a_used_run_directory_is_refused(tmp_path: Path):
         drive(training(), tmp_path)
 
 
-# What a run leaves behind
+# # Files of a run
 
 
 @pytest.fixture

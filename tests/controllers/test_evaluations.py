@@ -1,4 +1,5 @@
-"""Several held-out sets in one run, each on its own schedule, and the best checkpoint by any of them."""
+"""Several held-out sets in one run, each on a separate schedule, and the best checkpoint by any of
+them."""
 
 import re
 from collections.abc import Mapping
@@ -76,7 +77,7 @@ def test_an_evaluation_that_never_happens_is_refused():
 
 @graph
 def three_answers(rows: Any, *, rollout: Any, reward: Any) -> Any:
-    """Three responses to each prompt, 1, 2 and 3 tokens long, which is their reward."""
+    """Score three responses per prompt, of 1, 2 and 3 tokens; the reward is the length."""
     return score_prompts(reward.score(rollout.generate(rows, n=3)), n=3, k=(1, 3), solved=3.0)
 
 
@@ -159,7 +160,7 @@ def test_the_best_is_never_pruned_even_where_its_evaluation_comes_late(tmp_path:
 def test_the_best_checkpoint_is_named_at_the_end_and_when_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    checkpoint = CheckpointConfig(every=1, keep=1, best="time_s")  # the latest, always
+    checkpoint = CheckpointConfig(every=1, keep=1, best="time_s")  # always the latest
     with pytest.raises(Killed):
         saved_run(tmp_path, SCHEDULES[0], checkpoint=checkpoint, kill_at=5, progress="plain")
     assert "best checkpoint" not in capsys.readouterr().out
@@ -170,7 +171,7 @@ def test_the_best_checkpoint_is_named_at_the_end_and_when_the_run_goes_on(
 
 
 class Learner(SavingActor):
-    """One of its updates fails, once."""
+    """An actor that fails in one update, once."""
 
     fails_at = -1
 
@@ -187,7 +188,7 @@ GOODNESS = {0: 0.0, 2: 0.1, 4: 0.9, 6: 0.3, 8: 0.2, 9: 0.5}
 
 
 class Judge(ToyReward):
-    """Judges the weights that wrote a response."""
+    """Scores a response by the version of the weights that wrote it."""
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "response_versions"), writes=("reward",)
@@ -199,7 +200,7 @@ class Judge(ToyReward):
 
 
 def judged(root: Path, **settings: Any) -> list[dict[str, float]]:
-    """A run of nine steps, every second of which is evaluated, without anything that could end it earlier."""
+    """Run nine steps with an evaluation every two, and nothing that ends the run early."""
     rollout, reward, actor = (
         group(ToyRollout, name="rollout"),
         group(Judge, name="reward"),
@@ -222,7 +223,7 @@ def test_each_evaluated_step_has_a_checkpoint_of_which_the_best_is_kept(tmp_path
 @pytest.mark.thorough
 def test_a_run_that_fails_beside_an_evaluation_goes_on_as_if_it_had_not(tmp_path: Path):
     expected = judged(tmp_path / "whole", checkpoint=CheckpointConfig(every=1))
-    Learner.fails_at = 5  # beside the evaluation of step 4
+    Learner.fails_at = 5  # during the evaluation of step 4
     with pytest.raises(WorkerError, match="Killed"):
         judged(tmp_path / "ended", checkpoint=CheckpointConfig(every=1))
     again = judged(tmp_path / "ended", checkpoint=CheckpointConfig(every=1), resume="latest")

@@ -1,4 +1,4 @@
-"""In a job of a cluster a run lies where it survives the job, and goes on if the job says so."""
+"""In a cluster job, a run lives where it survives the job, and resumes if the job asks for it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Placements and the run directory's own rules."""
+"""Placements, and rules of the run directory."""
 
 import re
 from pathlib import Path

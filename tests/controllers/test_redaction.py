@@ -1,4 +1,4 @@
-"""A secret of the environment stands in nothing that a run says or leaves behind."""
+"""Secrets of the environment appear in no message and no file of a run."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ class KeyConfig(ToyConfig):
 
 
 class TalkativeReward(ToyReward):
-    """Its error has the address that it asked."""
+    """A reward whose error contains the address it called."""
 
     Config = KeyConfig
 

@@ -1,4 +1,4 @@
-"""The directory of a run: what in it is damaged, what it may be called."""
+"""The directory of a run: damaged files, names, and checkpoints to resume from."""
 
 import errno
 import json
@@ -36,7 +36,7 @@ EVERY = CheckpointConfig(every=2)
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run that was ended after a checkpoint."""
+    """The directory of a run that was killed after a checkpoint."""
     root = tmp_path_factory.mktemp("ended")
     with pytest.raises(Killed):
         run(root, SCHEDULE, kill_at=3, evaluate=False, checkpoint=EVERY)
@@ -45,7 +45,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[dict[str, float]]]:
-    """What a run that nobody ended came to."""
+    """Results of the same run without a kill."""
     return run(tmp_path_factory.mktemp("whole"), SCHEDULE, evaluate=False, checkpoint=EVERY)
 
 
@@ -105,7 +105,7 @@ def test_a_run_that_was_killed_goes_on_from_torn_streams(
     assert metrics is not None and timeline is not None
     values = [value for row in metrics.to_pylist() for value in values_from(present(row))]
     for name, table in (("metrics", pa.Table.from_pylist(values, VALUES)), ("timeline", timeline)):
-        begin_again(run_dir, name, table)  # as a kill leaves them: no Parquet files
+        begin_again(run_dir, name, table)  # the state after a kill: no Parquet files
         DAMAGE[how](run_dir / f"{name}.arrows")
     weights, rows = go_on(run_dir)
     assert weights == whole[0] and [row["step"] for row in rows] == list(range(5))
@@ -134,7 +134,7 @@ def test_stray_files_stop_no_recovery(run_dir: Path):
 def test_a_run_whose_folders_are_closed_to_this_user_is_refused_and_not_begun_again(
     run_dir: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ):
-    closed, access = run_dir / folder, os.access  # nothing is closed to root
+    closed, access = run_dir / folder, os.access  # root may write everywhere, so access is faked
     monkeypatch.setattr(
         os, "access", lambda path, *args, **named: path != closed and access(path, *args, **named)
     )
@@ -180,7 +180,8 @@ def test_a_checkpoint_that_is_closed_to_this_user_is_set_aside_and_an_earlier_on
     closed.mkdir()
     remove = shutil.rmtree
 
-    def removed(path: Path, *args: Any, **named: Any) -> None:  # nothing is closed to root
+    # root may write everywhere, so the error is faked
+    def removed(path: Path, *args: Any, **named: Any) -> None:
         if path == closed:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         remove(path, *args, **named)
@@ -276,7 +277,7 @@ def test_a_link_in_the_place_of_a_run_is_moved_aside_and_not_what_it_leads_to(tm
     assert (tmp_path / "mine" / "notes").read_text() == "mine"
 
 
-# What there is to go on from
+# # Resuming
 
 
 def origin(run_dir: Path) -> str:

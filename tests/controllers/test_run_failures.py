@@ -1,4 +1,4 @@
-"""What ends a run, and what it says: the worker, the node, the samples, and the rule that was broken."""
+"""Errors that end a run, and their messages: worker, node, samples, and the broken rule."""
 
 import re
 from pathlib import Path
@@ -168,7 +168,7 @@ def test_a_run_that_cannot_go_on_says_what_its_rows_wait_for(tmp_path: Path):
 
 
 class Silent(Local):
-    """Workers that never answer from a certain call on."""
+    """Workers that stop answering at the first `score`."""
 
     def _submit(self, rank: int, task: Task, call: Call) -> None:
         if task.method != "score":

@@ -1,4 +1,4 @@
-"""A run has one driver: others are refused while it lives, and it ends when another one has taken the run over."""
+"""A run has one driver: others are refused while it lives, and it ends after a takeover."""
 
 import errno
 import json
@@ -32,13 +32,13 @@ def file_of(run: Path) -> Path:
 
 
 def rewrite(path: Path, **changes: Any) -> None:
-    """Change what a holder's file says, without giving it another inode."""
+    """Change the content of a holder's file without changing its inode."""
     holder = json.loads(path.read_text().splitlines()[0])
     path.write_text(json.dumps(holder | changes) + "\n")
 
 
 def cut_off(run: Path) -> None:
-    """What the lock looks like to others when its holder is on another machine and was not heard of for too long."""
+    """Make the lock look as if its holder, on another machine, had been silent for too long."""
     rewrite(file_of(run), host="elsewhere")
     long_ago = time.time() - DEAD_AFTER_S - 1
     os.utime(file_of(run), (long_ago, long_ago))
@@ -107,14 +107,14 @@ def test_a_holder_of_this_machine_that_was_killed_is_known_at_once(tmp_path: Pat
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         with pytest.raises(UserError, match=rf"process {process.pid}, .*end it \(kill {process.pid}\)"):
             RunLock.take(tmp_path)
-        os.kill(process.pid, signal.SIGSTOP)  # it lives, though it shows no sign of it
+        os.kill(process.pid, signal.SIGSTOP)  # alive, but without heartbeats
         os.utime(file_of(tmp_path), (1e9, 1e9))
         with pytest.raises(UserError, match="is held by"):
             RunLock.take(tmp_path)
         os.kill(process.pid, signal.SIGKILL)
         os.waitid(
             os.P_PID, process.pid, os.WEXITED | os.WNOWAIT
-        )  # dead, and nobody has asked for its exit code
+        )  # a zombie: no process has read its exit code
         assert RunLock.take(tmp_path).epoch == 2
 
 
@@ -249,7 +249,8 @@ def test_a_second_driver_on_a_run_that_goes_on_is_refused(tmp_path: Path, checkp
 
     _, metrics = run(tmp_path, SCHEDULE, evaluate=False, checkpoint=checkpoint, at_step=second)
     held = sum("is held by host" in why for why in said)
-    assert held == 3 - (checkpoint is NEVER), said  # a run without checkpoints is none to go on with
+    # without checkpoints there is nothing to resume from
+    assert held == 3 - (checkpoint is NEVER), said
     assert [row["step"] for row in metrics] == list(range(5))
     assert [path.name for path in tmp_path.iterdir()] == ["run"], "nothing was moved aside"
     assert not check_log(tmp_path / "run" / "buffer").violations
@@ -310,7 +311,7 @@ def test_a_second_driver_is_refused_by_name_and_a_killed_one_is_gone_on_from_at_
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Every file below a folder, with its bytes and when it was written."""
+    """Return each file below a folder with its bytes and modification time."""
     return {
         str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
         for path in folder.rglob("*")

@@ -1,4 +1,4 @@
-"""Requests by file: a driver heeds one for its own epoch, once."""
+"""Requests by file: a driver obeys each request for its epoch once."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The driver over the sample buffer: what a run leaves in its log, what a killed one leaves to go on with."""
+"""The driver with the sample buffer: its log, and recovery after a kill."""
 
 import os
 import signal

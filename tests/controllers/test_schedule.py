@@ -1,4 +1,4 @@
-"""Schedules asked by hand: how many groups they want, what a node may claim, and when a step is over."""
+"""Schedules asked by hand: groups they want, claims they allow, and the end of a step."""
 
 from typing import Any
 

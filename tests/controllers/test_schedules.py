@@ -1,4 +1,5 @@
-"""One graph under every schedule: the same updates where they must be, fresh enough rows always."""
+"""One graph under every schedule: equal updates where required, and rows within the staleness
+bound."""
 
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def run(
 
 
 def steps_of(parts: list[tuple[list[int], bool]]) -> list[list[int]]:
-    """Groups of each update, whatever parts they came in."""
+    """Join the parts of each update."""
     steps: list[list[int]] = [[]]
     for ids, last in parts:
         steps[-1] += ids

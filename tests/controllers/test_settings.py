@@ -1,4 +1,4 @@
-"""Settings of a script: a file and flags compose, and each value knows where it comes from."""
+"""Settings of a script: a file and flags combine, and each value knows its origin."""
 
 from pathlib import Path
 from typing import Literal

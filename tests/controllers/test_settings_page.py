@@ -1,4 +1,4 @@
-"""The page of settings is made of the classes, has all of them, and says of each what it is, in which unit, and when to change it."""
+"""The settings page is generated from the classes and lists every setting with unit and advice."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ from weft.workers.rollout import RolloutConfig
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = ("algorithms", "controllers", "dataflow", "workers")
 WHEN = re.compile(r"(^|[.):] )(Raise|Lower|Set|Choose|Give|Change) ")
-"""A sentence on when to change a setting begins with what to do."""
+"""A sentence on when to change a setting begins with one of these verbs."""
 
 
 def settings() -> list[Setting]:
@@ -22,7 +22,7 @@ def settings() -> list[Setting]:
 
 
 def declared() -> set[str]:
-    """Fields of all classes of settings, as the source has them: `Class.field`."""
+    """Return every `Class.field` of the settings classes in the source."""
     classes: dict[str, tuple[list[str], list[str]]] = {}
     for file in (file for floor in FLOORS for file in (ROOT / floor).rglob("*.py")):
         for node in ast.parse(file.read_text()).body:

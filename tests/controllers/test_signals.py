@@ -1,4 +1,4 @@
-"""Signals that come while nobody can be interrupted are heeded afterwards."""
+"""Signals that arrive in an uninterruptible section are handled after it."""
 
 import signal
 import subprocess
@@ -11,7 +11,7 @@ from weft.controllers.signals import endings_noted, signals_deferred
 
 
 class Ended(Exception):
-    """What the handler of a test raises."""
+    """Raised by the handler of a test."""
 
 
 @pytest.fixture(autouse=True)

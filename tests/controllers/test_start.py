@@ -1,4 +1,4 @@
-"""A start that fails undoes what it began, so that the same run can be started again."""
+"""A failed start cleans up, so that the same run can be started again."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class ClosedActor(ToyActor):
 
 
 class UnmadeRollout(ToyRollout):
-    """It follows the actor, so it is made after it."""
+    """Fails on construction. It follows the actor, so it is constructed second."""
 
     def __init__(self, *args: Any) -> None:
         raise UserError("the judge has no key")

@@ -1,4 +1,4 @@
-"""`weft.train` is the long form: the program that it prints makes the same graph and the same run."""
+"""`weft.train` prints a program with the same graph and the same run."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ ANSWERED = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True
 DATA = {"sft": "answered", "kto": "answered"} | dict.fromkeys(
     ("dpo", "rpo", "ipo", "simpo", "orpo"), "pairs"
 )
-"""Method -> the file that it is tried on; the others take prompts."""
+"""Method -> file to try it on. The other methods take prompts."""
 SAME = (
     "seed",
     "settings",
@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def even(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The reward function, in whose folder the test runs."""
+    """The reward function. The test runs in its folder."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     from my_rewards import even  # pyright: ignore[reportMissingImports]
@@ -97,7 +97,7 @@ def even(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: Any, **settings: Any) -> str:
-    """The program that stands for a call."""
+    """Return the program that a call prints."""
     capsys.readouterr()
     assert weft.train(*arguments, **settings, explain=True) == []
     return capsys.readouterr().out
@@ -162,7 +162,7 @@ def test_the_program_of_each_method_has_its_graph_with_its_settings(
 def test_columns_of_a_file_do_not_change_training_whatever_their_names(
     method: str, even: Any, tmp_path: Path
 ):
-    """A file may have a column for every name that Weft has for something: its values train nothing."""
+    """A file may have a column with any name that Weft uses; its values never affect training."""
     own = {str(c) for c in (IMAGES, *IDENTITY)} | {
         "prompt",
         "answer",
@@ -607,7 +607,7 @@ def test_a_run_in_a_job_uses_the_cluster_of_the_job(
 
 @pytest.fixture
 def heeds_ctrl_c() -> Iterator[None]:
-    """A process that a shell started in the background ignores it."""
+    """Restore SIGINT, which a shell makes background processes ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

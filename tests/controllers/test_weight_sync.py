@@ -1,4 +1,4 @@
-"""A leader gives its weights away, and its followers take each version once."""
+"""A leader publishes its weights, and its followers receive each version once."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from weft.workers.worker import remote
 
 
 class Middle(ToyActor):
-    """Follows one group, and is followed by another."""
+    """A follower that is also a leader."""
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def receive_weights(self, weights: ToyWeights) -> str:
@@ -33,25 +33,25 @@ class SendingConfig(ToyConfig):
 
 
 class Sending(ToyActor):
-    """Works while followers take its weights."""
+    """Sends to its followers, as a worker with NCCL transfers does."""
 
     Config = SendingConfig
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int) -> None:
-        """They take nothing."""
+        """Send nothing."""
 
 
 class Comparing(ToyActor):
-    """Compares what followers sample."""
+    """Has a method to compare the canaries of its followers."""
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def compare_canaries(self, canaries: dict[str, str], version: int) -> None:
-        """Nothing is found."""
+        """Find no difference."""
 
 
 class Sampling(SlowRollout):
-    """Samples for its leader."""
+    """Has a method to sample canaries for its leader."""
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def canary(self) -> str:
@@ -73,12 +73,12 @@ def synced(
 
 
 def over(request: CallRequest, value: Any = None) -> list[CallRequest]:
-    """What follows when every rank has answered with this value."""
+    """Return the requests that follow when every rank answers with this value."""
     return list(request.then(answer(request.call(), value)))
 
 
 def sent(publish: CallRequest) -> list[CallRequest]:
-    """What follows when one follower has taken what is published."""
+    """Return the requests that follow when one follower has received the published version."""
     version = publish.arguments["version"]
     (receive,) = over(publish, ToyWeights(version))
     (finish,) = over(receive, ToyWeights(version).checksum)
@@ -86,7 +86,7 @@ def sent(publish: CallRequest) -> list[CallRequest]:
 
 
 def generating(group: WorkerGroup) -> Call:
-    """A call of a group that generates, under way."""
+    """Return a `generate` call in progress."""
     source = prompts()
     graph = toy_reinforce(source, rollout=group.handle, actor=handle(ToyActor, name="actor"))
     call = Call(group, "generate", (0,), node=graph.nodes[0])
@@ -288,7 +288,7 @@ def test_groups_that_take_turns_on_gpus_are_compared_one_after_the_other():
     turns = DeviceTurns()
 
     def run(request: CallRequest, result: Any = None) -> list[str]:
-        """The calls that this takes, turns on the devices among them."""
+        """Return the calls that the request causes, including onload and offload."""
         made: list[str] = []
         for allowed in turns.ask(request):
             made.append(f"{allowed.group.name}.{allowed.method}")

@@ -1,4 +1,5 @@
-"""A reward function that changes the working directory loses nothing: relative paths are meant from where the run began."""
+"""A reward that changes the working directory breaks nothing: paths are relative to the run's
+start."""
 
 import os
 from pathlib import Path

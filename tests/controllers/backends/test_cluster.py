@@ -1,4 +1,4 @@
-"""A cluster that is not there, or not ours: one clear line, soon."""
+"""A missing or foreign cluster leads to one clear line, soon."""
 
 import socket
 import time

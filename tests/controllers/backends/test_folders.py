@@ -1,4 +1,5 @@
-"""What lies on the driver's node only (models, tokenizers, the user's modules) reaches the others; what all see stays where it is."""
+"""Files on the driver's node (models, tokenizers, modules) reach other nodes; shared files stay in
+place."""
 
 import json
 import os
@@ -63,7 +64,7 @@ def test_what_is_to_be_sent_is_checked_before_anything_starts(
 
 
 @pytest.mark.ray
-@pytest.mark.usefixtures("ray_address")  # Ray reads a setting of that cluster when it is imported
+@pytest.mark.usefixtures("ray_address")  # Ray reads a setting of that cluster on import
 def test_a_folder_that_is_too_large_to_send_is_refused_with_what_is_largest_in_it(tmp_path: Path):
     for name in ("data/x.bin", "runs/y.bin", ".venv/z.bin", "small.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Jobs are checked before a cluster is asked; those of a queue take turns."""
+"""Jobs are checked before a cluster is contacted, and jobs of a queue take turns."""
 
 from collections.abc import AsyncIterator
 from enum import Enum
@@ -147,7 +147,7 @@ def test_a_turn_that_never_comes_ends_with_the_job_before():
 
 
 class Server:
-    """A job server whose connections break off after each piece of the log but the last."""
+    """A job server that drops the connection after each piece of the log except the last."""
 
     def __init__(self, pieces: list[str]) -> None:
         self.pieces, self.connections = pieces, 0
@@ -175,7 +175,7 @@ class Server:
 
 
 @pytest.mark.ray
-@pytest.mark.usefixtures("ray_address")  # which has to be there before Ray is imported
+@pytest.mark.usefixtures("ray_address")  # must be up before Ray is imported
 def test_a_log_whose_connection_breaks_off_is_passed_on_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(backend_jobs, "POLL_S", 0.0)
     jobs, said = object.__new__(Jobs), list[str]()

@@ -1,4 +1,4 @@
-"""Memory is what the kernel says, by the limit that is nearest."""
+"""Memory is read from the kernel, and judged by the tightest limit."""
 
 import mmap
 from pathlib import Path
@@ -14,7 +14,7 @@ def write(file: Path, text: str) -> None:
 
 def test_own_memory_and_shared_memory_of_this_process_are_told_apart():
     before = memory_of("self")
-    # Mapped, since the C library may have as much that was freed.
+    # Use mmap: the C library may serve other allocations from memory that was freed.
     with mmap.mmap(-1, 32 << 20) as shared, mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE) as own:
         own[:] = bytes(64 << 20)
         shared[:] = bytes(32 << 20)

@@ -1,4 +1,4 @@
-"""Nodes whose servers of segments do not start: a wait has an end, names the node, and keeps nobody from working."""
+"""Segment servers that do not start: the wait ends, names the node, and blocks no other work."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ from weft.dataflow.errors import WorkerDied, WorkerError
 
 
 class Mute(SegmentServers):
-    """Servers that start and never report their address. Each look takes at least a second."""
+    """Servers that start but never report an address. Each look takes at least a second."""
 
     now_s = 0.0
 
@@ -33,7 +33,7 @@ class Mute(SegmentServers):
 
 
 class Actor:
-    """A rank that nobody calls."""
+    """A rank without calls."""
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def links() -> NodeLinks:
 
 
 def until(links: NodeLinks) -> list[Event]:
-    """What `take` returns first; each call returns at once."""
+    """Return the first events of `take`, which never blocks."""
     for _ in range(2 * int(CONNECT_TIMEOUT_S)):
         if events := links.take():
             return events

@@ -1,4 +1,5 @@
-"""Logs of other machines come into the run's directory piece by piece, and no more than fits of one that grows too fast."""
+"""Logs of other machines arrive in the run's directory in pieces; a log that grows too fast is
+cut."""
 
 import time
 from collections.abc import Mapping
@@ -56,7 +57,7 @@ def test_what_two_answers_hold_is_written_once(tmp_path: Path):
 
 
 @pytest.mark.ray
-@pytest.mark.usefixtures("ray_address")  # which has to be there before Ray is imported
+@pytest.mark.usefixtures("ray_address")  # must be up before Ray is imported
 def test_logs_that_cannot_be_written_end_no_run_and_come_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -72,7 +73,7 @@ def test_logs_that_cannot_be_written_end_no_run_and_come_later(
 
 
 class Answer(dict[str, tuple[int, bytes]]):
-    """What has come from a node; a promise is a key."""
+    """The answer of a node, keyed by its promise."""
 
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
@@ -97,7 +98,7 @@ def test_a_machine_that_sees_the_directory_of_the_run_writes_into_it(tmp_path: P
 
 
 class Host:
-    """The server of a node that answers when a file is there."""
+    """A node's server that answers once a file exists."""
 
     def __init__(self, answers: Path) -> None:
         self._answers = answers
@@ -125,7 +126,7 @@ def test_a_node_that_does_not_answer_is_waited_for_once_and_the_others_bring_the
     ray.get(hosts["n1"].new_text.remote({}), timeout=60)
 
     class OfOne(NodeLogs):
-        """Goes on when one of the nodes has answered."""
+        """Continues when one of the nodes has answered."""
 
         def _ask(self, hosts: Mapping[str, Any]) -> None:
             super()._ask(hosts)
@@ -136,7 +137,7 @@ def test_a_node_that_does_not_answer_is_waited_for_once_and_the_others_bring_the
     logs.bring(hosts)
     assert logs.silent == {"n2"} and (tmp_path / "logs" / "x_0.log").read_bytes() == b"one two "
     monkeypatch.setattr(nodes, "BRING_S", 600.0)
-    logs.bring(hosts)  # it would take ten minutes
+    logs.bring(hosts)  # waiting for both would take ten minutes
     logs._clock = lambda: 20.0
     logs.look(hosts)
     assert "n1" in logs._asked.values(), "a node that is silent keeps the others from nothing"

@@ -1,4 +1,4 @@
-"""A process that was ended for want of memory is told from one that crashed."""
+"""Processes killed for lack of memory are distinguished from crashed ones."""
 
 from pathlib import Path
 

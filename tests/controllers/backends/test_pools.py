@@ -1,4 +1,5 @@
-"""Pools over several Ray nodes: ranks stand and see devices where the arithmetic says, groups that share GPUs start in turn."""
+"""Pools over several Ray nodes: places and devices of ranks, and groups on shared GPUs start in
+turn."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

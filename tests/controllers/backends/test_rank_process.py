@@ -1,4 +1,4 @@
-"""The process of a rank has its environment before it imports anything that reads it."""
+"""A rank's process has its environment before it imports modules that read it."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ class Seeing:
     def seen(self): return SEEN
 """
 RANK = b"(cseeing\nSeeing\nt."
-"""The class of `seeing.py` alone, pickled."""
+"""The class of `seeing.py`, pickled by reference."""
 BEGIN = """
 import pickle, sys
 process, environment, rank = pickle.load(open(sys.argv[1], "rb"))
@@ -25,14 +25,14 @@ print(*process(environment, rank).seen())
 
 
 class Seeing:
-    """What the ranks of `seeing.py` are."""
+    """Interface of the ranks in `seeing.py`."""
 
     def seen(self) -> tuple[str, bool, bool]:
         raise NotImplementedError
 
 
 @pytest.mark.ray
-@pytest.mark.usefixtures("ray_address")  # Ray reads a setting of that cluster when it is imported
+@pytest.mark.usefixtures("ray_address")  # Ray reads a setting of that cluster on import
 def test_what_a_rank_imports_finds_its_environment_and_its_path(tmp_path: Path):
     from ray import cloudpickle
 

@@ -1,4 +1,4 @@
-"""A call that hangs in the driver's own process ends the run, and says where it stood."""
+"""A call that hangs in the driver's process ends the run, with its stack in the message."""
 
 import signal
 import sys
@@ -35,11 +35,11 @@ class Clock:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.readings = 0
-        """Readings by the watch's thread, a few per look."""
+        """Times that the watch's thread has read the clock, a few per look."""
         self.until_s = 0.0
 
     def hang(self, limit_s: float) -> None:
-        """Each reading of that thread is a second later, until this limit is over."""
+        """Advance one second per reading of that thread, until this limit has passed."""
         self.until_s = self.now_s + limit_s + 1.0
 
     def monotonic(self) -> float:
@@ -47,7 +47,8 @@ class Clock:
             self.readings += 1
             if self.now_s < self.until_s:
                 self.now_s += 1.0
-                if self.now_s >= self.until_s:  # this look interrupts the call; the next one comes late
+                # this look interrupts the call, so delay the next one
+                if self.now_s >= self.until_s:
                     local.LOOK_S = 30.0
         return self.now_s
 
@@ -67,7 +68,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Hanging(ToyReward):
-    """Waits for what never comes."""
+    """Waits for an event that never comes."""
 
     clock: Clock
 

@@ -1,4 +1,4 @@
-"""How processes ended, and where they stand, is seen from outside, of processes that are no children of ours."""
+"""Exit reasons and stacks of processes that are not children, read from outside."""
 
 import os
 import platform
@@ -32,7 +32,7 @@ def process(*arguments: str, log: Path | None = None) -> Iterator[subprocess.Pop
 
 
 def python(does: str) -> tuple[str, ...]:
-    """A program that waits for a line first."""
+    """Return the command of a program that waits for a line, then runs `does`."""
     return sys.executable, "-S", "-c", f"import os, sys\nsys.stdin.readline()\n{does}"
 
 
@@ -66,7 +66,7 @@ def test_a_process_that_ended_says_how(does: str, reaped: bool, tmp_path: Path):
 
 
 def test_memory_that_ran_out_is_named_with_how_it_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The kernel's files are pretended; the process is real."""
+    """The kernel's files are fake; the process is real."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
     events = tmp_path / "sys/fs/cgroup/job/memory.events"

@@ -1,4 +1,4 @@
-"""How much of a step each group stood idle is what the timeline says."""
+"""Idle times per group follow from the timeline."""
 
 import random
 from itertools import pairwise

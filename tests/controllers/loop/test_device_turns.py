@@ -1,4 +1,4 @@
-"""Groups on one pool with GPUs take turns on its devices."""
+"""Groups on one GPU pool take turns on its devices."""
 
 from worker_groups import Asked
 
@@ -15,7 +15,7 @@ def named(requests: list[CallRequest]) -> list[str]:
 
 
 def ended(turns: DeviceTurns, request: CallRequest) -> list[CallRequest]:
-    """What may be called when a request's call is over."""
+    """End a request's call, and return the requests that may follow."""
     return [
         ready
         for after in request.then(Call(request.group, request.method, (0,)))

@@ -1,4 +1,4 @@
-"""Samples are written behind the run, each row once and under the step that trained it."""
+"""Samples are recorded asynchronously: each row once, under the step that trained it."""
 
 import json
 import re
@@ -40,13 +40,13 @@ from weft.workers.worker import remote
 
 
 def filed(run: Path, graph: str = "train") -> list[tuple[int, int]]:
-    """(sample id, step) of every row that a reader of the samples gets."""
+    """Return (sample id, step) of every recorded row."""
     tables = [part.read() for part in recorded(run) if part.graph == graph]
     return sorted((row["sample_id"], row["step"]) for table in tables for row in table.to_pylist())
 
 
 def trained(run: Path) -> list[tuple[int, int]]:
-    """(sample id, step) of every row that an update was finished with, by the log."""
+    """Return (sample id, step) of every trained row in the log."""
     rows: dict[int, list[int]] = {}
     found: list[tuple[int, int]] = []
     for record in LogReader(run / "buffer" / LOG):
@@ -57,7 +57,7 @@ def trained(run: Path) -> list[tuple[int, int]]:
     return sorted(found)
 
 
-# Where a row is filed
+# # Files of rows
 
 
 @pytest.mark.parametrize(
@@ -112,13 +112,13 @@ def test_samples_of_some_steps_are_kept(tmp_path: Path):
     assert not check_log(tmp_path / "run" / "buffer").violations
 
 
-# What `weft buffer check` says of them
+# # `weft buffer check`
 
 
 def doubled(run: Path) -> None:
     part = recorded(run)[0]
     read = part.read().drop_columns(["graph", "step"])
-    table = pa.Table.from_pylist(read.to_pylist(), read.schema)  # a copy: the file is written over
+    table = pa.Table.from_pylist(read.to_pylist(), read.schema)  # copy it: the file is overwritten
     with pa.ipc.new_file(part.path, table.schema) as writer:
         writer.write_table(pa.concat_tables([table, table]))
 
@@ -203,7 +203,7 @@ def test_a_part_of_a_lease_that_was_never_finished_counts_for_nothing(tmp_path: 
     ]
 
 
-# Behind the run
+# # Asynchronous recording
 
 
 def with_cost(node: str, cost: LinearCost) -> CostModel:
@@ -286,7 +286,7 @@ def test_a_group_that_was_trained_on_is_not_issued_again_when_its_columns_are_lo
 
 
 class PartedReward(ToyReward):
-    """A reward that is the sum of two."""
+    """A reward with two parts."""
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,

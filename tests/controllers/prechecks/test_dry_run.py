@@ -1,4 +1,4 @@
-"""What a script prepares before its run: made once, and sketched where the run is planned."""
+"""Preparations of a script before its run: made once, or sketched for a plan."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What to expect of GPUs: which way of training is the first that fits, and the tables of the docs."""
+"""Hardware expectations: the first training layout that fits, and the tables in the docs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from weft.workers.training.memory import ModelSize, training_memory
 DOCS = Path(__file__).parents[3] / "docs" / "gpu.md"
 MODEL = "Qwen2.5-0.5B"
 PARAMETERS = 494_032_768
-"""Of it, as its card says."""
+"""Parameters of the model, from its model card."""
 
 
 def without_activations(*_: Any) -> int:

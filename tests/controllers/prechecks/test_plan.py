@@ -1,4 +1,4 @@
-"""Sizes, bytes and seconds of a plan, worked by hand on toys."""
+"""Sizes, bytes and seconds of a plan, computed by hand for toys."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -58,7 +58,7 @@ def planned(**settings: Any) -> Plan:
 def test_a_step_takes_what_its_calls_take_one_after_the_other():
     time = planned().time
     assert time is not None and not time.at_best
-    # 24 rows, 12 on each of two rollouts; all of them on the one actor.
+    # 24 rows: 12 on each of two rollouts, all of them on the one actor.
     assert time.nodes == pytest.approx(
         {"rollout.generate": 1 + 12 * 0.1, "actor.update": 24 * 0.05, "rollout.receive_weights": 0.25}
     )

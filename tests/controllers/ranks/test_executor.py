@@ -1,4 +1,4 @@
-"""The executor of a rank: which call goes on, and what is replied."""
+"""The executor of a rank: the order of its calls, and its replies."""
 
 import collections.abc as steps
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from weft.workers.worker import Children, Worker, remote
 
 
 class Generator(Worker):
-    """Notes what it does; a call that generates makes three steps."""
+    """Notes its steps; a call of `generate` takes three."""
 
     Config = ToyConfig
 
@@ -132,7 +132,7 @@ def test_a_call_that_makes_steps_says_so_when_it_has_been_silent_for_long(tmp_pa
 
 
 class Answering(Worker):
-    """Yields an answer to its prompt in each of three steps, and then fails."""
+    """Yields part of its answer in each of three steps, then fails."""
 
     Config = ToyConfig
 
@@ -168,7 +168,7 @@ def test_rows_that_are_finished_are_published_whatever_ends_the_call(
     )
     executor.add(Task("generate", {"who": "me"}, rows, number=1, gather_s=gather_s), replies.append)
     steps = 2 if ends == "cancelled" else 4
-    for _ in range(steps if gather_s else 2 * steps):  # a reply ends a turn, and so does a step
+    for _ in range(steps if gather_s else 2 * steps):  # both a reply and a step end a turn
         executor.take_turn()
     executor.take_turn() if ends == "failed" else executor.cancel(1)
     published = [reply.published.ids.tolist() for reply in replies if reply.published is not None]

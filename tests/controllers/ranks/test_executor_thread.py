@@ -1,4 +1,4 @@
-"""A worker on a thread of its own: calls from other threads, workers that cannot start, and how work is told from silence."""
+"""A worker on its thread: calls from other threads, failed starts, and progress against silence."""
 
 import queue
 import threading
@@ -13,7 +13,7 @@ from weft.workers.worker import Worker
 
 
 class Threads(Worker):
-    """Says on which threads it is made, called and closed."""
+    """Reports the threads that create, call and close it."""
 
     Config = ToyConfig
 

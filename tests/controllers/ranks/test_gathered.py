@@ -1,4 +1,4 @@
-"""What a rank keeps for a moment, on a clock that the test moves."""
+"""Replies that a rank holds back briefly, on a fake clock."""
 
 import numpy as np
 

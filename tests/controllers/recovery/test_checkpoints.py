@@ -1,4 +1,4 @@
-"""A run that is ended anywhere goes on from its last checkpoint, and nothing is lost or trained on twice."""
+"""A run killed at any point resumes from its last checkpoint; no row is lost or trained twice."""
 
 import itertools
 import json
@@ -39,7 +39,7 @@ from weft.workers.worker import remote
 
 
 class EndlessActor(SavingActor):
-    """Never says that its part of a checkpoint is on the disk."""
+    """Never reports that its part of a checkpoint is on disk."""
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
@@ -217,7 +217,7 @@ def test_a_run_that_finds_no_sound_checkpoint_says_both_that_and_why_it_had_to_g
 ):
     def kill() -> NoReturn:
         for path in (tmp_path / "run" / "checkpoints").glob("step_*/run.json"):
-            path.unlink(missing_ok=True)  # an older checkpoint may just be removed
+            path.unlink(missing_ok=True)  # an older checkpoint may be disappearing right now
         raise WorkerDied("rank 1 of 'rollout' is gone")
 
     with pytest.raises(UserError, match=r"(?s)run\.json.*rank 1 of 'rollout' is gone"):
@@ -273,7 +273,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path):
 def test_a_run_that_is_asked_to_end_saves_itself_wherever_it_is(
     tmp_path: Path, schedule: Training, monkeypatch: pytest.MonkeyPatch
 ):
-    """In the middle of a step: what was generated of it is in the buffer."""
+    """The stop comes in the middle of a step, whose generated rows are in the buffer."""
     waits = 0
     settle = Run._settle
 
@@ -320,7 +320,7 @@ def test_a_run_outside_of_launch_heeds_signals_as_well(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """A notebook, or a script that calls its driver itself."""
+    """This covers notebooks, and scripts that call the driver directly."""
     usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
     before = signal.signal(number, usual)
     settle = Run._settle
@@ -451,11 +451,11 @@ def test_a_signal_while_ray_starts_ends_the_run_cleanly_with_one_code_and_a_word
     assert not left
 
 
-# Weights alone
+# # Weights only
 
 
 def issued(log: Path) -> list[int]:
-    """Rows of the source that were issued for training, in order."""
+    """Return the source rows issued for training, in order."""
     records = (r for r in LogReader(log) if r["do"] == "issue" and r["graph"] == "train")
     return [position for record in records for position in record["positions"]]
 
@@ -527,7 +527,7 @@ def test_weights_alone_are_followed_by_a_checkpoint_of_their_own_and_go_with_ano
     with pytest.raises(Killed):
         run(tmp_path, SCHEDULES[2], kill_at=5)
     (tmp_path / "run" / "buffer" / "ledger.log").unlink()
-    with pytest.raises(Killed):  # before a step of its own is over
+    with pytest.raises(Killed):  # before its first step is over
         run(tmp_path, SCHEDULES[0], resume="weights", kill_at=5)
     found = find_checkpoint(tmp_path / "run")
     assert found is not None and found.state.schedule == "Synchronous"

@@ -1,4 +1,5 @@
-"""Checkpoints are copied to another place while the run goes on, and a run goes on from there where nothing is left of it here."""
+"""Checkpoints are copied to remote storage during the run, and a run without local files resumes
+there."""
 
 import os
 import re
@@ -24,7 +25,7 @@ from weft.dataflow.runs.log import Log, LogReader, Position
 
 
 class Bucket(pf.FileSystemHandler):
-    """A file system in a folder of this machine, which fails when it is told to."""
+    """A local folder as a file system that fails on demand."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.local = folder, pf.LocalFileSystem()
@@ -87,7 +88,7 @@ class Bucket(pf.FileSystemHandler):
     def open_output_stream(self, path: str, metadata: Any) -> Any:
         lost = self.loses(path)
         stream = self.local.open_output_stream(self.at(path), compression=None)
-        if lost:  # what is written goes nowhere
+        if lost:  # writes are lost
             return pa.PythonFile(open(os.devnull, "wb"), mode="w")
         return stream
 
@@ -400,7 +401,7 @@ def test_a_run_that_has_its_checkpoint_here_does_not_ask_elsewhere(tmp_path: Pat
 
 
 def copied(tmp_path: Path) -> CheckpointConfig:
-    """A run whose last checkpoint lies elsewhere; what is here was begun without one."""
+    """A run whose last checkpoint is remote; the local run started without one."""
     every = CheckpointConfig(every=3, copy_to=str(tmp_path / "copies"))
     run(tmp_path, SCHEDULES[0], checkpoint=every)
     shutil.rmtree(tmp_path / "run")
@@ -410,7 +411,7 @@ def copied(tmp_path: Path) -> CheckpointConfig:
 
 
 def while_fetching(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
-    """Something happens when the last file of a copy has been read."""
+    """Call `happens` after the last file of a copy was read."""
     fetch = RemoteRun.fetch
 
     def fetched(self: RemoteRun, into: Path, *more: Any) -> int | None:
@@ -513,7 +514,7 @@ def test_a_file_of_an_earlier_copy_of_the_same_step_does_not_make_the_new_one_un
     here, remote = saved(tmp_path), remote_of(bucket)
     remote.copy(here, 9)
     at = bucket.folder / "runs" / "run" / CHECKPOINTS / "step_000009"
-    (at / "actor" / "rank_1.json").write_text("[]")  # the run had two ranks then
+    (at / "actor" / "rank_1.json").write_text("[]")  # a leftover of a run with two ranks
     remote.copy(here, 9)
     assert not (at / "actor" / "rank_1.json").exists() and remote.fetch(tmp_path / "again") == 9
 

@@ -1,4 +1,4 @@
-"""Samples at which a worker fails: retried, then dropped with their reason and counted; too many of them end the run."""
+"""Failing samples are retried, then dropped and counted; too many end the run."""
 
 import math
 import pdb
@@ -28,7 +28,7 @@ from weft.workers.reward import RewardWorker
 
 @node(shape=Shape.GROUP, reads=("reward", "response_ids"), writes=("advantages",))
 def advantages(samples: Batch) -> Batch:
-    """Reward minus the mean of what is left of the group."""
+    """Reward minus the mean of the remaining group."""
     reward = samples.numpy("reward")
     _, index = samples.groups()
     mean = np.bincount(index, reward) / np.bincount(index)
@@ -180,7 +180,7 @@ def test_with_max_failed_of_nothing_the_first_that_fails_for_good_ends_the_run(
 
 
 class PickyRollout(ToyRollout):
-    """Cannot read one of the prompts."""
+    """Fails to read one of the prompts."""
 
     replaceable = True
 
@@ -225,7 +225,7 @@ def test_prompts_that_the_generator_cannot_read_are_left_out_by_choice_and_count
 
 
 class Stops(ToyActor):
-    """It is not replaceable: what it raises ends the run."""
+    """Exits. It is not replaceable, so this ends the run."""
 
     def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss()) -> Any:
         sys.exit(7)
@@ -253,7 +253,7 @@ def test_a_breakpoint_without_a_terminal_says_what_it_needs(
         monkeypatch.setattr("sys.stdin", nothing)
 
         def stopping(response: str) -> float:
-            pdb.Pdb(nosigint=True).set_trace()  # as breakpoint() does, but where pytest has its own
+            pdb.Pdb(nosigint=True).set_trace()  # breakpoint() itself opens pytest's debugger
             return 1.0
 
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""Nodes that are gone, on a fake clock: their ranks are replaced as soon as it is known, and each line counts those of its own node."""
+"""Lost nodes on a fake clock: their ranks are replaced at once, with one log line per node."""
 
 import math
 import re
@@ -27,7 +27,7 @@ class Independent(Rollout):
 
 
 class Nodes(Simulated):
-    """Ranks 1, 2 and 3 of the rollout stand on nodes "b" and "c", all others on the driver's; from a time on "b" and "c" are gone."""
+    """A rollout with ranks 1 to 3 on nodes "b" and "c", which are lost at a given time."""
 
     has_processes = True
 
@@ -47,7 +47,7 @@ class Nodes(Simulated):
         return {1: "b", 2: "c", 3: "c"}.get(rank, NODE) if rank in self._dead else NODE
 
     def lost_nodes(self, *, look: bool) -> Collection[str]:
-        """Known by itself if it says so, else when it is looked at."""
+        """Report the loss without a look if `says` is set, otherwise on a look."""
         return ("b", "c") if self.clock() >= self._gone_at and (look or self._says) else ()
 
     def wait(self, timeout_s: float) -> list[Event]:

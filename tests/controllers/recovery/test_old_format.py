@@ -1,6 +1,7 @@
-"""A run of an earlier version of Weft: its log is refused by name, and its model goes on.
+"""A run of an earlier version of Weft: its log is refused by name, and its model can be loaded.
 
-`old_format/run.tar.xz` is a toy run with a log of format 1: asynchronous, killed after step 5, with checkpoints of the steps 2 and 4.
+`old_format/run.tar.xz` is a toy run with a log of format 1: asynchronous, killed after step 5, with
+checkpoints of steps 2 and 4.
 """
 
 import tarfile

@@ -1,4 +1,4 @@
-"""A driver starts its run again from the last checkpoint, a bounded number of times."""
+"""A driver restarts its run from the last checkpoint, a bounded number of times."""
 
 import time
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a run shows of its data when it begins."""
+"""The summary of its data that a run shows at the start."""
 
 import json
 from pathlib import Path

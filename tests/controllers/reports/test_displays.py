@@ -1,4 +1,4 @@
-"""Each display shows a run completely, on whatever terminal there is, and shows text of a model as text."""
+"""Each display shows the complete run on any terminal, and escapes text of models."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What is added to the metrics of a run is read once, whatever moment it is read at."""
+"""New metrics of a run are read exactly once, at any time of reading."""
 
 from pathlib import Path
 

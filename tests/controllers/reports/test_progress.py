@@ -1,4 +1,4 @@
-"""When something is shown of a run, and that showing it never ends one."""
+"""Progress reports: their times, and that a failing display never ends a run."""
 
 import subprocess
 import sys
@@ -51,7 +51,7 @@ def test_a_sample_follows_its_step_and_one_that_cannot_be_read_is_left_out(tmp_p
         if step != 15:
             progress.recorded(
                 step, [torn, file] if step == 10 else [torn]
-            )  # of several ranks the first that has some
+            )  # of several ranks, the first with samples
         progress.stepped({"step": float(step)})
         if step == 15:
             progress.recorded(15, [file])

@@ -1,4 +1,4 @@
-"""What a run tells when it cannot learn: once, in words, with what to try."""
+"""Warnings of a run that cannot learn: once, with a remedy."""
 
 import functools
 import math
@@ -47,7 +47,7 @@ class RatedActor(ToyActor):
 
 
 class SampledRollout(ToyRollout):
-    """It says how it samples."""
+    """Reports its sampling settings."""
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
@@ -60,7 +60,7 @@ class SampledRollout(ToyRollout):
 
 
 class ConstantReward(ToyReward):
-    """Likes everything."""
+    """Gives every response the same reward."""
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "answer"), writes=("reward",))
     def score(self, samples: Batch) -> tuple[Batch, Metrics]:
@@ -334,7 +334,7 @@ def test_a_run_says_why_it_cannot_learn(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 class DivergingActor(RatedActor):
-    """Its loss is lost in the third step."""
+    """Returns a loss of nan in the third step."""
 
     steps = 0
 

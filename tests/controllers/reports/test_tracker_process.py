@@ -1,4 +1,5 @@
-"""A follower hands each metric of a run to its tracker once, over all starts of the run, and ends with its driver."""
+"""A follower sends each metric to its tracker once, over all starts of a run, and ends with the
+driver."""
 
 import json
 import os
@@ -30,7 +31,7 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 
 def scripted(*doing: Callable[[], object], last: str = FINISHED) -> Callable[[float], str | None]:
-    """A driver that does something between two looks of the follower, and then says how the run ended."""
+    """A driver that acts between two looks of the follower, and then reports how the run ended."""
     todo = list(doing)
 
     def said_within(seconds: float) -> str | None:
@@ -74,9 +75,7 @@ def test_a_run_that_goes_back_sends_its_steps_again_only_where_they_replace_the_
         "closed": "failed"
     }
     first.path.unlink()
-    second = stream(
-        tmp_path
-    )  # the directory of a run that goes on after step 2 begins with what was until then
+    second = stream(tmp_path)  # the directory of a run resumed after step 2 begins with its history
     TrackerProcess(tmp_path, name, 2).follow(
         scripted(lambda: add(second, *rows(0, 1, 2), *rows(3, 4, 5, value=0.5)))
     )
@@ -118,7 +117,7 @@ def test_the_process_ends_by_itself_when_its_driver_is_gone(tmp_path: Path):
     writer.close()
     process = program(tmp_path, "fake_trackers:Kept")
     assert process.stdin is not None
-    process.stdin.close()  # as the kernel does when the driver is killed
+    process.stdin.close()  # the kernel does the same when the driver is killed
     assert process.wait(120) == 0
     assert losses(tmp_path) == [(1, 1.0), (2, 2.0)] and kept(tmp_path)[-1] == {"closed": "failed"}
 
@@ -157,7 +156,7 @@ def test_a_tracker_of_ones_own_is_any_class_with_these_methods():
 
 
 def record(run: Path, step: int, *responses: str) -> None:
-    """Samples of a step, as the recorder writes them."""
+    """Write samples of a step as the recorder does."""
     path = run / "samples" / sample_file_name("train", step, step, 0)
     path.parent.mkdir(exist_ok=True)
     rewards = pa.array([float(n) for n in range(len(responses))], pa.float32())

@@ -1,4 +1,4 @@
-"""A run never notices its trackers: those that raise, hang or die are said once, and the run goes on."""
+"""A run survives trackers that raise, hang or die, and reports each problem once."""
 
 import json
 import time
