@@ -1,4 +1,4 @@
-"""The canary: trainer and generator compute the same with the same weights, or the run stops before it samples."""
+"""The canary stops a run before it samples if trainer and generator disagree on equal weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rollout_of(model: Path, **settings: Any) -> RolloutWorker:
 
 @pytest.fixture
 def other_positions(tiny_model: Path, tmp_path: Path) -> Path:
-    """The same weights with another base of the rotary embedding: every checksum agrees."""
+    """The same weights with another rotary base: all checksums agree, the outputs do not."""
     folder = tmp_path / "other"
     shutil.copytree(tiny_model, folder)
     settings = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""The folder of a model that another node lacks is copied there once, whole or not at all."""
+"""A model folder that another node lacks is copied there once, completely or not at all."""
 
 import os
 import shutil

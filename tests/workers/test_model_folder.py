@@ -1,4 +1,4 @@
-"""What a model's settings say, wherever they say it, and models that are refused by name before anything starts."""
+"""Settings of models in any format, and models that are refused by name before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of the Hugging Face hub is downloaded by one process of a node; the others wait, and say for whom."""
+"""One process per node downloads a Hugging Face model; the others wait and report it."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ MODEL = "somebody/tiny"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the hub."""
+    """An empty hub cache."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(
         "huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path / "hub"), raising=False
@@ -33,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Hub:
-    """Puts files into the cache as the hub's own client lays them out, and counts how often."""
+    """Fills the cache in the layout of the hub's client, and counts the downloads."""
 
     def __init__(self, cache: Path, *files: str) -> None:
         self.cache, self.files, self.downloads = cache, files, 0
@@ -169,7 +169,7 @@ def test_a_second_user_of_a_cache_downloads_into_it(monkeypatch: pytest.MonkeyPa
         assert lock.stat().st_mode & 0o777 == 0o666
         for path in (shared, shared / ".locks"):
             path.chmod(0o755)
-        for mode in (0o666, 0o644):  # as it is made, and as it was made once
+        for mode in (0o666, 0o644):  # the current mode of the file, and the one of older versions
             lock.chmod(mode)
             os.seteuid(65534)
             try:

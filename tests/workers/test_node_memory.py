@@ -1,4 +1,4 @@
-"""The memory of a node is what the kernel says, by the limit that is nearest."""
+"""Node memory is read from the kernel, and the tightest limit counts."""
 
 from pathlib import Path
 

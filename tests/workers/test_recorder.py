@@ -1,4 +1,4 @@
-"""The worker that writes samples."""
+"""The worker that records samples."""
 
 from pathlib import Path
 from typing import Any

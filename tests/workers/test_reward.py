@@ -1,4 +1,4 @@
-"""Reward functions: what they may take, what they may return, and how a mistake is told."""
+"""Reward functions: arguments, results, and error messages."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ from weft.workers.reward import RewardConfig, RewardWorker
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder with a tokenizer of one word per token; token 0 is special."""
+    """A folder with a tokenizer of one word per token. Token 0 is special."""
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.models.WordLevel({"<end>": 0, "one": 1, "two": 2, "three": 3}, unk_token="<end>")
     tokenizer = tokenizers.Tokenizer(words)

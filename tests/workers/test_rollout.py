@@ -1,4 +1,4 @@
-"""The rollout worker: responses as they finish, the same tokens wherever they are sampled, mistakes found early."""
+"""The rollout worker: responses as they finish, equal tokens on any rank, mistakes found early."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ Parts = Iterable[tuple[Children, Metrics] | None]
 
 
 def said(parts: Parts) -> list[tuple[Children, Metrics]]:
-    """Without the turns that were given away."""
+    """Drop the yields without responses."""
     return [part for part in parts if part is not None]
 
 
 def rows_of(parts: Parts) -> Batch:
-    """In the order of the prompts, and of their numbers."""
+    """Return the rows ordered by prompt and sample index."""
     children = [children for children, _ in said(parts)]
     rows, numbers = (
         Batch.concat([c.rows for c in children]),
@@ -65,7 +65,7 @@ def rows_of(parts: Parts) -> Batch:
 
 
 def tokens(batch: Batch) -> dict[int, list[list[int]]]:
-    """Responses by prompt, in the order of their rows."""
+    """Return the responses by prompt, in row order."""
     found: dict[int, list[list[int]]] = {}
     for parent, ids in zip(
         batch.numpy("parent_id").tolist(), batch["response_ids"].to_pylist(), strict=True
@@ -293,11 +293,11 @@ def test_prompts_that_cannot_be_answered_are_named(
     assert caught.value.sample_ids == sample_ids
 
 
-# What `check` says before any process is started
+# # Checks before any process starts
 
 
 class Table(SimpleNamespace):
-    """A source of rows that is only a table."""
+    """A source of rows with nothing but a table."""
 
     name = "train.parquet"
 

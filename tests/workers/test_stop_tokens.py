@@ -1,4 +1,4 @@
-"""A model stops at the token that ends its training texts, whatever its settings name."""
+"""Models stop at the token that ends their training texts, whatever their settings name."""
 
 import json
 from pathlib import Path

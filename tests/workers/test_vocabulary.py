@@ -1,4 +1,5 @@
-"""A model's vocabulary is compared with all that speaks in its ids before anything starts."""
+"""Before anything starts, a model's vocabulary is compared with everything that uses its token
+ids."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ SETTINGS = {
 
 
 class Rows(SimpleNamespace):
-    """A source of rows that is only a table."""
+    """A source of rows with nothing but a table."""
 
     name = "train.parquet"
 

@@ -1,4 +1,4 @@
-"""Weight files that are damaged, missing or of a dtype that is not trained: each is named before a process starts."""
+"""Damaged or missing weight files and unsupported dtypes are named before any process starts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_ROWS: Any = SimpleNamespace(name="rows", table=pa.table({}), columns=())
 
 
 def model_of(folder: Path, files: int) -> Path:
-    """A folder with an index and so many files, each with a norm and a matrix."""
+    """Make a folder with an index and this many files, each with a norm and a matrix."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SETTINGS))
     weight_map: dict[str, str] = {}
@@ -49,7 +49,7 @@ def model_of(folder: Path, files: int) -> Path:
 
 
 def refused(model: Path) -> str:
-    """What an actor and a rollout of this model are told, which is the same, and also what a plan says."""
+    """Return the error of an actor, a rollout and a plan, which must be equal."""
     said: list[str] = []
     rollout = RolloutConfig(model=model, engine="transformers")
     for check in (
@@ -174,7 +174,7 @@ def test_a_head_that_is_the_embedding_counts_once_however_it_is_stored(tmp_path:
 
 
 class Calls:
-    """Pickled, it calls a function when it is read."""
+    """Calls a function when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return print, ("executed",)

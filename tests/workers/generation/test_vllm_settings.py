@@ -1,4 +1,4 @@
-"""The arguments that vLLM gets."""
+"""Arguments that vLLM receives."""
 
 from pathlib import Path
 from typing import Any

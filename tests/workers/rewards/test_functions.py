@@ -1,4 +1,4 @@
-"""Several functions, parts, asynchronous calls and the judge, all within this process."""
+"""Several reward functions, parts, asynchronous calls and the judge, all in this process."""
 
 import asyncio
 import functools
@@ -207,7 +207,7 @@ def test_an_asynchronous_call_past_its_deadline_is_cancelled_and_blamed(model: P
 
 
 class OpenAI(BaseHTTPRequestHandler):
-    """An OpenAI-compatible server that says what it is told to: status and text, in turn."""
+    """An OpenAI-compatible server with scripted replies of (status, text)."""
 
     replies: ClassVar[list[tuple[int, Any]]] = []
     requests: ClassVar[list[tuple[str, dict[str, str], Any]]] = []

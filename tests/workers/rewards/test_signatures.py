@@ -1,6 +1,8 @@
-"""Reward functions of other libraries, unmodified: what they are called with, and what their results mean.
+"""Unmodified reward functions of other libraries: their arguments, and the meaning of their
+results.
 
-The files are those that `benchmarks/tasks/signatures.py` counts: each is written as a user of its library would write it.
+The files come from `benchmarks/tasks/signatures.py`. Each is written as a user of its library
+would.
 """
 
 import importlib.util
@@ -25,7 +27,7 @@ FILES = Path(__file__).resolve().parents[3] / "benchmarks/tasks/peer_rewards"
 
 @cache
 def user(file: str) -> Any:
-    """A user's file, imported as the libraries import it: from a path."""
+    """Import a user's file from its path, as the libraries do."""
     spec = importlib.util.spec_from_file_location(f"user_{file}", FILES / f"{file}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""A trainer gives its weights by the names and in the shapes of the checkpoint, as views, to whoever takes them."""
+"""A trainer publishes weights with the names and shapes of the checkpoint, as views."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def trainer_of(folder: Path, **settings: Any) -> Any:
 
 
 def parts_of(names: CheckpointNames, name: str, tensor: torch.Tensor, box: Box) -> list[Part]:
-    """The parts of a checkpoint that a rank has which holds this box of a tensor of the model, and nothing else."""
+    """Return the checkpoint parts of a rank that holds only this box of a model tensor."""
     held = Part(name, tuple(tensor.shape), box, tensor[box.slices].clone())
     return [part for part in names.parts(held) if part.box.numel]
 
 
 def together(parts: list[Part]) -> dict[str, torch.Tensor]:
-    """Full tensors of parts that hold each element once."""
+    """Assemble full tensors from parts that hold each element once."""
     found = {part.name: torch.full(part.shape, torch.nan) for part in parts}
     for part in parts:
         assert found[part.name][part.box.slices].isnan().all()
@@ -86,7 +86,7 @@ def test_however_a_fused_tensor_is_cut_over_ranks_its_parts_are_the_checkpoints(
 
 
 class Converted(nn.Module):
-    """A model of one weight [4, 6], whose checkpoint is what these operations of `transformers` make of it in reverse."""
+    """A model of one weight [4, 6]. Its checkpoint is the result of reversing these conversions."""
 
     base_model_prefix = ""
 

@@ -1,4 +1,4 @@
-"""Each rank reads the slices of a model that it holds, to the bit what `transformers` loads; files that do not fit are refused by name."""
+"""Ranks read only their slices of a model, bit-identical to `transformers`; bad files are named."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def save(model: Any, folder: Path, **settings: Any) -> Path:
 
 
 def change(folder: Path, **tensors: torch.Tensor | None) -> None:
-    """Add, replace or (None) remove tensors of a model's file; a double underscore stands for a dot."""
+    """Add, replace or (None) remove tensors of a model's file; a double underscore means a dot."""
     stored = load_file(folder / FILE) | {
         name.replace("__", "."): tensor for name, tensor in tensors.items()
     }
@@ -221,7 +221,7 @@ def test_what_the_model_was_read_from_is_free_before_its_forward_passes_are_comp
 ):
     folder = save(
         make_family("Mixtral"), tmp_path / "model"
-    )  # experts are made of several tensors, and kept for the next one
+    )  # experts are assembled from several tensors, which are kept for the next one
     if kind is CompleteWeights:
         torch.save(load_file(folder / FILE), folder / "pytorch_model.bin")
         (folder / FILE).unlink()
@@ -249,7 +249,8 @@ class DrawingConfig(LlamaConfig):
 
 
 class DrawingLlama(LlamaForCausalLM):
-    """A model whose constructor makes tensors of numpy arrays, which no device context reaches."""
+    """A model whose constructor makes tensors from numpy arrays, which device contexts do not
+    affect."""
 
     config_class = DrawingConfig
 
@@ -285,7 +286,8 @@ def test_values_that_a_constructor_draws_on_the_host_come_from_the_file(tmp_path
 
 
 class ForgettingLlama(DrawingLlama):
-    """A model with a buffer that only its constructor computes: on the meta device it has no values."""
+    """A model with a buffer that only its constructor computes. On the meta device it has no
+    values."""
 
     def __init__(self, config: DrawingConfig) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""The arithmetic of memory beside the tensors of a real engine."""
+"""Memory estimates against the tensors of a real engine."""
 
 import json
 from dataclasses import replace
@@ -37,7 +37,8 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tensor_bytes(file: Path) -> int:
-    """Bytes of the tensors in a safetensors file; of tiny ones its header has as many."""
+    """Return the bytes of tensors in a safetensors file, without its header, which dominates tiny
+    files."""
     with file.open("rb") as opened:
         return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
 
@@ -115,7 +116,7 @@ def test_a_pass_without_memory_takes_what_a_real_one_takes(tiny_model: Path, kin
     batch = Batch.of(prompt_ids=[[1] * 21 + [row] for row in range(40)], response_ids=[[3] * 10] * 40)
     engine: Any = worker.engine
     loss, trains = NegativeLogLikelihood(), kind != "logprobs"
-    worker.update(batch, loss=loss)  # moments are there then
+    worker.update(batch, loss=loss)  # creates the moments
     known = (
         [m for p in engine.model.parameters() for m in engine.optimizer.state[p].values()]
         if trains
@@ -137,7 +138,7 @@ def test_a_pass_without_memory_takes_what_a_real_one_takes(tiny_model: Path, kin
     )
     rounded = (
         2 * model_size(tiny_model).parameters if kind == "bfloat16" else 0
-    )  # it stands for itself in a plan
+    )  # the bfloat16 copy, which the plan counts separately
     assert abs((planned + rounded) / live.peak - 1) < 0.05, (planned + rounded, live.peak)
     worker.close()
 

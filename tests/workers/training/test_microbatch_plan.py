@@ -1,4 +1,4 @@
-"""Microbatches of ranks that compute them in lockstep, against the bound that no plan beats."""
+"""Microbatches of ranks in lockstep, against a lower bound."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ COST = RowCost(70_000)  # Qwen2.5-7B
 
 
 def lockstep(plans: Sequence[Sequence[np.ndarray]], costs: Sequence[np.ndarray]) -> float:
-    """Cost of a step: of the most expensive k-th microbatch of all ranks, for each k."""
+    """Return the cost of a step: the sum over k of the most expensive k-th microbatch of any
+    rank."""
     of_parts = np.zeros((len(plans), max(map(len, plans))))
     for rank, (plan, of_rows) in enumerate(zip(plans, costs, strict=True)):
         of_parts[rank, : len(plan)] = [of_rows[part].sum() for part in plan]

@@ -1,4 +1,4 @@
-"""An engine of another kind in the place of FsdpEngine: a pipeline over two processes computes the same."""
+"""Another engine in place of FsdpEngine: a pipeline over two processes computes the same."""
 
 import json
 from functools import partial
@@ -23,7 +23,7 @@ from weft.workers.worker import Context
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Norm of the difference, relative to the norm of the other."""
+    """Return the norm of the difference, relative to the norm of `other`."""
     assert one.keys() == other.keys()
     squares = sum(float((one[name].double() - other[name].double()).square().sum()) for name in other)
     return (squares / sum(float(tensor.double().square().sum()) for tensor in other.values())) ** 0.5
@@ -67,7 +67,7 @@ def test_two_stages_compute_what_fsdp_engine_computes(tmp_path: Path, rows: Batc
     worker = ActorWorker(ActorConfig(**settings(model)))
     alone = played(worker, rows, tmp_path / "alone", worker.engine.model.causal_lm.named_parameters)  # pyright: ignore
     worker.close()
-    for stage in stages:  # every rank has the figures, and the results of the last one are kept
+    for stage in stages:  # every rank has the metrics, and the driver keeps those of the last one
         for name in ("logprobs", "entropies", "after"):
             mine, its = (np.concatenate(each) for each in (stage[name], alone[name]))
             assert np.abs(mine - its).max() < 1e-5

@@ -1,4 +1,4 @@
-"""Layers of many models over two ranks, by the plans of `transformers`: the same log-probabilities, gradients and weights as on one."""
+"""Tensor parallelism over two ranks, by `transformers` plans: the same results as on one rank."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ SHARED = (
     "Qwen2", "Qwen3", "Qwen3 MoE", "Llama 3 rope", "Mistral", "Mixtral", "Gemma", "Gemma 2", "Gemma 3", "Phi-3", "OLMo 2", "GPT-OSS",
 )  # fmt: skip
 ADAPTED = ("Qwen3", "Mixtral", "Phi-3", "OLMo 2")
-"""With an adapter as well."""
+"""Also tested with an adapter."""
 CASES = [*SHARED, *(f"{name} with LoRA" for name in ADAPTED)]
 QUICK = (
     "Qwen2",
@@ -27,7 +27,7 @@ QUICK = (
     "Mixtral with LoRA",
     "Phi-3 with LoRA",
 )
-"""Each style of their plans, and each kind of heads, experts and norms, once: what the others add is another model that is made of them."""
+"""Each style of plan, and each kind of heads, experts and norms, once."""
 
 
 @pytest.fixture(scope="module")
