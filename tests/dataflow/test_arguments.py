@@ -1,4 +1,4 @@
-"""Arguments by name: how those of a recorded call are bound, and what a wrong name is answered with."""
+"""Arguments by name: binding of recorded calls, and answers to wrong names."""
 
 import inspect
 import pickle

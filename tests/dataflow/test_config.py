@@ -1,4 +1,4 @@
-"""Configuration: mistakes are answered with the place, the rule, the value and the nearest right name."""
+"""Configuration: errors give the place, the rule, the value and the nearest correct name."""
 
 import copy
 import math

@@ -10,7 +10,7 @@ from weft.dataflow.errors import DamagedSegment, DeadlineError, SampleError, Sta
 
 
 def tree(root: type[WeftError] = WeftError) -> dict[str, str]:
-    """Exception -> the one of the tree that it is made of."""
+    """Return exception -> base class, for the whole tree."""
     below = {one.__name__: root.__name__ for one in root.__subclasses__()}
     return below | {name: base for one in root.__subclasses__() for name, base in tree(one).items()}
 

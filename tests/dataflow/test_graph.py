@@ -1,4 +1,5 @@
-"""The graph is general: every algorithm of the design is recorded, printed, drawn and validated without running."""
+"""The graph is general: many algorithms are recorded, printed, drawn and validated without a
+run."""
 
 import re
 import subprocess
@@ -35,7 +36,7 @@ HELD_OUT = TableSource("held_out", pa.table({"prompt_ids": [[1]], "answer": ["2"
 PAIRS = TableSource("pairs", pa.table({"prompt_ids": [[1]], "chosen_ids": [[2]], "rejected_ids": [[3]]}))
 
 
-# Worker classes that Weft does not have (yet): all that a user writes.
+# # Worker classes that Weft does not provide: everything a user would write.
 
 
 class ModelConfig(Config):
@@ -213,7 +214,7 @@ PARAMETERS = re.compile(r"""^  (?P<start>\w+) -\. "weights, [^"]+" \.-> (?P<end>
 
 
 def drawn(text: str) -> tuple[dict[str, str], set[tuple[str, str]], set[tuple[str, str]]]:
-    """Mermaid text as (id -> label, edges, parameter edges) by label; fails on a line that is none of them."""
+    """Parse Mermaid text into (id -> label, edges, parameter edges); fail on any other line."""
     first, *lines = text.splitlines()
     assert first == "flowchart LR"
     labels: dict[str, str] = {}
@@ -389,7 +390,7 @@ def test_the_turns_of_a_dialogue_write_the_same_columns_again():
         "reward.score",
     ]
     assert recorded["rollout.generate_2"].writers == {"prompt_ids": "next_turn"}
-    shown = {"prompt_ids": "next_turn"}  # in a message about a reward that fails
+    shown = {"prompt_ids": "next_turn"}  # in the message about a failing reward
     assert recorded["reward.score"].writers == {
         "response_ids": "rollout.generate_2",
         "answer": "",
@@ -398,7 +399,7 @@ def test_the_turns_of_a_dialogue_write_the_same_columns_again():
 
 
 OF_SAMPLES = {"routes", "response_logprobs", "response_versions"}
-"""What an update also reads of samples, if they have it: a value or more for each of their tokens."""
+"""Columns that an update reads if samples have them, with at least one value per token."""
 
 
 def test_pairs_that_are_made_of_samples_do_not_have_what_is_said_of_the_tokens_of_these():

@@ -1,4 +1,4 @@
-"""Models and tokenizers are found by one rule: a folder, or a Hugging Face id in the local cache."""
+"""One rule finds models and tokenizers: a folder, or a Hugging Face id in the local cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations: what is declared beside a function, and what a call makes of it."""
+"""Operations: declarations next to functions, and the effect of calls."""
 
 import pickle
 from typing import Any

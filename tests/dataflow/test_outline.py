@@ -1,4 +1,5 @@
-"""A graph's levels, and its outline: what the log keeps of it, from which a ledger can walk it without its code."""
+"""A graph's levels, and its outline in the log, from which a ledger works without the graph's
+code."""
 
 import json
 from dataclasses import replace
@@ -18,7 +19,7 @@ def function(rows: object, n: int = 1) -> None: ...
 
 
 def two_expansions() -> Graph:
-    """Samples of prompts, and turns of samples."""
+    """A graph that expands prompts to samples, and samples to turns."""
     drawn = Trace("train", TableSource("prompts", pa.table({"prompt": ["a"]})))
     rows = SymbolicRows(drawn, SOURCE, {"prompt": ""})
     for declaration in (

@@ -1,4 +1,4 @@
-"""Redaction: what looks like a secret is hidden, and nothing else is."""
+"""Redaction hides everything that looks like a secret, and nothing else."""
 
 import json
 

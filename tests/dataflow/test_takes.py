@@ -1,4 +1,4 @@
-"""What an operation takes, as it is written to a log."""
+"""What an operation takes, in the format of the log."""
 
 import json
 

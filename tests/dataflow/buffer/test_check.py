@@ -1,4 +1,4 @@
-"""The check of a run: its log, and what checkpoints and samples beside it say."""
+"""The check of a run: its log, against its checkpoints and samples."""
 
 import shutil
 from dataclasses import dataclass
@@ -82,7 +82,7 @@ def test_a_torn_tail_and_what_was_cut_off_are_reported_and_are_no_violation(tmp_
 
 @dataclass
 class Epoch:
-    """A writer of the log."""
+    """One writer of the log."""
 
     number: int
 
@@ -174,7 +174,7 @@ def test_no_reader_takes_a_log_of_another_format(tmp_path: Path, number: int, wh
 
 
 def test_a_log_of_the_format_before_is_read_as_it_is(tmp_path: Path):
-    """All rows of one of its records lie in one segment, as they may now, too."""
+    """All rows of one of its records are in one segment, which is still allowed."""
     drive(tmp_path / "true", dapo()).log.close()
     (tmp_path / "run").mkdir()
     log = Log(tmp_path / "run" / LOG)

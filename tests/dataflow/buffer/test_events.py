@@ -1,4 +1,4 @@
-"""Events and their records: what is written of an event is read as the same event."""
+"""Events and their records: reading a record gives the same event."""
 
 import json
 

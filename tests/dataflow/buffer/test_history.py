@@ -1,4 +1,4 @@
-"""The history of the rows of a run, and what a group waits for."""
+"""The history of a run's rows, and the reason why a group waits."""
 
 from pathlib import Path
 

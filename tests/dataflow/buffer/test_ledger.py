@@ -1,4 +1,4 @@
-"""The ledger: claims and leases, filters and losses, and what is given free, each rule by itself."""
+"""The ledger, rule by rule: claims and leases, filters and losses, and freed segments."""
 
 import numpy as np
 import pytest
@@ -199,7 +199,7 @@ def test_columns_of_different_lengths_are_refused_before_they_are_noted():
     ledger.finish(lease)
 
 
-# Losses, and what is given free
+# # Losses, and freed segments
 
 
 def test_a_lost_group_is_issued_again_unless_somebody_works_on_it():
@@ -310,7 +310,7 @@ def test_settled_and_exhausted_say_whether_more_can_come():
     )
 
 
-# Where columns are
+# # Columns and their segments
 
 
 def test_pieces_lead_to_the_ancestor_that_has_the_column():
@@ -400,7 +400,7 @@ def test_the_work_of_an_event_does_not_grow_with_the_number_of_rows():
                 ledger.finish(lease)
                 assert ledger.readiness.settled(where) or ledger.readiness.exhausted(where)
 
-    for size in (200, 1_800):  # prompts, four samples each
+    for size in (200, 1_800):  # prompts, with four samples each
         made[size] = calls_of(lambda size=size: work(size))[1] / size
         assert forgotten(ledger)
     assert made[1_800] < 1.1 * made[200], made

@@ -1,4 +1,4 @@
-"""A log is cut at the checkpoints that are kept: what lies before them is archived, and nothing that reads the log notices."""
+"""A log is cut at its kept checkpoints: older records are archived, and readers notice nothing."""
 
 import os
 import random
@@ -33,14 +33,14 @@ RECORDS = [{"do": "note", "key": f"k{i}", "value": [i] * (i % 4)} for i in range
 
 
 def at_once(work: Work) -> Future[PreparedCut]:
-    """Work that is done when its future is there."""
+    """Run the work before returning its future."""
     done: Future[PreparedCut] = Future()
     done.set_result(work())
     return done
 
 
 def cut_eagerly(driver: Driver) -> Driver:
-    """However little of the log can be cut, it is, and before anything else happens."""
+    """Cut the log as often as possible, synchronously."""
     driver.buffer.cutting = LogCutting(driver.buffer.log, 1, at_once)
     return driver
 
@@ -53,7 +53,7 @@ def played(folder: Path, steps: int = 330, disk: Disk | None = None) -> Driver:
 
 
 def cut_log(path: Path) -> list[Position]:
-    """A log that is cut twice; returns where each record begins, and the end."""
+    """Write a log with two cuts, and return the position of each record and of the end."""
     log = Log(path)
     cutting = LogCutting(log, 1, at_once)
     places = [log.position]
@@ -132,7 +132,7 @@ def test_a_run_goes_back_to_a_checkpoint_that_lies_in_the_archive(tmp_path: Path
     whole = list(LogReader(tmp_path / "run" / LOG))
     assert start_of(tmp_path / "run" / LOG).offset > position.offset
     assert state_of(restore(tmp_path / "run", GRAPHS, at=position)) == then
-    for path in ledger_checkpoints(tmp_path / "run"):  # the archive alone says it, too
+    for path in ledger_checkpoints(tmp_path / "run"):  # the archive alone is enough
         path.unlink()
     assert state_of(restore(tmp_path / "run", GRAPHS, at=position)) == then
     driver = cut_eagerly(go_on(tmp_path / "run", at=position))
@@ -230,13 +230,13 @@ def test_a_cut_that_fails_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def open_files() -> set[str]:
-    """What this process has open."""
+    """Return the open files of this process."""
     descriptors = Path("/proc/self/fd")
     return {os.readlink(one) for one in descriptors.iterdir() if one.exists()}
 
 
 def half_cut(folder: Path, run: Callable[[Work], Future[PreparedCut]]) -> tuple[Log, LogCutting]:
-    """A log with a cut that was begun."""
+    """Return a log with an unfinished cut."""
     log = Log(folder / LOG)
     for record in RECORDS:
         log.append(record)
@@ -270,7 +270,7 @@ def test_an_archive_that_does_not_end_has_a_deadline_that_says_who_was_waited_fo
     cutting.close()
     log.close()
     assert f"archives it in {tmp_path / HISTORY} was waited for, and did not end in 0 s" in caplog.text
-    [(work, future)] = works  # the thread ends after all
+    [(work, future)] = works  # let the thread end after all
     future.set_result(work())
     assert not list(tmp_path.glob("*.cutting"))
     assert not [name for name in open_files() if name.startswith(str(tmp_path))]

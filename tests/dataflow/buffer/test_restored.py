@@ -1,4 +1,4 @@
-"""What is damaged, missing, or of another time is passed over and named; a run can go back."""
+"""Damaged, missing or outdated files are skipped and named, and a run can go back."""
 
 import json
 import random
@@ -19,7 +19,8 @@ from weft.dataflow.runs.log import Position
 
 
 def broken_run(folder: Path, seed: int = 5) -> tuple[list[Position], str, str]:
-    """A run with two checkpoints and something behind them: the positions, the state at the first and at the end."""
+    """Make a run with two checkpoints and later records; return positions, first state and last
+    state."""
     driver = start(folder, seed=seed)
     positions: list[Position] = []
     first = ""
@@ -101,7 +102,7 @@ def test_a_checkpoint_of_a_future_that_was_given_up_is_passed_over(tmp_path: Pat
         driver.step()
     driver.buffer.commit(sync=True)
     driver.buffer.log.close()
-    late.write_bytes(kept)  # its deletion did not survive the loss of power
+    late.write_bytes(kept)  # a power failure undid its deletion
     history = restore(folder, GRAPHS)
     assert state_of(history) == state_of(driver.buffer) and late not in history.checkpoints
     assert any(str(late) in d for d in history.damage)
@@ -142,7 +143,7 @@ def test_a_run_goes_back_to_a_checkpoint_and_what_came_after_it_is_kept(tmp_path
 
 @pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_that_ends_while_it_goes_back_can_go_back_again(tmp_path: Path, every: int):
-    """It is stopped at each operation on the disk; every so many times, the run is seen to its end."""
+    """Stop it at each operation on the disk. Each `every` times, complete the run as well."""
     positions, first, _ = broken_run(tmp_path / "run")
     number = 0
     for number in range(60):

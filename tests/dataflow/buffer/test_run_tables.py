@@ -1,4 +1,4 @@
-"""What a run notes of itself: appended to, readable at every moment, and whole files in the end."""
+"""Tables of a run: appended to, readable at any time, complete files at the end."""
 
 import errno
 import math
@@ -92,7 +92,7 @@ def test_every_torn_end_is_passed_over(tmp_path: Path):
         assert table is not None and len(table) == sum(size >= s for s in sizes), size
     (tmp_path / "timeline.arrows").write_bytes(
         whole[: sizes[1]] + bytes(4096)
-    )  # as a loss of power leaves it
+    )  # the state after a power failure
     table = read_timeline(tmp_path)
     assert table is not None and len(table) == 2
 
@@ -140,7 +140,7 @@ def test_a_run_that_goes_on_adds_to_what_was_before_its_checkpoint(tmp_path: Pat
 
 
 class FullFor(Disk):
-    """A disk that has room for a part of each of the next writes, and then for all of it."""
+    """A disk with room for only a part of each of the next writes, then for all."""
 
     def __init__(self, writes: int) -> None:
         self._full: Iterator[None] = iter([None] * writes)

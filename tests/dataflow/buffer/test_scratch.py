@@ -1,4 +1,4 @@
-"""The scratch folder of a run: on the node's own disk, its own, and gone when nobody holds it."""
+"""The scratch folder of a run: on the node's disk, private, and removed with its last user."""
 
 import os
 import shutil
@@ -245,7 +245,7 @@ def test_rows_whose_scratch_folder_is_gone_are_issued_again(tmp_path: Path):
 
 
 def publish_children(buffer: SampleBuffer, writer: SegmentWriter) -> bool:
-    """Publish what the first node makes of the first group, in a segment."""
+    """Publish children of the first group by the first node, in a segment."""
     ledger = buffer.ledgers["train"]
     node = next(n for n in ledger.graph.nodes if n.makes_level is not None and n.level == 0)
     lease = ledger.claim(node, max_rows=1)

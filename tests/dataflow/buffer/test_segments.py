@@ -1,4 +1,4 @@
-"""Segments on one node: what is read is what was appended, through crashes, recycling, damage and full disks."""
+"""Segments on one node: reads equal appends through crashes, recycling, damage and full disks."""
 
 import fcntl
 import json
@@ -30,7 +30,7 @@ from weft.dataflow.errors import DamagedSegment, UserError
 
 
 def numbered(n: int, *, rows: int = 4, length: int = 100) -> Batch:
-    """Rows that are all `n`, so that a byte of another message shows."""
+    """Rows filled with `n`, so that a byte of another message shows."""
     offsets = np.arange(rows + 1) * length
     return Batch.of(
         sample_id=np.full(rows, n),
@@ -40,11 +40,11 @@ def numbered(n: int, *, rows: int = 4, length: int = 100) -> Batch:
 
 
 def names(folder: Path) -> list[str]:
-    """Files of a node's folder, those that are free among them."""
+    """Return the files in a node's folder, including free ones."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.arrows"))
 
 
-# What is written is what is read
+# # Round trips
 
 
 def test_a_reader_gets_what_was_appended_and_the_reference_survives_json(tmp_path: Path):
@@ -265,7 +265,7 @@ def test_a_half_written_message_is_found_and_arrow_tools_do_not_see_it(tmp_path:
     first, second = (writer.append(numbered(n)) for n in range(2))
     with (tmp_path / first.file).open(
         "r+b"
-    ) as file:  # as if the machine had stopped before the message's start came
+    ) as file:  # as after a crash before the message's start was written
         file.seek(second.offset)
         file.write(b"\xff\xff\xff\xff\x00\x00\x00\x00")
     damaged(tmp_path, second, "the checksum differs")
@@ -277,7 +277,7 @@ def test_a_half_written_message_is_found_and_arrow_tools_do_not_see_it(tmp_path:
 
 
 def limited_writes(folder: Path, limit: int) -> str:
-    """Runs in a process of its own, whose files may not grow beyond the limit."""
+    """Append in a separate process whose files may not exceed the limit."""
     program = """
 import resource, sys
 from pathlib import Path
@@ -413,7 +413,7 @@ def test_few_free_files_are_kept_however_small_they_are(tmp_path: Path):
 def churn(
     folder: Path, rounds: int, *, hold: int, reader: SegmentReader
 ) -> tuple[list[tuple[int, Batch]], set[int]]:
-    """Write, read and free; keep the last `hold` batches. Returns those, and the inodes that were ever written to."""
+    """Write, read and free; return the last `hold` batches, and all inodes ever written."""
     store = SegmentStore(folder, "n0")
     writer = SegmentWriter(folder, "n0", "churn", file_bytes=20_000)
     held: list[tuple[int, Batch]] = []
@@ -531,10 +531,10 @@ def test_a_reader_keeps_a_bounded_number_of_files_mapped(tmp_path: Path):
     assert [reader.read(s) for s in segments] == [numbered(n) for n in range(len(segments))]
     assert len(reader._mappings) == reader.MAX_MAPPINGS
     with (tmp_path / segments[0].file).open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it any more
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the reader has released it
 
 
-# The budget of memory
+# # Memory budget
 
 
 def resident(path: Path) -> bool:
@@ -545,7 +545,7 @@ def resident(path: Path) -> bool:
 def test_beyond_the_budget_the_oldest_files_leave_memory_and_are_read_from_disk(tmp_path: Path):
     file_bytes = 1 << 20
     writer = SegmentWriter(tmp_path, "n0", "w", file_bytes=file_bytes, memory_bytes=2 * file_bytes)
-    segments = [writer.append(numbered(n, rows=500, length=500)) for n in range(6)]  # one to a file
+    segments = [writer.append(numbered(n, rows=500, length=500)) for n in range(6)]  # one per file
     if spill(tmp_path, 0) and resident(tmp_path / segments[0].file):
         pytest.skip("this file system keeps its files in memory")
     assert not any(resident(tmp_path / s.file) for s in segments)

@@ -1,4 +1,4 @@
-"""SQL over the tables of a run, of one that goes on and of one with damage."""
+"""SQL over the tables of runs: finished, running and damaged."""
 
 import errno
 import sys
@@ -106,8 +106,8 @@ def test_a_question_that_takes_too_long_is_given_up(run: Run):
 
 
 UNSTOPPABLE = [
-    "select levenshtein(repeat('a', 300000), repeat('b', 300000))",  # one call of a function
-    " union all ".join(["select 1"] * 20000),  # the parser and the binder
+    "select levenshtein(repeat('a', 300000), repeat('b', 300000))",  # a single call of a function
+    " union all ".join(["select 1"] * 20000),  # a load on parser and binder
 ]
 
 

@@ -1,4 +1,4 @@
-"""StreamTail: only what is new of a stream is read."""
+"""StreamTail reads only the new part of a stream."""
 
 from pathlib import Path
 

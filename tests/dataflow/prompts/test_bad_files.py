@@ -1,4 +1,4 @@
-"""Bad input: the message names the file, the row, the rule, the value and the nearest right name."""
+"""Bad input: messages name the file, the row, the rule, the value and the nearest correct name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Data sets by their Hugging Face id: from a cache, with a subset and split, and a clear word where there is none."""
+"""Data sets by Hugging Face id: from the cache, with subset and split, and a clear error if
+missing."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ configs:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The hub's local cache with a data set `tiny/sums`, as `hf download` leaves it, and no network."""
+    """The hub's cache with a data set `tiny/sums`, as `hf download` leaves it, and no network."""
     datasets = pytest.importorskip("datasets")
     import huggingface_hub.constants
 
@@ -79,7 +80,7 @@ def test_an_id_that_neither_cache_nor_network_has_is_named(cache: Path, base: Pa
         "'tiny/smus' is no file or folder here; as a data set it is not in the local Hugging Face cache"
     )
     assert "`hf download --repo-type dataset tiny/smus` puts it there" in said
-    (cache / "tiny").mkdir()  # now it is a mistyped path
+    (cache / "tiny").mkdir()  # from here on, it is a mistyped path
     assert "prompt file 'tiny/smus' does not exist" in complaint("tiny/smus", base)
 
 

@@ -1,4 +1,4 @@
-"""Images beside prompts: the columns that hold them, their places in messages, and what is refused."""
+"""Images in prompts: their columns, their places in messages, and refused input."""
 
 import io
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What was understood of a data set: a record, and the text that a run prints."""
+"""The summary of a data set: a record, and the text that a run prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Columns give back the values of the file: numbers, objects with their own keys, text that happens to be JSON."""
+"""Columns return the values of the file: numbers, objects with their keys, text that looks like
+JSON."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ VALUES: dict[str, list[Any]] = {
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Equal, with the same types: 1 is not 1.0, and not True."""
+    """Compare values and types: 1 is neither 1.0 nor True."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
