@@ -494,7 +494,7 @@ def test_a_used_run_directory_is_refused(tmp_path: Path):
         drive(training(), tmp_path)
 
 
-# # Files of a run
+# Files of a run
 
 
 @pytest.fixture

@@ -277,7 +277,7 @@ def test_a_link_in_the_place_of_a_run_is_moved_aside_and_not_what_it_leads_to(tm
     assert (tmp_path / "mine" / "notes").read_text() == "mine"
 
 
-# # Resuming
+# Resuming
 
 
 def origin(run_dir: Path) -> str:

@@ -44,7 +44,7 @@ def small() -> Batch:
     )
 
 
-# # Construction
+# Construction
 
 
 def test_declared_columns_get_their_declared_type():
@@ -248,7 +248,7 @@ def test_selecting_no_columns_keeps_the_rows():
     assert small().select([]).with_columns(x=[1, 2, 3, 4]).columns == ("x",)
 
 
-# # Zero copies
+# Zero copies
 
 
 def address(array: pa.Array) -> int:
@@ -289,7 +289,7 @@ def test_making_a_ragged_column_from_numpy_does_not_copy_it():
     assert address(Batch.of(response_ids=(values, offsets))["response_ids"]) == values.ctypes.data
 
 
-# # Pickles, for the driver and Ray's object store
+# Pickles, for the driver and Ray's object store
 
 
 def test_the_pickle_of_a_slice_does_not_carry_its_parent():

@@ -36,7 +36,7 @@ HELD_OUT = TableSource("held_out", pa.table({"prompt_ids": [[1]], "answer": ["2"
 PAIRS = TableSource("pairs", pa.table({"prompt_ids": [[1]], "chosen_ids": [[2]], "rejected_ids": [[3]]}))
 
 
-# # Worker classes that Weft does not provide: everything a user would write.
+# Worker classes that Weft does not provide: everything a user would write.
 
 
 class ModelConfig(Config):

@@ -36,7 +36,7 @@ def sizes(tokens: Sequence[int], groups: Sequence[int] | None = None) -> RowSize
     )
 
 
-# # Protocols
+# Protocols
 
 
 def test_one_to_all_gives_everybody_everything_and_keeps_one():
@@ -140,7 +140,7 @@ def test_collected_ranks_hold_each_row_exactly_once(
         assert sum(map(len, homes)) == len(set(groups))
 
 
-# # Protocols as values
+# Protocols as values
 
 
 def first_rank_only(rows: RowSizes, mesh: Sequence[Coordinates]) -> Any:

@@ -293,7 +293,7 @@ def test_prompts_that_cannot_be_answered_are_named(
     assert caught.value.sample_ids == sample_ids
 
 
-# # Checks before any process starts
+# Checks before any process starts
 
 
 class Table(SimpleNamespace):

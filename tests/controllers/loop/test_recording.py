@@ -57,7 +57,7 @@ def trained(run: Path) -> list[tuple[int, int]]:
     return sorted(found)
 
 
-# # Files of rows
+# Files of rows
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_samples_of_some_steps_are_kept(tmp_path: Path):
     assert not check_log(tmp_path / "run" / "buffer").violations
 
 
-# # `weft buffer check`
+# `weft buffer check`
 
 
 def doubled(run: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_part_of_a_lease_that_was_never_finished_counts_for_nothing(tmp_path: 
     ]
 
 
-# # Asynchronous recording
+# Asynchronous recording
 
 
 def with_cost(node: str, cost: LinearCost) -> CostModel:

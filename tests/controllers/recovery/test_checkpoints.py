@@ -451,7 +451,7 @@ def test_a_signal_while_ray_starts_ends_the_run_cleanly_with_one_code_and_a_word
     assert not left
 
 
-# # Weights only
+# Weights only
 
 
 def issued(log: Path) -> list[int]:

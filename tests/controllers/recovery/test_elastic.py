@@ -308,7 +308,7 @@ def test_a_rank_that_falls_silent_leaves(tmp_path: Path, capsys: pytest.CaptureF
     assert re.search(left, capsys.readouterr().out)
 
 
-# # Refused settings
+# Refused settings
 
 
 def test_a_group_whose_ranks_compute_together_cannot_be_elastic(tmp_path: Path):

@@ -256,7 +256,7 @@ def test_an_actor_that_dies_again_and_again_ends_the_run(tmp_path: Path):
     assert len(list((tmp_path / "deaths").iterdir())) == 4
 
 
-# # Failures without deaths
+# Failures without deaths
 
 
 def flaky(folder: Path, *, at: str, times: int, how: str) -> Any:

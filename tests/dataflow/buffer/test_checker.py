@@ -56,7 +56,7 @@ def agree(play: Play) -> None:
     assert report.leases["open"] == sum(len(g.leases) for g in play.buffer.ledgers.values())
 
 
-# # Corrupted logs
+# Corrupted logs
 
 
 @pytest.fixture

@@ -460,7 +460,7 @@ server.wait()
         client_of(location, 2).fetch(segment)  # waited out
 
 
-# # Two hosts, simulated on one machine
+# Two hosts, simulated on one machine
 
 
 @pytest.mark.thorough

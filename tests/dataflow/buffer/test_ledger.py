@@ -199,7 +199,7 @@ def test_columns_of_different_lengths_are_refused_before_they_are_noted():
     ledger.finish(lease)
 
 
-# # Losses, and freed segments
+# Losses, and freed segments
 
 
 def test_a_lost_group_is_issued_again_unless_somebody_works_on_it():
@@ -310,7 +310,7 @@ def test_settled_and_exhausted_say_whether_more_can_come():
     )
 
 
-# # Columns and their segments
+# Columns and their segments
 
 
 def test_pieces_lead_to_the_ancestor_that_has_the_column():

@@ -133,7 +133,7 @@ def test_a_parent_that_was_requeued_is_finished_by_a_quorum_too():
     assert ledger.leases.take_given_up() == [] and len(ledger.live.groups) == 0
 
 
-# # Streamed children
+# Streamed children
 
 
 def test_children_are_there_before_their_parent_is_finished():

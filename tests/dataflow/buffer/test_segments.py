@@ -44,7 +44,7 @@ def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.arrows"))
 
 
-# # Round trips
+# Round trips
 
 
 def test_a_reader_gets_what_was_appended_and_the_reference_survives_json(tmp_path: Path):
@@ -534,7 +534,7 @@ def test_a_reader_keeps_a_bounded_number_of_files_mapped(tmp_path: Path):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the reader has released it
 
 
-# # Memory budget
+# Memory budget
 
 
 def resident(path: Path) -> bool:

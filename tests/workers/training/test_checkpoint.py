@@ -261,7 +261,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_model: Path, tmp_path: Pa
             actor(tmp_path / name).load_checkpoint(folder)
 
 
-# # Other numbers of ranks
+# Other numbers of ranks
 
 
 def run_ranks(folder: Path, model: Path, steps: list[Batch], ranks: int, **case: Any) -> dict[str, Any]:

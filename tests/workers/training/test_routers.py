@@ -267,7 +267,7 @@ def test_two_ranks_find_what_one_does(
         check(tmp_path, name, ranks, alone[name], replica)
 
 
-# # Routes recorded by generators
+# Routes recorded by generators
 
 
 def generate(folder: Path) -> list[Response]:
