@@ -58,12 +58,10 @@ def main() -> None:
         type=int,
         nargs="+",
         default=(1_000, 10_000, 100_000, 1_000_000),
-        help="rows in flight for row_us; each number is a run of its own",
+        help="rows in flight for row_us; one run per number",
     )
-    parser.add_argument("--ranks", type=int, default=512, help="that generate, and as many that train")
-    parser.add_argument(
-        "--profile", type=int, default=0, help="how many of the functions that take most time to show"
-    )
+    parser.add_argument("--ranks", type=int, default=512, help="generating ranks; as many ranks train")
+    parser.add_argument("--profile", type=int, default=0, help="show this many of the slowest functions")
     asked = parser.parse_args()
     figures: dict[str, Any] = dict.fromkeys(FIGURES)
     for name in asked.only:

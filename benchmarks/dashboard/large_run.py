@@ -270,7 +270,7 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--samples", type=int, default=100_000)
-    parser.add_argument("--rows", type=int, help="of the log; the steps are 100")
+    parser.add_argument("--rows", type=int, help="rows of the log, in 100 steps")
     given = parser.parse_args()
     began = time.monotonic()
     if given.rows:

@@ -71,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=Path, help="folder of demo_runs.py, with a run that goes on")
+    parser.add_argument("--runs", type=Path, help="folder of demo_runs.py with a live run")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "dashboard")
     arguments = parser.parse_args()
     from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]

@@ -30,7 +30,7 @@ DECODE_S = 0.02
 MAX_NUM_SEQS = 256
 """Concurrent responses of a replica."""
 TRAINING_OVER_GENERATION = 8
-"""Duration of an update over that of generating as many rows on all replicas.
+"""Duration of an update, over the generation of as many rows on all replicas.
 
 Generation is faster, so rows soon fill the staleness bound.
 """

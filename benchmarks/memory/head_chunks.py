@@ -66,7 +66,7 @@ def _inputs(sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def measure(*, quick: bool = False) -> dict[str, float]:
-    """Return peak bytes and seconds of the chunked head, over those of the plain form."""
+    """Return peak bytes and seconds of the chunked head, over the plain form."""
     inputs = _inputs(QUICK if quick else FULL)
     peaks, seconds, losses = {}, {at_once: [], in_chunks: []}, set()
     for of in (at_once, in_chunks):

@@ -162,5 +162,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5, help="how often each way is tried")
+    parser.add_argument("--rounds", type=int, default=5, help="submissions in each way")
     print(json.dumps(measure(parser.parse_args().rounds)))

@@ -375,5 +375,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, default=3, help="how many inputs are drawn")
+    parser.add_argument("--seeds", type=int, default=3, help="number of random inputs")
     print(json.dumps(run(parser.parse_args().seeds)))
