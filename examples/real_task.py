@@ -14,44 +14,50 @@ import weft
 from weft.controllers.placement import machine_cpus, machine_gpus
 
 GPU_SHARE = 0.6
-"""vLLM's part of a GPU's memory where other groups take turns on it."""
+"""Share of a GPU's memory for vLLM when other groups take turns on the GPU."""
 
 
 class RealSettings(weft.Config):
-    """A model, its data, and where they meet."""
+    """Settings of the examples for real models."""
 
     model: str | None = None
-    """Folder, or Hugging Face id, of a model of 0.5B to 8B with a chat template."""
+    """Folder or Hugging Face id of a model of 0.5B to 8B with a chat template."""
     data: str | None = None
-    """File or folder of rows, or a Hugging Face id such as openai/gsm8k. Default with --tiny: rows made here."""
+    """File or folder of rows, or a Hugging Face id such as openai/gsm8k. Default with --tiny:
+    generated rows."""
     gpus: int | None = Field(default=None, ge=0)
-    """GPUs that all groups share, taking turns. Default: those of this machine."""
+    """GPUs that all groups share in turns. Default: all of this machine."""
     backend: Literal["ray", "local"] = "ray"
-    """Processes on a Ray cluster with vLLM; or everything in this process, where breakpoints work."""
+    """Processes on a Ray cluster with vLLM, or everything in this process, where breakpoints
+    work."""
     tiny: bool = False
-    """A trial in two minutes on a CPU: a tiny model of Qwen3's shape, made here, learns word problems that are made here."""
+    """Trial in two minutes on a CPU: a tiny Qwen3 model learns generated word problems."""
     thinking: bool = False
-    """Whether the chat template lets the model think before it answers."""
+    """Let the model think before it answers, if its chat template supports that."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Longest response, in tokens. Default: 1,024; with thinking 4,096; with --tiny 32."""
+    """[tokens] Longest response. Default: 1,024; with thinking 4,096; with --tiny 32."""
     steps: int | None = Field(default=None, ge=1)
-    """Updates of the policy. Default: 200; with --tiny 16, or 8 with --data."""
+    """Number of updates. Default: 200; with --tiny 16, or 8 with --data."""
     prompts_per_step: int | None = Field(default=None, ge=1)
-    """Rows of each update. Default: 128, PPO 512; with --tiny fewer. A trial on a CPU wants 8."""
+    """Rows per update. Default: 128, PPO 512; with --tiny fewer. Use 8 for a trial on a CPU."""
     adapter: int | None = Field(default=None, ge=1)
-    """Rank of an adapter (LoRA) to train in the model's place, at ten times the rate. Default: the whole model is trained."""
+    """Train an adapter (LoRA) of this rank at ten times the learning rate. Default: train the whole
+    model."""
     offload: Literal["nothing", "moments", "everything"] = "nothing"
-    """What of a trained model lies in host memory while it is not used: docs/gpu.md says which models need it."""
+    """Parts of a trained model to keep in host memory while they are unused. docs/gpu.md lists
+    models that need it."""
     root: Path = Path("runs")
     """Folder of run directories."""
     name: str | None = None
     """Name of the run and its directory. Default: the time."""
     resume: str = "none"
-    """latest: go on with the run of that name (or the newest); or the folder of a run or a checkpoint."""
+    """Run to resume: "latest" for the run of this name (or the newest), or the folder of a run or
+    checkpoint."""
     trackers: tuple[str, ...] = ()
-    """What metrics go to besides the run's own files: tensorboard, wandb, mlflow, trackio, prometheus (under Ray)."""
+    """Additional outputs for metrics: tensorboard, wandb, mlflow, trackio, prometheus (under
+    Ray)."""
     dashboard: bool = False
-    """Start a web page over the runs beside this one, and print its address."""
+    """Start a web page that shows this run and its neighbours, and print the address."""
     seed: int = 0
     """Seed of sampling and order."""
 
@@ -64,32 +70,33 @@ class RealSettings(weft.Config):
         return self
 
     def new_backend(self) -> weft.RayBackend | weft.Local:
-        """Of one driver."""
+        """Return a backend for one driver."""
         return weft.RayBackend() if self.backend == "ray" else weft.Local()
 
     @property
     def engine(self) -> str:
-        """What generates."""
+        """Engine for generation."""
         return "vllm" if self.backend == "ray" else "transformers"
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that are used."""
+        """Number of GPUs to use."""
         return machine_gpus() if self.gpus is None else self.gpus
 
     @property
     def num_steps(self) -> int:
-        """Updates, decided."""
+        """Number of updates to make."""
         return self.steps or (200 if not self.tiny else 16 if self.data is None else 8)
 
     @property
     def longest_response(self) -> int:
-        """Tokens, decided."""
+        """[tokens] Longest response."""
         return self.max_tokens or (32 if self.tiny else 4096 if self.thinking else 1024)
 
     @property
     def training(self) -> dict[str, Any]:
-        """Settings of a trained model: bfloat16 on GPUs, where activations are computed twice to save memory."""
+        """Settings of trained models: bfloat16 on GPUs, with activation checkpointing to save
+        memory."""
         return {
             "dtype": "bfloat16" if self.num_gpus else "float32",
             "activation_checkpointing": bool(self.num_gpus),
@@ -100,11 +107,12 @@ class RealSettings(weft.Config):
         }
 
     def rate(self, of_model: float) -> float:
-        """The learning rate, from that of a whole model."""
+        """Return the learning rate, given the rate for full fine-tuning."""
         return of_model if self.adapter is None else 10 * of_model
 
     def places(self, groups: Iterable[str]) -> dict[str, weft.Place]:
-        """The groups on all devices, where they take turns: a rank for each GPU; without a GPU at most two ranks."""
+        """Place the groups on all devices in turns, with one rank per GPU, or at most two ranks
+        without GPUs."""
         devices = weft.ResourcePool("devices", cpus=machine_cpus(), gpus=self.num_gpus)
         place = weft.Place(
             devices, ranks=self.num_gpus or (min(2, machine_cpus()) if self.backend == "ray" else 1)
@@ -115,9 +123,9 @@ class RealSettings(weft.Config):
 def read_problems(
     settings: RealSettings, data: str, model: str, system: str
 ) -> tuple[weft.Prompts, weft.Prompts, int]:
-    """Problems with answers: (to train on, held out, tokens of the longest prompt and response together).
+    """Return (training problems, held-out problems, tokens of the longest prompt with response).
 
-    What was understood of the data is printed when the run starts. The longest one in a hundred prompts is left out.
+    The longest 1 % of prompts are dropped. The run prints a summary of the data at its start.
     """
     problems = weft.Prompts.read(data, model, system=system, thinking=settings.thinking, too_long="drop")
     assert problems.understood is not None
@@ -133,12 +141,12 @@ def read_problems(
 
 
 def summary(metrics: list[dict[str, float]], accuracy: str, started: float) -> str:
-    """What a run reached, as JSON.
+    """Return the result of a run as JSON.
 
     Args:
-        metrics: of every step.
-        accuracy: the evaluation's metric, such as the share of right answers.
-        started: moment of the monotonic clock at which the program began, in seconds.
+        metrics: metrics of every step.
+        accuracy: name of the evaluation metric, such as the share of correct answers.
+        started: start of the program on the monotonic clock. [s]
     """
     scores = [row[accuracy] for row in metrics if accuracy in row]
     result = {

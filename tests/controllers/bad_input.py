@@ -95,6 +95,7 @@ DRIVER: dict[str, dict[str, Any]] = {
 
 
 def main(settings: Settings) -> None:
+    """Make a run with one mistake."""
     wrong = settings.mistake
     if wrong in VALUES:
         VALUES[wrong]()

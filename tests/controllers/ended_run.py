@@ -34,6 +34,7 @@ class Settings(weft.Config):
 
 
 def main(settings: Settings) -> None:
+    """Train the toy actor slowly."""
     rollout, actor = weft.group(SlowRollout, name="rollout"), weft.group(SavingActor, name="actor")
     reward = weft.group(SlowReward, name="reward")
     rollout.follows(actor)

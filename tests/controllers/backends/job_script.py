@@ -47,6 +47,7 @@ class Settings(weft.Config):
 
 
 def main(settings: Settings) -> None:
+    """Train with GRPO."""
     model = settings.model
     rollout: Any = weft.group(RolloutWorker, model=str(model), engine="transformers")
     reward: Any = weft.group(RewardWorker, function=length, tokenizer=str(model))
