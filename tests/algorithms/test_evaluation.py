@@ -98,7 +98,7 @@ def test_the_quantiles_of_students_t_are_those_of_the_tables(freedom: int, quant
 @pytest.mark.parametrize(("number", "p"), [(20, 0.1), (50, 0.5), (200, 0.97)])
 def test_wilsons_interval_holds_the_shares_that_are_not_too_unlikely(number: int, p: float):
     low, high = interval(p, math.sqrt(p * (1 - p)), number) or (0, 0)
-    for share in (low, high):  # its ends are where the share that was seen is 1.96 standard errors away
+    for share in (low, high):  # at its ends, the observed share is 1.96 standard errors away
         assert abs(p - share) == pytest.approx(
             1.959964 * math.sqrt(share * (1 - share) / number), rel=1e-6
         )
@@ -137,7 +137,7 @@ SOURCE: Any = TableSource(
 
 
 def measured(functions: Any, **settings: Any) -> dict[str, Any]:
-    """The arguments of the node that scores the prompts of an evaluation with these reward functions."""
+    """Return the arguments of the evaluation's scoring node for these reward functions."""
     rollout = group(RolloutWorker, model="model", engine="transformers")
     reward = group(RewardWorker, function=functions, tokenizer="model")
     graph = evaluate(SOURCE, rollout=rollout, reward=reward, **settings)

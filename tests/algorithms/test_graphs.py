@@ -1,4 +1,4 @@
-"""The graphs: what they read and write, and what is missing when something is."""
+"""Graphs: columns that they read and write, and errors for missing ones."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What all losses share: what they report, and what they refuse."""
+"""Common behaviour of all losses: metrics and errors."""
 
 import math
 
@@ -56,7 +56,7 @@ def test_what_does_not_count_is_not_observed_whatever_it_holds():
     ids=lambda loss: type(loss).__name__,
 )
 def test_a_loss_and_its_gradient_ask_nothing_of_the_device(loss: Loss):
-    """On tensors without values whatever would wait for one is an error."""
+    """On meta tensors, anything that would sync with the device raises."""
     of_tokens = (
         "advantages",
         "old_logprobs",

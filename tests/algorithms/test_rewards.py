@@ -1,4 +1,4 @@
-"""Rewards: numbers by hand, and that no token and no reward is lost."""
+"""Rewards: numbers by hand, and no token or reward is lost."""
 
 import pytest
 import torch

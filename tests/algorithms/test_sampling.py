@@ -1,4 +1,4 @@
-"""Sampling: which of its log-probabilities a trainer can be compared with, and who is told where there are none."""
+"""Sampling: logprobs that a trainer can compare with, and errors where there are none."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The benchmark of the driver: each figure that it promises has a module that measures it."""
+"""The driver benchmark: each documented figure has a module that measures it."""
 
 import json
 import runpy

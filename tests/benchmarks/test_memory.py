@@ -1,4 +1,4 @@
-"""The figures of memory, in small."""
+"""The memory figures at small size."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The plan beside runs: what examples take is what was planned."""
+"""Plans against runs: examples take the planned memory."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`weft buffer`: what it prints, and with which exit code it ends."""
+"""`weft buffer`: output and exit codes."""
 
 import json
 import re

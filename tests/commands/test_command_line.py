@@ -1,4 +1,4 @@
-"""The command line `weft`: its help, its shell completion, its exit codes."""
+"""The command line `weft`: help, shell completion, exit codes."""
 
 import json
 import os
@@ -19,13 +19,13 @@ HEAVY = {
     "torch", "ray", "vllm", "transformers", "tokenizers", "datasets", "duckdb", "pyarrow", "pandas", "numpy", "matplotlib", "rich",
     "pydantic", "jinja2", "httpx", "requests", "aiohttp", "cryptography", "yaml", "jsonschema", "sympy",
 }  # fmt: skip
-"""What no help needs: each of them takes from 20 ms to seconds."""
+"""Modules that help does not need. Each takes 20 ms to seconds to import."""
 MAX_MODULES = 400
-"""That `weft --help` may load (312 when this was written): half a second is the limit."""
+"""Modules that `weft --help` may load: with more, it exceeds half a second."""
 
 
 def commands(tree: Mapping = TREE) -> Iterator[list[str]]:
-    """The words of each command."""
+    """Yield the words of each command."""
     for name, below in tree.items():
         yield from (
             ([name, *rest] for rest in commands(below)) if isinstance(below, Mapping) else ([name],)

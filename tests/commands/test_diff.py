@@ -40,7 +40,7 @@ def test_other_data_is_seen(done: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def change(run: Path, step: int, column: str, at: int, change_one: object) -> int:
-    """Change the values of a row of a step's samples; returns the number of the sample."""
+    """Change the values of one row in a step's samples, and return its sample id."""
     [part] = [p for p in sample_files(run) if (p.graph, p.step) == ("train", step)]
     table = part.read().drop_columns(["graph", "step"])
     values = table[column].to_pylist()

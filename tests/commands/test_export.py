@@ -1,4 +1,4 @@
-"""`weft export`: the model of a checkpoint, complete and under its own name."""
+"""`weft export`: a checkpoint's model, complete and under its name."""
 
 import errno
 import json
@@ -13,7 +13,7 @@ from weft.dataflow.runs.manifest import write_manifest
 
 @pytest.fixture
 def saved(done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """runs/two with a model in each of its checkpoints."""
+    """runs/two with a model in each checkpoint."""
     run = Path(shutil.copytree(done / "two", tmp_path / "runs" / "two"))
     for checkpoint in sorted((run / "checkpoints").glob("step_*")):
         (checkpoint / "actor" / "model").mkdir()

@@ -1,4 +1,4 @@
-"""`weft plan`: what a run will be; nothing is started, and nothing is written."""
+"""`weft plan`: a summary of a future run, without starting or writing anything."""
 
 import json
 import os
@@ -174,7 +174,7 @@ EXAMPLES = {
     "ppo_gsm8k --tiny": ("tiny_qwen3",),
     "dpo_pairs --tiny": ("tiny_qwen3",),
 }
-"""Example and flags -> what it would make first."""
+"""Example with flags -> the file it would make first."""
 
 
 @pytest.mark.slow

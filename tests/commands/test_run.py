@@ -1,4 +1,4 @@
-"""`weft run`: a script runs as `python SCRIPT` runs it."""
+"""`weft run SCRIPT` runs a script as `python SCRIPT` does."""
 
 import json
 import subprocess

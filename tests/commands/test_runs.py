@@ -1,4 +1,4 @@
-"""`weft runs`: a line for each run of a folder, whatever state it is in."""
+"""`weft runs`: a line per run of a folder, in any state."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`weft samples`: what a run has recorded."""
+"""`weft samples`: the recorded samples of a run."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`weft stop`: a run saves itself and ends with 0; nobody is signalled."""
+"""`weft stop`: a run saves itself and exits with 0, without signals."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_a_run_that_is_over_is_left_alone(done: Path, capsys: pytest.CaptureFixt
 def test_a_run_on_another_host_is_asked_by_its_file_and_waited_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Its process id may be that of a process here, which is not touched."""
+    """Its process id may belong to another process here, which must stay untouched."""
     run = tmp_path / "run"
     (run / "lock").mkdir(parents=True)
     live = Live(tmp_path, "live")

@@ -1,4 +1,5 @@
-"""`weft submit` and `weft jobs`: whose words are whose, what is refused before a cluster is asked, and what each end means."""
+"""`weft submit` and `weft jobs`: arguments, checks before contact with a cluster, and exit
+codes."""
 
 import json
 from pathlib import Path

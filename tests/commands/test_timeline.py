@@ -1,4 +1,4 @@
-"""`weft timeline`: what it prints, and where its picture goes."""
+"""`weft timeline`: its output, and the place of its picture."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from weft.dataflow.runs.directory import RunDirectory
 
 @pytest.fixture
 def timeline_run(runs: Path) -> Path:
-    """runs/tiny with a timeline: two steps of one second each, of which the actor works a quarter."""
+    """runs/tiny with a timeline: two steps of one second each; the actor is busy for a quarter."""
     directory = RunDirectory(runs / "tiny")
     for step in (0, 1):
         for name, what, start_s, end_s in (

@@ -1,4 +1,4 @@
-"""A run that goes on, seen by a dashboard that was started beside it, and what it leaves for one file."""
+"""A live run in a separate dashboard, and its export to one file."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from weft.dataflow.errors import UserError
 
 
 def until(condition, what: str, seconds: float = 20.0):
-    """The first true value of a condition, asked again and again."""
+    """Poll a condition, and return its first true value."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"{what} within {seconds} s"

@@ -1,4 +1,5 @@
-"""What run directories say: curves, samples, lanes, the buffer and workers, of whole runs and of damaged, empty and killed ones."""
+"""Reading run directories: curves, samples, lanes, buffer and workers, of intact and broken
+runs."""
 
 import errno
 import json
@@ -28,7 +29,7 @@ PAGES = ("run", "alerts", "graph", "timeline", "buffer", "workers", "weights", "
 
 
 def asked(client: TestClient, run: str) -> dict[str, dict]:
-    """What each page of a run is told."""
+    """Return the answer for each page of a run."""
     found = {page: client.get(f"/api/{page}", params={"run": run}) for page in PAGES}
     found["metrics"] = client.get("/api/metrics", params={"runs": run})
     found["curves"] = client.get("/api/curves", params={"runs": run, "names": "reward/mean,step"})
@@ -164,7 +165,7 @@ def test_a_log_that_takes_too_long_is_not_read_while_a_page_waits(
     assert refused.status_code == 400 and "weft buffer why" in refused.json()["message"]
 
 
-# What is not as it should be
+# Broken runs
 
 
 @pytest.mark.parametrize("how", ["cut", "garbage", "emptied", "gone", "a folder"])

@@ -1,4 +1,4 @@
-"""Who may ask the dashboard, what a page of it may do, and that no text of a run leads anywhere."""
+"""Access to the dashboard, restrictions of its pages, and escaping of a run's texts."""
 
 import json
 import re

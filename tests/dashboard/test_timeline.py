@@ -1,4 +1,5 @@
-"""The timeline: idle time and shares by hand, windows of steps, and pictures of few and of many calls."""
+"""The timeline: idle time and shares by hand, windows of steps, and pictures of few and of many
+calls."""
 
 from pathlib import Path
 
@@ -34,11 +35,11 @@ STEPS = [
     call(1, "rollout", "generate", 6, 7),
     call(1, "actor", "update", 7, 10),
 ]
-"""Two steps; nobody works at the same time as another."""
+"""Two steps without overlap."""
 
 
 def many(num_calls: int, groups: int = 4, nodes: int = 3) -> list[TimelineCall]:
-    """Calls in turn over all groups, 6 to a step, with a longer pause in the middle."""
+    """Calls of all groups in turn, 6 per step, with a longer pause in the middle."""
     return [
         call(
             k // 6,
@@ -52,7 +53,7 @@ def many(num_calls: int, groups: int = 4, nodes: int = 3) -> list[TimelineCall]:
 
 
 def write(calls: list[TimelineCall], root: Path) -> Path:
-    """A run directory with these calls, as the driver writes it."""
+    """Write a run directory with these calls, like the driver."""
     directory = RunDirectory.create(root, "run")
     for one in calls:
         directory.add_call(**vars(one))
@@ -61,7 +62,7 @@ def write(calls: list[TimelineCall], root: Path) -> Path:
 
 
 def pixels(path: Path, colour: str) -> float:
-    """Share of the picture that has this colour."""
+    """Return the share of the picture with this colour."""
     from matplotlib.colors import to_rgb
     from matplotlib.image import imread
 

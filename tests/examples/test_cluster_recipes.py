@@ -1,4 +1,5 @@
-"""The recipes for clusters name files and options that exist, and leave nothing in a folder that goes with the nodes."""
+"""Cluster recipes use existing files and options, and store nothing in folders that vanish with a
+node."""
 
 import re
 import shlex
@@ -16,7 +17,7 @@ RUNS = ("rayjob.yaml", "slurm.sh", "skypilot.yaml")
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of each call of an example."""
+    """Return the words of each call of an example."""
     return [shlex.split(found) for found in re.findall(r"python (examples/\w+\.py[^\n$]*)", text)]
 
 

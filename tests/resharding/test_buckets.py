@@ -1,4 +1,4 @@
-"""Parts are cut into buckets: nothing is lost, nothing is twice, and no bucket is larger than it may be."""
+"""Parts are cut into buckets: no element is lost or repeated, and no bucket exceeds its limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transfer backends tell each other goes as JSON, and comes as it was."""
+"""Messages between transfer backends survive a round trip through JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HANDLE = (
     torch.Tensor, torch.Size([1 << 20]), (1,), 0, torch.UntypedStorage, torch.uint8, 0, b"\x00\xff" * 32, 1 << 20, 0, False,
     b"counter", 3, b"event", True,
 )  # fmt: skip
-"""As `torch.multiprocessing.reductions.reduce_tensor` says where a memory of CUDA is."""
+"""CUDA memory in the form of `torch.multiprocessing.reductions.reduce_tensor`."""
 
 
 @pytest.mark.parametrize(

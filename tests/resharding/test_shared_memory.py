@@ -1,4 +1,4 @@
-"""Parts that lie in memory that others can map are read there: nothing is copied into buckets, and what arrives is the same."""
+"""Parts in mappable memory are read in place, without buckets, and arrive unchanged."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_places_are_found_while_another_thread_makes_memory(
     memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Starts(weakref.WeakKeyDictionary[Any, Any]):
-        """Whoever goes through it is interrupted by a thread that makes memory."""
+        """While iterated, lets another thread allocate memory."""
 
         def values(self) -> Iterator[Any]:
             for value in super().values():

@@ -1,4 +1,5 @@
-"""A version that ranks give away arrives at receivers bucket by bucket, bit for bit, mapped and streamed."""
+"""A published version arrives at its receivers bucket by bucket and bit by bit, mapped or
+streamed."""
 
 from __future__ import annotations
 
@@ -70,8 +71,10 @@ def new_publisher(request: pytest.FixtureRequest) -> Iterator[NewPublisher]:
 
 @pytest.fixture(params=["mapped", "streamed", "gloo", "device"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whether receivers map the publisher's memory, believe that they are on another machine, or are sent everything by gloo, from buckets
-    on the host or from memory of a device, in whose place is torch's own on the host."""
+    """The transport: mapped memory, a stream as between machines, or gloo.
+
+    Gloo sends from host buckets or from "device" memory, which host memory stands in for.
+    """
     if request.param == "streamed":
         elsewhere(monkeypatch)
     if request.param == "device":
@@ -100,7 +103,7 @@ def equal(found: Tensors, wanted: Tensors) -> bool:
 
 
 def rows(of: Tensors, rank: int, ranks: int) -> list[Part]:
-    """What one of several ranks gives: a share of the rows of each tensor; what has no rows is the first rank's."""
+    """Return a rank's share of the rows of each tensor; scalars belong to the first rank."""
     parts: list[Part] = []
     for part in whole(of):
         if not part.shape:
@@ -201,7 +204,7 @@ def test_over_the_network_go_the_bytes_of_the_plan_and_no_others(
         lambda self, content: sent.append(len(content)) or real(self, content),
     )
     weights = new_publisher().publish(whole({"a": torch.arange(8000.0).view(1000, 8)}), 1)
-    columns = torch.zeros(500, 3)  # a part of each row, so that what travels is strided at its source
+    columns = torch.zeros(500, 3)  # a part of each row, so that the source is strided
     with pytest.raises(WeightSyncError, match="or what other ranks"), open_weights(weights) as incoming:
         receive_parts(incoming, [Part("a", (1000, 8), Box((10, 2), (510, 5)), columns)])
     assert sum(sent) == columns.nbytes and len(sent) > 10
@@ -274,7 +277,7 @@ def test_who_comes_in_the_middle_waits_for_longer_than_its_patience_while_others
         assert told == 5 and equal(late.result(timeout=60)[0], of)
 
 
-# What goes wrong
+# Errors
 
 
 def test_a_receiver_that_cannot_be_served_does_not_hold_up_the_others(
@@ -311,7 +314,7 @@ def test_too_many_open_files_keep_receivers_out_only_as_long_as_they_are_open(
         os.close(next_file)
         resource.setrlimit(resource.RLIMIT_NOFILE, (next_file, before[1]))
         try:
-            stray.connect((rank.host, rank.port))  # the kernel may have set a number aside for it
+            stray.connect((rank.host, rank.port))  # the kernel may have reserved a port for it
             early.connect((rank.host, rank.port))
             early.settimeout(0.3)  # waited out: the publisher cannot answer
             with pytest.raises(TimeoutError):
@@ -664,7 +667,7 @@ class _Devices:
     """Stands in for `torch.cuda` on a machine with two GPUs."""
 
     def init(self) -> None:
-        """There is nothing to do."""
+        """Do nothing."""
 
     def device_count(self) -> int:
         return 2
@@ -674,7 +677,8 @@ class _Devices:
 
 
 HANDLE = (0, b"handle", 64, 0, b"counter", 3, b"event", True)
-"""What torch gives for memory of a device: fields of `torch.multiprocessing.reductions.rebuild_cuda_tensor`."""
+"""torch's handle of device memory: fields of
+`torch.multiprocessing.reductions.rebuild_cuda_tensor`."""
 
 
 class _Memory:

@@ -1,4 +1,5 @@
-"""A trainer drives the engines that take its weights by a backend of vLLM's: in order, all at once, and never without an end."""
+"""A trainer controls the engines that receive its weights by a vLLM backend: in order, together,
+and with deadlines."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ SUMS = {"a": TensorSum("float32", (2, 3), 17), "b": TensorSum("bfloat16", (4,), 
 
 
 class Engine:
-    """An engine on a thread of its own."""
+    """An engine on a separate thread."""
 
     def __init__(
         self, weights: Weights, *, ranks: int = 1, identity: str = "first", came: Any = None

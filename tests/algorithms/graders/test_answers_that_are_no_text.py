@@ -1,4 +1,4 @@
-"""Graders compare with answers that are numbers, booleans or lists in the data."""
+"""Graders accept answers that are numbers, booleans or lists in the data."""
 
 import inspect
 from typing import Any

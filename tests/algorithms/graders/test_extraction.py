@@ -1,4 +1,4 @@
-"""Where the final answer of a response stands."""
+"""Finding the final answer in a response."""
 
 import pytest
 

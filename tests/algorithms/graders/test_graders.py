@@ -1,4 +1,4 @@
-"""The graders that need no other process: answers as models write them."""
+"""Graders without a separate process: answers as models write them."""
 
 import pytest
 

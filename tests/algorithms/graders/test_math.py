@@ -1,4 +1,5 @@
-"""Math: a few answers of each kind, and what becomes of a comparison that does not end. The labelled set is a benchmark's."""
+"""Math: some answers of each kind, and comparisons that do not end. A benchmark has the labelled
+set."""
 
 import itertools
 import os
@@ -17,7 +18,7 @@ from weft.dataflow.errors import SampleError
 
 PATIENT = Math(deadline_s=60)
 SLOW = r"\boxed{\sum_{k=1}^{10^{12}} \frac{1}{k^{3/2}}}"
-"""A sum that sympy adds up term by term."""
+"""A sum that sympy computes term by term."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Numbers, units and ways of writing, by hand."""
+"""Numbers, units and notations, by hand."""
 
 from fractions import Fraction
 

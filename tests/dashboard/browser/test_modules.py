@@ -1,4 +1,4 @@
-"""The modules of the pages by themselves: numbers as text, differences, smoothing, layout, and text that is made visible."""
+"""Modules of the pages: number formats, differences, smoothing, layout, and escaping."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.thorough]
 
 @pytest.fixture(scope="module")
 def ask(modules: Look) -> Callable[[str, str], Any]:
-    """Evaluates an expression with the names that a module exports."""
+    """Evaluates an expression with the exports of a module."""
 
     def evaluate(module: str, expression: str) -> Any:
         return modules.page.evaluate(f"import('/static/{module}.js').then(m => {expression})")

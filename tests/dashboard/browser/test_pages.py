@@ -1,4 +1,4 @@
-"""Every page of every kind of run, light and dark, wide and narrow: it is there, its console is silent, and it fits its window."""
+"""Every page for every kind of run, light and dark, wide and narrow: shown, quiet, and fitting."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ RUNS = ("first", "killed", "nothing", "live")
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest) -> str:
-    """Its name; the live one goes on meanwhile."""
+    """The name of a run; the live one works meanwhile."""
     return request.getfixturevalue("live") if request.param == "live" else request.param
 
 
@@ -56,7 +56,7 @@ def test_two_runs_are_laid_over_one_another_and_compared(look):
 
 
 def altered(folder: Path, name: str, **files: Callable[[Any], Any]) -> str:
-    """A copy of the run `first` whose JSON files are changed by functions. Returns its name."""
+    """Copy the run `first`, change its JSON files with functions, and return the copy's name."""
     run = copytree(folder / "first", folder / name)
     for file, change in files.items():
         path = run / f"{file}.json"

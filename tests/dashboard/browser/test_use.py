@@ -1,4 +1,4 @@
-"""What people do with the pages: keys alone, assistive technology, a run that goes on, a dashboard that dies and comes back."""
+"""Using the pages: keyboard, assistive technology, a live run, and a dashboard that restarts."""
 
 import re
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.thorough]
 WAITS = re.compile(
     r".+: \d+ of \d+ rows to do; (\d+ leased|waits for .+|ready, not claimed|too old, .+; waits for a larger bound)"
 )
-"""What a node has still to do with a group that is in flight."""
+"""Remaining work of a node for a group in flight."""
 ENDS = re.compile(
     r"group 288 was never issued; groups 0 to \d+ were|group 288 of graph .+\) was finished at byte .+"
 )
@@ -196,18 +196,18 @@ def test_a_conversation_is_shown_as_its_turns_and_what_was_unfolded_stays_so(loo
     assert not window.page.get_by_text('"name": "calculator"').is_visible()
     call.click()
     assert window.page.get_by_text('"name": "calculator"').is_visible()
-    window.page.evaluate("dispatchEvent(new Event('theme'))")  # everything is drawn again
+    window.page.evaluate("dispatchEvent(new Event('theme'))")  # redraw everything
     assert window.page.get_by_text('"name": "calculator"').is_visible()
 
 
 def test_a_group_that_was_not_recorded_says_what_it_waits_for(look):
     window = look()
-    window.show("samples", run="killed", group="288")  # in flight when it was killed, or not issued yet
+    window.show("samples", run="killed", group="288")  # in flight at the kill, or not issued yet
     window.page.get_by_text("not recorded yet").wait_for()
     first, *waits = window.page.locator(".detail .notice").all_inner_texts()
     if ENDS.fullmatch(first):
         assert not waits
-    else:  # the driver said it last, or the log does, below the group's place
+    else:  # from the driver's last report, or from the log
         waits = (
             waits
             if first.startswith("group 288 of graph") and first.endswith("is in flight")
