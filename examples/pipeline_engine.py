@@ -58,10 +58,10 @@ class PipelineEngine:
     ) -> None:
         asked = training and (training.lora or training.activation_checkpointing or training.router_loss)
         if head != "logprobs" or asked or config.dtype != "float32":
-            raise UserError("PipelineEngine trains whole policies in float32, and nothing else")
+            raise UserError("PipelineEngine only supports full training of policies in float32")
         if context.world_size != config.pipeline_parallel:
             raise UserError(
-                f"{context.world_size} ranks for a pipeline of {config.pipeline_parallel} stages"
+                f"a pipeline of {config.pipeline_parallel} stages needs as many ranks, not {context.world_size}"
             )
         self.config, self.context, self.training = config, context, training
         self.stage, self.stages = context.rank, context.world_size
@@ -208,7 +208,7 @@ class PipelineEngine:
         return self._of_tokens(batch, entropy=True)
 
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        raise RuntimeError("a policy has no values")
+        raise RuntimeError("a policy has no values; use a critic")
 
     def accumulate(self, batch: Batch, loss: Loss, *, last: bool) -> Metrics:
         rows = self._rows(batch, [c for c in (*loss.reads, *loss.may_read) if c in batch])
@@ -324,7 +324,7 @@ class PipelineEngine:
                 yield Part(name, shape, Box.full(shape), parameter.detach())
 
     def receive_weights(self, incoming: IncomingWeights) -> str:
-        raise UserError("PipelineEngine trains, and follows nobody")
+        raise UserError("PipelineEngine cannot receive weights; use it for training")
 
     def save(self, folder: Path, *, merged: bool = False) -> None:
         tensors = {name: tensor.clone() for name, tensor in self.named_tensors()}
