@@ -158,7 +158,7 @@ def files_importing(package: str) -> dict[str | None, list[str]]:
     return dict(files)
 
 
-def test_imports_are_read_wherever_they_stand():
+def test_imports_are_found_at_any_place_in_a_file():
     source = """
 import ray
 from ..dataflow import batch

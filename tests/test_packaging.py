@@ -165,7 +165,7 @@ def test_the_lock_for_cuda_satisfies_pyproject_and_differs_only_where_vllm_does(
     assert other <= {"apache-tvm-ffi", "triton"}
 
 
-def test_what_a_job_server_needs_is_locked_beside_the_rest():
+def test_packages_of_a_job_server_have_a_separate_lock():
     """They have a separate lock: with them, Ray starts more processes on every node."""
     needed = [
         r
@@ -181,7 +181,7 @@ def test_what_a_job_server_needs_is_locked_beside_the_rest():
     assert not locked_versions().keys() & locked_versions("jobs.txt").keys()
 
 
-def test_the_lock_leaves_out_what_breaks_a_cpu_install():
+def test_the_lock_leaves_out_packages_that_break_a_cpu_install():
     """The registry's torchvision, torchaudio and torchcodec are CUDA builds, with which `import
     transformers` fails."""
     assert not {"torchvision", "torchaudio", "torchcodec"} & set(locked_versions())

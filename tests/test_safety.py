@@ -75,14 +75,14 @@ def breaks(source: ast.Module) -> list[tuple[int, str]]:
         "np.load(path, allow_pickle=True)",
     ],
 )
-def test_what_runs_text_or_reads_code_is_found(text: str):
+def test_code_that_runs_text_or_reads_pickles_is_found(text: str):
     assert breaks(ast.parse(text))
 
 
 @pytest.mark.parametrize(
     "text", ["model.eval()", "yaml.safe_load(file)", "np.load(path)", "subprocess.run([a], shell=False)"]
 )
-def test_what_does_not_is_left_alone(text: str):
+def test_safe_code_is_left_alone(text: str):
     assert not breaks(ast.parse(text))
 
 

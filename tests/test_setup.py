@@ -101,7 +101,7 @@ def test_setup_leaves_the_index_of_pytorch_alone_where_pip_has_the_build(setup: 
 
 
 @pytest.mark.thorough
-def test_setup_says_what_to_do_where_neither_has_the_build_and_installs_nothing_else(
+def test_setup_gives_advice_if_the_build_is_missing_and_installs_nothing_else(
     setup: Setup, tmp_path: Path
 ):
     empty = make_index(tmp_path / "empty")

@@ -327,7 +327,7 @@ def test_where_trainer_and_generator_agree_nothing_changes(
     assert results[0] == results[1]  # bit by bit
 
 
-def test_without_a_correction_the_loss_is_what_it_was():
+def test_without_a_correction_the_loss_is_unchanged():
     logprobs, rows = random_rows()
     watching, _ = PolicyLoss(old="old_logprobs")(logprobs, rows)
     blind = PackedRows(
@@ -444,7 +444,7 @@ def test_kl_penalty_and_entropy_bonus_are_not_weighed():
 # Settings
 
 
-def test_what_a_loss_reads_depends_on_its_correction():
+def test_the_columns_of_a_loss_depend_on_its_correction():
     weighing, choosing = TruncatedImportance(), Rejection()
     assert PolicyLoss().may_read == ("response_mask",)
     assert PolicyLoss(old="old_logprobs").may_read == ("response_mask", "response_logprobs")

@@ -73,7 +73,7 @@ def test_a_prompt_that_has_lost_samples_counts_with_those_that_are_left():
     assert math.isnan(none["avg@2"].value) and none["prompts"].value == 0
 
 
-def test_a_threshold_says_what_solves_a_prompt():
+def test_a_threshold_defines_a_solved_prompt():
     batch = Batch.of(group_id=[0, 0], reward=[0.5, 0.1])
     assert score_prompts(batch, n=2, k=(1,), solved=0.5)["pass@1"].value == 0.5
 

@@ -66,7 +66,7 @@ def test_absolute_by_hand():
     assert torch.autograd.grad(kl.sum(), p)[0].tolist() == [1.0, -1.0, 0.0]
 
 
-def test_the_full_divergence_is_what_the_estimators_estimate():
+def test_the_full_divergence_equals_the_mean_of_the_estimators():
     torch.manual_seed(0)
     logits, reference = torch.randn(2, 4, 7, dtype=torch.float64)
     logits.requires_grad_()

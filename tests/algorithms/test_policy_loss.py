@@ -211,7 +211,7 @@ def numbers(metrics: Any) -> dict[str, float]:
     return {name: metric.value for name, metric in metrics.items()}
 
 
-def test_a_loss_and_what_it_watches_by_hand():
+def test_a_loss_and_its_metrics_by_hand():
     ln2 = math.log(2)
     rows = PackedRows.of(
         [3, 1],
@@ -296,7 +296,7 @@ def test_the_generator_is_compared_with_once():
         assert PolicyLoss(old="old_logprobs", **twice).old == "old_logprobs"
 
 
-def test_what_a_loss_reads_depends_on_its_parts():
+def test_the_columns_of_a_loss_depend_on_its_parts():
     assert PolicyLoss().reads == ("advantages", "response_logprobs")
     with_kl = PolicyLoss(kl=KlPenalty(coefficient=0.1), old="old_logprobs")
     assert with_kl.reads == ("advantages", "old_logprobs", "reference_logprobs")

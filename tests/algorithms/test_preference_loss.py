@@ -144,7 +144,7 @@ def test_kto_weighs_good_and_bad_responses_by_themselves():
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_what_stands_under_the_mask_changes_nothing(name: str):
+def test_masked_values_change_nothing(name: str):
     loss = EVERY[name]
     logprobs, rows = random_rows()
     masked = rows["response_mask"] == 0

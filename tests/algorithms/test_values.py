@@ -185,7 +185,7 @@ def test_whitened_values_have_mean_zero_and_deviation_one_far_from_zero():
     assert abs(out.mean()) < 1e-5 and abs(out.std() - 1) < 1e-5
 
 
-def test_the_nodes_write_what_their_functions_say():
+def test_the_nodes_write_the_declared_columns():
     samples = Batch.of(
         token_rewards=[[0.0, 9.0, 1.0], [2.0]],
         values=[[0.5, 9.0, 0.5], [1.0]],

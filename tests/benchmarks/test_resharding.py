@@ -14,7 +14,7 @@ from weft.resharding.plan import ReshardPlan
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "resharding.py"
 
 
-def test_the_lower_bound_is_what_a_rank_needs_less_what_its_device_has(load: Any):
+def test_the_lower_bound_counts_needed_bytes_that_the_device_lacks(load: Any):
     plans = load("resharding/plans")
     source = three_dimensional(
         [Parameter("w", (8, 4), 0)], Parallelism(tp=4)
@@ -25,7 +25,7 @@ def test_the_lower_bound_is_what_a_rank_needs_less_what_its_device_has(load: Any
     assert plans.lower_bounds(source, elsewhere) == [32, 32]
 
 
-def test_plans_of_small_layouts_move_what_must_move(load: Any):
+def test_plans_of_small_layouts_move_the_minimum(load: Any):
     found = load("resharding/plans").plan_equals_bound((1, 2))
     assert found == {"plan_equals_bound": True, "plan_pairs": 96, "hybridflow_redundant_bytes": 0}
 

@@ -128,7 +128,7 @@ def test_without_peers_their_ratios_are_null(load: Any):
 
 
 @pytest.mark.parametrize("wrong", [["--workloads", "a,z"], ["--steps", "-1"]])
-def test_what_is_asked_for_wrongly_is_refused(
+def test_wrong_requests_are_refused(
     load: Any, wrong: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(sys, "argv", ["grpo_step.py", *wrong])

@@ -52,7 +52,7 @@ def test_help_of_every_command_and_the_doctor_load_nothing_heavy():
         assert f"usage: weft {' '.join(words)} [-h]" in done.stdout
 
 
-def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixture[str]):
+def test_help_lists_every_command_with_a_description(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as end:
         main(["--help"])
     said = capsys.readouterr().out
@@ -104,7 +104,7 @@ def test_the_module_and_the_script_are_the_same_command(runs: Path):
     assert scripts == {"weft": f"{main.__module__}:{main.__qualname__}"}
 
 
-def test_an_error_that_nobody_thought_of_is_one_line(
+def test_an_unexpected_error_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     def damaged(self: object) -> None:

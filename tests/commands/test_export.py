@@ -36,7 +36,9 @@ def test_the_model_of_the_last_checkpoint_or_of_a_step_is_copied(
     assert not list(Path().glob(".*")), "nothing unfinished is left"
 
 
-def test_what_cannot_be_exported_is_told(saved: Path, done: Path, capsys: pytest.CaptureFixture[str]):
+def test_models_that_cannot_be_exported_are_reported(
+    saved: Path, done: Path, capsys: pytest.CaptureFixture[str]
+):
     shutil.copytree(done / "one", "runs/one")
     Path("there").mkdir()
     damaged = saved / "checkpoints" / "step_000002" / "actor" / "model" / "config.json"

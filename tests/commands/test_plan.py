@@ -130,7 +130,7 @@ def test_a_machine_with_gpus_is_planned_for_without_one(folder: Path):
     )
 
 
-def test_what_a_script_prepares_is_sketched_and_said(folder: Path):
+def test_preparations_of_a_script_are_sketched_and_reported(folder: Path):
     done = plan(folder, "train.py", "--prepares")
     assert done.returncode == 0, done.stderr
     assert (
@@ -142,7 +142,7 @@ def test_what_a_script_prepares_is_sketched_and_said(folder: Path):
     assert "prepared: there" in done.stderr and "BEFORE THE RUN" not in done.stdout
 
 
-def test_a_script_that_writes_before_its_driver_is_told_where(folder: Path):
+def test_a_script_that_writes_before_its_driver_is_refused_with_the_place(folder: Path):
     done = plan(folder, "train.py", "--writes")
     assert done.returncode == 2
     assert (
@@ -153,7 +153,7 @@ def test_a_script_that_writes_before_its_driver_is_told_where(folder: Path):
 
 
 @pytest.mark.thorough
-def test_what_a_run_would_refuse_a_plan_refuses(folder: Path):
+def test_a_plan_refuses_the_same_as_a_run(folder: Path):
     done = plan(folder, "train.py", "--steps", "0")
     assert (
         done.returncode == 2

@@ -28,7 +28,7 @@ def test_a_run_that_makes_checkpoints_saves_itself_and_leaves_with_0(
         assert resumed.run()[-1]["step"] == found["step"] + 1
 
 
-def test_a_run_without_checkpoints_ends_after_its_step_and_its_program_goes_on(tmp_path: Path):
+def test_a_stopped_run_without_checkpoints_finishes_its_step_and_returns(tmp_path: Path):
     live = Live(tmp_path, "live")
     assert main(["stop", str(live.path)]) == 0
     assert live.join() == "returned"

@@ -50,7 +50,7 @@ def test_timeline_says_how_busy_each_group_was_and_draws_it(
     assert (timeline_run / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_timeline_of_some_steps_goes_where_it_is_told(
+def test_the_timeline_of_some_steps_is_written_to_the_given_path(
     timeline_run: Path, capsys: pytest.CaptureFixture[str]
 ):
     out = timeline_run.parent.parent / "some.svg"

@@ -31,7 +31,7 @@ def test_a_line_that_a_killed_process_has_left_half_written_spoils_no_other(tmp_
     assert [alert.text for alert in read_alerts(tmp_path)] == ["one", "two"]
 
 
-def test_what_cannot_be_written_now_is_written_with_the_next(tmp_path: Path):
+def test_lines_that_cannot_be_written_are_written_with_the_next(tmp_path: Path):
     alerts = Alerts(tmp_path / "gone")
     alerts.add("disk_full", "one")
     (tmp_path / "gone").mkdir()

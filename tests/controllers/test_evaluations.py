@@ -81,7 +81,7 @@ def three_answers(rows: Any, *, rollout: Any, reward: Any) -> Any:
     return score_prompts(reward.score(rollout.generate(rows, n=3)), n=3, k=(1, 3), solved=3.0)
 
 
-def test_pass_at_k_and_its_interval_are_written_beside_the_step(tmp_path: Path):
+def test_pass_at_k_and_its_interval_are_written_with_the_step(tmp_path: Path):
     made = handles()
     held_out = three_answers(prompts(4, "held_out"), rollout=made["rollout"], reward=made["reward"])
     evaluations = [Evaluation(held_out, every=1, name="sums")]
@@ -157,7 +157,7 @@ def test_the_best_is_never_pruned_even_where_its_evaluation_comes_late(tmp_path:
     directory.lock.release()
 
 
-def test_the_best_checkpoint_is_named_at_the_end_and_when_the_run_goes_on(
+def test_the_best_checkpoint_is_named_at_the_end_and_on_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     checkpoint = CheckpointConfig(every=1, keep=1, best="time_s")  # always the latest
@@ -221,7 +221,7 @@ def test_each_evaluated_step_has_a_checkpoint_of_which_the_best_is_kept(tmp_path
 
 
 @pytest.mark.thorough
-def test_a_run_that_fails_beside_an_evaluation_goes_on_as_if_it_had_not(tmp_path: Path):
+def test_a_run_that_fails_during_an_evaluation_resumes_unchanged(tmp_path: Path):
     expected = judged(tmp_path / "whole", checkpoint=CheckpointConfig(every=1))
     Learner.fails_at = 5  # during the evaluation of step 4
     with pytest.raises(WorkerError, match="Killed"):
@@ -241,12 +241,12 @@ def test_a_best_checkpoint_by_a_metric_of_each_step_says_which_steps(tmp_path: P
         saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(best="time_s"))
 
 
-def test_a_best_checkpoint_by_what_the_run_does_not_have_is_refused(tmp_path: Path):
+def test_a_best_metric_that_the_run_does_not_have_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="no evaluation or worker group 'evla'; did you mean 'eval'"):
         saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=1, best="evla/reward/mean"))
 
 
-def test_a_best_checkpoint_by_what_its_evaluation_does_not_measure_is_said_once(tmp_path: Path):
+def test_a_best_metric_that_evaluations_do_not_measure_is_reported_once(tmp_path: Path):
     saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=2, best="eval/reward/men"))
     said = [alert.text for alert in read_alerts(tmp_path / "run") if alert.name == "mistake"]
     assert len(said) == 1 and "did you mean 'eval/reward/mean'" in said[0]

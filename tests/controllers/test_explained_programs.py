@@ -299,7 +299,7 @@ def made(scale):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", SCRIPTS)
-def test_a_program_has_what_its_rewards_need(
+def test_a_program_contains_everything_its_rewards_need(
     case: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "lib").mkdir()

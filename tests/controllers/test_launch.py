@@ -99,7 +99,7 @@ def test_a_hook_of_the_script_decides_by_itself():
     )
 
 
-def test_an_interactive_session_goes_on_after_a_mistake():
+def test_an_interactive_session_continues_after_a_mistake():
     lines = f"import weft\n{SETTING}\nprint('goes', 'on')\n"
     done = subprocess.run([sys.executable, "-i"], input=lines, capture_output=True, text=True)
     assert done.returncode == 0 and "goes on" in done.stdout and "Traceback" in done.stderr

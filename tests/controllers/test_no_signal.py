@@ -84,7 +84,7 @@ def run(
 
 
 @pytest.mark.parametrize("kind", [Synchronous, Pipelined, Asynchronous])
-def test_a_run_without_signal_ends_with_a_sample_and_goes_on_from_there_when_told(
+def test_a_run_without_signal_ends_with_a_sample_and_can_be_resumed(
     kind: type[Training], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     schedule, saving = kind(steps=20, prompts_per_step=3), CheckpointConfig(every=10)
@@ -131,7 +131,7 @@ def test_signal_in_the_second_step_is_enough(tmp_path: Path):
 
 
 @pytest.mark.thorough
-def test_a_run_that_went_on_without_being_mended_is_ended_again(tmp_path: Path):
+def test_a_run_resumed_without_a_fix_is_ended_again(tmp_path: Path):
     schedule, saving = Synchronous(steps=20, prompts_per_step=3), CheckpointConfig(every=10)
     for steps in ("2", "3"):
         with pytest.raises(NoSignalError, match=f"first {steps} steps"):

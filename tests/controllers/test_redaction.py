@@ -48,7 +48,7 @@ def assert_nowhere(text: str) -> None:
     assert TOKEN not in text and "hf_of_nobody" not in text and "in no variable" not in text
 
 
-def test_a_failing_rank_says_it_neither_to_the_user_nor_in_any_file(
+def test_a_failing_rank_reveals_no_secret_in_messages_or_files(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     made = {

@@ -98,7 +98,7 @@ def test_damage_of_files_that_are_not_needed_is_named_and_stops_no_recovery(
 
 
 @pytest.mark.parametrize("how", ["truncated", "emptied", "gone"])
-def test_a_run_that_was_killed_goes_on_from_torn_streams(
+def test_a_killed_run_resumes_from_torn_streams(
     run_dir: Path, whole: tuple[list[Any], list[dict[str, float]]], how: str
 ):
     metrics, timeline = read_metrics(run_dir), read_timeline(run_dir)
@@ -192,7 +192,7 @@ def test_a_checkpoint_that_is_closed_to_this_user_is_set_aside_and_an_earlier_on
     assert [path.name for path in complete_checkpoints(folder)] == ["step_000004", "step_000002"]
 
 
-def test_nobody_else_may_look_into_a_run(run_dir: Path):
+def test_other_users_cannot_read_a_run(run_dir: Path):
     go_on(run_dir)
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (run_dir, *run_dir.rglob("*"))}
     wrong = {
@@ -243,7 +243,7 @@ def test_a_value_of_resume_names_no_run(tmp_path: Path, name: str, resume: str):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_name_that_is_wrong_is_told_the_nearest_right_one():
+def test_a_wrong_name_gets_the_nearest_correct_one():
     with pytest.raises(UserError, match=r"did you mean 'runs-mine'\?"):
         check_name("../runs/mine", "name")
     for name in ("my-run", "2026-11-22T04:20", "run.begun-1", "lr=1e-3, seed 1", "Übung"):
@@ -265,7 +265,7 @@ def test_names_of_groups_and_evaluations_lead_nowhere_else(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_link_in_the_place_of_a_run_is_moved_aside_and_not_what_it_leads_to(tmp_path: Path):
+def test_a_link_in_place_of_a_run_is_moved_aside_without_its_target(tmp_path: Path):
     (tmp_path / "root").mkdir()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("mine")
@@ -284,7 +284,7 @@ def origin(run_dir: Path) -> str:
     return json.loads((run_dir / "config.json").read_text())["origin"]
 
 
-def test_a_misspelt_name_is_said_in_the_first_line_with_the_nearest_there_is(
+def test_a_misspelt_name_is_reported_in_the_first_line_with_a_suggestion(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ):
     root = run_dir.parent
@@ -300,7 +300,7 @@ def test_a_misspelt_name_is_said_in_the_first_line_with_the_nearest_there_is(
     )
 
 
-def test_what_a_requeued_job_finds_nothing_of_it_begins_and_says_so(
+def test_a_requeued_job_without_a_run_starts_one_with_a_notice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(Killed):
@@ -316,11 +316,11 @@ def test_what_a_requeued_job_finds_nothing_of_it_begins_and_says_so(
     assert "run/checkpoints is not a folder" in said and (tmp_path / "run.begun-1").is_dir()
 
 
-def test_where_a_run_goes_on_is_kept_in_its_configuration(run_dir: Path):
+def test_the_resume_point_is_kept_in_the_configuration(run_dir: Path):
     go_on(run_dir)
     assert origin(run_dir) == f"goes on after step 2, from {run_dir / 'checkpoints' / 'step_000002'}"
 
 
-def test_a_run_path_that_is_misspelt_is_told_the_nearest_there_is(run_dir: Path):
+def test_a_misspelt_run_path_gets_the_nearest_existing_one(run_dir: Path):
     with pytest.raises(UserError, match=r"neither a run that has a checkpoint, .*did you mean 'run'\?"):
         run(run_dir.parent, SCHEDULE, evaluate=False, resume=run_dir.parent / "rum", name=None)

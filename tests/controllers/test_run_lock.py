@@ -56,7 +56,7 @@ def test_each_time_that_a_run_is_held_has_a_larger_epoch(tmp_path: Path):
     assert RunLock.take(tmp_path, after=7).epoch == 8, "and larger than what is known otherwise"
 
 
-def test_a_run_that_is_held_is_refused_with_who_holds_it_since_when_and_what_to_do(tmp_path: Path):
+def test_a_held_run_is_refused_with_holder_time_and_advice(tmp_path: Path):
     lock = RunLock.take(tmp_path / "run")
     since = str(lock.record()["since"])
     began = time.monotonic()
@@ -70,7 +70,7 @@ def test_a_run_that_is_held_is_refused_with_who_holds_it_since_when_and_what_to_
     lock.release()
 
 
-def test_of_many_that_take_a_run_at_once_one_holds_it(tmp_path: Path):
+def test_one_of_many_concurrent_drivers_gets_the_run(tmp_path: Path):
     for round in range(10):
         held: list[RunLock] = []
         refused: list[UserError] = []
@@ -118,7 +118,7 @@ def test_a_holder_of_this_machine_that_was_killed_is_known_at_once(tmp_path: Pat
         assert RunLock.take(tmp_path).epoch == 2
 
 
-def test_what_somebody_was_ended_by_before_it_was_named_is_removed(tmp_path: Path):
+def test_unfinished_lock_files_of_dead_processes_are_removed(tmp_path: Path):
     RunLock.take(tmp_path).release()
     ended, elsewhere, fresh = (tmp_path / "lock" / f".{name}" for name in ("ended", "elsewhere", "fresh"))
     for path in (ended, elsewhere, fresh):
@@ -131,7 +131,7 @@ def test_what_somebody_was_ended_by_before_it_was_named_is_removed(tmp_path: Pat
     lock.release()
 
 
-def test_a_lock_that_is_no_folder_or_holds_what_is_no_file_is_named(tmp_path: Path):
+def test_a_lock_that_is_not_a_folder_of_files_is_named(tmp_path: Path):
     (tmp_path / "lock").write_text("mine")
     with pytest.raises(UserError, match=r"cannot be held: .*lock is not a folder"):
         RunLock.take(tmp_path)
@@ -206,7 +206,7 @@ def test_a_run_that_was_moved_or_removed_is_not_held_any_more(tmp_path: Path):
         lock.check()
 
 
-def test_a_file_that_names_nobody_holds_the_run_until_it_is_old(tmp_path: Path):
+def test_a_lock_file_without_a_holder_counts_until_it_is_old(tmp_path: Path):
     (tmp_path / "lock").mkdir()
     (tmp_path / "lock" / "epoch_000004").touch()
     with pytest.raises(UserError, match=r"held by somebody whom .*epoch_000004 does not name"):
@@ -228,7 +228,7 @@ def test_a_file_system_without_hard_links_will_do(tmp_path: Path, monkeypatch: p
     assert RunLock.take(tmp_path).epoch == 2
 
 
-def test_a_run_that_nobody_refers_to_any_more_is_released(tmp_path: Path):
+def test_an_unreferenced_run_is_released(tmp_path: Path):
     lock = RunLock.take(tmp_path)
     del lock
     assert RunLock.take(tmp_path).epoch == 2
@@ -238,7 +238,7 @@ def test_a_run_that_nobody_refers_to_any_more_is_released(tmp_path: Path):
 
 
 @pytest.mark.parametrize("checkpoint", [NEVER, EVERY], ids=["without checkpoints", "with checkpoints"])
-def test_a_second_driver_on_a_run_that_goes_on_is_refused(tmp_path: Path, checkpoint: CheckpointConfig):
+def test_a_second_driver_on_a_live_run_is_refused(tmp_path: Path, checkpoint: CheckpointConfig):
     said: list[str] = []
 
     def second(metrics: Mapping[str, float]) -> None:
@@ -293,7 +293,7 @@ def test_a_driver_that_is_refused_leaves_the_run_to_others(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_second_driver_is_refused_by_name_and_a_killed_one_is_gone_on_from_at_once(tmp_path: Path):
+def test_a_second_driver_is_refused_and_a_killed_one_replaced_at_once(tmp_path: Path):
     first = begun(tmp_path, "--every", "2")
     wait_for_steps(first, tmp_path)
     said, _ = (second := begun(tmp_path, "--resume", "latest")).communicate(timeout=60)

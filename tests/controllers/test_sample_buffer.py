@@ -95,7 +95,7 @@ def test_the_first_of_a_group_win_and_the_others_are_counted(tmp_path: Path):
     assert [len(ids) for ids in trained] == [12, 12, 12]
 
 
-def test_a_quorum_of_nobody_is_refused():
+def test_a_quorum_of_zero_is_refused():
     with pytest.raises(
         UserError, match="takes the first n=0 rows of a group; n must be an integer of at least 1"
     ):

@@ -83,7 +83,7 @@ def test_ranges_and_defaults_come_from_the_class():
         ({"max_num_seq": 1}, "no setting 'max_num_seq' (value 1); did you mean 'max_num_seqs'?"),
     ],
 )
-def test_a_name_that_is_gone_says_what_to_say_instead(given: dict[str, object], said: str):
+def test_a_removed_name_gives_its_replacement(given: dict[str, object], said: str):
     with pytest.raises(UserError) as caught:
         RolloutConfig(model="m", **given)  # pyright: ignore[reportArgumentType]
     assert said in str(caught.value)

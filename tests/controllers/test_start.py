@@ -57,9 +57,7 @@ def started(root: Path, rollout_class: Any = ClosedRollout, **settings: Any) -> 
     ],
     ids=["a worker cannot be made", "the first weights do not arrive"],
 )
-def test_what_a_start_that_fails_has_begun_is_ended(
-    tmp_path: Path, wrong: dict[str, Any], error: Exception
-):
+def test_a_failed_start_is_cleaned_up(tmp_path: Path, wrong: dict[str, Any], error: Exception):
     begun.clear()
     closed.clear()
     driver = started(tmp_path, **wrong)

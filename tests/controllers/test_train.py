@@ -273,7 +273,7 @@ def test_a_penalty_keeps_the_model_near_the_first_one(
         assert graph["actor.update"].arguments["loss"].kl.coefficient == 0.04
 
 
-def test_an_adapter_is_trained_beside_a_reference_that_is_the_model_itself(
+def test_an_adapter_is_trained_with_the_base_model_as_reference(
     even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     tiny: dict[str, Any] = {
@@ -371,7 +371,7 @@ def test_each_held_out_set_that_has_a_name_is_an_evaluation(
         ({"progress": "josn"}, "progress='josn'; did you mean 'json'?"),
     ],
 )
-def test_what_is_wrong_is_refused_before_anything_starts(
+def test_mistakes_are_refused_before_anything_starts(
     settings: dict[str, Any], says: str, even: Any, tmp_path: Path
 ):
     given = {
@@ -386,7 +386,7 @@ def test_what_is_wrong_is_refused_before_anything_starts(
     assert says in str(refused.value) and not (tmp_path / "runs").exists()
 
 
-def test_data_with_names_of_its_own_is_read_as_told(
+def test_data_with_other_column_names_is_read_as_configured(
     even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     rows = [{"task": row["prompt"], "gold": "4"} for row in PROMPTS[:1]] + [
@@ -408,7 +408,7 @@ def test_data_with_names_of_its_own_is_read_as_told(
     assert weft.train("model", rows, even, reading=reading, **short)[-1]["samples"] == 2
 
 
-def test_a_run_that_makes_checkpoints_goes_on(
+def test_a_run_with_checkpoints_can_be_resumed(
     even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     kept: Any = {"checkpoint": weft.CheckpointConfig(every=1), "resume": "latest", "max_tokens": 2}
@@ -425,7 +425,7 @@ def test_a_run_that_makes_checkpoints_goes_on(
 
 
 @pytest.mark.thorough
-def test_a_run_goes_on_with_the_rows_and_the_adapter_that_it_had(
+def test_a_run_resumes_with_its_rows_and_adapter(
     even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     def run(
@@ -493,7 +493,7 @@ def test_a_run_goes_on_with_the_rows_and_the_adapter_that_it_had(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [3, 16, 40])
-def test_weights_alone_go_on_with_other_rows_from_the_first_one(
+def test_a_weights_only_resume_starts_other_data_from_its_first_row(
     even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
 ):
     seen: list[str] = []

@@ -205,7 +205,7 @@ def test_followers_of_a_follower_take_its_weights_before_it_takes_others():
     assert (again.group.name, again.arguments["version"]) == ("actor", 1)
 
 
-def test_what_was_updated_meanwhile_is_published_when_its_followers_have_the_version_before():
+def test_later_updates_are_published_once_followers_have_the_previous_version():
     weights, groups, _ = synced()
     (publish,) = weights.publish("actor")
     groups["actor"].version = 1

@@ -96,7 +96,7 @@ def test_split_sizes_must_add_up():
         small().split([1, 2])
 
 
-def test_reading_a_column_as_what_it_is_not_says_what_it_is():
+def test_reading_a_column_as_the_wrong_kind_names_its_kind():
     pytest.importorskip("torch")
     with pytest.raises(UserError, match="column 'reward' is float, not a ragged column"):
         small().ragged("reward")
@@ -238,7 +238,7 @@ def test_padded_fills_right_or_left():
     ]
 
 
-def test_groups_need_not_stand_side_by_side():
+def test_groups_need_not_be_contiguous():
     keys, index = small().groups()
     assert keys.tolist() == [5, 7] and index.tolist() == [1, 0, 1, 0]
 

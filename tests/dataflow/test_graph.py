@@ -308,7 +308,7 @@ def test_online_dpo_makes_pairs_of_whole_groups_in_a_nested_graph():
     assert 'subgraph "dpo"' in recorded.mermaid()
 
 
-def test_what_follows_a_filter_waits_for_it():
+def test_nodes_after_a_filter_wait_for_it():
     recorded = GRAPHS["dapo"]
     assert "keep_informative" in recorded["centred"].after
     assert "keep_informative" in recorded["actor.update"].after
@@ -340,7 +340,7 @@ def test_groups_given_as_keywords_or_in_a_dictionary_are_named_by_their_keys():
     assert [n.name for n in recorded.nodes] == ["rollout.generate", "rule.score", "model.score"]
 
 
-def test_an_evaluation_stands_beside_the_training_over_the_same_groups():
+def test_an_evaluation_shares_the_groups_of_training():
     r, a, score = rollout(), group(ActorWorker, model="m"), reward()
     r.follows(a)
     training = grpo(PROMPTS, rollout=r, reward=score, actor=a)
@@ -402,7 +402,7 @@ OF_SAMPLES = {"routes", "response_logprobs", "response_versions"}
 """Columns that an update reads if samples have them, with at least one value per token."""
 
 
-def test_pairs_that_are_made_of_samples_do_not_have_what_is_said_of_the_tokens_of_these():
+def test_pairs_made_of_samples_have_no_per_token_columns():
     @graph
     def made_anew(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
         return preference.dpo(
@@ -445,7 +445,7 @@ def test_a_group_takes_the_name_of_its_parameter_unless_it_has_one():
     assert set(recorded.handles) == {"sampler", "reward"}
 
 
-def test_hasattr_tells_what_a_worker_can_do():
+def test_hasattr_reflects_the_methods_of_a_worker():
     handle: Any = reward()
     assert isinstance(handle, Handle) and hasattr(handle, "score") and not hasattr(handle, "logprobs")
     assert getattr(handle, "logprobs", None) is None
@@ -473,7 +473,7 @@ def test_an_unknown_column_names_node_column_and_the_nearest():
     )
 
 
-def test_an_unknown_column_with_nothing_near_lists_what_there_is():
+def test_an_unknown_column_without_a_near_match_lists_all_columns():
     bare = TableSource("bare", pa.table({"x": [1]}))
     text = mistake(lambda p, rollout: rollout.generate(p), bare, rollout=rollout())
     assert text.startswith(
@@ -612,7 +612,7 @@ def test_two_groups_cannot_share_a_name():
 # Parameter edges
 
 
-def test_follows_is_checked_where_it_is_said():
+def test_follows_is_checked_when_it_is_called():
     a, r = group(ActorWorker, model="m"), rollout()
     for every in (0, -1, 1.5):
         with pytest.raises(UserError, match=f"every={every}.: every must be an integer of at least 1"):
@@ -628,7 +628,7 @@ def test_follows_is_checked_where_it_is_said():
         r.follows(group(ActorWorker, model="m"))
 
 
-def test_following_a_group_that_nobody_updates_is_refused():
+def test_following_a_group_without_updates_is_refused():
     r, a = rollout(), group(ActorWorker, model="m", name="frozen")
     r.follows(a)
     with pytest.raises(

@@ -105,7 +105,7 @@ def test_every_entry_of_the_table_is_written_somewhere():
     assert not unused, f"nothing writes these metrics: {unused}"
 
 
-def test_names_are_unique_and_each_says_what_it_is_in_which_unit():
+def test_names_are_unique_with_a_description_and_a_unit():
     names = [entry.name for entry in entries()]
     assert len(names) == len(set(names))
     assert all(entry.unit and entry.meaning for entry in entries())

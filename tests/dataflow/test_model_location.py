@@ -19,7 +19,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "models"
 
 
-def test_a_mistyped_path_beside_a_folder_is_not_asked_of_the_hub(models: Path) -> None:
+def test_a_mistyped_path_next_to_a_folder_is_not_looked_up_on_the_hub(models: Path) -> None:
     with pytest.raises(UserError) as caught:
         find_model_folder("models/qwen-tyni", "config.json", download=["*"])
     assert (

@@ -36,7 +36,7 @@ def two_expansions() -> Graph:
     return drawn.finish()
 
 
-def test_columns_lie_on_the_level_of_the_rows_that_were_written():
+def test_columns_belong_to_the_level_of_their_rows():
     graph = two_expansions()
     assert {name: graph.level_of(name) for name in ("", "clean", "generate", "score", "turns")} == {
         "": 0,

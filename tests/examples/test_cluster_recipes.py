@@ -22,7 +22,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("recipe", RUNS)
-def test_a_recipe_keeps_its_runs_and_goes_on_with_a_token(recipe: str):
+def test_a_recipe_keeps_its_runs_resumes_and_uses_a_token(recipe: str):
     text = (RECIPES / recipe).read_text()
     assert f"{RESUME}" in text and re.search(rf"{ROOT}(: |=)\"?(/|\$PWD)", text), "an absolute folder"
     assert "token" in text.lower() and "RAY_AUTH_MODE=disabled" not in text

@@ -45,7 +45,7 @@ def test_every_element_is_in_one_bucket_and_no_bucket_is_too_large(
         assert two.bucket == one.bucket + 1 or two.offset >= one.offset + one.num_bytes
 
 
-def test_equal_parts_are_cut_alike_wherever_they_lie_so_that_their_plan_is_shared():
+def test_equal_parts_are_cut_alike_so_that_they_share_a_plan():
     entries = cut(whole({"a": torch.zeros(10, 4), "first": torch.zeros(3), "b": torch.zeros(10, 4)}), 64)
     boxes = {name: [entry.box for entry, _ in entries if entry.name == name] for name in ("a", "b")}
     assert boxes["a"] == boxes["b"] == [Box((s, 0), (min(s + 4, 10), 4)) for s in (0, 4, 8)]

@@ -41,7 +41,7 @@ def end(program: subprocess.Popen[str]) -> None:
         os.killpg(program.pid, signal.SIGKILL)
 
 
-def test_a_publisher_that_is_killed_is_named_with_what_came_before():
+def test_a_killed_publisher_is_named_with_the_received_buckets():
     # Two buckets have memory, so the publisher may die while the receiver reads the previous
     # bucket.
     before = [str(number) for number in range(BUCKETS)]

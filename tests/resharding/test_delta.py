@@ -71,7 +71,7 @@ def test_positions_in_a_part_of_a_box_are_those_of_its_elements(rng: random.Rand
     np.testing.assert_array_equal(within(np.flatnonzero(marked), outer, inner), expected)
 
 
-def test_a_shadow_says_what_has_changed_since_the_version_before():
+def test_a_shadow_finds_changes_since_the_previous_version():
     shadow, tensor = Shadow(), torch.zeros(30)
     assert shadow.changed(0, bits_of(tensor)) is None  # there is no previous version
     tensor[[3, 29]] *= -1

@@ -172,7 +172,7 @@ def test_a_delta_that_arrives_damaged_is_found_by_the_checksum(
     monkeypatch.undo()
 
 
-def test_of_a_part_of_each_row_only_its_own_changes_are_sent(publisher: WeightPublisher):
+def test_a_part_of_each_row_sends_only_its_changes(publisher: WeightPublisher):
     matrix = torch.randn(100, 50)
     for version in (1, 2):
         columns = torch.full((100, 10), 7.0)
@@ -216,7 +216,7 @@ def test_other_entries_are_other_boxes(publisher: WeightPublisher, model: Tensor
     assert publisher.sent.num_bytes == publisher.sent.whole_bytes
 
 
-def test_what_is_held_of_another_publisher_is_dropped():
+def test_boxes_of_another_publisher_are_dropped():
     first = held_boxes("one[0]", 0, 0, "publisher")
     assert first.begin([(0, Box.full((4,)))]) is None
     first.box(0, Box.full((4,)), np.dtype("u2"))

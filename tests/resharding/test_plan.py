@@ -123,7 +123,7 @@ def random_layout(
 
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_random_layouts_are_covered_once_and_move_only_what_is_lacking(rng: random.Random):
+def test_random_layouts_are_covered_once_and_move_only_missing_bytes(rng: random.Random):
     shapes = {
         f"t{n}": tuple(rng.randint(1, 9) for _ in range(rng.randint(0, 3)))
         for n in range(rng.randint(1, 4))
@@ -148,7 +148,7 @@ def test_fully_sharded_training_gives_each_engine_its_shard(degrees: tuple[int, 
 @pytest.mark.parametrize(
     "degrees", [(1, 8, 1, 1, 2), (2, 4, 2, 1, 2), (4, 8, 2, 2, 4), (4, 2, 1, 4, 2), (8, 1, 1, 1, 1)]
 )
-def test_hybridflows_layouts_cost_what_its_table_says(degrees: tuple[int, int, int, int, int]):
+def test_hybridflows_layouts_cost_the_same_as_in_its_table(degrees: tuple[int, int, int, int, int]):
     p, t, d, p_g, t_g = degrees
     training = Parallelism(p, t, d)
     parameters = [
@@ -258,7 +258,7 @@ def test_a_box_that_a_rank_holds_twice_travels_once():
     assert plan.received_bytes.tolist() == [64]
 
 
-def test_what_no_rank_has_is_named_with_its_box():
+def test_a_box_that_no_rank_has_is_named():
     shape = (8, 2)
     source = Layout.of(
         [TensorLayout("w", shape, "float32", ((Piece(Box((0, 0), (5, 2))),),))],
@@ -311,7 +311,7 @@ def test_mistakes_in_layouts_are_named():
         replicas([Parameter("w", (6, 4), 0)], 4, 1)
 
 
-def test_the_explanation_says_what_each_rank_receives():
+def test_the_explanation_lists_the_boxes_of_each_rank():
     parameters = [Parameter("w", (500, 1000), 0)]
     plan = ReshardPlan(
         three_dimensional(parameters, Parallelism(tp=4)), generation(parameters, Parallelism(tp=4), 1, 2)
@@ -336,7 +336,7 @@ def test_the_explanation_says_what_each_rank_receives():
 
 @settings(max_examples=100, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_what_is_left_of_a_box_and_what_is_cut_off_make_up_the_box(rng: random.Random):
+def test_a_cut_box_and_its_remainder_make_up_the_box(rng: random.Random):
     shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(0, 3)))
 
     def any_box() -> Box:

@@ -29,7 +29,7 @@ def numbered(*shape: int) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel()).view(shape)
 
 
-def test_what_loaders_do_is_one_box():
+def test_views_of_loaders_are_one_box():
     weight = numbered(6, 4, 5)
     for view in (
         weight.narrow(0, 2, 3),

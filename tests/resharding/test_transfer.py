@@ -160,7 +160,7 @@ def test_who_comes_late_gets_everything_too(
     assert equal(early, tensors()) and equal(late, tensors()) and checksum == again == publisher.finish()
 
 
-def test_receivers_that_hold_parts_add_up_what_arrived(way: str, new_publisher: NewPublisher) -> None:
+def test_receivers_of_parts_sum_the_received_data(way: str, new_publisher: NewPublisher) -> None:
     of = {name: tensor for name, tensor in tensors().items() if tensor.ndim}
     weights = new_publisher().publish(whole(of), 1)
     sums: list[np.ndarray] = []
@@ -179,7 +179,7 @@ def test_receivers_that_hold_parts_add_up_what_arrived(way: str, new_publisher: 
         assert all(torch.equal(part.tensor, of[part.name][part.box.slices]) for part in parts)
 
 
-def test_of_ranks_that_hold_equal_parts_one_is_counted(new_publisher: NewPublisher) -> None:
+def test_replicated_parts_count_once(new_publisher: NewPublisher) -> None:
     weights = new_publisher().publish(whole(tensors()), 1)
     found = empty_like(tensors())
     with open_weights(weights) as incoming:
@@ -231,7 +231,7 @@ def test_memory_grows_with_the_largest_bucket(new_publisher: NewPublisher) -> No
         assert equal(received(publisher.publish(whole(of), version), of)[0], of)
 
 
-def test_no_receiver_changes_what_others_are_given(new_publisher: NewPublisher) -> None:
+def test_no_receiver_changes_data_of_others(new_publisher: NewPublisher) -> None:
     publisher = new_publisher()
     with open_weights(publisher.publish(whole({"a": torch.ones(4)}), 1)) as incoming:
         for _, _, elements in incoming.slices(
@@ -333,7 +333,7 @@ def test_an_address_of_another_machine_is_named() -> None:
     assert len(os.listdir("/proc/self/fd")) <= files, "none is left open"
 
 
-def test_a_late_receiver_is_told_that_the_weights_changed_before_it_is_told_a_sum(
+def test_a_late_receiver_learns_of_changed_weights_before_any_checksum(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "GRACE_S", 0.05)  # waited out: the others come late
@@ -353,7 +353,7 @@ def test_a_late_receiver_is_told_that_the_weights_changed_before_it_is_told_a_su
         received(weights.to("second"))
 
 
-def test_a_receiver_of_an_older_version_is_told(new_publisher: NewPublisher) -> None:
+def test_a_receiver_of_an_older_version_is_rejected(new_publisher: NewPublisher) -> None:
     publisher = new_publisher()
     old = publisher.publish(whole(tensors()), 1)
     publisher.publish(whole(tensors()), 2)
@@ -481,7 +481,7 @@ def test_a_publisher_that_says_nothing_is_given_up(
     over.set()
 
 
-def test_a_publisher_that_cannot_read_its_parts_says_so_on_both_sides(
+def test_a_publisher_that_cannot_read_its_parts_fails_on_both_sides(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*arguments: object) -> int:
@@ -531,7 +531,7 @@ def test_the_family_of_an_address_is_that_of_its_form() -> None:
         connections.listen("2001:db8::1")
 
 
-def test_whoever_answers_in_the_publishers_place_is_not_believed() -> None:
+def test_an_impostor_of_the_publisher_is_rejected() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -611,7 +611,7 @@ def test_a_receiver_that_wants_more_than_there_is_loses_its_connection(
     assert equal(received(weights)[0], tensors())
 
 
-def test_weights_of_another_machine_that_nobody_serves_are_refused(
+def test_weights_of_another_machine_without_a_server_are_refused(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = new_publisher(host="").publish(whole(tensors()), 1)
@@ -641,7 +641,7 @@ def test_versions_of_different_numbers_do_not_add_up(new_publisher: NewPublisher
 
 
 @pytest.mark.parametrize("transport", ["nccl", "ipc"])
-def test_memory_of_a_device_that_is_not_there_is_refused_with_what_to_choose(
+def test_memory_of_a_missing_device_is_refused_with_alternatives(
     transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -81,7 +81,7 @@ def test_slices_leave_the_bits_that_vllms_own_loaders_leave(
 
 
 @pytest.mark.parametrize("name", ["tied", "Llama"])
-def test_stages_of_a_pipeline_give_what_vllm_takes(ranks: Ranks, tmp_path: Path, name: str):
+def test_pipeline_stages_publish_the_weights_that_vllm_needs(ranks: Ranks, tmp_path: Path, name: str):
     kind, settings = MODELS[name]
     tensors = numbered(saved(make_model(kind, **settings | {"num_hidden_layers": 3}), tmp_path))
     tied = "lm_head.weight" not in tensors
@@ -107,7 +107,7 @@ def test_stages_of_a_pipeline_give_what_vllm_takes(ranks: Ranks, tmp_path: Path,
         assert_equal(parameters_of(engine), parameters_of(plain))
 
 
-def test_what_a_rank_takes_is_what_the_model_needs(ranks: Ranks, tmp_path: Path):
+def test_a_rank_reads_exactly_the_tensors_of_its_model(ranks: Ranks, tmp_path: Path):
     kind, settings = MODELS["one key head"]
     tensors = numbered(saved(make_model(kind, **settings), tmp_path))
     recording = record(ranks.build(tmp_path, 1, 2), tensors)
@@ -166,7 +166,7 @@ def test_mixtral_is_known_by_the_checkpoints_names_alone(ranks: Ranks, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "experts"])
-def test_what_a_trainer_of_experts_gives_leaves_the_bits_that_its_checkpoint_leaves(
+def test_published_experts_load_to_the_same_bits_as_their_checkpoint(
     ranks: Ranks, tmp_path: Path, name: str
 ):
     kind, settings = MODELS[name]

@@ -122,7 +122,7 @@ def test_one_layer_at_a_time_has_memory_besides_the_models_own(ranks: Ranks, tmp
     assert most == 1
 
 
-def test_a_model_of_two_versions_says_so_until_everything_has_come():
+def test_a_model_reports_mixed_versions_until_a_transfer_is_complete():
     from weft.resharding.vllm_writer import ModelState
 
     toy = Toy(first(lambda weight, a: weight.copy_(a)))

@@ -46,7 +46,7 @@ def as_generated(worker: ActorWorker, rows: Batch, version: int = 0) -> Batch:
     return scored.with_columns(response_versions=(np.full(len(logprobs), version), cu_seqlens))
 
 
-def test_it_learns_what_it_is_shown(tiny_model: Path, rows: Batch):
+def test_it_learns_its_training_data(tiny_model: Path, rows: Batch):
     worker = actor(tiny_model, learning_rate=3e-3)
     losses = [values(worker.update(rows, loss=NegativeLogLikelihood()))["loss"] for _ in range(30)]
     assert losses[-1] < 0.7 * losses[0]
@@ -168,7 +168,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tiny_model: Path, rows
     assert healthy["skipped_steps"] == 0 and math.isfinite(healthy["loss"])
 
 
-def test_what_stands_under_the_mask_changes_nothing(tiny_model: Path, rows: Batch):
+def test_masked_values_change_nothing(tiny_model: Path, rows: Batch):
     masked = rows.ragged_numpy("response_mask")[0] == 0
     results = []
     for poison in (0.0, float("nan")):
@@ -277,7 +277,7 @@ def test_with_deltas_the_share_of_changed_elements_is_a_metric(
     worker.close()
 
 
-def test_what_backends_of_vllms_cannot_do_is_refused_where_it_is_said():
+def test_unsupported_settings_with_a_vllm_backend_are_refused():
     with pytest.raises(
         UserError, match=r"transport=\"vllm:sharded_rdt\" is not supported.*take \"nccl\""
     ):
@@ -291,7 +291,7 @@ def test_what_backends_of_vllms_cannot_do_is_refused_where_it_is_said():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.vllm
-def test_a_backend_of_vllms_without_a_gpu_says_what_to_take(tiny_model: Path):
+def test_a_vllm_backend_without_a_gpu_suggests_an_alternative(tiny_model: Path):
     actor = ActorWorker(ActorConfig(model=tiny_model, transport="vllm:ipc"))
     with pytest.raises(
         WeightSyncError, match=r'transport="vllm:ipc" moves weights from GPU to GPU, and torch sees none'

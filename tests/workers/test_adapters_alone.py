@@ -72,7 +72,7 @@ def test_one_follower_that_takes_complete_weights_decides_for_all():
     assert leader.config.lora.published == "merged" and follower.config.adapter is None
 
 
-def test_what_cannot_be_served_is_refused_by_name_if_it_was_asked_for():
+def test_adapters_that_cannot_be_served_are_refused_by_name_on_request():
     leader, follower = a_pair({"lora": Lora(dora=True, published="adapter")}, {})
     with pytest.raises(
         UserError, match=r"of 'actor': 'rollout' cannot take the adapter alone: vLLM serves no.*dora"
@@ -197,9 +197,7 @@ def even_tokens(samples: Batch) -> Batch:
 
 
 @pytest.mark.thorough
-def test_a_run_in_bfloat16_sends_adapters_and_goes_on_from_its_checkpoint(
-    tiny_model: Path, tmp_path: Path
-):
+def test_a_bfloat16_run_sends_adapters_and_resumes(tiny_model: Path, tmp_path: Path):
     prompts = weft.TableSource(
         "prompts", pa.table({"prompt_ids": [[5, 6, 7], [8, 9], [10, 11], [12, 13, 14]]})
     )

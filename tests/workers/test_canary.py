@@ -56,7 +56,7 @@ def test_a_generator_that_computes_something_else_is_named(tiny_model: Path, oth
     actor.close()
 
 
-def test_the_bound_depends_on_the_precision_and_what_is_no_number_is_refused():
+def test_the_bound_depends_on_the_precision_and_nan_is_refused():
     def check(gap: float, *, generator: bool, trainer: bool) -> None:
         canary = Canary(((1,),), ((2, 3),), ((-1.0, -2.0),), exact=generator)
         check_canary("rollout[0]", 1, canary, np.array([-1.0 + gap, -2.0]), exact=trainer)

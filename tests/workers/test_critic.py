@@ -126,7 +126,9 @@ IN_EVERY_TEST_RUN = ("two ranks, one without rows", "tensor parallel")
     "split",
     [pytest.param(name, marks=() if name in IN_EVERY_TEST_RUN else pytest.mark.slow) for name in SPLITS],
 )
-def test_nor_on_the_ranks(tiny_model: Path, scored: Batch, tmp_path: Path, split: str):
+def test_gradients_do_not_depend_on_the_ranks(
+    tiny_model: Path, scored: Batch, tmp_path: Path, split: str
+):
     shares, settings = SPLITS[split]
     with pa.ipc.new_file(tmp_path / "rows.arrow", scored.record.schema) as file:
         file.write_batch(scored.record)
@@ -153,7 +155,7 @@ def test_nor_on_the_ranks(tiny_model: Path, scored: Batch, tmp_path: Path, split
         assert np.abs(saved.engine.values(scored)[0] - after).max() < 2e-4
 
 
-def test_what_is_saved_is_loaded_by_transformers_and_by_a_critic(
+def test_saved_critics_load_in_transformers_and_in_a_critic(
     tiny_model: Path, scored: Batch, tmp_path: Path
 ):
     worker = critic(tiny_model, "rewards")

@@ -165,7 +165,7 @@ def test_a_users_protocol_survives_a_pickle_even_under_a_known_name():
         assert mine.name == name and mine.distribute(sizes([1, 2]), mesh(2)) == [[0, 1], None]
 
 
-def test_remote_leaves_the_method_what_it_is_and_an_override_inherits_the_protocol():
+def test_remote_returns_the_method_unchanged_and_overrides_inherit_the_protocol():
     def method(self: object) -> int:
         """Return three."""
         return 3

@@ -106,7 +106,7 @@ def test_types_of_causal_language_models_are_those_of_transformers():
     assert causal_lm_types() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def test_checking_what_is_trained_needs_neither_torch_nor_transformers(tmp_path: Path):
+def test_checks_of_training_import_no_torch_and_no_transformers(tmp_path: Path):
     model = folder_with(tmp_path, model_type="qwen2", vocab_size=9, **TEXT)
     program = (
         "import sys, types, pyarrow as pa\n"

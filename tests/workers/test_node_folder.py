@@ -96,7 +96,7 @@ def test_the_snapshot_of_an_id_is_known_where_the_cache_has_all_that_is_read(
     assert node_folder.cached_folder("somebody/else", weights=False) is None
 
 
-def test_what_was_downloaded_without_weights_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_download_without_weights_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch):
     hub(cache, monkeypatch, "config.json")
     with pytest.raises(UserError, match="has no complete weights in safetensors files"):
         find(MODEL)
@@ -123,7 +123,7 @@ def test_a_path_is_never_asked_of_the_hub(cache: Path, monkeypatch: pytest.Monke
     assert find("models/own") == Path("models/own")
 
 
-def test_a_download_is_told_as_it_grows_also_by_those_who_wait(
+def test_the_progress_of_a_download_is_reported_also_by_waiting_processes(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     made = hub(cache, monkeypatch, "config.json", "model.safetensors")

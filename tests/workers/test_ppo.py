@@ -123,7 +123,7 @@ def test_it_runs_under_other_schedules_with_the_divergence_in_the_loss(
 
 
 @pytest.mark.thorough
-def test_a_run_goes_on_from_a_checkpoint_of_actor_critic_and_coefficient(model: Path, tmp_path: Path):
+def test_a_run_resumes_actor_critic_and_coefficient(model: Path, tmp_path: Path):
     def graph() -> Graph:
         steered = AdaptiveCoefficient(value=0.1, target=0.05, horizon=100)
         return recorded(model, epochs=2, kl=group(AdaptiveKlWorker, coefficient=steered))
@@ -206,7 +206,7 @@ def test_process_rewards_go_into_advantages(model: Path):
     assert scored.ragged_numpy("token_rewards")[0] == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_head_that_says_something_else_is_refused(model: Path, tmp_path: Path):
+def test_a_model_with_the_wrong_head_is_refused(model: Path, tmp_path: Path):
     critic = group(CriticWorker, model=str(model))
     wrong = reward_accuracy(
         TableSource("pairs", pa.table({"prompt_ids": [[1]], "chosen_ids": [[2]], "rejected_ids": [[3]]})),

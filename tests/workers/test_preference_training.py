@@ -88,7 +88,7 @@ def test_groups_are_never_cut():
             assert tokens <= 3000 or len(home) == 1
 
 
-def test_a_run_learns_pairs_and_says_so(tmp_path: Path, tiny_model: Path):
+def test_a_run_learns_pairs_and_reports_it(tmp_path: Path, tiny_model: Path):
     """Train DPO in the driver with a precomputed reference, and rank held-out pairs correctly."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 40, 4).tolist() for _ in range(64)]

@@ -19,7 +19,7 @@ def meeting(timeout_s: float = 20.0, secret: str = "right") -> tuple[Rendezvous,
     return first, replace(first, taken=None)
 
 
-def test_ranks_meet_and_share_keys_that_nobody_else_guesses():
+def test_ranks_meet_and_share_secret_keys():
     first, other = meeting()
     with ThreadPoolExecutor(3) as ranks:
         joining = [

@@ -79,7 +79,7 @@ def test_workers_that_train_know_the_cost_of_a_row_and_others_take_tokens(tmp_pa
     assert Worker.row_cost(config) == RowCost()
 
 
-def test_long_tails_are_balanced_by_what_they_cost():
+def test_long_tails_are_balanced_by_cost():
     cost = RowCost(23_000)  # Qwen2.5-0.5B
     chance, before, after = np.random.default_rng(0), [], []
     mesh = [Coordinates(dp=rank) for rank in range(8)]

@@ -307,7 +307,7 @@ def test_in_bfloat16_it_computes_nearly_the_same(seeing: Path):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_what_is_saved_is_read_by_transformers_and_an_adapter_is_on_the_language_part(
+def test_saved_models_load_in_transformers_with_the_adapter_on_the_language_part(
     seeing: Path, tmp_path: Path, lora: bool
 ):
     worker = actor(seeing, **({"lora": Lora(rank=4, alpha=8), "learning_rate": 1e-2} if lora else {}))
@@ -370,7 +370,7 @@ SEEN = pa.array(PICTURES, pa.list_(pa.large_binary()))
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name_before_anything_starts(
+def test_unsupported_models_are_refused_by_name_before_anything_starts(
     seeing: Path, config: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ):
     find = importlib.util.find_spec

@@ -97,7 +97,7 @@ def test_ids_that_the_model_has_pass(tmp_path: Path):
         ({}, {"rejected_ids": [[6]]}, r"^train.parquet: column 'rejected_ids' has token id 6, "),
     ],
 )
-def test_ids_beyond_the_vocabulary_are_said_in_one_line_that_names_both(
+def test_ids_beyond_the_vocabulary_are_one_line_with_both_sizes(
     tmp_path: Path, files: dict[str, Any], rows: dict[str, Any], message: str
 ):
     folder = folder_with(tmp_path, {"vocab_size": 5}, **files)
@@ -115,7 +115,7 @@ def test_padding_that_the_model_itself_is_configured_with_is_compared(tmp_path: 
         check_vocabulary(folder, Rows())  # pyright: ignore[reportArgumentType]
 
 
-def test_a_special_token_that_only_its_own_text_would_make_may_lie_beyond(tmp_path: Path):
+def test_a_special_token_outside_the_vocabulary_is_allowed_if_no_text_makes_it(tmp_path: Path):
     folder = folder_with(
         tmp_path,
         {"vocab_size": 6},

@@ -117,7 +117,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str):
     assert said == f"model '{model}': {caught.value}" and str(file) in said
 
 
-def test_of_300_files_the_one_that_is_missing_or_lacks_a_tensor_is_named(tmp_path: Path):
+def test_a_missing_or_incomplete_file_of_300_is_named(tmp_path: Path):
     model = model_of(tmp_path / "model", 300)
     ActorWorker.check(ActorConfig(model=model), [], NO_ROWS)
     file = model / "model-00217-of-00300.safetensors"
@@ -146,7 +146,7 @@ def test_weights_of_integers_are_not_trained_and_may_be_sampled_from(tmp_path: P
     RolloutWorker.check(RolloutConfig(model=model, engine="transformers"), [], NO_ROWS)
 
 
-def test_files_beside_those_of_the_index_are_not_counted(tmp_path: Path):
+def test_files_outside_the_index_are_not_counted(tmp_path: Path):
     model = model_of(tmp_path / "model", 2)
     save_file({"consolidated": np.zeros((100, 100), np.float32)}, model / "consolidated.safetensors")
     assert model_size(model).parameters == 2 * (12 + 4)

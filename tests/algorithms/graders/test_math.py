@@ -135,7 +135,7 @@ def test_a_process_that_dies_is_no_verdict():
         PATIENT("1", "1")
 
 
-def test_what_cannot_be_compared_is_no_verdict():
+def test_answers_that_cannot_be_compared_get_no_verdict():
     with pytest.raises(SampleError, match="both answers are too large"):
         PATIENT(r"\boxed{9^{9^{9^9}}}", "8^{8^{8^8}}")
     with pytest.raises(

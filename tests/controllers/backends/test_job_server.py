@@ -164,7 +164,7 @@ def test_a_script_has_the_same_weights_in_process_on_a_local_ray_and_as_a_job(he
     )
 
 
-def test_jobs_of_a_queue_take_turns_and_one_that_is_stopped_goes_on(head: Head):
+def test_jobs_of_a_queue_take_turns_and_a_stopped_one_resumes(head: Head):
     first, second = (
         json.loads(
             head.submit(
@@ -194,7 +194,7 @@ def test_jobs_of_a_queue_take_turns_and_one_that_is_stopped_goes_on(head: Head):
     assert head.runs("long") == [run], "it went on in the same directory"
 
 
-def test_a_job_that_fails_says_so(head: Head):
+def test_a_failed_job_is_reported(head: Head):
     failed = head.submit("--json", "--name", "fails", script=["--until", "no"], code=1)
     answer = json.loads(failed.stdout)
     assert answer["status"] == "FAILED" and "exit code" in answer["message"]

@@ -70,7 +70,7 @@ def test_the_words_of_a_script_reach_it_as_they_are(project: Path):
     assert queued.entrypoint == "python3.11 -m weft.controllers.backends.queued night python3.11 train.py"
 
 
-def test_a_job_knows_where_its_runs_lie_and_that_it_goes_on(project: Path):
+def test_a_job_knows_its_run_folder_and_that_it_resumes(project: Path):
     request = JobRequest(
         script=Path("train.py"), working_dir=project, name="a", root="/shared/", resume=True
     )
@@ -120,7 +120,7 @@ def test_a_job_waits_for_those_of_its_queue_that_were_submitted_before_it():
     assert ahead_of("unknown", jobs) == []
 
 
-def test_a_turn_comes_when_all_before_are_over_and_whom_it_waits_for_is_said_once():
+def test_a_job_waits_for_earlier_ones_and_names_them_once():
     own = job("z", "RUNNING", submitted_s=9.0)
     looks = iter(
         [[job("a", "RUNNING"), job("b", "PENDING"), own]] * 3

@@ -12,7 +12,7 @@ def write(file: Path, text: str) -> None:
     file.write_text(text)
 
 
-def test_own_memory_and_shared_memory_of_this_process_are_told_apart():
+def test_private_and_shared_memory_of_this_process_are_distinguished():
     before = memory_of("self")
     # Use mmap: the C library may serve other allocations from memory that was freed.
     with mmap.mmap(-1, 32 << 20) as shared, mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE) as own:
@@ -24,7 +24,7 @@ def test_own_memory_and_shared_memory_of_this_process_are_told_apart():
     assert 30 << 20 < after.shared_bytes - before.shared_bytes < 40 << 20
 
 
-def test_what_rays_object_store_holds_is_the_shared_memory_of_its_process(tmp_path: Path):
+def test_the_object_store_is_the_shared_memory_of_rays_process(tmp_path: Path):
     status = "Name: x\nRssAnon:\t 100 kB\nRssFile:\t 10 kB\nRssShmem:\t 2048 kB\n"
     for number, name in (("7", "raylet"), ("8", "python")):
         write(tmp_path / f"proc/{number}/comm", f"{name}\n")

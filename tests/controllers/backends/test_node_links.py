@@ -66,9 +66,7 @@ def test_a_start_ends_with_an_error_that_names_the_nodes_and_the_deadline(
         links.begin(Files(tmp_path), tmp_path, {"1": "a", "2": "b"}, 60.0)
 
 
-def test_a_node_with_which_the_run_goes_on_ends_it_when_its_server_does_not_start_again(
-    links: NodeLinks, tmp_path: Path
-):
+def test_a_used_node_whose_server_does_not_restart_ends_the_run(links: NodeLinks, tmp_path: Path):
     links.begin(Files(tmp_path), tmp_path, {"1": "a"}, 60.0)
     links.came_up(registered(), 0, Reply(done=True))
     links.stands_on["reward", 0] = "a"
@@ -84,9 +82,7 @@ def test_a_node_with_which_the_run_goes_on_ends_it_when_its_server_does_not_star
         until(links)
 
 
-def test_a_rank_on_a_node_that_nobody_can_reach_fails_and_the_run_goes_on_without_the_node(
-    links: NodeLinks, tmp_path: Path
-):
+def test_a_run_continues_without_an_unreachable_node(links: NodeLinks, tmp_path: Path):
     links.begin(Files(tmp_path), tmp_path, {"1": "a"}, 60.0)
     links._used["2"] = "b"  # pyright: ignore[reportPrivateUsage]
     links.servers.start(Files(tmp_path), {"2": "b"}, tmp_path)

@@ -20,7 +20,7 @@ def brought(there: Path, logs: NodeLogs, known: dict[str, int]) -> None:
     known |= {name: begin + len(text) for name, (begin, text) in found.items()}
 
 
-def test_what_is_new_is_appended_once(tmp_path: Path):
+def test_new_values_are_appended_once(tmp_path: Path):
     there, here, known = tmp_path / "there", tmp_path / "here", dict[str, int]()
     logs = NodeLogs(here)
     brought(there, logs, known)
@@ -37,7 +37,7 @@ def test_what_is_new_is_appended_once(tmp_path: Path):
     ).stat().st_mode & 0o777 == 0o600
 
 
-def test_the_middle_of_a_log_that_grows_too_fast_is_left_out_and_that_is_said(tmp_path: Path):
+def test_the_middle_of_a_fast_growing_log_is_left_out_with_a_notice(tmp_path: Path):
     there, here, known = tmp_path / "there", tmp_path / "here", {}
     there.mkdir()
     (there / "x_0.log").write_bytes(b"a" * 100 + b"b" * MAX_BYTES)
@@ -48,7 +48,7 @@ def test_the_middle_of_a_log_that_grows_too_fast_is_left_out_and_that_is_said(tm
     )
 
 
-def test_what_two_answers_hold_is_written_once(tmp_path: Path):
+def test_overlapping_answers_are_written_once(tmp_path: Path):
     logs = NodeLogs(tmp_path)
     logs.add("n1", {"x_0.log": (0, b"one ")})
     logs.add("n1", {"x_0.log": (0, b"one two ")})

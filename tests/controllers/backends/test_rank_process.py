@@ -33,7 +33,7 @@ class Seeing:
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_address")  # Ray reads a setting of that cluster on import
-def test_what_a_rank_imports_finds_its_environment_and_its_path(tmp_path: Path):
+def test_imports_of_a_rank_see_its_environment_and_path(tmp_path: Path):
     from ray import cloudpickle
 
     (tmp_path / "seeing.py").write_text(SEEING)

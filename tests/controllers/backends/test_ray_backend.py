@@ -446,7 +446,7 @@ class Stuck(ToyReward):
 
 
 @pytest.mark.thorough
-def test_a_rank_that_hangs_is_named_with_its_node_its_rows_and_where_it_stands(tmp_path: Path):
+def test_a_hanging_rank_is_named_with_node_rows_and_stack(tmp_path: Path):
     made = {**handles(), "reward": group(Stuck, name="reward")}
     backend = RayAhead((tmp_path / "stuck" / "hangs").exists)
     with (

@@ -39,5 +39,5 @@ def test_nothing_is_made_where_a_variable_has_the_token_or_none_is_wanted(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_cluster_without_a_token_is_said_to_be_open():
+def test_a_cluster_without_a_token_is_reported_as_open():
     assert "whoever reaches its ports runs programs on its nodes" in unprotected("head:6379", {})

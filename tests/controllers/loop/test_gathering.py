@@ -112,7 +112,7 @@ def test_where_many_ranks_bring_rows_complete_groups_wait_for_more_unless_a_quor
     assert not run.holds()
 
 
-def test_rows_that_nobody_adds_to_do_not_wait():
+def test_rows_that_get_no_additions_do_not_wait():
     run = generation()
     run.answer(0)
     run.under_way = UnderWay()

@@ -156,7 +156,7 @@ def with_lists_beyond_its_end(run: Path) -> None:
         (with_lists_beyond_its_end, "samples: .* cannot be read"),
     ],
 )
-def test_samples_that_are_not_what_the_log_says_refute_it(
+def test_samples_that_contradict_the_log_refute_it(
     tmp_path: Path, harm: Callable[[Path], object], says: str
 ):
     saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig())
@@ -227,7 +227,7 @@ def test_no_step_waits_for_its_record_until_recording_is_far_behind(tmp_path: Pa
     assert slow[-1] == pytest.approx(4 * without[1]), "then a step takes as long as its record"
 
 
-def test_updates_beside_generation_do_not_wait_for_records_either(tmp_path: Path):
+def test_updates_during_generation_do_not_wait_for_records(tmp_path: Path):
     def end(record_s: float) -> float:
         simulated = Simulated(with_cost("recorder.record", LinearCost(fixed_s=record_s)))
         schedule = Asynchronous(steps=6, prompts_per_step=2, max_staleness=2)
@@ -297,7 +297,7 @@ class PartedReward(ToyReward):
         return samples, {}
 
 
-def test_what_a_reward_is_made_of_is_recorded_with_it():
+def test_parts_of_a_reward_are_recorded_with_it():
     graph = toy_grpo(
         prompts(2), rollout=group(ToyRollout), reward=group(PartedReward), actor=group(ToyActor)
     )

@@ -36,9 +36,7 @@ def test_a_check_that_fails_or_crashes_stops_no_other(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.thorough
-def test_a_check_that_hangs_is_ended_with_what_it_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_hanging_check_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DOCTORED", str(tmp_path / "child"))
     for deadline_s in (3, 12, 60):  # retry until the check has had time to begin
         record = try_check(check(doctored.hangs, deadline_s), False)
@@ -54,7 +52,7 @@ def test_a_check_that_hangs_is_ended_with_what_it_started(
         time.sleep(0.05)
 
 
-def test_without_a_gpu_the_command_says_so(
+def test_without_a_gpu_the_command_reports_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -225,9 +225,7 @@ def test_gpus_are_judged(
     assert {name: outcome for name, (outcome, _) in found.items()} == expected
 
 
-def test_what_torch_is_built_for_is_read_and_not_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_build_of_torch_is_read_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert machine_packages.cuda_of_torch() is not None, "the tests have a torch"
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = '12.8'\n")

@@ -76,7 +76,7 @@ def test_the_docs_have_a_row_of_each_model_on_each_machine():
 
 
 @pytest.mark.slow
-def test_the_docs_have_what_the_command_says(monkeypatch: pytest.MonkeyPatch):
+def test_the_docs_match_the_commands_output(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "MODELS", {MODEL: MODELS[MODEL]})
     docs = DOCS.read_text()
     for machine in MACHINES:

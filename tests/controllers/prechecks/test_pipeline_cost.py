@@ -151,7 +151,7 @@ def test_each_optimizer_step_fills_and_drains_the_pipeline_in_plan_and_simulatio
     assert cost.seconds(8, 160, sizes.steps) == pytest.approx(seconds)
 
 
-def test_groups_of_ranks_are_chosen_anew_for_each_optimizer_step(tmp_path: Path):
+def test_groups_of_ranks_are_chosen_for_each_optimizer_step(tmp_path: Path):
     cost = SequenceParallelCost(
         fixed_s=3, ranks=4, memory_tokens=100, per_token_s=0.01, exchange_s={2: 0.01, 4: 0.03}
     )

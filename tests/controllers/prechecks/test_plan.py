@@ -55,7 +55,7 @@ def planned(**settings: Any) -> Plan:
     return plan_of(made.spec)
 
 
-def test_a_step_takes_what_its_calls_take_one_after_the_other():
+def test_a_step_takes_the_sum_of_its_sequential_calls():
     time = planned().time
     assert time is not None and not time.at_best
     # 24 rows: 12 on each of two rollouts, all of them on the one actor.
@@ -77,7 +77,7 @@ def test_costs_with_lengths_give_the_bound_of_the_simulation():
     assert time is not None and time.at_best and time.seconds == pytest.approx(24 * 10 * 0.5 / 4 / 2)
 
 
-def test_a_step_has_its_rows_updates_and_memory_beside_the_machine():
+def test_a_step_lists_rows_updates_memory_and_machine():
     plan = planned()
     assert (plan.sizes.prompts, plan.sizes.rows) == (6, 24)
     [update] = plan.updates

@@ -139,7 +139,7 @@ def test_rows_are_exchanged_where_the_longest_first_is_not_the_best():
     )
 
 
-def test_what_fits_nowhere_is_named():
+def test_layouts_that_fit_nowhere_are_named():
     with pytest.raises(
         UserError, match="a row of 8,001 tokens does not fit on 8 ranks of 1,000 tokens each"
     ):

@@ -86,7 +86,7 @@ def test_weights_go_in_between_two_steps_and_the_oldest_token_counts(tmp_path: P
     assert [r["versions"] for r in log if r["do"] == "publish" and "versions" in r] == [[0], [1], [0]]
 
 
-def test_what_exceeds_the_batch_queues_and_prompts_are_read_first(tmp_path: Path):
+def test_extra_responses_queue_and_prompts_are_prefilled_first(tmp_path: Path):
     schedule = Synchronous(steps=1, prompts_per_step=2, shuffle=False)
     cost = costs(KNOWN, ((0, 0.5), (2, 1.5)), max_num_seqs=2, prefill_s=0.25)
     driver = run(tmp_path, schedule, Simulated(cost), number=2)
@@ -235,7 +235,7 @@ def test_replicas_of_several_ranks_and_evaluations(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("partial_rollouts", "mixed"), [("continue", True), ("finish", False)])
-def test_an_evaluation_every_step_costs_asynchronous_training_what_its_rows_cost(
+def test_an_evaluation_every_step_costs_asynchronous_training_only_its_rows(
     tmp_path: Path, partial_rollouts: Any, mixed: bool
 ):
     schedule = Asynchronous(
@@ -310,7 +310,7 @@ def test_an_evaluation_takes_the_rollout_while_it_would_be_idle_and_changes_no_u
     assert not check_log(driver.directory.path / "buffer").violations
 
 
-def test_a_run_that_may_stop_by_what_is_measured_begins_no_step_before_it_is(tmp_path: Path):
+def test_a_run_with_a_stop_condition_waits_for_its_metrics_before_each_step(tmp_path: Path):
     schedule = Synchronous(steps=6, prompts_per_step=4)
     driver = evaluated(
         tmp_path, schedule, 3, stop=lambda row: "eval/rollout/response_length" in row and row["step"] == 3
@@ -465,7 +465,7 @@ class Mortal(Simulated):
 
 
 @pytest.mark.parametrize("partial_rollouts", [None, "continue", "finish", "requeue"])
-def test_the_siblings_of_a_rank_that_died_go_on_while_another_comes_up(
+def test_the_siblings_of_a_dead_rank_continue_during_its_replacement(
     tmp_path: Path, partial_rollouts: Any
 ):
     cost = costs(FixedLengths(lengths=((10,),)))

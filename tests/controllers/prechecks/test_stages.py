@@ -109,7 +109,7 @@ def test_the_bubble_is_megatrons_unless_costs_are_known():
     assert played.bubble == pytest.approx(cost.played(32, 3200).bubble) and played.bubble > 3 / 16
 
 
-def test_groups_for_drawn_rows_are_beside_groups_of_one_size():
+def test_groups_for_random_rows_are_compared_with_groups_of_one_size():
     shared = SequenceParallelCost(
         ranks=8, memory_tokens=100, per_token_s=0.01, exchange_s={2: 0.01, 4: 0.02, 8: 0.05}
     )

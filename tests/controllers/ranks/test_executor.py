@@ -94,7 +94,7 @@ def test_a_method_without_rows_may_give_way_and_returns_its_metrics(tmp_path: Pa
     assert reply.done and reply.value == "stage 1" and reply.metrics["pause_s"].value == 0.5
 
 
-def test_a_call_that_is_cancelled_ends_where_it_stands_or_before_it_begins(tmp_path: Path):
+def test_a_cancelled_call_ends_at_its_current_step_or_never_starts(tmp_path: Path):
     worker = Generator()
     executor = Executor(worker, Files(tmp_path).access("here", "executor"))
     replies: dict[int, list[Any]] = {1: [], 2: []}
@@ -116,7 +116,7 @@ def test_a_failure_is_replied_with_the_traceback_of_the_worker_alone(tmp_path: P
     assert not executor.busy and reply.failure.kind is FailureKind.EXCEPTION
 
 
-def test_a_call_that_makes_steps_says_so_when_it_has_been_silent_for_long(tmp_path: Path):
+def test_a_call_that_makes_steps_reports_progress_after_a_silence(tmp_path: Path):
     now, replies = [100.0], []
     executor = Executor(Generator(), Files(tmp_path).access("here", "executor"), clock=lambda: now[0])
     executor.add(generating(0), replies.append)

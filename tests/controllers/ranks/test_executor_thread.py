@@ -53,7 +53,7 @@ def test_a_worker_that_cannot_be_made_says_why_to_every_call(tmp_path: Path):
     thread.close()
 
 
-def test_a_worker_that_works_says_so_and_one_that_is_silent_does_not():
+def test_a_working_worker_reports_progress_and_a_silent_one_does_not():
     activity, replies = Activity(), queue.SimpleQueue()
     coming = replies_of(replies, activity, poll_s=0.001)
     for _ in range(3):

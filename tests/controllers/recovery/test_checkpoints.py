@@ -94,9 +94,7 @@ def test_an_evaluation_that_was_under_way_at_a_checkpoint_is_given_up_and_that_o
 @pytest.mark.parametrize(
     "kill_at", [1, 3, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 6, 8))]
 )
-def test_a_synchronous_run_goes_on_as_if_it_had_never_been_ended(
-    tmp_path: Path, schedule: Training, kill_at: int
-):
+def test_a_synchronous_run_resumes_as_if_never_stopped(tmp_path: Path, schedule: Training, kill_at: int):
     expected, metrics = run(tmp_path / "whole", schedule)
     with pytest.raises(Killed):
         run(tmp_path / "ended", schedule, kill_at=kill_at)
@@ -135,7 +133,7 @@ def test_the_latest_checkpoints_are_kept_and_the_best(tmp_path: Path):
     assert not list(folder.glob(".*")), "nothing unfinished is left"
 
 
-def test_a_run_without_a_checkpoint_begins_again_and_what_it_left_is_moved_aside(tmp_path: Path):
+def test_a_run_without_a_checkpoint_restarts_and_old_files_are_moved_aside(tmp_path: Path):
     with pytest.raises(Killed):
         run(tmp_path, SCHEDULES[0], kill_at=1)
     _, metrics = run(tmp_path, SCHEDULES[0], resume="latest")
@@ -212,7 +210,7 @@ def test_checkpoints_that_a_run_went_back_behind_are_kept_until_it_has_others(tm
     assert not later.exists()
 
 
-def test_a_run_that_finds_no_sound_checkpoint_says_both_that_and_why_it_had_to_go_on_from_one(
+def test_a_run_without_an_intact_checkpoint_reports_that_and_why_it_needed_one(
     tmp_path: Path,
 ):
     def kill() -> NoReturn:
@@ -253,7 +251,7 @@ def test_a_log_that_is_damaged_before_the_checkpoint_is_named_and_its_rows_are_k
     assert len(metrics) == 10 and len(weights) == 2 * len(trained(weights)) == 2 * 27
 
 
-def test_what_cannot_be_resumed_is_refused(tmp_path: Path):
+def test_a_run_that_cannot_be_resumed_is_refused(tmp_path: Path):
     with pytest.raises(Killed):
         run(tmp_path, SCHEDULES[0], kill_at=3)
     with pytest.raises(UserError, match="used already"):
@@ -464,7 +462,7 @@ def issued(log: Path) -> list[int]:
 @pytest.mark.parametrize(
     "loss", ["gone", *(pytest.param(loss, marks=pytest.mark.thorough) for loss in ("emptied", "folder"))]
 )
-def test_a_run_whose_log_is_lost_goes_on_from_weights_and_its_place_in_the_data(
+def test_a_run_without_its_log_resumes_weights_and_data_position(
     tmp_path: Path, schedule: Training, loss: str, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(Killed):
@@ -495,14 +493,14 @@ def test_a_run_whose_log_is_lost_goes_on_from_weights_and_its_place_in_the_data(
     assert not check_log(tmp_path / "run" / "buffer").violations
 
 
-def test_a_run_under_another_kind_of_schedule_is_told_how_to_go_on(tmp_path: Path):
+def test_a_run_under_another_schedule_explains_how_to_resume(tmp_path: Path):
     with pytest.raises(Killed):
         run(tmp_path, SCHEDULES[0], kill_at=3)
     with pytest.raises(UserError, match=r"under Synchronous, not Pipelined: .* resume='weights' goes on"):
         run(tmp_path, SCHEDULES[1], resume="latest")
 
 
-def test_weights_alone_issue_what_was_in_flight_once_more_also_when_that_is_interrupted():
+def test_a_weights_only_resume_reissues_rows_in_flight_also_after_an_interruption():
     order = [3, 1, 4, 0, 2]
 
     def rest(cursor: Cursor, issued: int, number: int) -> list[int]:
@@ -521,7 +519,7 @@ def test_weights_alone_issue_what_was_in_flight_once_more_also_when_that_is_inte
     assert cursor.after(5, untrained=[0, 3]) == Cursor(7, (0, 3))
 
 
-def test_weights_alone_are_followed_by_a_checkpoint_of_their_own_and_go_with_another_schedule(
+def test_a_weights_only_resume_makes_a_checkpoint_and_allows_another_schedule(
     tmp_path: Path,
 ):
     with pytest.raises(Killed):

@@ -257,7 +257,7 @@ def test_a_group_without_any_rank_is_waited_for(
     assert "'rollout' has the ranks that it needs again" in said
 
 
-def test_the_others_go_on_while_a_rank_is_waited_for(tmp_path: Path):
+def test_the_others_continue_while_a_rank_is_missing(tmp_path: Path):
     backend = Spot(lambda rank, now: rank == 0 or not 20.0 <= now < 60.0)
     driver = run(tmp_path, backend, ranks=2, min_ranks=2)
     assert any(row["rollout/ranks"] == 1 for row in driver.directory.metrics)

@@ -85,7 +85,7 @@ def run(
 
 @pytest.mark.parametrize("schedule", [SYNCHRONOUS, Asynchronous(steps=4, prompts_per_step=4)])
 @pytest.mark.parametrize("how", ["raises", "is not finite", "exits"])
-def test_a_sample_that_always_fails_is_dropped_with_its_reason_and_the_run_goes_on(
+def test_a_sample_that_always_fails_is_dropped_with_its_reason(
     tmp_path: Path, model: Path, schedule: Training, how: str
 ):
     asked: list[int] = []
@@ -115,9 +115,7 @@ def test_a_sample_that_always_fails_is_dropped_with_its_reason_and_the_run_goes_
     assert all("eval/reward/mean" in row for row in metrics[::2])
 
 
-def test_what_fails_at_all_samples_ends_the_run_and_shows_prompt_and_response(
-    tmp_path: Path, model: Path
-):
+def test_a_failure_at_all_samples_ends_the_run_with_prompt_and_response(tmp_path: Path, model: Path):
     def broken(response: str, answer: str) -> float:
         return 1 / 0
 
@@ -246,7 +244,7 @@ def test_sys_exit_in_a_worker_ends_the_run_with_a_message(tmp_path: Path, model:
         driver.run()
 
 
-def test_a_breakpoint_without_a_terminal_says_what_it_needs(
+def test_a_breakpoint_without_a_terminal_explains_how_to_get_one(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with Path("/dev/null").open() as nothing:

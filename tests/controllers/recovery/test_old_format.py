@@ -44,7 +44,7 @@ def test_no_reader_takes_a_log_of_an_old_format(root: Path):
     ],
     ids=" ".join,
 )
-def test_every_command_says_which_format_a_log_has_and_what_to_do(
+def test_every_command_names_the_format_of_an_old_log_with_advice(
     root: Path, question: list[str], capsys: pytest.CaptureFixture[str]
 ):
     command, *more = question
@@ -63,7 +63,7 @@ def test_metrics_and_timeline_of_an_old_run_are_read_as_before(
     assert main(["timeline", str(root / "run")]) == 0
 
 
-def test_an_old_run_goes_on_with_its_weights_and_not_with_its_rows(root: Path):
+def test_an_old_run_resumes_its_weights_without_its_rows(root: Path):
     with pytest.raises(
         UserError, match=rf"no checkpoint of the run is sound: .*{OLD}.*resume='weights' goes on"
     ):

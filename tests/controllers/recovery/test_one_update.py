@@ -108,7 +108,7 @@ FAULTY: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("on_stale", ["wait", "mask", "requeue", "drop"])
 @pytest.mark.parametrize(("name", "step"), [("grpo", 9), ("ppo", 4)])
-def test_a_run_with_a_second_update_of_a_step_goes_on_by_a_plain_resume(
+def test_a_run_with_a_second_update_of_a_step_resumes_normally(
     tmp_path: Path, name: str, step: int, on_stale: str
 ):
     faulty_run(tmp_path, name)

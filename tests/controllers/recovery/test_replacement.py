@@ -222,7 +222,7 @@ class FrailActor(MortalActor):
 
 
 @pytest.mark.thorough
-def test_a_run_with_checkpoints_goes_on_when_its_actor_dies_and_when_it_hangs(tmp_path: Path):
+def test_a_run_with_checkpoints_survives_a_dead_and_a_hanging_actor(tmp_path: Path):
     every = CheckpointConfig(every=1)
     with mortal(tmp_path, ASYNCHRONOUS, FrailActor, checkpoint=every) as driver:
         metrics = driver.run()
@@ -236,7 +236,7 @@ def test_a_run_with_checkpoints_goes_on_when_its_actor_dies_and_when_it_hangs(tm
 
 @pytest.mark.slow
 @both
-def test_a_run_with_checkpoints_goes_on_when_its_actor_dies(tmp_path: Path, schedule: Training):
+def test_a_run_with_checkpoints_survives_the_death_of_its_actor(tmp_path: Path, schedule: Training):
     with mortal(tmp_path, schedule, checkpoint=CheckpointConfig(every=1)) as driver:
         metrics = driver.run()
         (actor,) = (g.handle for g in driver.groups.values() if g.name == "actor")
@@ -380,7 +380,7 @@ class StumblingReward(ToyReward):
             yield super().score(samples.slice(k, 1))[0], {"scored": Sum(1.0)}
 
 
-def test_what_was_measured_before_a_failure_counts_as_often_as_its_rows(tmp_path: Path):
+def test_metrics_before_a_failure_count_as_often_as_their_rows(tmp_path: Path):
     rollout, actor = group(SlowRollout, name="rollout"), group(SavingActor, name="actor")
     reward = group(StumblingReward, name="reward")
     rollout.follows(actor)
@@ -414,7 +414,7 @@ def watched_grpo(prompts: Any, *, rollout: Any, reward: Any, watcher: Any, actor
     return actor.update(centred(reward.score(samples)))
 
 
-def test_what_a_node_measured_that_writes_nothing_counts_once_when_its_rows_are_asked_again(
+def test_metrics_of_a_node_without_columns_count_once_after_a_retry(
     tmp_path: Path,
 ):
     made = {"rollout": group(SlowRollout), "actor": group(SavingActor)}
@@ -437,7 +437,7 @@ class HangingActor(MortalActor):
 
 
 @pytest.mark.slow
-def test_an_actor_that_hangs_has_the_run_go_on_from_its_checkpoint(tmp_path: Path):
+def test_a_run_with_a_hanging_actor_resumes_from_its_checkpoint(tmp_path: Path):
     every = CheckpointConfig(every=1)
     with mortal(tmp_path, SYNCHRONOUS, HangingActor, checkpoint=every) as driver:
         metrics = driver.run()

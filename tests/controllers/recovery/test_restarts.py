@@ -15,7 +15,7 @@ from weft.dataflow.runs.files import CHECKPOINTS
 
 
 @pytest.mark.parametrize(("checkpoints", "deaths"), [(0, 1), (1, 1 + MAX_RESTARTS)])
-def test_a_run_whose_worker_always_dies_starts_again_so_many_times_from_one_checkpoint(
+def test_a_run_with_a_dying_worker_restarts_a_bounded_number_of_times(
     tmp_path: Path, checkpoints: int, deaths: int
 ):
     died = 0

@@ -239,7 +239,7 @@ def test_a_driver_without_room_at_the_end_of_a_run_saves_at_once_again(run: Save
         ),
     ],
 )
-def test_what_else_goes_wrong_when_it_is_named_ends_the_run(run: Saved, error: Exception, said: str):
+def test_other_errors_while_a_checkpoint_completes_end_the_run(run: Saved, error: Exception, said: str):
     run.folder.error = error
     with pytest.raises(RunError, match=said):
         run.save(3)
@@ -266,7 +266,7 @@ def test_a_checkpoint_that_stops_growing_has_a_deadline_that_names_who_was_waite
         run.advance()
 
 
-def test_a_run_that_goes_on_removes_later_and_unfinished_checkpoints(run: Saved):
+def test_a_resumed_run_removes_later_and_unfinished_checkpoints(run: Saved):
     for step in (3, 6):
         run.save(step)
     run.begin(9)

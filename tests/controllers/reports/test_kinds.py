@@ -97,7 +97,7 @@ def test_tensorboard_forgets_the_steps_that_are_made_again(tmp_path: Path):
 
 @pytest.mark.slow
 @needs("tensorboard")
-def test_the_curves_that_tensorboard_itself_reads_go_on(tmp_path: Path):
+def test_tensorboard_reads_continuous_curves(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import (  # pyright: ignore[reportMissingImports]
         EventAccumulator,
     )
@@ -126,7 +126,7 @@ def leveldb_records(data: bytes) -> list[bytes]:
 
 @pytest.mark.slow
 @needs("wandb")
-def test_wandb_goes_on_offline_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wandb_continues_offline_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportMissingImports]
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -158,7 +158,7 @@ def test_wandb_goes_on_offline_under_its_id(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 @needs("mlflow")
-def test_mlflow_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_mlflow_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
@@ -176,7 +176,7 @@ def test_mlflow_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 @needs("trackio")
-def test_trackio_goes_on_under_its_name(tmp_path: Path):
+def test_trackio_continues_under_its_name(tmp_path: Path):
     program = "from test_kinds import tracked, Path; import sys; tracked(Path(sys.argv[1]), 'trackio')"
     read = (
         "import json; from trackio.sqlite_storage import SQLiteStorage as store; "

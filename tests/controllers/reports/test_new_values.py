@@ -54,7 +54,7 @@ def test_a_message_that_is_being_written_is_read_when_it_is_complete(tmp_path: P
 
 
 @pytest.mark.parametrize("opened", [True, False])
-def test_what_is_left_when_the_run_is_over_is_read_from_the_stream_or_the_parquet_file(
+def test_remaining_metrics_of_a_finished_run_are_read_from_stream_or_parquet(
     tmp_path: Path, opened: bool
 ):
     values, writer = NewValues(tmp_path), stream(tmp_path)

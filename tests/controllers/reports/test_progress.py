@@ -12,7 +12,7 @@ from weft.controllers.reports.progress import Progress
 from weft.controllers.reports.records import Step, ending_of, score_of
 
 
-def test_each_step_has_a_line_and_the_end_says_what_the_evaluations_came_to(tmp_path: Path):
+def test_each_step_has_a_line_and_the_end_summarizes_evaluations(tmp_path: Path):
     to = stream()
     run(PlainLines(to), tmp_path, 4)
     lines = written(to).splitlines()
@@ -88,11 +88,11 @@ def test_a_display_whose_reader_is_gone_does_not_end_the_run(tmp_path: Path):
         ({"eval/reward/mean": 0.5}, []),
     ],
 )
-def test_what_a_graph_does_not_measure_is_not_shown(row: dict[str, float], labels: list[str]):
+def test_unmeasured_metrics_are_not_shown(row: dict[str, float], labels: list[str]):
     assert [figure.label for figure in Step(1, 9, row).figures] == labels
 
 
-def test_a_score_says_what_it_is_and_how_many_prompts_it_is_of():
+def test_a_score_shows_its_meaning_and_number_of_prompts():
     rows = {"eval/avg@1": 0.6, "eval/avg@1_low": 0.5, "eval/avg@1_high": 0.7, "eval/prompts_lost": 0.0}
     assert str(score_of("eval", 1, rows).text) == "mean reward 0.600 (95 %: 0.500 to 0.700)"  # pyright: ignore[reportOptionalMemberAccess]
     rows |= {"eval/pass@1": 0.5, "eval/prompts_lost": 8.0, "eval/prompts_asked": 16.0}

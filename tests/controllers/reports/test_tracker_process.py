@@ -88,7 +88,7 @@ def test_a_run_that_goes_back_sends_its_steps_again_only_where_they_replace_the_
     ]
 
 
-def test_what_was_not_sent_before_a_kill_is_sent_when_the_run_goes_on(tmp_path: Path):
+def test_metrics_unsent_at_a_kill_are_sent_on_resume(tmp_path: Path):
     writer = stream(tmp_path)
     add(writer, *rows(1, 2, 3))
     writer.close()
@@ -98,7 +98,7 @@ def test_what_was_not_sent_before_a_kill_is_sent_when_the_run_goes_on(tmp_path: 
 
 
 @pytest.mark.parametrize("damage", ["", "[]", '{"id": 1}', "{"])
-def test_a_damaged_note_of_what_was_sent_counts_as_none(tmp_path: Path, damage: str):
+def test_a_damaged_record_of_sent_metrics_counts_as_none(tmp_path: Path, damage: str):
     path = path_of(tmp_path, "wandb")
     path.parent.mkdir()
     path.write_text(damage)
@@ -131,7 +131,7 @@ def test_a_process_that_is_stuck_does_not_outlive_its_driver(tmp_path: Path):
     assert process.wait(120) != 0
 
 
-def test_secrets_are_left_out_of_what_a_tracker_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_secrets_are_not_sent_to_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_SERVICE_TOKEN", "s3cr3t-value")
     config = {"url": "https://user:s3cr3t-value@host", "max_tokens": 4, "HF_TOKEN": "x", "tokenizer": "t"}
     (tmp_path / "config.json").write_text(json.dumps(config))

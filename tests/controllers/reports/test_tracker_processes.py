@@ -71,7 +71,7 @@ def test_a_run_ends_trackers_that_hang(tmp_path: Path, monkeypatch: pytest.Monke
     )
 
 
-def test_a_run_that_is_killed_and_goes_on_sends_each_step_once(tmp_path: Path):
+def test_a_killed_and_resumed_run_sends_each_step_once(tmp_path: Path):
     trackers = ("fake_trackers:Kept",)
     with pytest.raises(Killed):
         saved_run(tmp_path, SCHEDULES[0], kill_at=5, trackers=trackers)
@@ -93,9 +93,7 @@ class Clock:
         return self.now
 
 
-def test_a_tracker_that_shows_no_sign_of_life_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_silent_tracker_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tracker_processes, "LEAVE_S", 0.1)  # waited out
     (tmp_path / "logs").mkdir()
     said: list[str] = []
@@ -115,7 +113,7 @@ def test_a_tracker_that_shows_no_sign_of_life_is_said_once(
     assert len(said) == 1 and "has shown no sign of life for 60 s. The run goes on" in said[0]
 
 
-def test_an_endpoint_that_fails_is_said_once_and_left_alone(tmp_path: Path):
+def test_a_failing_endpoint_is_reported_once_and_left_alone(tmp_path: Path):
     said: list[str] = []
     asked: list[str] = []
 

@@ -113,7 +113,7 @@ def test_the_last_alert_of_a_run_is_read_whole_in_the_list(look, folder: Path):
     rmtree(folder / name)
 
 
-def test_a_link_shows_the_same_to_somebody_else(look):
+def test_a_shared_link_shows_the_same_page(look):
     window = look()
     window.show("samples", run="first")
     window.page.keyboard.press("j")
@@ -157,7 +157,7 @@ def test_an_exported_run_is_looked_at_without_a_server(look, folder: Path, tmp_p
         assert main.get_attribute("data-shows") != "problem", main.inner_text()
 
 
-def test_a_run_that_is_removed_while_it_is_looked_at_is_said_to_be_gone(look, folder: Path):
+def test_a_run_removed_during_a_visit_is_reported_as_gone(look, folder: Path):
     copytree(folder / "first", folder / "leaving")
     window = look()
     window.show("curves", run="leaving")

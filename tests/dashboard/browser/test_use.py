@@ -57,7 +57,7 @@ def test_everything_is_reached_by_keys_alone(look):
     window.shown("runs")
 
 
-def test_what_has_the_focus_is_seen_and_the_tab_key_goes_through_all(look):
+def test_the_focus_is_visible_and_tab_reaches_everything(look):
     window = look()
     window.show("runs")
     seen = set()
@@ -126,7 +126,7 @@ def test_only_a_second_yes_stops_a_run(look, folder, live: str):
     assert not list((folder / live).glob("*stop*"))
 
 
-def test_a_mistake_in_a_filter_is_answered_beside_it(look):
+def test_a_mistake_in_a_filter_is_reported_next_to_it(look):
     window = look()
     window.forgiven.append("/api/groups")
     window.show("samples", run="first", filter="rewrd > 0.5")
@@ -164,7 +164,7 @@ def test_a_zoom_goes_along_from_page_to_page(look):
     window.page.wait_for_function("!location.hash.includes('x=')")
 
 
-def test_a_conversation_is_shown_as_its_turns_and_what_was_unfolded_stays_so(look, folder):
+def test_a_conversation_is_shown_as_turns_and_unfolded_turns_stay_open(look, folder):
     run = folder / "talk"
     RunDirectory.create(folder, "talk").close()
     (run / "samples").mkdir(exist_ok=True)
@@ -200,7 +200,7 @@ def test_a_conversation_is_shown_as_its_turns_and_what_was_unfolded_stays_so(loo
     assert window.page.get_by_text('"name": "calculator"').is_visible()
 
 
-def test_a_group_that_was_not_recorded_says_what_it_waits_for(look):
+def test_an_unrecorded_group_shows_the_nodes_it_waits_for(look):
     window = look()
     window.show("samples", run="killed", group="288")  # in flight at the kill, or not issued yet
     window.page.get_by_text("not recorded yet").wait_for()

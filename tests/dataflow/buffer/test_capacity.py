@@ -149,7 +149,7 @@ class Stream:
 
 
 @pytest.mark.parametrize(("runs", "prompts"), [(25, 30), pytest.param(200, 60, marks=pytest.mark.slow)])
-def test_what_is_let_in_keeps_every_bound_and_the_run_goes_on(
+def test_admission_keeps_every_bound_and_the_run_never_stalls(
     tmp_path_factory: pytest.TempPathFactory, runs: int, prompts: int
 ):
     @settings(max_examples=runs, deadline=None, database=None)

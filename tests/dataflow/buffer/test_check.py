@@ -42,7 +42,7 @@ def test_a_started_run_holds_no_lease_of_the_run_before(tmp_path: Path):
     buffer.log.close()
 
 
-def test_a_checkpoint_that_is_not_what_the_log_says_is_found(tmp_path: Path):
+def test_a_checkpoint_that_contradicts_the_log_is_found(tmp_path: Path):
     buffer = SampleBuffer.create(tmp_path / "run", {"train": dapo()}, clock=lambda: 0.0)
     ledger = buffer.ledgers["train"]
     ledger.issue([0, 1], [2, 2], step=0)
@@ -64,7 +64,7 @@ def test_a_checkpoint_that_is_not_what_the_log_says_is_found(tmp_path: Path):
     buffer.log.close()
 
 
-def test_a_torn_tail_and_what_was_cut_off_are_reported_and_are_no_violation(tmp_path: Path):
+def test_a_torn_tail_and_cut_records_are_reported_without_violation(tmp_path: Path):
     drive(tmp_path / "run", dapo()).log.close()
     log = tmp_path / "run" / "ledger.log"
     log.write_bytes(log.read_bytes()[:-5])

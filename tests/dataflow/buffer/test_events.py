@@ -64,7 +64,7 @@ def test_ids_that_follow_each_other_and_equal_values_are_written_once():
     assert '"ids":[[4,16],[30,2]],"tokens":0,"versions":7' in text
 
 
-def test_what_has_its_default_is_left_out():
+def test_default_values_are_left_out():
     assert json.loads(to_json(Claim(3, "score", [4]), "train")) == {
         "do": "claim",
         "graph": "train",

@@ -164,7 +164,7 @@ def test_damage_at_the_node_of_a_message_is_named_and_nothing_is_kept(server, se
     assert not list((tmp_path / "n1" / "fetched" / "n0").glob("*/*[0-9]"))
 
 
-def test_what_changes_on_the_way_is_found(server, segment, tmp_path):
+def test_corruption_in_transit_is_found(server, segment, tmp_path):
     """The receiver verifies the checksum of the reference itself."""
     lie = Segment.from_json([*segment.to_json()[:4], segment.checksum ^ 1])
     copy = fetched_path(tmp_path / "n1", lie)
@@ -234,9 +234,7 @@ def silent() -> Iterator[str]:
         yield f"grpc://127.0.0.1:{listening.getsockname()[1]}"
 
 
-def test_a_peer_that_hangs_or_is_gone_or_refuses_keeps_nobody_from_deleting(
-    server, segment, silent, tmp_path, caplog
-):
+def test_a_hanging_dead_or_refusing_peer_blocks_no_deletion(server, segment, silent, tmp_path, caplog):
     other = SegmentServer(tmp_path / "n0", "n0", token="another's")
     peers = {
         "silent": silent,
@@ -274,7 +272,7 @@ class FailsOnce(SegmentServer):
         return super().do_action(context, action)
 
 
-def test_a_peer_that_comes_back_is_told_of_everything_in_one_message(tmp_path):
+def test_a_returning_peer_gets_all_deletions_in_one_message(tmp_path):
     server = FailsOnce(tmp_path / "n0", "n0", token=TOKEN)
     told = FailsOnce.told = []
     writer = SegmentWriter(server.folder, "n0", "w", file_bytes=10_000)
@@ -362,7 +360,7 @@ def test_between_hosts_messages_travel_encrypted_and_are_read_and_deleted(encryp
     assert not (server.folder / segment.file).exists()
 
 
-def test_whoever_has_another_certificate_or_none_reads_nothing_and_shows_no_token(encrypting, tmp_path):
+def test_peers_without_the_certificate_read_nothing_and_get_no_token(encrypting, tmp_path):
     server, _ = encrypting
     segment = SegmentWriter(server.folder, "n0", "w").append(some())
     plain = server.location.replace("grpc+tls", "grpc")

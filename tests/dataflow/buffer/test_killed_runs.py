@@ -104,7 +104,7 @@ every_moment = pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytes
 
 
 @every_moment
-def test_a_run_that_is_killed_at_any_moment_goes_on(tmp_path: Path, reference: Reference, every: int):
+def test_a_run_killed_at_any_moment_can_be_resumed(tmp_path: Path, reference: Reference, every: int):
     for k, (number, when) in enumerate(list(reference.points(random.Random(1)))[::every]):
         folder = tmp_path / str(k)
         disk, committed = reference.crash(folder, number, when)
@@ -115,7 +115,9 @@ def test_a_run_that_is_killed_at_any_moment_goes_on(tmp_path: Path, reference: R
 
 
 @every_moment
-def test_a_run_that_loses_power_at_any_moment_goes_on(tmp_path: Path, reference: Reference, every: int):
+def test_a_run_that_loses_power_at_any_moment_can_be_resumed(
+    tmp_path: Path, reference: Reference, every: int
+):
     chance = random.Random(2)
     for k, (number, when) in enumerate(list(reference.points(chance))[::every]):
         folder = tmp_path / str(k)
@@ -129,7 +131,7 @@ def test_a_run_that_loses_power_at_any_moment_goes_on(tmp_path: Path, reference:
 
 @pytest.mark.parametrize("power", [False, True])
 @pytest.mark.parametrize("every", [311, pytest.param(13, marks=pytest.mark.slow)])
-def test_a_run_that_ends_again_while_it_is_recovered_goes_on(
+def test_a_run_killed_during_recovery_can_be_resumed(
     tmp_path: Path, reference: Reference, every: int, power: bool
 ):
     chance, crashes = random.Random(3), 0
@@ -170,7 +172,7 @@ def notes_at(reference: Reference, offset: int) -> str:
     return json.dumps(json.loads(reference.states[max(known)])[1]) if known else "{}"
 
 
-def test_what_a_killed_process_wrote_is_safe_from_the_loss_of_power_once_the_next_has_recovered(
+def test_records_of_a_killed_process_survive_power_loss_once_recovered(
     tmp_path: Path, reference: Reference
 ):
     writes = [k for k, what in enumerate(reference.operations) if what == "write"]

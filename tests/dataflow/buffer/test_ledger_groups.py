@@ -42,7 +42,7 @@ def test_the_first_rows_that_are_ready_win_and_the_others_are_cancelled():
     assert ledger.claim(node(ledger, "score")) is None, "nobody works for a row that was cancelled"
 
 
-def test_after_the_deadline_a_quorum_takes_what_there_is():
+def test_after_the_deadline_a_quorum_takes_the_ready_rows():
     clock = Clock()
     ledger = Ledger(first_two(5.0), clock=clock)
     ledger.issue([0], [1], step=0)
@@ -100,7 +100,7 @@ def test_a_late_row_of_two_quorums_in_a_row_is_dropped_once():
     assert forgotten(ledger)
 
 
-def test_a_quorum_that_is_there_gives_up_what_is_still_to_be_made_for_it_alone():
+def test_a_complete_quorum_gives_up_work_that_only_it_needed():
     ledger = Ledger(first_two())
     ledger.issue([0, 1], [1, 1], step=0)
     lease = claim(ledger, "generate")

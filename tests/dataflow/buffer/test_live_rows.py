@@ -40,7 +40,7 @@ def recorded() -> Graph:
     return draw.graph()
 
 
-def test_a_group_rests_when_only_what_follows_behind_is_left_to_do():
+def test_a_group_rests_when_only_following_nodes_remain():
     ledger = generated(recorded())
     record = node(ledger, "record")
     lease = claim(ledger, "keep")
@@ -141,7 +141,7 @@ def test_rows_of_a_quorum_do_not_wait_for_their_siblings():
     assert not ledger.live.lacks_siblings(node(ledger, "score"))
 
 
-def test_what_is_ready_is_told_by_the_step_that_comes_first():
+def test_ready_metrics_are_reported_with_the_first_step():
     ledger = Ledger(grpo())
     generate, advantages = node(ledger, "generate"), node(ledger, "advantages")
     assert ledger.live.ready_in_step(generate) == (-1, 0)

@@ -70,7 +70,7 @@ def damaged(path: Path, data: bytes, before: int, offset: int) -> str:
     return reader.damage
 
 
-def test_what_is_appended_is_read_back(tmp_path: Path):
+def test_appended_rows_are_read_back(tmp_path: Path):
     path = tmp_path / "log"
     places = write(path)
     records, reader = read(path)
@@ -86,7 +86,7 @@ def test_each_checksum_is_of_everything_up_to_it(tmp_path: Path):
         assert one[9:] == other[9:] and one[:8] != other[:8]
 
 
-def test_any_changed_bit_is_found_and_what_stands_before_it_is_used(tmp_path: Path):
+def test_any_changed_bit_is_found_and_earlier_records_are_used(tmp_path: Path):
     path = tmp_path / "log"
     places = [p.offset for p in write(path)]
     whole = path.read_bytes()
@@ -125,7 +125,7 @@ def test_missing_repeated_and_swapped_records_are_found(tmp_path: Path):
     assert "checksum is" in damaged(path, b"".join([*lines, b"\0\0\0\0\n"]), len(lines), places[-1])
 
 
-def test_a_log_goes_on_at_any_place_and_what_is_cut_off_is_kept(tmp_path: Path):
+def test_a_log_continues_at_any_position_and_keeps_the_cut_tail(tmp_path: Path):
     path = tmp_path / "log"
     places = write(path)
     whole = path.read_bytes()
@@ -189,7 +189,7 @@ def test_records_are_written_together(tmp_path: Path):
     log.close()
 
 
-def test_the_log_is_synced_when_it_is_told_to_or_the_interval_is_over(tmp_path: Path):
+def test_the_log_is_synced_on_request_or_after_the_interval(tmp_path: Path):
     now, disk = 0.0, CountingDisk()
     log = Log(tmp_path / "log", disk=disk, sync_interval_s=0.5, clock=lambda: now)
     disk.calls.clear()
@@ -217,7 +217,7 @@ def test_the_log_is_synced_when_it_is_told_to_or_the_interval_is_over(tmp_path: 
     assert disk.calls == [], "nothing was left to write or to sync"
 
 
-def test_what_somebody_else_left_unsynced_is_synced(tmp_path: Path):
+def test_unsynced_records_of_another_writer_are_synced(tmp_path: Path):
     end, disk = write(tmp_path / "log")[-1], CountingDisk()
     Log(tmp_path / "log", at=end, disk=disk, clock=lambda: 0.0).close()
     assert disk.calls == ["write", "sync"]
@@ -318,7 +318,7 @@ def test_a_log_that_is_being_written_can_be_read(tmp_path: Path):
     assert not complaints and seen == list(range(3000))
 
 
-def test_a_reader_goes_on_when_the_record_that_it_found_torn_is_whole(tmp_path: Path):
+def test_a_reader_continues_once_a_torn_record_is_complete(tmp_path: Path):
     path = tmp_path / "log"
     write(path)
     whole = path.read_bytes()

@@ -117,7 +117,7 @@ def test_the_file_holds_no_more_than_the_checkpoints_that_are_kept_need(tmp_path
     driver.buffer.close()
 
 
-def test_a_run_goes_back_to_a_checkpoint_that_lies_in_the_archive(tmp_path: Path):
+def test_a_run_goes_back_to_an_archived_checkpoint(tmp_path: Path):
     driver = played(tmp_path / "run", 60)
     position = driver.buffer.checkpoint()
     then = state_of(driver.buffer)
@@ -143,7 +143,7 @@ def test_a_run_goes_back_to_a_checkpoint_that_lies_in_the_archive(tmp_path: Path
     assert not check_log(tmp_path / "run").violations
 
 
-def test_without_its_archive_a_run_goes_on_and_nobody_reads_what_was_before(tmp_path: Path):
+def test_a_run_without_its_archive_continues_without_older_records(tmp_path: Path):
     driver = played(tmp_path / "run")
     driver.buffer.checkpoint()
     before = state_of(driver.buffer)
@@ -172,7 +172,7 @@ def test_a_damaged_part_refutes_the_log(tmp_path: Path):
 
 @pytest.mark.parametrize("power", [False, True])
 @pytest.mark.parametrize("every", [47, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_run_that_ends_at_any_moment_of_a_cut_goes_on(tmp_path: Path, every: int, power: bool):
+def test_a_run_killed_at_any_moment_of_a_cut_can_be_resumed(tmp_path: Path, every: int, power: bool):
     chance, disk = random.Random(7), FragileDisk()
     played(tmp_path / "whole", 200, disk).buffer.close()
     moments = [(n, when) for n in range(len(disk.operations)) for when in ("before", 0.5, "after")]

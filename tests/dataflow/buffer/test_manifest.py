@@ -64,7 +64,7 @@ DAMAGES = {
 }
 
 
-def test_a_folder_that_nobody_touched_is_sound(folder: Path):
+def test_an_untouched_folder_is_intact(folder: Path):
     assert verify_manifest(folder) == []
     write_manifest(folder)
     assert verify_manifest(folder) == []

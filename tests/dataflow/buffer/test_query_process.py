@@ -75,7 +75,7 @@ def test_a_process_that_was_killed_while_it_waited_is_replaced(started: list[int
     assert len(started) == 4
 
 
-def test_a_process_that_nobody_asks_ends_by_itself(monkeypatch: pytest.MonkeyPatch):
+def test_an_unused_process_ends_by_itself(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sql, "PREPARED_S", 1)  # waited out
     waiting = QueryProcess()
     deadline = time.monotonic() + 30

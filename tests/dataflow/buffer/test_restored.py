@@ -127,7 +127,7 @@ def test_a_damaged_log_is_used_up_to_the_damage_and_the_rest_is_kept(tmp_path: P
     comes_to_its_end(driver)
 
 
-def test_a_run_goes_back_to_a_checkpoint_and_what_came_after_it_is_kept(tmp_path: Path):
+def test_a_run_goes_back_to_a_checkpoint_and_keeps_later_records(tmp_path: Path):
     folder = tmp_path / "run"
     positions, first, _ = broken_run(folder)
     whole = (folder / LOG).read_bytes()

@@ -100,7 +100,7 @@ def test_a_group_whose_columns_are_damaged_or_gone_is_issued_again_and_named(tmp
     run.close()
 
 
-def test_groups_that_lie_on_a_node_that_is_gone_are_issued_again_unless_an_update_has_begun_with_them(
+def test_groups_on_a_lost_node_are_reissued_unless_an_update_has_begun(
     tmp_path: Path,
 ):
     run = Columns.start(tmp_path / "run")
@@ -151,7 +151,7 @@ def test_segments_of_a_checkpoint_outlive_their_rows_as_long_as_it_is_kept(tmp_p
     run.close()
 
 
-def test_the_source_is_kept_and_what_it_was_before_goes(tmp_path: Path):
+def test_the_source_is_kept_until_it_is_replaced(tmp_path: Path):
     run = Columns.start(tmp_path / "run")
     first = run.segment([1, 2, 3])
     run.buffer.set_source("train", first)

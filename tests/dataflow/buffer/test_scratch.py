@@ -65,9 +65,7 @@ def test_the_file_system_of_a_path_is_that_of_the_deepest_mount(tmp_path: Path):
     assert file_system(tmp_path, tmp_path / "none") == ""
 
 
-def test_a_folder_with_little_room_or_over_the_network_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_full_or_network_folder_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert LEAST_BYTES == 1 << 30
     [line] = notes(tmp_path / "not" / "yet", needed_bytes=1 << 60)
     assert (
@@ -95,7 +93,7 @@ def test_a_run_whose_folder_moves_keeps_its_name_and_is_looked_for_in_the_new_pl
     assert moved.name == first.name and noted_folder(buffer) == moved.path == tmp_path / "t" / first.name
 
 
-def test_a_run_that_goes_on_after_its_end_is_not_over(tmp_path: Path):
+def test_a_run_resumed_after_its_end_is_not_over(tmp_path: Path):
     scratch = Scratch("weft-run-00000000-00000000", tmp_path)
     scratch.path.mkdir()
     (scratch.path / OVER).touch()
@@ -139,7 +137,7 @@ def test_the_folder_of_a_run_that_is_over_is_removed_at_once(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_folder_of_a_run_that_goes_on_stays_for_its_next_start(tmp_path: Path):
+def test_the_folder_of_a_resumable_run_stays_for_its_next_start(tmp_path: Path):
     scratch = Scratch("weft-run-00000000-00000000", tmp_path, grace_s=3.0)
     (scratch.hold() / "rows").touch()
     scratch.release(over=False)
@@ -172,9 +170,7 @@ def test_a_killed_process_leaves_no_folder(tmp_path: Path):
     until(lambda: not list(tmp_path.iterdir()))
 
 
-def test_a_start_while_the_folder_is_removed_keeps_a_folder_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_start_during_a_removal_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     scratch = Scratch("weft-run-00000000-00000000", tmp_path)
     scratch.path.mkdir()
     (scratch.path / IN_USE).touch()

@@ -47,7 +47,7 @@ def names(folder: Path) -> list[str]:
 # Round trips
 
 
-def test_a_reader_gets_what_was_appended_and_the_reference_survives_json(tmp_path: Path):
+def test_a_reader_gets_appended_rows_and_the_reference_survives_json(tmp_path: Path):
     writer, reader = SegmentWriter(tmp_path, "n0", "w"), SegmentReader(tmp_path, "n0")
     segments = [writer.append(numbered(n)) for n in range(5)]
     assert [Segment.from_json(json.loads(json.dumps(s.to_json()))) for s in segments] == segments
@@ -135,7 +135,7 @@ def test_at_every_moment_a_file_is_an_arrow_stream(tmp_path: Path):
         assert table["sample_id"].unique().to_pylist() == list(range(n + 1))
 
 
-def test_each_schema_has_files_of_its_own(tmp_path: Path):
+def test_each_schema_has_separate_files(tmp_path: Path):
     writer = SegmentWriter(tmp_path, "n0", "w")
     one, two = Batch.of(reward=[1.0]), Batch.of(answer=["x"])
     assert [writer.append(b).file for b in (one, two, one)] == [f"w.{k}.000000.arrows" for k in (0, 1, 0)]
@@ -167,7 +167,7 @@ def test_a_writer_name_is_used_once(tmp_path: Path):
             SegmentWriter(tmp_path, "n0", bad)
 
 
-def test_what_a_killed_writer_published_is_read(tmp_path: Path):
+def test_published_segments_of_a_killed_writer_are_read(tmp_path: Path):
     program = """
 import os, signal, sys
 from pathlib import Path
@@ -303,11 +303,11 @@ assert [reader.read(s).to_rows()[0]["sample_id"] for s in (first, second)] == [1
     return done.stdout
 
 
-def test_a_file_that_may_not_grow_is_an_error_and_the_writer_goes_on(tmp_path: Path):
+def test_a_file_that_cannot_grow_is_an_error_and_the_writer_continues(tmp_path: Path):
     assert f"in folder {tmp_path}, where" in limited_writes(tmp_path, 1 << 16)
 
 
-def test_a_full_disk_is_an_error_and_the_next_append_overwrites_what_was_begun(tmp_path: Path):
+def test_a_full_disk_is_an_error_and_the_next_append_overwrites_the_partial_one(tmp_path: Path):
     if (
         os.geteuid()
         or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]).returncode
@@ -369,7 +369,7 @@ def test_freeing_twice_or_the_unknown_is_an_error(tmp_path: Path):
         store.freed([segment])
 
 
-def test_what_a_dead_writer_never_published_goes_too_and_recovery_keeps_what_is_live(tmp_path: Path):
+def test_recovery_keeps_live_segments_and_removes_unpublished_ones_of_dead_writers(tmp_path: Path):
     store = SegmentStore(tmp_path, "n0")
     for name in ("w1", "w2", "w10"):
         SegmentWriter(tmp_path, "n0", name).append(numbered(1))

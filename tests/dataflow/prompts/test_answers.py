@@ -43,7 +43,7 @@ def read(base: Path, *answers: Any, **settings: Any) -> Prompts:
     )
 
 
-def test_a_worked_solution_is_kept_beside_its_final_answer(base: Path) -> None:
+def test_a_worked_solution_is_kept_with_its_final_answer(base: Path) -> None:
     worked = "2 + 2 = <<2+2=4>>4\n#### 4"
     prompts = read(base, worked, "5", None, r"\boxed{6}")
     assert prompts.table["answer"].to_pylist() == ["4", "5", None, "6"]

@@ -78,7 +78,7 @@ ASKED = {
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
 @pytest.mark.parametrize("prompt", ["Name a river.", " Name a\nriver. ", [user("Name a river.")]])
-def test_a_prompt_that_stands_in_both_responses_is_taken_once(
+def test_a_prompt_in_both_responses_is_used_once(
     prompt: Any, write: Any, tmp_path: Path, qwen: Path
 ) -> None:
     row = {
@@ -272,7 +272,7 @@ def test_the_prompt_ends_with_the_header_though_the_response_begins_as_its_openi
     assert read(pair, tokenizer)["rejected_ids"] == "<think>\nSo<|im_end|>"
 
 
-def test_a_response_that_thinks_goes_on_from_the_tag_that_is_opened_for_generation(
+def test_a_thinking_response_continues_the_tag_opened_for_generation(
     tmp_path: Path,
 ) -> None:
     tokenizer = with_template(tmp_path / "opens", OPENS_THINKING)
@@ -408,7 +408,7 @@ def test_turns_of_others_in_a_response_are_not_trained(qwen: Path, tmp_path: Pat
         Prompts.from_rows([pair], with_template(tmp_path / "strips", STRIPS_THINKING))
 
 
-def test_turns_of_hh_rlhf_are_told_apart(qwen: Path) -> None:
+def test_turns_of_hh_rlhf_are_separated(qwen: Path) -> None:
     human, ai = "\n\nHuman: ", "\n\nAssistant: "
     rows = [
         {"chosen": f"{human}Hi{ai}I am glad", "rejected": f"{human}Hi{ai}I am sad"},

@@ -74,7 +74,7 @@ def test_an_id_is_read_from_the_cache(cache: Path, base: Path) -> None:
     )
 
 
-def test_an_id_that_neither_cache_nor_network_has_is_named(cache: Path, base: Path) -> None:
+def test_an_unavailable_hub_id_is_named(cache: Path, base: Path) -> None:
     said = complaint("tiny/smus", base)
     assert said.startswith(
         "'tiny/smus' is no file or folder here; as a data set it is not in the local Hugging Face cache"

@@ -233,7 +233,7 @@ def test_an_update_that_ends_in_the_middle_leaves_an_engine_that_takes_the_next(
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.vllm
-def test_a_run_trains_on_what_an_engine_samples_with_weights_by_a_backend(
+def test_a_run_trains_on_samples_with_weights_sent_by_a_vllm_backend(
     folder: Path, tmp_path: Path
 ) -> None:
     (folder / "tokenizer.json").write_text("{}")

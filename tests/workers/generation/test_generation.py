@@ -167,7 +167,7 @@ def test_the_same_seeds_give_the_same_tokens(engine: GenerationEngine) -> None:
     assert len({tuple(r.token_ids.tolist()) for r in one.values()}) == len(one)
 
 
-def test_a_response_does_not_depend_on_what_else_is_in_the_batch(engine: GenerationEngine) -> None:
+def test_a_response_does_not_depend_on_the_rest_of_the_batch(engine: GenerationEngine) -> None:
     requests = requests_of(prompts_of(6))
     together = all_of(engine, requests, Sampling(max_tokens=16))
     for request in requests[::5]:
@@ -189,7 +189,7 @@ def test_without_seeds_every_response_is_drawn_afresh(engine: GenerationEngine) 
     assert len({tuple(r.token_ids.tolist()) for r in found.values()}) == 4
 
 
-def test_greedy_is_what_transformers_generates(engine: GenerationEngine, model: Any) -> None:
+def test_greedy_equals_transformers(engine: GenerationEngine, model: Any) -> None:
     requests = requests_of(prompts_of(6), samples=1)
     responses = all_of(engine, requests, Sampling(max_tokens=20, temperature=0))
     for request in requests:
@@ -309,7 +309,7 @@ def test_keys_and_values_of_unfinished_responses_are_computed_again_on_request(
 
 
 @pytest.mark.vllm
-def test_vllm_goes_on_while_weights_are_staged_and_every_token_knows_its_version(
+def test_vllm_generates_while_weights_are_staged_with_a_version_per_token(
     vllm: VllmEngine, model: Any, publisher: WeightPublisher
 ) -> None:
     requests, sampling, cores = (
@@ -458,7 +458,7 @@ def test_requests_of_an_abandoned_iterator_are_given_up(engine: GenerationEngine
     assert len(all_of(engine, requests, sampling)) == len(requests)
 
 
-def test_requests_that_are_sent_back_are_given_up_and_the_others_go_on(engine: GenerationEngine) -> None:
+def test_cancelled_requests_end_and_the_others_continue(engine: GenerationEngine) -> None:
     requests, sampling = requests_of(prompts_of(6)), Sampling(max_tokens=24)
     alone = all_of(engine, requests, sampling)
     steps = engine.generate(requests, sampling)

@@ -47,7 +47,7 @@ def test_an_engine_that_got_weights_and_no_request_sleeps_again(engine: TaggedEn
     assert sleeping.on_device is OnDevice.ASLEEP and not engine.there
 
 
-def test_what_is_in_a_state_stays_in_it(engine: TaggedEngine):
+def test_repeated_sleep_and_wake_calls_change_nothing(engine: TaggedEngine):
     sleeping = SleepingEngine(engine)
     sleeping.wake()
     sleeping.wake_weights()

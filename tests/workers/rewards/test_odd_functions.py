@@ -174,7 +174,7 @@ def test_a_function_apart_keeps_its_state_logs_and_fails_as_it_would_here(run: A
     assert [id for rows, _ in parts for id in rows["sample_id"].to_pylist()] == [7, 9]
 
 
-def test_an_asynchronous_function_that_sets_handlers_is_told_to_be_a_plain_one(model: Path) -> None:
+def test_an_asynchronous_function_with_signal_handlers_must_be_synchronous(model: Path) -> None:
     async def later(response: str) -> float:
         return swallows(response)
 
@@ -387,7 +387,7 @@ def test_a_sum_that_is_not_finite_fails_the_sample(model: Path) -> None:
     ],
     ids=shown,
 )
-def test_what_is_no_reward_ends_the_run_at_the_first_sample(result: Any, model: Path) -> None:
+def test_a_result_that_is_not_a_reward_ends_the_run_at_the_first_sample(result: Any, model: Path) -> None:
     tried: list[str] = []
 
     def odd(response: str) -> Any:

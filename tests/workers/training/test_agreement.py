@@ -132,7 +132,7 @@ def test_nothing_in_a_model_that_is_trained_is_random(tmp_path: Path, name: str,
 
 
 @pytest.mark.parametrize("name", ["Gemma 2", pytest.param("Gemma 3", marks=pytest.mark.slow)])
-def test_the_transformers_engine_samples_from_what_training_computes(tmp_path: Path, name: str):
+def test_the_transformers_engine_samples_from_the_trainers_distribution(tmp_path: Path, name: str):
     model = amplify(make_family(name))
     engine = TransformersEngine(str(save(model, tmp_path / "model")))
     prompts = [row.numpy().astype(np.int32) for row in make_rows((9, 3))]
@@ -178,7 +178,7 @@ def test_the_same_models_are_trained_if_they_are_set_to_be_causal(
     worker.close()
 
 
-def test_what_transformers_refuses_is_a_mistake_of_the_user(tmp_path: Path):
+def test_a_refusal_by_transformers_is_a_user_error(tmp_path: Path):
     folder = save(make("qwen2", {}), tmp_path / "model")
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"num_attention_heads": 0}))

@@ -170,7 +170,9 @@ def test_each_step_of_an_update_leaves_its_own_rows(tiny_model: Path, rows: Batc
         assert table.filter(~np.isfinite(losses_of(table)))["sample_id"].to_pylist() == [5]
 
 
-def test_so_many_in_a_row_end_training_and_say_why(tiny_model: Path, rows: Batch, tmp_path: Path):
+def test_too_many_bad_steps_in_a_row_end_training_with_the_reason(
+    tiny_model: Path, rows: Batch, tmp_path: Path
+):
     worker = actor(tiny_model, tmp_path, skip_above_grad_norm=100)
     worker.update(rows, loss=LOSS)
     before = state(worker)

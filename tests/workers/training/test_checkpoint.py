@@ -53,7 +53,7 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_to_go_on_is_to_the_bit_as_if_it_had_never_stopped(
+def test_a_resume_equals_an_uninterrupted_run_exactly(
     tiny_model: Path, steps: list[Batch], tmp_path: Path, dtype: str
 ):
     worker = actor(tiny_model, dtype=dtype)
@@ -75,7 +75,7 @@ def test_to_go_on_is_to_the_bit_as_if_it_had_never_stopped(
     assert verify_manifest(tmp_path / "step") == []
 
 
-def test_the_learning_rate_goes_on(tiny_model: Path, steps: list[Batch], tmp_path: Path):
+def test_the_learning_rate_continues(tiny_model: Path, steps: list[Batch], tmp_path: Path):
     worker = actor(tiny_model)
     train(worker, steps[:3])
     again = actor(tiny_model)
@@ -132,7 +132,7 @@ class HeldDisk(Disk):
         super().write(descriptor, data)
 
 
-def test_training_goes_on_while_a_snapshot_is_written(
+def test_training_continues_while_a_snapshot_is_written(
     tiny_model: Path, steps: list[Batch], tmp_path: Path
 ):
     disk = HeldDisk()
@@ -166,7 +166,7 @@ def test_a_snapshot_waits_for_the_one_before_it_and_says_how_long(
     assert equal(state(again), state(worker))
 
 
-def test_a_full_disk_says_so_once_and_the_next_snapshot_is_a_new_try(tiny_model: Path, tmp_path: Path):
+def test_a_full_disk_is_reported_once_and_the_next_snapshot_tries_again(tiny_model: Path, tmp_path: Path):
     disk = program.FullDisk(1000)
     worker = actor(tiny_model, disk=disk)
     worker.save_checkpoint(tmp_path / "first")

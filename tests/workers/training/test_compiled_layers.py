@@ -64,9 +64,7 @@ def check(model: Path, **settings: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_gradients_are_the_same_and_nothing_is_compiled_anew(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_gradients_are_the_same_without_recompilation(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loading, "_BACKEND", "eager")  # the same graphs, without slow compilation
     check(tiny_model)
 
@@ -110,7 +108,7 @@ def test_two_ranks(tiny_model: Path, rows: Batch, tmp_path: Path, settings: dict
     assert off(result["gradient"], gradients(tiny_model, [rows], spmd.LOSS, max_grad_norm=None)[0]) < 1e-5
 
 
-def test_what_cannot_be_compiled_is_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_layers_that_cannot_be_compiled_are_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UserError, match="compile=True and tensor_parallel=2: torch fails to compile"):
         ActorConfig(model=str(tiny_model), compile=True, tensor_parallel=2)
 

@@ -96,7 +96,7 @@ def test_the_adapter_and_the_head_move_and_nothing_else(
 
 
 @pytest.mark.parametrize(("head", "kind"), [("values", "dora"), ("rewards", "lora")])
-def test_what_is_saved_is_loaded_by_peft(
+def test_saved_adapters_load_in_peft(
     tiny_model: Path, scored: Batch, tmp_path: Path, head: str, kind: str
 ):
     worker = updated(critic(tiny_model, head, KINDS[kind]), scored)
@@ -124,7 +124,7 @@ def test_what_is_saved_is_loaded_by_peft(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_to_go_on_from_a_checkpoint_is_as_if_it_had_never_stopped(
+def test_a_resume_from_a_checkpoint_equals_an_uninterrupted_run(
     tiny_model: Path, scored: Batch, tmp_path: Path, dtype: str
 ):
     worker = updated(critic(tiny_model, "values", dtype=dtype), scored)

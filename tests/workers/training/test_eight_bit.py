@@ -148,7 +148,7 @@ def alone(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 
 @needs_torchao
-def test_one_rank_goes_on_to_the_bit_and_other_moments_are_refused(
+def test_one_rank_resumes_exactly_and_other_moments_are_refused(
     tiny_model: Path, alone: tuple[Path, Any]
 ):
     folder, at_three = alone
@@ -160,7 +160,7 @@ def test_one_rank_goes_on_to_the_bit_and_other_moments_are_refused(
 
 
 @needs_torchao
-def test_two_ranks_go_on_to_the_bit_with_what_one_rank_left(
+def test_two_ranks_resume_the_checkpoint_of_one_rank_exactly(
     tiny_model: Path, alone: tuple[Path, Any], tmp_path: Path
 ):
     folder, at_three = alone
@@ -182,7 +182,7 @@ def test_two_ranks_go_on_to_the_bit_with_what_one_rank_left(
     assert any(name.endswith(CODES) for name in at_three)
 
 
-def test_what_does_not_go_together_or_is_missing_is_told(
+def test_conflicting_and_missing_arguments_are_reported(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for offload in ("moments", "everything"):

@@ -213,7 +213,7 @@ class Products(TorchDispatchMode):
         return out
 
 
-def test_ranks_that_share_the_vocabulary_give_what_one_rank_gives(tmp_path: Path):
+def test_ranks_with_a_sharded_vocabulary_publish_the_same_as_one_rank(tmp_path: Path):
     run_processes(head_ranks.main, tmp_path, 3)
     for rank in range(3):
         found = torch.load(tmp_path / f"rank{rank}.pt")

@@ -131,12 +131,12 @@ def microbatch(
         lambda x: torch.tensor([1.0], device=DEVICE),
     ],
 )
-def test_what_waits_is_refused(wait: Callable[[torch.Tensor], object]):
+def test_operations_that_sync_are_refused(wait: Callable[[torch.Tensor], object]):
     with pytest.raises((RuntimeError, AssertionError)), NoWaits(), NoNumbers():
         wait(torch.ones(4, device=DEVICE))
 
 
-def test_what_the_host_knows_is_copied_without_waiting():
+def test_host_values_are_copied_without_waiting():
     with NoWaits():
         assert to_device(np.arange(3), DEVICE).device == DEVICE
 
@@ -149,7 +149,7 @@ def test_no_loss_waits(name: str):
 
 
 @pytest.mark.parametrize("name", ["Gemma 2", "GPT-2", "Phi-3 longrope", "dynamic NTK"])
-def test_no_attention_nor_rope_waits(name: str):
+def test_no_attention_and_no_rope_syncs(name: str):
     """Covers windows and soft caps, learned positions, padding checks, and rope scaling by
     length."""
     microbatch(on_device(name), PAIRS, PolicyLoss())

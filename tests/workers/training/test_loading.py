@@ -55,7 +55,7 @@ def llama(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FAMILIES]
 )
-def test_one_rank_holds_what_transformers_loads(tmp_path: Path, name: str):
+def test_one_rank_equals_transformers(tmp_path: Path, name: str):
     folder = save(make_family(name), tmp_path / "model")
     loading_ranks.check_alike(load(folder), str(folder))
 
@@ -79,15 +79,13 @@ def run_ranks(folder: Path, ranks: int, tensor_parallel: int) -> None:
 
 
 @pytest.mark.thorough
-def test_each_of_two_ranks_reads_what_it_holds_and_no_more(tmp_path: Path):
+def test_each_of_two_ranks_reads_only_its_shard(tmp_path: Path):
     run_ranks(tmp_path, 2, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "tensor_parallel"), [(2, 2), (4, 2), (3, 1)])
-def test_ranks_that_share_layers_read_what_they_hold_and_no_more(
-    tmp_path: Path, ranks: int, tensor_parallel: int
-):
+def test_ranks_that_share_layers_read_only_their_shards(tmp_path: Path, ranks: int, tensor_parallel: int):
     run_ranks(tmp_path, ranks, tensor_parallel)
 
 
@@ -122,7 +120,7 @@ def test_a_backbone_that_was_saved_alone_is_found_without_its_prefix(tmp_path: P
     loading_ranks.check_alike(load(alone), str(alone))
 
 
-def test_files_whose_tensors_lie_at_odd_places_are_read(llama: Path):
+def test_files_with_unaligned_tensors_are_read(llama: Path):
     content = (llama / FILE).read_bytes()
     size = int.from_bytes(content[:8], "little")
     header = content[8 : 8 + size].rstrip() + b" " * 3
@@ -194,7 +192,7 @@ def test_a_folder_that_goes_away_while_a_rank_opens_its_files_is_named(
         load(llama)
 
 
-def test_without_safetensors_files_each_rank_loads_the_complete_model_and_says_so(
+def test_without_safetensors_each_rank_loads_the_complete_model_with_a_notice(
     llama: Path, capfd: pytest.CaptureFixture[str]
 ):
     torch.save(load_file(llama / FILE), llama / "pytorch_model.bin")
@@ -216,7 +214,7 @@ def test_a_critic_of_a_policy_takes_all_but_its_head(llama: Path):
 
 
 @pytest.mark.parametrize("kind", [StoredWeights, CompleteWeights])
-def test_what_the_model_was_read_from_is_free_before_its_forward_passes_are_compared(
+def test_loading_buffers_are_freed_before_the_comparison_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type
 ):
     folder = save(

@@ -201,9 +201,7 @@ def test_asking_the_reference_between_two_parts_of_a_step_changes_no_gradient(
     assert all(torch.equal(tensor, adapter_of(plain)[name]) for name, tensor in adapter_of(asked).items())
 
 
-def test_what_rollouts_get_has_the_trainers_log_probabilities(
-    tiny_model: Path, rows: Batch, tmp_path: Path
-):
+def test_published_weights_have_the_trainers_logprobs(tiny_model: Path, rows: Batch, tmp_path: Path):
     for kind, lora in KINDS.items():
         worker = with_adapter(actor(tiny_model, lora), rows, steps=4)
         worker.save(tmp_path / kind, merged=True)
@@ -215,7 +213,7 @@ def test_what_rollouts_get_has_the_trainers_log_probabilities(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_keeps_the_adapter_in_float32_and_the_base_in_what_it_computes_in(
+def test_bfloat16_keeps_the_adapter_in_float32_and_the_base_in_bfloat16(
     tiny_model: Path, rows: Batch, kind: str
 ):
     worker = with_adapter(actor(tiny_model, KINDS[kind], dtype="bfloat16"), rows)
@@ -356,7 +354,7 @@ def test_an_adapter_is_saved_as_peft_saves_it(tiny_model: Path, rows: Batch, tmp
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("lora", "float32"), ("dora", "bfloat16")])
-def test_to_go_on_from_a_checkpoint_is_to_the_bit_as_if_it_had_never_stopped(
+def test_a_resume_from_a_checkpoint_equals_an_uninterrupted_run_exactly(
     tiny_model: Path, rows: Batch, tmp_path: Path, dtype: str, kind: str
 ):
     worker = with_adapter(actor(tiny_model, KINDS[kind], dtype=dtype), rows)
@@ -543,7 +541,7 @@ def train(
 
 
 @pytest.mark.parametrize("schedule", [weft.Synchronous, weft.Pipelined])
-def test_a_run_with_the_adapter_off_as_its_reference_is_that_with_a_model_of_its_own(
+def test_a_reference_with_the_adapter_off_equals_a_separate_model(
     tiny_model: Path, tmp_path: Path, schedule: Any
 ):
     when = schedule(steps=3, prompts_per_step=4)
@@ -571,7 +569,7 @@ def test_dpo_begins_at_its_reference_and_learns(tiny_model: Path, tmp_path: Path
     assert metrics[-1]["actor/reward_margin"] > 0.5 and metrics[-1]["actor/loss"] < 0.5
 
 
-def test_supervised_fine_tuning_learns_what_it_is_shown(tiny_model: Path, rows: Batch):
+def test_supervised_fine_tuning_learns_its_training_data(tiny_model: Path, rows: Batch):
     worker = actor(tiny_model)
     losses = [values(worker.update(rows, loss=NegativeLogLikelihood()))["loss"] for _ in range(30)]
     assert losses[-1] < 0.8 * losses[0]

@@ -112,7 +112,7 @@ def test_every_loss_of_the_library_is_here():
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_no_loss_depends_on_how_its_rows_are_cut_or_stand_or_are_padded(
+def test_no_loss_depends_on_splits_order_or_padding(
     trained: Callable[..., Any], whole: Callable[[str], Found], pairs: Batch, name: str
 ):
     """Take three steps: small microbatches with masked tails; reordered in three calls; padded with

@@ -44,9 +44,7 @@ def tensor_bytes(file: Path) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_planned_is_what_an_engine_holds(
-    tiny_model: Path, rows: Batch, tmp_path: Path, kind: str
-):
+def test_planned_bytes_equal_an_engines(tiny_model: Path, rows: Batch, tmp_path: Path, kind: str):
     config = ActorConfig(model=str(tiny_model), **KINDS[kind])
     worker = ActorWorker(config)
     engine: Any = worker.engine
@@ -104,7 +102,7 @@ def test_ranks_share_the_state_evenly_and_gather_the_model_for_a_pass(tiny_model
         "logprobs",
     ],
 )
-def test_a_pass_without_memory_takes_what_a_real_one_takes(tiny_model: Path, kind: str):
+def test_a_meta_pass_reports_the_memory_of_a_real_one(tiny_model: Path, kind: str):
     settings: dict[str, Any] = {
         "bfloat16": {"dtype": "bfloat16"},
         "again": {"activation_checkpointing": True},
@@ -179,7 +177,7 @@ def test_a_frozen_model_is_held_in_the_dtype_of_its_passes(tiny_model: Path):
     worker.close()
 
 
-def test_a_folder_without_weights_is_told(tmp_path: Path):
+def test_a_folder_without_weights_is_reported(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     with pytest.raises(ValueError, match="has no safetensors files"):
         model_size(tmp_path)

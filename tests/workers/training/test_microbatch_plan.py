@@ -74,7 +74,7 @@ def test_rows_that_attention_pads_and_groups_keep_to_their_limits():
     )
 
 
-def test_rows_that_are_too_long_or_none_make_what_they_can():
+def test_too_long_or_missing_rows_make_fewer_microbatches():
     cut = partial(plan_microbatches, np.array([50, 70, 1]), packed=True)
     assert [part.tolist() for part in level_microbatches(cut, len, number=4, max_tokens=10)] == [
         [1],

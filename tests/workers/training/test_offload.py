@@ -72,7 +72,7 @@ def test_a_frozen_model_in_host_memory_says_the_same(tiny_model: Path, rows: Bat
         streamed.close()
 
 
-def test_what_lies_in_host_memory_is_not_gathered_once():
+def test_parameters_in_host_memory_cannot_be_gathered_once():
     with pytest.raises(UserError, match='gather="once" all of them at once'):
         ReferenceConfig(model="m", offload="everything", gather="once")
 

@@ -162,7 +162,7 @@ SHARING = SharedPrompts.among(
 
 @pytest.mark.parametrize("rows", [ROWS, SHARING], ids=["alone", "shared prompts"])
 @pytest.mark.parametrize("name", ["Qwen2", "Mistral", "Gemma 3"])
-def test_the_kernel_for_rows_of_different_lengths_is_asked_for_what_padding_gives(
+def test_the_varlen_kernel_gives_the_same_as_padding(
     name: str, rows: PackedSequences, monkeypatch: pytest.MonkeyPatch
 ):
     model = agreeing_model(make_family(name).double())
@@ -235,7 +235,7 @@ def with_sinks(query: Any, key: Any, value: Any, sinks: Any, window: int | None)
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("lengths", [LENGTHS, [7, 7]])
-def test_a_sink_is_a_score_beside_those_of_a_row(lengths: list[int], window: int | None):
+def test_a_sink_adds_one_score_to_each_row(lengths: list[int], window: int | None):
     torch.manual_seed(0)
     tokens = sum(lengths)
     given = [

@@ -56,7 +56,7 @@ def settings(model: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_two_stages_compute_what_fsdp_engine_computes(tmp_path: Path, rows: Batch, tied: bool):
+def test_two_stages_compute_the_same_as_fsdp_engine(tmp_path: Path, rows: Batch, tied: bool):
     model = model_of(tmp_path / "model", tied=tied)
     with pa.ipc.new_file(tmp_path / "rows.arrow", rows.record.schema) as file:
         file.write_batch(rows.record)
@@ -91,7 +91,7 @@ def test_two_stages_compute_what_fsdp_engine_computes(tmp_path: Path, rows: Batc
     assert all(torch.equal(saved[name], tensor) for name, tensor in stages[0]["weights"].items())
 
 
-def test_what_is_no_engine_or_has_no_pipeline_is_refused(tiny_model: Path):
+def test_a_wrong_engine_or_one_without_a_pipeline_is_refused(tiny_model: Path):
     with pytest.raises(UserError, match="engine"):
         ActorConfig(model="m", engine="torchtitan")  # pyright: ignore[reportArgumentType]
     assert isinstance(FsdpEngine, EngineFactory)

@@ -155,7 +155,7 @@ def test_rows_that_share_little_are_computed_as_they_are():
     )  # the second row is not computed
 
 
-def test_a_row_that_shares_no_prompt_costs_what_it_costs_alone():
+def test_a_row_without_a_shared_prompt_costs_the_same_as_alone():
     cost, prompts, after = SharingCost(RowCost(100)), np.array([50, 20]), np.array([500, 30])
     assert cost.shared(prompts, after, np.array([0, 1])) == pytest.approx(
         RowCost(100)(prompts + after).sum()
@@ -221,7 +221,7 @@ def test_each_row_is_in_one_microbatch_that_holds_its_tokens(data: st.DataObject
         assert all(len(set(of_part[groups == group].tolist())) == 1 for group in set(groups.tolist()))
 
 
-def test_windows_and_lengths_say_what_a_response_sees():
+def test_windows_and_lengths_limit_the_context_of_a_response():
     rows = SharedPrompts.among(np.array([3, 1]), np.array([2]), np.array([2, 1]), np.array([0, 1]), CPU)
     assert rows.positions.tolist() == [0, 1, 2, 0, 0, 1, 3, 4, 1]
     seen = rows.sees(3).int().tolist()

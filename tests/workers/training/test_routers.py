@@ -255,7 +255,7 @@ def test_the_gradient_of_a_balance_is_that_of_its_formula():
     "settings", [{}, {"tensor_parallel": 2}, {"sequence_parallel": 2}], ids=["data", "tensor", "sequence"]
 )
 @pytest.mark.parametrize("rows", [ROWS, ROUTED], ids=["chosen", "replayed"])
-def test_two_ranks_find_what_one_does(
+def test_two_ranks_find_the_same_as_one(
     models: Path, tmp_path: Path, settings: dict[str, Any], rows: Batch
 ):
     names = ["Mixtral", "Qwen3 MoE"] if not settings else ["Mixtral"]
@@ -296,7 +296,7 @@ def rows_of(responses: list[Response]) -> Batch:
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "GPT-OSS"])
-def test_what_a_generator_records_is_what_the_trainer_would_choose_in_float32(models: Path, name: str):
+def test_recorded_routes_equal_the_trainers_choices_in_float32(models: Path, name: str):
     rows = rows_of(generate(models / name))
     worker = actor(models, name)
     replayed = worker.logprobs(rows)["old_logprobs"].values.to_numpy()
@@ -309,7 +309,7 @@ def test_what_a_generator_records_is_what_the_trainer_would_choose_in_float32(mo
     assert metrics["moved_routes"] == 0
 
 
-def test_a_reference_takes_the_same_routes_unless_it_is_told_otherwise(models: Path):
+def test_a_reference_replays_the_same_routes_by_default(models: Path):
     worker = ReferenceWorker(ReferenceConfig(model=models / "Mixtral"))
     expected = reference(models / "Mixtral", "replayed").said
     replayed, own = (
@@ -321,7 +321,7 @@ def test_a_reference_takes_the_same_routes_unless_it_is_told_otherwise(models: P
     assert len(dense.logprobs(ROUTED)) == len(ROUTED)  # it has no routers
 
 
-def test_what_does_not_fit_is_refused_by_name(models: Path):
+def test_a_mismatch_is_refused_by_name(models: Path):
     worker = actor(models, "Mixtral")
     short = ROUTED.with_columns(routes=[row["routes"][:-1] for row in ROUTED.to_rows()])
     with pytest.raises(

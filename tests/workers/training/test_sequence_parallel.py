@@ -64,7 +64,7 @@ def test_four_ranks(
         check(tmp_path, name, ranks, alone[name], replica)
 
 
-def test_what_cannot_share_tokens_is_refused(models: Path):
+def test_models_that_cannot_share_tokens_are_refused(models: Path):
     with pytest.raises(
         UserError, match=r"sequence_parallel=3 does not divide the model's attention heads \(4\)"
     ):

@@ -99,7 +99,7 @@ def test_models_whose_plan_cannot_be_carried_out_are_refused(name: str):
         ("gpt_oss", {"num_local_experts": 6}, r"does not divide the model's num_local_experts \(6\)"),
     ],
 )
-def test_what_ranks_cannot_share_evenly_is_refused(kind: str, settings: dict[str, Any], said: str):
+def test_models_that_do_not_divide_evenly_are_refused(kind: str, settings: dict[str, Any], said: str):
     sizes: dict[str, Any] = {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
@@ -114,7 +114,7 @@ def test_what_ranks_cannot_share_evenly_is_refused(kind: str, settings: dict[str
     )  # gathers its heads
 
 
-def test_a_plan_leaves_out_what_is_inside_of_experts():
+def test_a_plan_leaves_out_modules_inside_experts():
     shared = {
         "layers.*.experts": "moe_tp_experts",
         "layers.*.experts.up": "packed_colwise",

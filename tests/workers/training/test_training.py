@@ -158,7 +158,7 @@ PARTS = ([3, 1, 22], [0, 2], [20, 21], [k for k in range(23) if k not in (0, 1, 
 
 
 @pytest.mark.parametrize("gather", [pytest.param("once", marks=pytest.mark.slow), "layerwise"])
-def test_nor_do_parts_depend_on_the_ranks_that_they_are_on(
+def test_gradients_of_parts_do_not_depend_on_their_ranks(
     tiny_model: Path, rows: Batch, tmp_path: Path, gather: str
 ):
     shares = [list(range(20)), [20, 21, 22]]  # neither has rows of every part
@@ -184,7 +184,7 @@ def test_the_gradient_does_not_depend_on_tensor_parallel(
     ("tied", "replicas"),
     [pytest.param(False, 1), *(pytest.param(True, r, marks=pytest.mark.slow) for r in (1, 2))],
 )
-def test_nor_on_a_vocabulary_that_the_ranks_share(
+def test_gradients_do_not_depend_on_a_sharded_vocabulary(
     tiny_model: Path, rows: Batch, tmp_path: Path, tied: bool, replicas: int
 ):
     """The 97 ids of `tiny_model` do not divide evenly, so each rank holds all of them. Use 100."""
@@ -322,7 +322,7 @@ def test_the_learning_rate_rises_and_falls(decay: Any, half_way: float):
 
 
 @pytest.mark.parametrize("offload", ["nothing", "moments"])
-def test_moments_decay_as_they_are_told(tiny_model: Path, rows: Batch, offload: Any):
+def test_moments_decay_as_configured(tiny_model: Path, rows: Batch, offload: Any):
     """After one step from zero, a moment is 1 - beta times the gradient, or its square."""
     found: dict[float, Any] = {}
     for first, second in ((0.9, 0.95), (0.5, 0.8)):
