@@ -30,7 +30,7 @@ def test_windows_of_unlike_lengths_do_not_mix():
 
 
 @pytest.mark.parametrize("empty", [([], []), ([], [3, 4]), ([], [0, 0]), ([0], [0])])
-def test_an_empty_window_says_nothing_and_changes_nothing(empty: tuple[list[int], list[int]]):
+def test_an_empty_window_reports_and_changes_nothing(empty: tuple[list[int], list[int]]):
     assert math.isnan(ratio(empty))
     assert ratio(empty, ([2, 4], [2, 4, 6, 12])) == 0.5
 

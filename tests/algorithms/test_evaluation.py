@@ -168,7 +168,7 @@ def measured(functions: Any, **settings: Any) -> dict[str, Any]:
         (F1(), {}, (), "reward"),
     ],
 )
-def test_pass_at_k_is_of_the_function_that_says_right_or_wrong(
+def test_pass_at_k_uses_the_reward_function_with_a_verdict(
     functions: Any, settings: dict[str, Any], k: tuple[int, ...], verdict: str
 ):
     arguments = measured(functions, **settings)

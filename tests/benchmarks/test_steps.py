@@ -43,7 +43,7 @@ def test_workloads_are_those_that_are_promised(load: Any):
 
 
 @pytest.mark.parametrize("name", ["a", "c"])
-def test_a_model_stops_as_often_as_its_workload_says(load: Any, name: str, tmp_path: Path):
+def test_a_model_stops_as_often_as_its_workload_asks(load: Any, name: str, tmp_path: Path):
     workloads = load("workloads")
     workload = workloads.WORKLOADS[name].small()
     wanted = 1 / workload.mean_tokens if workload.mean_tokens else 0.0

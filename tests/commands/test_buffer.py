@@ -28,7 +28,7 @@ def test_a_log_that_cannot_be_replayed_gives_advice_and_no_traceback(
     )
 
 
-def test_check_counts_every_row_and_says_ok(runs: Path, capsys: pytest.CaptureFixture[str]):
+def test_check_counts_every_row_and_prints_ok(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["buffer", "check", "tiny"]) == 0
     said = capsys.readouterr().out
     assert said.splitlines() == [
@@ -81,7 +81,7 @@ def test_check_refutes_a_log_that_was_changed_or_emptied(runs: Path, capsys: pyt
 
 
 @pytest.mark.parametrize(("run", "left"), [("one", 1), ("one", 12), ("two", 1)])
-def test_check_refutes_a_log_whose_end_is_lost(
+def test_check_refutes_a_log_without_its_end(
     run: str, left: int, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     cut = Path(shutil.copytree(done / run, tmp_path / "cut"))

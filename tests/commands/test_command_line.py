@@ -87,7 +87,7 @@ def test_a_negative_number_is_refused(words: list[str], capsys: pytest.CaptureFi
     assert f"{words[-2]} {words[-1]}: it is a number from 0 on" in capsys.readouterr().err
 
 
-def test_help_says_each_default_once(capsys: pytest.CaptureFixture[str]):
+def test_help_shows_each_default_once(capsys: pytest.CaptureFixture[str]):
     for words in commands():
         with pytest.raises(SystemExit):
             main([*words, "--help"])

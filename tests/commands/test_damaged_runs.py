@@ -139,7 +139,7 @@ READERS = {
 @pytest.mark.parametrize(
     "harm", ["a line twice", "a line missing", "two lines swapped", "a byte changed"]
 )
-def test_every_reader_of_a_damaged_log_says_that_records_are_lost(
+def test_every_reader_of_a_damaged_log_reports_lost_records(
     harm: str,
     finished: Path,
     tmp_path: Path,

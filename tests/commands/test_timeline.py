@@ -30,7 +30,7 @@ def timeline_run(runs: Path) -> Path:
     return runs / "tiny"
 
 
-def test_timeline_says_how_busy_each_group_was_and_draws_it(
+def test_timeline_prints_and_draws_the_load_of_each_group(
     timeline_run: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert main(["timeline", "tiny"]) == 0

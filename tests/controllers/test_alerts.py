@@ -39,9 +39,7 @@ def test_lines_that_cannot_be_written_are_written_with_the_next(tmp_path: Path):
     assert [alert.text for alert in read_alerts(tmp_path / "gone")] == ["one", "two"]
 
 
-def test_a_disk_that_takes_half_of_a_line_is_left_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_half_written_line_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     alerts = Alerts(tmp_path)
     alerts.add("replaced", "one")
     whole = module.os.writev

@@ -42,7 +42,7 @@ def test_a_pool_gets_as_few_nodes_as_can_hold_it():
     assert nodes_of(ResourcePool("p", nodes=4, gpus_per_node=2), 8) == 4, "as the user says"
 
 
-def test_an_elastic_group_has_a_bundle_for_each_rank_and_is_refused_only_if_the_fewest_have_no_room():
+def test_an_elastic_group_has_a_bundle_per_rank_and_needs_room_for_the_minimum():
     place = Place(ResourcePool("spot", gpus=8, cpus=16), 4, min_ranks=2)
     small = Nodes([(8, 5)], "the cluster")
     pool = laid_out({"reward": place}, small)["reward"].pool

@@ -317,7 +317,7 @@ class NotingRollout(ToyRollout):
         HAPPENED.append(f"{self.context.name} offloaded")
 
 
-def test_groups_that_share_devices_are_made_in_turn_and_who_follows_comes_last(tmp_path: Path):
+def test_groups_that_share_devices_start_in_turn_and_followers_last(tmp_path: Path):
     device = Place(ResourcePool("device", gpus=1))
     made: dict[str, Any] = {
         "rollout": group(NotingRollout),

@@ -214,7 +214,7 @@ def judged(root: Path, **settings: Any) -> list[dict[str, float]]:
         return driver.run()
 
 
-def test_each_evaluated_step_has_a_checkpoint_of_which_the_best_is_kept(tmp_path: Path):
+def test_each_evaluated_step_has_a_checkpoint_and_the_best_is_kept(tmp_path: Path):
     judged(tmp_path, checkpoint=CheckpointConfig(keep=1, best="eval/reward/mean"))
     steps = sorted(step_of(path) for path in complete_checkpoints(tmp_path / "run" / "checkpoints"))
     assert steps == [4, 9], "the best, though nothing but its evaluation asked for it, and the last"
@@ -236,7 +236,7 @@ def test_a_run_that_fails_during_an_evaluation_resumes_unchanged(tmp_path: Path)
     assert not check_log(tmp_path / "ended" / "run" / "buffer").violations
 
 
-def test_a_best_checkpoint_by_a_metric_of_each_step_says_which_steps(tmp_path: Path):
+def test_a_best_checkpoint_by_a_metric_of_each_step_names_its_steps(tmp_path: Path):
     with pytest.raises(UserError, match=r"measured at each step; say by every="):
         saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(best="time_s"))
 
@@ -246,7 +246,7 @@ def test_a_best_metric_that_the_run_does_not_have_is_refused(tmp_path: Path):
         saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=1, best="evla/reward/mean"))
 
 
-def test_a_best_metric_that_evaluations_do_not_measure_is_reported_once(tmp_path: Path):
+def test_a_best_metric_missing_from_evaluations_is_reported_once(tmp_path: Path):
     saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=2, best="eval/reward/men"))
     said = [alert.text for alert in read_alerts(tmp_path / "run") if alert.name == "mistake"]
     assert len(said) == 1 and "did you mean 'eval/reward/mean'" in said[0]

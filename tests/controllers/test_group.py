@@ -44,7 +44,7 @@ def test_rows_are_spread_over_replicas_without_looking_at_all_of_them_for_each()
     assert (most - few) / 4096 < 25, "each row costs about log(replicas), not 512"
 
 
-def test_rows_go_to_those_who_have_least_left_to_do():
+def test_rows_go_to_the_least_loaded_ranks():
     loads = Loads(range(4))
     for replica, rows in enumerate((5, 0, 3, 1)):
         loads.add(replica, rows)

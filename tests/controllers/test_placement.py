@@ -191,7 +191,7 @@ def test_parts_of_a_placement_that_local_ignores_are_reported(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_more_memory_for_keys_and_values_than_the_machine_has_is_refused_before_anything_starts(
+def test_a_kv_cache_larger_than_memory_is_refused_before_anything_starts(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

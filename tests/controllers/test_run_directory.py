@@ -131,7 +131,7 @@ def test_stray_files_stop_no_recovery(run_dir: Path):
 
 
 @pytest.mark.parametrize("folder", [".", "lock", "checkpoints", "samples"])
-def test_a_run_whose_folders_are_closed_to_this_user_is_refused_and_not_begun_again(
+def test_a_run_with_unreadable_folders_is_refused_and_not_restarted(
     run_dir: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ):
     closed, access = run_dir / folder, os.access  # root may write everywhere, so access is faked

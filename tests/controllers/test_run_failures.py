@@ -175,7 +175,7 @@ class Silent(Local):
             super()._submit(rank, task, call)
 
 
-def test_a_wait_has_an_end_and_says_who_was_waited_for(tmp_path: Path):
+def test_a_wait_has_a_deadline_and_names_the_missing_ranks(tmp_path: Path):
     with (
         drive(
             training(), tmp_path, backend=Silent(), call_timeout_s=1e-9

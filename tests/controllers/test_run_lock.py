@@ -347,7 +347,7 @@ def test_a_lock_that_is_given_back_leaves_no_folder_where_there_was_none(tmp_pat
 @pytest.mark.parametrize(
     "damage", ['"x"', "true", "0", "[" * 100_000, "1e999"], ids=lambda text: text[:5]
 )
-def test_a_lock_whose_file_is_damaged_is_refused_by_name(tmp_path: Path, damage: str):
+def test_a_lock_with_a_damaged_file_is_refused_by_name(tmp_path: Path, damage: str):
     RunLock.take(tmp_path).release()
     path = file_of(tmp_path)
     path.write_text(path.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {damage}'))

@@ -48,7 +48,7 @@ def test_every_field_of_a_class_of_settings_is_on_the_page_or_filled_in_by_a_run
     assert declared() == on_page | FILLED.keys()
 
 
-def test_every_setting_says_when_to_change_it_and_every_number_its_unit():
+def test_every_setting_documents_when_to_change_it_and_every_number_its_unit():
     silent = [f"{s.owner}.{s.name}" for s in settings() if not WHEN.search(s.text)]
     assert not silent, (
         f"no sentence of these begins with Raise, Lower, Set, Choose, Give or Change: {silent}"

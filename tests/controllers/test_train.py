@@ -159,7 +159,7 @@ def test_the_program_of_each_method_has_its_graph_with_its_settings(
         *(pytest.param(name, marks=pytest.mark.thorough) for name in ("sft", "kto", "remax", "ppo")),
     ],
 )
-def test_columns_of_a_file_do_not_change_training_whatever_their_names(
+def test_columns_of_a_file_with_reserved_names_do_not_change_training(
     method: str, even: Any, tmp_path: Path
 ):
     """A file may have a column with any name that Weft uses; its values never affect training."""
@@ -526,7 +526,7 @@ def test_a_weights_only_resume_starts_other_data_from_its_first_row(
     assert len({*seen}) == min(number, 4), "the order of the new data goes on"
 
 
-def test_a_program_refuses_an_object_that_has_no_text_and_says_how_to_give_it_one(
+def test_a_program_refuses_an_object_without_source_text_with_advice(
     even: Any, capsys: pytest.CaptureFixture[str]
 ):
     class Near:
@@ -653,7 +653,7 @@ def test_a_signal_ends_a_run_after_its_step_and_saves_the_model(
 
 
 @pytest.mark.usefixtures("heeds_ctrl_c")
-def test_a_second_ctrl_c_ends_it_at_once_and_says_that_nothing_is_saved(
+def test_a_second_ctrl_c_ends_it_at_once_with_a_warning_that_nothing_is_saved(
     even: Any, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     def impatient(response_ids: list[int]) -> float:

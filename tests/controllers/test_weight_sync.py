@@ -213,7 +213,7 @@ def test_later_updates_are_published_once_followers_have_the_previous_version():
     assert again.arguments["version"] == 1 and groups["rollout"].version == 0
 
 
-def test_a_group_whose_update_is_under_way_publishes_when_it_is_over():
+def test_a_group_publishes_after_its_running_update():
     weights, groups, _ = synced()
     groups["actor"].updating = True
     assert not weights.publish("actor") and not weights.under_way
@@ -252,7 +252,7 @@ def test_a_rank_that_is_replaced_while_others_receive_is_given_the_weights_after
     assert again.method == "publish_weights" and groups["rollout"].lacking == {0}
 
 
-def test_a_rank_is_compared_with_its_leader_after_its_first_weights_and_again_when_it_was_replaced():
+def test_a_rank_is_compared_with_its_leader_at_first_and_after_a_replacement():
     weights, groups, _ = synced()
     asked = Asked()
     groups["actor"] = asked.group("actor", ResourcePool(), Comparing)

@@ -48,7 +48,7 @@ def test_a_json_file_without_a_plain_object_is_refused_by_name(tmp_path: Path, t
         read_json(path)
 
 
-def test_an_object_is_read_whatever_it_holds(tmp_path: Path):
+def test_any_json_object_is_read(tmp_path: Path):
     value = {"a": [1, {"b": [None, "x", 2.5]}]}
     (tmp_path / "state.json").write_text(json.dumps(value))
     assert read_json(tmp_path / "state.json") == value

@@ -57,7 +57,7 @@ def test_a_cast_part_counts_with_the_bytes_that_travel():
     assert (entry.dtype, entry.num_bytes) == ("bfloat16", 16)
 
 
-def test_a_description_is_read_as_it_was_written_and_once():
+def test_a_description_is_read_unchanged_and_once():
     entries = [entry for entry, _ in cut(whole({"a": torch.zeros(10, 4), "b": torch.tensor(1.0)}), 128)]
     read = read_description(described(entries))
     assert list(read.entries) == entries and read is read_description(described(entries))
@@ -69,7 +69,7 @@ def test_a_part_that_occurs_twice_is_refused():
         cut([*whole({"a": torch.ones(1)}), *whole({"a": torch.ones(1)})], 64)
 
 
-def test_ranks_whose_parts_do_not_make_up_a_tensor_are_refused():
+def test_parts_that_do_not_make_up_a_tensor_are_refused():
     parts = [
         Part("a", (4,), Box((start,), (stop,)), torch.ones(stop - start))
         for start, stop in ((0, 2), (2, 3))

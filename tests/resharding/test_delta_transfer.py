@@ -64,7 +64,7 @@ def bytes_of(model: Tensors) -> int:
     return sum(tensor.nbytes for tensor in model.values())
 
 
-def test_a_step_that_changes_one_element_in_a_hundred_sends_less_than_three_bytes_in_a_hundred(
+def test_a_step_that_changes_one_percent_sends_less_than_three_percent(
     publisher: WeightPublisher, model: Tensors
 ):
     for version in range(1, 5):
@@ -114,9 +114,7 @@ def test_who_comes_late_in_the_same_version_is_sent_everything(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_boxes_of_which_most_has_changed_are_sent_whole(
-    publisher: WeightPublisher, model: Tensors, share: float
-):
+def test_mostly_changed_boxes_are_sent_whole(publisher: WeightPublisher, model: Tensors, share: float):
     for version in (1, 2):
         take(publisher.publish(whole(model), version), model, "one[0]")
         publisher.finish()

@@ -45,7 +45,7 @@ def test_views_of_loaders_are_one_box():
         assert check(weight, view, torch.zeros(view.shape, dtype=torch.long)) == 1
 
 
-def test_a_view_whose_parts_go_apart_falls_into_boxes():
+def test_a_view_with_separated_parts_becomes_several_boxes():
     weight = numbered(6, 4)
     heads = weight.view(3, 2, 4)  # like a loader that interleaves rows of several projections
     target = torch.zeros(3, 5, 4, dtype=torch.long)[:, 1:3]

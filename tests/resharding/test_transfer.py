@@ -413,7 +413,7 @@ def test_a_wrong_sum_of_sums_is_found(
         received(weights)
 
 
-def test_a_receiver_that_stops_in_the_middle_holds_up_the_others_for_its_deadline_and_is_named(
+def test_a_stuck_receiver_delays_the_others_for_its_deadline_and_is_named(
     way: str, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, stopped = transfers.Transfer._give, threading.Event()
@@ -465,7 +465,7 @@ def test_with_more_bytes_each_side_is_more_patient(
         incoming.finish()
 
 
-def test_a_publisher_that_says_nothing_is_given_up(
+def test_a_silent_publisher_is_given_up(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

@@ -171,7 +171,7 @@ def test_the_transfer_begins_without_an_engine_that_has_come_and_is_gone(receive
 
 
 @pytest.mark.parametrize("receivers", [False], indirect=True, ids=["each for itself"])
-def test_an_engine_that_is_gone_is_left_behind_and_the_last_one_ends_the_transfer(
+def test_a_dead_engine_is_skipped_and_the_last_one_ends_the_transfer(
     receivers: Receivers,
 ) -> None:
     engines = [Engine(record(receivers, f"rollout[{n}]")) for n in range(2)]

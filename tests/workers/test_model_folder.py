@@ -45,7 +45,7 @@ def check(model: Path, **settings: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_the_context_is_found_wherever_a_model_says_it(
+def test_the_context_is_found_in_any_setting_of_a_model(
     tmp_path: Path, settings: dict[str, Any], engine: str
 ):
     with pytest.raises(UserError, match="together more than the context of 64"):

@@ -68,9 +68,7 @@ def test_processes_that_want_one_model_download_it_once(cache: Path, monkeypatch
     assert [folder.name for folder in folders] == ["abc"]
 
 
-def test_a_model_in_the_cache_whose_weights_are_lacking_is_downloaded(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_cached_model_without_weights_is_downloaded(cache: Path, monkeypatch: pytest.MonkeyPatch):
     hub(
         cache, monkeypatch, "config.json", "model.safetensors.index.json", "model-1.safetensors"
     ).snapshot_download(MODEL, [])

@@ -218,7 +218,7 @@ def test_prompts_of_different_lengths_and_images_do_not_change_each_others_respo
     rollout.close()
 
 
-def test_a_prompt_whose_images_leave_no_room_or_cannot_be_read_is_named(seeing: Path):
+def test_a_prompt_with_too_many_or_unreadable_images_is_named(seeing: Path):
     rollout = RolloutWorker(RolloutConfig(model=seeing, engine="transformers"))
     with pytest.raises(
         SampleError, match="sample 2: 27 prompt tokens and max_tokens=70 exceed the context of 96"
@@ -259,7 +259,7 @@ def test_ranks_with_and_without_images_take_one_step_together(seeing: Path, tmp_
         assert (found[name] - gradient).norm() / norm < 1e-5, name
 
 
-def test_an_image_is_turned_as_its_camera_says_and_a_program_is_not_run():
+def test_an_image_is_rotated_by_its_exif_data_and_runs_no_program():
     file, turned = io.BytesIO(), Image.Exif()
     turned[ExifTags.Base.Orientation] = 6
     Image.new("RGB", (24, 16)).save(file, "JPEG", exif=turned)
@@ -389,7 +389,7 @@ def test_unsupported_models_are_refused_by_name_before_anything_starts(
         )
 
 
-def test_a_source_whose_images_do_not_fit_the_model_is_refused_before_anything_starts(
+def test_a_source_with_unsuitable_images_is_refused_before_anything_starts(
     seeing: Path, tiny_model: Path
 ):
     prompts = ROWS["prompt_ids"]

@@ -116,7 +116,7 @@ def test_formulas(answer: str, right: list[str], wrong: list[str]):
         assert PATIENT(response, answer) == 0, response
 
 
-def test_a_comparison_that_does_not_end_is_no_verdict_and_the_next_one_is_made_by_another_process():
+def test_an_endless_comparison_gives_no_verdict_and_a_new_process_takes_over():
     assert PATIENT(r"\boxed{1}", "1") == 1
     before = PROCESS.pid
     began = time.monotonic()
@@ -185,7 +185,7 @@ def test_a_grader_is_a_value_that_imports_nothing_heavy(tmp_path: Path):
         ("0", "0.0000001", 0),
     ],
 )
-def test_ways_in_which_models_write_an_answer(given: str, answer: str, right: int):
+def test_answers_in_many_notations_are_recognized(given: str, answer: str, right: int):
     assert PATIENT(rf"\boxed{{{given}}}", answer) == right
 
 

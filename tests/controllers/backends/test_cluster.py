@@ -38,7 +38,7 @@ def test_a_local_cluster_is_asked_for_in_rays_own_word(monkeypatch: pytest.Monke
     assert RayBackend().address is None and RayBackend("auto").address == "auto"
 
 
-def test_a_cluster_that_is_gone_is_named_before_ray_is_imported():
+def test_a_missing_cluster_is_named_before_ray_is_imported():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(UserError) as caught:

@@ -176,7 +176,7 @@ class Server:
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_address")  # must be up before Ray is imported
-def test_a_log_whose_connection_breaks_off_is_passed_on_once(monkeypatch: pytest.MonkeyPatch):
+def test_a_log_is_printed_once_despite_broken_connections(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(backend_jobs, "POLL_S", 0.0)
     jobs, said = object.__new__(Jobs), list[str]()
     jobs.address, jobs._client = "http://head:8265", Server(["one\n", "two\n", "three\n"])

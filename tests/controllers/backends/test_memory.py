@@ -32,7 +32,7 @@ def test_the_object_store_is_the_shared_memory_of_rays_process(tmp_path: Path):
     assert object_store(tmp_path) == 2 << 20
 
 
-def test_a_kernel_that_says_nothing_gives_nothing(tmp_path: Path):
+def test_missing_kernel_files_give_no_limit(tmp_path: Path):
     assert memory_of(1, tmp_path) is None and object_store(tmp_path) == 0
 
 

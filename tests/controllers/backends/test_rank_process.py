@@ -51,7 +51,7 @@ def test_imports_of_a_rank_see_its_environment_and_path(tmp_path: Path):
     assert done.stdout == "3 False False\n", done.stderr
 
 
-def test_a_process_in_which_a_task_has_imported_torch_computes_with_the_threads_of_its_rank(
+def test_a_rank_sets_its_threads_even_if_a_task_imported_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     import torch

@@ -422,7 +422,7 @@ class Unwilling(ToyActor):
         raise FileNotFoundError("/no/such/model")
 
 
-def test_a_worker_that_cannot_start_says_why(tmp_path: Path):
+def test_a_worker_that_cannot_start_reports_the_reason(tmp_path: Path):
     actor, rollout = group(Unwilling, name="actor"), group(ToyRollout)
     rollout.follows(actor)
     with (

@@ -175,6 +175,6 @@ def test_in_another_thread_python_code_is_interrupted(clock: Clock):
 
 
 @pytest.mark.thorough
-def test_a_process_that_hangs_outside_of_python_ends_and_says_where():
+def test_a_process_hanging_in_c_is_killed_with_its_stack():
     code, said = forked_hang.hang_holding_the_interpreter()
     assert code == 1 and "Timeout (" in said and "hang_holding_the_interpreter" in said

@@ -52,7 +52,7 @@ DEATHS = {
 
 @pytest.mark.parametrize("does", DEATHS)
 @pytest.mark.parametrize("reaped", [False, True])
-def test_a_process_that_ended_says_how(does: str, reaped: bool, tmp_path: Path):
+def test_a_dead_process_is_reported_with_its_exit_reason(does: str, reaped: bool, tmp_path: Path):
     if reaped and KERNEL < (6, 15):
         pytest.skip("this kernel keeps the exit status for the parent alone")
     witness = Witness(tmp_path)

@@ -57,7 +57,7 @@ def test_the_idle_share_of_a_step_is_that_of_its_timeline(tmp_path: Path, schedu
     assert "functions/idle_share" not in rows[1] and "rollout/idle_share" not in rows[0]
 
 
-def test_the_timeline_says_when_each_rank_of_a_call_had_answered(tmp_path: Path):
+def test_the_timeline_has_the_answer_time_of_each_rank(tmp_path: Path):
     driver = run(tmp_path, Synchronous(steps=2, prompts_per_step=4), Simulated(costs(KNOWN)), apart(2, 1))
     table = read_timeline(driver.directory.path)
     assert table is not None

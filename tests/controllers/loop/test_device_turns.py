@@ -36,7 +36,7 @@ def test_the_holder_is_offloaded_before_the_next_is_onloaded():
     assert named([onload]) == ["b.onload"] and named(ended(turns, onload)) == ["b.generate"]
 
 
-def test_requests_wait_in_the_order_in_which_they_came_while_devices_change_hands():
+def test_requests_wait_in_order_while_devices_change_hands():
     asked, turns = Asked(), DeviceTurns()
     a, b = asked.group("a", GPUS), asked.group("b", GPUS)
     (onload,) = turns.ask(CallRequest(a, "first", on_device=True))

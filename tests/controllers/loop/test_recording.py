@@ -236,7 +236,7 @@ def test_updates_during_generation_do_not_wait_for_records(tmp_path: Path):
     assert end(4.0) == pytest.approx(end(0.0))
 
 
-def test_functions_have_a_place_and_as_many_ranks_as_it_says(tmp_path: Path):
+def test_functions_get_the_ranks_of_their_place(tmp_path: Path):
     pool = ResourcePool("beside", cpus=4)
 
     def end(ranks: int) -> float:

@@ -50,7 +50,7 @@ def test_calibration_tells_rows_from_tokens_and_has_no_cost_below_zero():
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"placement": {}}', '{"backend": "RayBackend()", "placement": {"a": {}}}']
 )
-def test_a_run_whose_config_or_timeline_is_damaged_is_named(tmp_path: Path, text: str):
+def test_a_run_with_a_damaged_config_or_timeline_is_named(tmp_path: Path, text: str):
     with pytest.raises(
         UserError, match=r"config\.json does not say how many ranks each group had .*No such file"
     ):

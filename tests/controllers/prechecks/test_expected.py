@@ -54,7 +54,7 @@ def test_the_largest_gradients_of_one_rank_come_when_its_activations_and_weights
     )
 
 
-def test_the_first_way_that_fits_is_taken_and_none_where_none_does(monkeypatch: pytest.MonkeyPatch):
+def test_the_first_layout_that_fits_is_used_if_any(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_activations", without_activations)
     roomy, tight = (first_that_fits(MODEL, Machine(1, gib, 4096), None) for gib in (24, 9))
     assert roomy is not None and roomy.settings == {}

@@ -101,7 +101,7 @@ def test_a_step_lists_rows_updates_memory_and_machine():
     )
 
 
-def test_groups_that_take_turns_on_gpus_need_the_largest_of_them_there_and_the_others_on_the_host():
+def test_groups_that_share_gpus_need_memory_for_the_largest_and_host_memory_for_others():
     pool = ResourcePool("gpus", gpus=2)
     with OtherMachine(2, 80).assumed():
         plan = planned(placement={name: Place(pool, ranks=2) for name in ("rollout", "actor")})
@@ -129,7 +129,7 @@ def test_a_model_without_safetensors_files_is_not_refused_since_a_run_reads_othe
     assert "has no safetensors files" in found.unknown and not found.phases
 
 
-def test_files_that_are_not_those_of_the_model_are_refused_by_a_plan_unless_another_engine_reads_them(
+def test_a_plan_refuses_wrong_weight_files_unless_another_engine_reads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 4}')

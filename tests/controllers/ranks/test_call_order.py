@@ -62,7 +62,7 @@ def test_a_call_that_is_cancelled_before_it_comes_is_over_when_it_does():
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_random_histories_go_as_a_model_says(seed: int):
+def test_random_histories_agree_with_a_model(seed: int):
     chance = random.Random(seed)
     order: CallOrder[Call] = CallOrder()
     waiting: dict[Call, int] = {}  # call -> time of its arrival, or of its last turn

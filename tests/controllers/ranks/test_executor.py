@@ -153,9 +153,7 @@ class Answering(Worker):
 
 @pytest.mark.parametrize("gather_s", [0.0, 60.0])
 @pytest.mark.parametrize("ends", ["cancelled", "failed"])
-def test_rows_that_are_finished_are_published_whatever_ends_the_call(
-    tmp_path: Path, gather_s: float, ends: str
-):
+def test_finished_rows_are_published_however_the_call_ends(tmp_path: Path, gather_s: float, ends: str):
     declaration = declaration_of(Answering.generate)
     assert declaration is not None
     one = np.array([5])

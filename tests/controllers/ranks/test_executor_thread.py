@@ -41,7 +41,7 @@ def test_a_worker_is_made_called_and_closed_on_one_thread(tmp_path: Path):
     assert len(seen) == 3 and len(set(seen)) == 1 and seen[0] is not threading.current_thread()
 
 
-def test_a_worker_that_cannot_be_made_says_why_to_every_call(tmp_path: Path):
+def test_a_worker_that_cannot_be_constructed_fails_every_call_with_the_reason(tmp_path: Path):
     def broken() -> Worker:
         raise SystemExit(3)
 

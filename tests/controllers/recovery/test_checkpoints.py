@@ -46,7 +46,7 @@ class EndlessActor(SavingActor):
         return False
 
 
-def test_a_checkpoint_that_does_not_grow_has_a_deadline_that_says_who_was_waited_for(
+def test_a_checkpoint_that_does_not_grow_hits_a_deadline_that_names_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     clock = itertools.count(0.0, 20.0).__next__  # each reading is 20 s later
@@ -71,7 +71,7 @@ def test_a_checkpoint_that_does_not_grow_has_a_deadline_that_says_who_was_waited
         driver.run()
 
 
-def test_an_evaluation_that_was_under_way_at_a_checkpoint_is_given_up_and_that_of_its_step_made_again(
+def test_an_evaluation_interrupted_by_a_kill_is_repeated_for_its_step(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     every = CheckpointConfig(every=1)
@@ -236,7 +236,7 @@ def test_a_log_that_ends_too_early_is_named_and_an_earlier_checkpoint_used(
     assert "ledger.log" in said and "after step 4" in said
 
 
-def test_a_log_that_is_damaged_before_the_checkpoint_is_named_and_its_rows_are_known_all_the_same(
+def test_damage_before_a_checkpoint_is_named_and_its_rows_are_still_known(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(Killed):
@@ -268,7 +268,7 @@ def test_a_run_that_cannot_be_resumed_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("schedule", [SCHEDULES[0], SCHEDULES[2]], ids=lambda s: type(s).__name__)
-def test_a_run_that_is_asked_to_end_saves_itself_wherever_it_is(
+def test_a_stopped_run_saves_itself_at_any_point(
     tmp_path: Path, schedule: Training, monkeypatch: pytest.MonkeyPatch
 ):
     """The stop comes in the middle of a step, whose generated rows are in the buffer."""
@@ -295,7 +295,7 @@ def test_a_run_that_is_asked_to_end_saves_itself_wherever_it_is(
     assert not check_log(tmp_path / "run" / "buffer").violations
 
 
-def test_a_run_that_was_ended_while_a_checkpoint_took_the_place_of_another_has_that_other_one(
+def test_a_run_killed_while_it_replaced_a_checkpoint_keeps_the_old_one(
     tmp_path: Path,
 ):
     run(tmp_path, SCHEDULES[0])
@@ -389,7 +389,7 @@ def test_a_signal_ends_a_run_without_checkpoints_at_once_with_a_word(
     )
 
 
-def test_a_run_whose_terminal_is_closed_saves_itself(tmp_path: Path):
+def test_a_run_with_a_closed_terminal_saves_itself(tmp_path: Path):
     terminal, inside = pty.openpty()
     script = str(PROGRAM)
     command = [

@@ -228,7 +228,7 @@ def test_ranks_may_come_and_go_at_any_moment_of_a_step_and_of_a_weight_sync(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("partial_rollouts", ["finish", "requeue"])
-def test_ranks_may_come_and_go_whatever_becomes_of_partial_rollouts(
+def test_ranks_may_come_and_go_under_any_policy_for_partial_rollouts(
     tmp_path: Path, partial_rollouts: Any
 ):
     for number in range(8):
@@ -263,7 +263,7 @@ def test_the_others_continue_while_a_rank_is_missing(tmp_path: Path):
     assert any(row["rollout/ranks"] == 1 for row in driver.directory.metrics)
 
 
-def test_a_group_with_too_few_ranks_for_too_long_ends_the_run_and_names_those_that_are_missing(
+def test_too_few_ranks_for_too_long_end_the_run_and_are_named(
     tmp_path: Path,
 ):
     said = (
@@ -311,7 +311,7 @@ def test_a_rank_that_falls_silent_leaves(tmp_path: Path, capsys: pytest.CaptureF
 # Refused settings
 
 
-def test_a_group_whose_ranks_compute_together_cannot_be_elastic(tmp_path: Path):
+def test_a_group_with_cooperating_ranks_cannot_be_elastic(tmp_path: Path):
     made = groups()
     with pytest.raises(
         UserError, match=r"group 'actor' has min_ranks=1, but the ranks of a Actor compute together and"

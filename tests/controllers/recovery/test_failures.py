@@ -147,7 +147,7 @@ def test_a_result_that_is_no_reward_ends_the_run_at_the_first_sample(
     assert len(asked) == 1 and "Traceback" not in str(caught.value)
 
 
-def test_rows_that_failed_are_among_those_that_the_message_says_were_seen(tmp_path: Path, model: Path):
+def test_failed_rows_count_among_the_rows_in_the_message(tmp_path: Path, model: Path):
     def broken(response_ids: list[int], answer: str) -> float:
         return 1 / (len(response_ids) - 1)
 

@@ -112,7 +112,7 @@ def test_ranks_of_lost_nodes_are_replaced_together_and_each_line_counts_its_own(
     ]
 
 
-def test_a_node_that_is_known_to_be_gone_is_not_looked_for_a_second_time(tmp_path: Path):
+def test_a_node_known_to_be_lost_is_looked_up_once(tmp_path: Path):
     backend = Nodes(15.0, says=True)
     run(tmp_path, backend)
     assert len(backend.replaced) == 3 and backend.clock() > 50
@@ -126,7 +126,7 @@ def test_a_rank_that_cannot_be_replaced_takes_the_run_back_to_its_checkpoint(tmp
     assert not backend.replaced, "and nothing is replaced before"
 
 
-def test_nothing_is_done_as_long_as_no_node_is_gone(tmp_path: Path):
+def test_nothing_happens_while_no_node_is_lost(tmp_path: Path):
     backend = Nodes(math.inf, says=True)
     run(tmp_path, backend)
     assert not backend.replaced

@@ -245,7 +245,7 @@ def test_other_errors_while_a_checkpoint_completes_end_the_run(run: Saved, error
         run.save(3)
 
 
-def test_a_checkpoint_that_stops_growing_has_a_deadline_that_names_who_was_waited_for(run: Saved):
+def test_a_checkpoint_that_stops_growing_hits_a_deadline_that_names_the_ranks(run: Saved):
     requests = run.begin(3)
     run.now += 1000
     run.advance()  # copying has the deadline of its call

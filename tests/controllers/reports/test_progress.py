@@ -61,7 +61,7 @@ def test_a_sample_follows_its_step_and_one_that_cannot_be_read_is_left_out(tmp_p
     assert lines[9].startswith("step 10/") and lines[10] == "sample of step 10: reward 1"
 
 
-def test_a_display_whose_reader_is_gone_does_not_end_the_run(tmp_path: Path):
+def test_a_display_without_a_reader_does_not_end_the_run(tmp_path: Path):
     program = (
         "from weft.controllers.reports.displays import display_for\n"
         "from weft.controllers.reports.progress import Progress\n"

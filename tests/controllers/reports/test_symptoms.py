@@ -307,7 +307,7 @@ def test_growing_memory_is_reported_with_the_time_left():
     )
 
 
-def test_a_run_says_why_it_cannot_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_reports_why_it_cannot_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with Driver(
         recorded(reward=ConstantReward, rate=1000.0),
         schedule=Synchronous(steps=5, prompts_per_step=4),

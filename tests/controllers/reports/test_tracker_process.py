@@ -63,7 +63,7 @@ def test_metrics_are_sent_as_they_come_and_the_run_is_closed(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("tracker", "again"), [("Kept", []), ("Overwriting", [(3, 3.5), (4, 4.5)])])
-def test_a_run_that_goes_back_sends_its_steps_again_only_where_they_replace_the_earlier_ones(
+def test_a_run_that_goes_back_resends_steps_only_to_trackers_that_replace_them(
     tmp_path: Path, tracker: str, again: list[tuple[int, float]]
 ):
     name, first = f"fake_trackers:{tracker}", stream(tmp_path)
@@ -190,7 +190,7 @@ def test_samples_of_the_latest_step_are_sent_once_cut_escaped_and_without_secret
 
 
 @pytest.mark.parametrize(("tracker", "samples"), [("Sampled", 0), ("Kept", 2)])
-def test_no_samples_are_sent_where_none_are_wanted_or_taken(tracker: str, samples: int, tmp_path: Path):
+def test_no_samples_are_sent_unless_wanted_and_supported(tracker: str, samples: int, tmp_path: Path):
     writer = stream(tmp_path)
     record(tmp_path, 1, "first")
     add(writer, *rows(1))

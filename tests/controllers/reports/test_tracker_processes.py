@@ -22,7 +22,7 @@ ENDING = [f"fake_trackers:{name}" for name in ("Kept", "Raising", "Dying")]
 HANGING = [f"fake_trackers:{name}" for name in ("Hanging", "HangingAtOnce")]
 
 
-def test_a_run_comes_to_its_end_whatever_its_trackers_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_no_tracker_stops_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRACKER_API_KEY", "k3y-of-a-service")
     monkeypatch.setattr(tracker_processes, "FINISH_S", 600.0)
     with drive(training(), tmp_path / "plain") as driver:

@@ -137,7 +137,7 @@ def test_a_mistake_in_a_filter_is_reported_next_to_it(look):
     window.page.wait_for_selector(".entry")
 
 
-def test_the_timeline_goes_to_a_step(look):
+def test_the_timeline_can_jump_to_a_step(look):
     window = look()
     window.show("timeline", run="first", t="0~0.1")
     window.page.get_by_label("show one step").fill("12-13")
@@ -145,7 +145,7 @@ def test_the_timeline_goes_to_a_step(look):
     window.page.get_by_text("Steps 12 to 13").wait_for()
 
 
-def test_a_zoom_goes_along_from_page_to_page(look):
+def test_a_zoom_is_kept_between_pages(look):
     window = look()
     window.show("curves", run="first", x="10~14")
     window.page.keyboard.press("3")

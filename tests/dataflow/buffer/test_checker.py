@@ -26,7 +26,7 @@ from weft.dataflow.runs.log import LogReader
 
 
 @pytest.mark.parametrize("runs", [25, pytest.param(300, marks=pytest.mark.slow)])
-def test_whatever_a_ledger_does_keeps_the_law_and_is_counted_as_it_counts_itself(
+def test_random_ledger_operations_keep_the_rules_and_the_counts(
     tmp_path_factory: pytest.TempPathFactory, runs: int
 ):
     @settings(max_examples=runs, deadline=None, database=None)
@@ -411,7 +411,7 @@ def test_a_quorum_takes_the_first_that_were_ready_and_cancels_the_others(tmp_pat
 
 
 @pytest.mark.parametrize(("fate", "issued"), [("wait", 14), ("mask", 14), ("requeue", 16), ("drop", 14)])
-def test_groups_that_are_too_old_go_where_their_fate_says(tmp_path: Path, fate: Any, issued: int):
+def test_stale_groups_follow_the_policy(tmp_path: Path, fate: Any, issued: int):
     """Two prompts have three samples each of version 0; an update to version 5 accepts version 3 or
     newer."""
     buffer = SampleBuffer.create(tmp_path / "run", {"train": dapo()}, clock=lambda: 0.0)

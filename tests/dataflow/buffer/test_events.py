@@ -50,7 +50,7 @@ EVENTS: list[Event] = [
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: str(event)[:60])
-def test_an_event_is_read_as_it_was_written(event: Event):
+def test_an_event_is_read_unchanged(event: Event):
     text = to_json(event, 'a "graph"')
     assert "\n" not in text and " " not in text.replace("a \\", "").replace("file \\", "").replace(
         "it failed", ""

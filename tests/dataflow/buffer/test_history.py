@@ -76,7 +76,7 @@ def test_why_explains_the_wait_of_a_group(run: Run):
     ]
 
 
-def test_why_says_when_a_group_was_finished_and_which_was_never_issued(run: Run):
+def test_why_reports_finished_and_never_issued_groups(run: Run):
     run.generate()
     run.map("score", "reward")
     run.buffer.note("step", 12)

@@ -272,7 +272,7 @@ def test_rows_whose_inputs_were_dropped_are_dropped():
     assert len(ledger.live.groups) == 0
 
 
-def test_a_parent_of_which_nothing_was_made_is_done():
+def test_a_parent_without_children_is_done():
     ledger = Ledger(grpo())
     ledger.issue([0, 1], [2, 2], step=0)
     lease = claim(ledger, "generate")

@@ -519,7 +519,7 @@ def play(seed: int, number: int) -> int:
 
 
 @pytest.mark.parametrize("histories", [20, pytest.param(340, marks=pytest.mark.slow)])
-def test_the_ledger_agrees_with_a_model_that_has_no_state_whatever_is_done(histories: int):
+def test_the_ledger_agrees_with_a_stateless_model_after_any_operation(histories: int):
     operations = 0
 
     @settings(max_examples=histories, deadline=None, database=None)

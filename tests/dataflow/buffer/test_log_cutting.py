@@ -71,7 +71,7 @@ def cut_log(path: Path) -> list[Position]:
     return places
 
 
-def test_a_cut_log_is_read_as_it_was(tmp_path: Path):
+def test_a_cut_log_reads_like_the_original(tmp_path: Path):
     path = tmp_path / LOG
     places = cut_log(path)
     assert start_of(path).offset > 0 and len(list((tmp_path / HISTORY).iterdir())) == 2
@@ -87,7 +87,7 @@ def test_a_cut_log_is_read_as_it_was(tmp_path: Path):
     assert not has_position(path, Position(places[-1].offset, 1))
 
 
-def test_a_run_whose_log_is_cut_comes_to_its_end_and_its_whole_log_is_sound(tmp_path: Path):
+def test_a_run_with_a_cut_log_finishes_with_a_valid_log(tmp_path: Path):
     driver = played(tmp_path / "run")
     before = state_of(driver.buffer)
     driver.buffer.log.close()
@@ -256,7 +256,7 @@ def test_a_cut_that_the_log_never_took_leaves_no_open_file(tmp_path: Path):
 
 
 @pytest.mark.parametrize("end", ["finish", "close"])
-def test_an_archive_that_does_not_end_has_a_deadline_that_says_who_was_waited_for(
+def test_an_archive_that_does_not_finish_hits_a_deadline_that_names_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, end: str
 ):
     works: list[tuple[Work, Future[PreparedCut]]] = []

@@ -65,7 +65,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, every: in
     comes_to_its_end(go_on(folder))
 
 
-def test_a_checkpoint_of_another_version_is_passed_over_and_the_log_says_the_same(
+def test_a_checkpoint_of_another_version_is_skipped_and_the_log_agrees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folder = tmp_path / "run"
@@ -142,7 +142,7 @@ def test_a_run_goes_back_to_a_checkpoint_and_keeps_later_records(tmp_path: Path)
 
 
 @pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_run_that_ends_while_it_goes_back_can_go_back_again(tmp_path: Path, every: int):
+def test_a_run_killed_while_going_back_can_go_back_again(tmp_path: Path, every: int):
     """Stop it at each operation on the disk. Each `every` times, complete the run as well."""
     positions, first, _ = broken_run(tmp_path / "run")
     number = 0

@@ -78,7 +78,7 @@ class Columns:
         return found
 
 
-def test_a_group_whose_columns_are_damaged_or_gone_is_issued_again_and_named(tmp_path: Path):
+def test_a_group_with_damaged_or_lost_columns_is_reissued_and_named(tmp_path: Path):
     run = Columns.start(tmp_path / "run")
     run.ledger.issue([7, 8, 9], [1, 1, 1], step=0)
     gone, damaged, sound = run.do("generate")

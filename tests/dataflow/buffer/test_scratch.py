@@ -87,7 +87,7 @@ def test_a_run_has_the_same_folder_at_each_start_and_no_other_run_has_it(tmp_pat
     assert noted_folder(tmp_path) is None
 
 
-def test_a_run_whose_folder_moves_keeps_its_name_and_is_looked_for_in_the_new_place(tmp_path: Path):
+def test_a_moved_run_keeps_its_name_and_is_found_in_the_new_place(tmp_path: Path):
     buffer = tmp_path / "run" / "buffer"
     first, moved = Scratch.of(buffer, tmp_path / "s"), Scratch.of(buffer, tmp_path / "t")
     assert moved.name == first.name and noted_folder(buffer) == moved.path == tmp_path / "t" / first.name
@@ -211,7 +211,7 @@ def test_the_next_beginning_of_a_run_removes_the_folders_of_earlier_ones(tmp_pat
     until(lambda: not held.exists())
 
 
-def test_rows_whose_scratch_folder_is_gone_are_issued_again(tmp_path: Path):
+def test_rows_with_a_lost_scratch_folder_are_reissued(tmp_path: Path):
     scratch = Scratch.of(tmp_path / "run" / "buffer", tmp_path / "s")
 
     def issued(buffer: SampleBuffer) -> list[int]:

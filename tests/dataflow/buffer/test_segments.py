@@ -72,7 +72,7 @@ def test_a_reader_gets_appended_rows_and_the_reference_survives_json(tmp_path: P
     ),
     st.data(),
 )
-def test_any_slice_of_any_batch_is_read_as_it_was(tmp_path_factory, rows, data):
+def test_any_slice_of_any_batch_is_read_unchanged(tmp_path_factory, rows, data):
     batch = Batch.from_rows(rows)
     start = data.draw(st.integers(0, len(rows)))
     part = batch.slice(start, data.draw(st.integers(0, len(rows) - start)))
@@ -336,7 +336,7 @@ def test_a_full_disk_is_an_error_and_the_next_append_overwrites_the_partial_one(
 # Recycling
 
 
-def test_a_file_goes_when_it_is_complete_and_its_last_segment_is_freed(tmp_path: Path):
+def test_a_complete_file_is_removed_with_its_last_segment(tmp_path: Path):
     gone: list[tuple[str, str]] = []
     store = SegmentStore(tmp_path, "n0", lambda node, file: gone.append((node, file)))
     writer = SegmentWriter(tmp_path, "n0", "w", file_bytes=5000)

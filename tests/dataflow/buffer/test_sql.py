@@ -60,7 +60,7 @@ def test_segments_need_no_folder_once_the_run_is_over(run: Run):
     assert query(run.path, "select count(*) as n from rows where state = 'done'")["n"].to_pylist() == [6]
 
 
-def test_a_question_that_cannot_be_answered_says_which_tables_there_are(run: Run):
+def test_a_failing_query_lists_the_tables(run: Run):
     with pytest.raises(UserError, match="a run's tables are rows, columns, samples, metrics, timeline"):
         query(run.path, "select * from row")
     with pytest.raises(UserError, match="this run has no metrics yet"):

@@ -262,7 +262,7 @@ def test_a_turn_that_is_begun_in_the_prompt_is_continued_by_the_response(qwen: P
 
 
 @pytest.mark.parametrize("answer", ["<tool_call>{}</tool_call>", "<th", "<think", "<answer>4", "4", ""])
-def test_the_prompt_ends_with_the_header_though_the_response_begins_as_its_opening_tag_does(
+def test_the_prompt_ends_with_the_header_even_if_the_response_starts_with_its_tag(
     answer: str, tmp_path: Path
 ) -> None:
     tokenizer = with_template(tmp_path / "opens", OPENS_THINKING)
@@ -339,7 +339,7 @@ def test_a_row_of_one_turn_has_no_mask(qwen: Path) -> None:
     assert set(masks[0]) == {1} and set(masks[1]) == {0, 1}
 
 
-def test_a_conversation_whose_earlier_turns_the_template_changes_becomes_a_row_for_each(
+def test_a_conversation_with_rewritten_earlier_turns_becomes_several_rows(
     tmp_path: Path,
 ) -> None:
     tokenizer = with_template(tmp_path / "strips", STRIPS_THINKING)

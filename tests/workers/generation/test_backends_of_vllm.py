@@ -153,7 +153,7 @@ def test_version_after_version_arrives_by_a_backend_of_vllms(
 
 @pytest.mark.thorough
 @pytest.mark.vllm
-def test_a_tensor_that_came_otherwise_is_named_and_nothing_is_sampled_before_a_whole_version(
+def test_a_corrupted_tensor_is_named_and_blocks_sampling_until_a_full_version(
     engine: VllmEngine, trainer: Trainer, folder: Path
 ) -> None:
     name = "model.layers.1.mlp.up_proj.weight"

@@ -408,7 +408,7 @@ def test_a_version_that_is_staged_is_not_taken_for_that_of_another_trainer(
     other.close()
 
 
-def test_changed_bytes_are_refused_and_nothing_is_generated_before_all_weights_have_come_again(
+def test_changed_bytes_are_refused_and_block_generation_until_new_weights_arrive(
     engine: GenerationEngine, model: Any, publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests, sampling = requests_of(prompts_of(3)), Sampling(max_tokens=16)

@@ -60,7 +60,7 @@ def largest_gap(trainer: ActorWorker, samples: Batch) -> float:
     return float(np.abs(said - samples.ragged_numpy("response_logprobs")[0]).max())
 
 
-def test_responses_have_the_trainers_logprobs_whatever_was_seen_with_weights_before(
+def test_responses_have_the_trainers_logprobs_despite_caches_of_older_weights(
     seeing: Path, rollout: RolloutWorker
 ):
     trainer = ActorWorker(ActorConfig(model=seeing, learning_rate=1e-2))

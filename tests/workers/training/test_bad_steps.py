@@ -84,7 +84,7 @@ def test_a_step_that_is_not_finite_changes_no_bit_and_leaves_its_rows(
     assert len(kept(tmp_path)) == 1
 
 
-def test_a_step_whose_gradient_is_above_the_limit_is_not_taken_and_its_norm_is_seen(
+def test_a_step_with_a_gradient_above_the_limit_is_skipped_and_its_norm_reported(
     tiny_model: Path, rows: Batch, tmp_path: Path
 ):
     free = values(actor(tiny_model).update(rows, loss=LOSS))
@@ -331,7 +331,7 @@ def mistaken(prompts, *, rollout, actor):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("schedule", [weft.Synchronous, weft.Pipelined])
-def test_a_run_whose_steps_are_bad_ends_and_says_where_the_rows_are(
+def test_a_run_with_bad_steps_ends_and_names_the_file_of_their_rows(
     tiny_model: Path, tmp_path: Path, schedule: Any
 ):
     bases = [

@@ -149,7 +149,7 @@ def test_training_continues_while_a_snapshot_is_written(
     assert equal(state(again), before)
 
 
-def test_a_snapshot_waits_for_the_one_before_it_and_says_how_long(
+def test_a_snapshot_waits_for_the_previous_one_and_reports_the_time(
     tiny_model: Path, steps: list[Batch], tmp_path: Path
 ):
     disk = HeldDisk()

@@ -177,7 +177,7 @@ def test_files_that_are_lacking_or_damaged_are_refused_by_name(tmp_path: Path):
         load(folder)
 
 
-def test_a_folder_that_goes_away_while_a_rank_opens_its_files_is_named(
+def test_a_folder_removed_while_a_rank_opens_its_files_is_named(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def found_and_gone(model: Any, folder: Path) -> list[Path]:

@@ -154,7 +154,7 @@ def test_the_plan_of_a_critic_has_its_scalar_head_and_not_that_of_the_policy(unt
     worker.close()
 
 
-def test_a_pass_of_a_model_whose_files_do_not_fit_is_refused(untied_model: Path, tmp_path: Path):
+def test_a_pass_of_a_model_with_wrong_files_is_refused(untied_model: Path, tmp_path: Path):
     for file in untied_model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     settings = json.loads((tmp_path / "config.json").read_text())

@@ -53,7 +53,7 @@ def test_a_step_from_host_memory_is_the_same_step(
     assert dist.is_initialized() == before
 
 
-def test_a_frozen_model_in_host_memory_says_the_same(tiny_model: Path, rows: Batch):
+def test_a_frozen_model_in_host_memory_gives_the_same(tiny_model: Path, rows: Batch):
     plain, streamed = (
         ReferenceWorker(ReferenceConfig(model=str(tiny_model), offload=where))
         for where in ("nothing", "everything")

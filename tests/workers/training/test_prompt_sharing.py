@@ -103,7 +103,7 @@ def test_shared_prompts_change_no_value_and_no_gradient(name: str, reads_last: b
 
 
 @pytest.mark.parametrize("name", NOT_SHARED)
-def test_models_whose_rows_cannot_share_do_not(name: str):
+def test_models_that_cannot_share_prompts_do_not(name: str):
     assert not agreeing_model(make_family(name)).shares_prompts
 
 
@@ -131,7 +131,7 @@ def test_a_step_with_shared_prompts_is_the_step_without(tiny_model: Path):
         assert own_metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-4)
 
 
-def test_ranks_in_lockstep_have_level_microbatches_in_which_a_shared_prompt_costs_once():
+def test_ranks_in_lockstep_have_level_microbatches_that_count_a_shared_prompt_once():
     batch = of_prompts({tuple(range(3, 23)): [9] * 8})
     rows = Microbatches.of(batch, (), CPU, vocabulary=97, owner="m", sharing=SharingCost())
     full = rows.plan(70, packed=True)

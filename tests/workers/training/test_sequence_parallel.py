@@ -80,7 +80,7 @@ def test_models_that_cannot_share_tokens_are_refused(models: Path):
 @pytest.mark.parametrize(
     ("name", "why"), [("StableLM", "its rows cannot be packed"), ("dynamic NTK", "its rope follows")]
 )
-def test_models_whose_rows_cannot_be_cut_are_refused(models: Path, tmp_path: Path, name: str, why: str):
+def test_models_that_cannot_split_rows_are_refused(models: Path, tmp_path: Path, name: str, why: str):
     with pytest.raises(
         AssertionError, match=f"sequence_parallel=2 cannot share the tokens of model .*{why}"
     ):

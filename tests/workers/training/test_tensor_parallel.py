@@ -80,7 +80,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_models_whose_plan_cannot_be_carried_out_are_refused(name: str):
+def test_models_with_an_unusable_plan_are_refused(name: str):
     kind, settings = families.FAMILIES[name]
     with pytest.raises(UserError, match=REFUSED[name]):
         check_tensor_parallel("m", CONFIG_MAPPING[kind](**settings).get_text_config(), 2)
