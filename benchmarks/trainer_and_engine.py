@@ -80,7 +80,6 @@ class Processes:
         self._started: list[Any] = []
 
     def start(self, target: Callable[..., None], *arguments: Any) -> Any:
-        """Start a process, and return its pipe."""
         here, there = self._spawn.Pipe()
         process = self._spawn.Process(target=_told, args=(target, there, *arguments))
         process.start()

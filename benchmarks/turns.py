@@ -35,7 +35,6 @@ class Turns:
         self._out = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
         self.command: dict[str, Any] = {}
-        """Command of the current turn."""
         self._left = 0
 
     def go_on(self) -> bool:

@@ -27,7 +27,6 @@ class Settings(weft.Config):
     chunks: int = Field(default=1, ge=1)
     """Chunks per stage."""
     steps: int = Field(default=2, ge=1)
-    """Number of updates."""
 
 
 def main(settings: Settings) -> None:

@@ -74,7 +74,6 @@ class Forked:
         os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """Send SIGKILL, and wait for the end."""
         self.process.kill()
         self.process.join()
 
@@ -90,7 +89,6 @@ class Forked:
 def program(
     output: Path, path: Path, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> Forked:
-    """Start `python path arguments`."""
     return Forked(output, _run_program, str(path), arguments, environment=environment)
 
 

@@ -55,8 +55,6 @@ ANSWER_S = 60
 
 
 class WorkerProcess:
-    """A worker process, as the driver sees it."""
-
     def __init__(self, folder: Path, name: str) -> None:
         self.connection, there = PROCESSES.Pipe()
         self._process = PROCESSES.Process(target=serve, args=(there, folder, name), daemon=True)

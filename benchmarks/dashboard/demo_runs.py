@@ -31,7 +31,6 @@ ENDED = ("first", "second", "ahead", "ranks", "dialogues", "killed", "failed", "
 
 
 def train(root: Path, name: str) -> None:
-    """Make one of these runs."""
     if name == "dialogues":
         import tool_dialogues
 

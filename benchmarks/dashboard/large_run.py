@@ -113,7 +113,6 @@ def graph() -> Graph:
 
 
 def make(path: Path, steps: int = 10_000, samples: int = 100_000) -> Path:
-    """Make the run, and return its directory."""
     directory = RunDirectory.create(path.parent, path.name)
     schedule = {
         "kind": "Asynchronous",

@@ -56,7 +56,6 @@ def take(browser: Any, address: str, width: int, scheme: str, page: str, params:
 
 
 def write(picture: bytes, path: Path) -> None:
-    """Write a picture with few colours."""
     from PIL import Image
 
     image = (

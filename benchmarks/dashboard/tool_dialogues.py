@@ -83,8 +83,6 @@ def _joined(first: Response, answer: np.ndarray, second: Response) -> Response:
 
 
 class DialogueWorker(weft.RolloutWorker):
-    """Generates conversations."""
-
     def new_engine(self, **settings: Any) -> GenerationEngine:
         return Dialogues(super().new_engine(**settings), Tokenizer.load(self._folder))  # pyright: ignore[reportReturnType]
 

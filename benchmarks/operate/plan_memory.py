@@ -139,7 +139,6 @@ def _resized(live: Any) -> Iterator[None]:
 
 
 def _frozen_errors(folder: Path) -> dict[str, float]:
-    """Return the errors for a reference in bfloat16."""
     from weft.workers.reference import ReferenceConfig, ReferenceWorker
     from weft.workers.training.activations import LiveBytes
     from weft.workers.training.memory import model_size, training_memory

@@ -47,7 +47,6 @@ class Resting(Worker):
 
 @weft.graph
 def training(rows: Any, *, actor: Any) -> Any:
-    """One update per step."""
     return actor.update(rows)
 
 

@@ -167,7 +167,6 @@ def counting(prompts: Any, *, rollout: Any, actor: Any) -> Any:
 
 
 def live(root: Path, name: str, schedule: weft.Asynchronous) -> None:
-    """Run or resume a run until it ends."""
     rollout, actor = weft.group(CountingRollout, name="rollout"), weft.group(CountingActor, name="actor")
     rollout.follows(actor)
     table = pa.table({"prompt_ids": pa.array([[k] for k in range(PROMPTS)], pa.list_(pa.int32()))})

@@ -39,11 +39,9 @@ class Settings(weft.Config):
     root: Path
     """Folder for the run directory."""
     name: str = "run"
-    """Name of the run."""
     engine: Literal["transformers", "vllm"] = "transformers"
     """Engine for generation."""
     steps: int = 20
-    """Number of updates."""
     prompts: int = 4
     """Prompts per step."""
     max_tokens: int = 12

@@ -129,7 +129,6 @@ def replace_actor(run: RunProcess, rank: int) -> float:
 
 
 def pause(root: Path, small: bool, rng: random.Random) -> dict[str, Any]:
-    """Measure how long training waits for a checkpoint."""
     parameters = make_model(root / "model", small)
     one, two = (measure_pause(root, ranks, 3 if small else CHECKPOINTS) for ranks in (1, 2))
     for ranks, measured in ((1, one), (2, two)):

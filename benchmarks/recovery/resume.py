@@ -120,7 +120,6 @@ def killed_run(root: Path, steps: int) -> Path:
 
 
 def measure(root: Path, steps: int) -> dict[str, Any]:
-    """Kill and resume a run, and return the figures."""
     run = killed_run(root, steps)
     log, history = run / BUFFER / LOG, run / BUFFER / HISTORY
     of_log, of_ledgers = log.stat().st_size, ledger_checkpoints(run / BUFFER)[0].stat().st_size

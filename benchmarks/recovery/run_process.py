@@ -113,7 +113,6 @@ class RunProcess:
         )
 
     def wait_for_step(self, after: int) -> None:
-        """Wait until a later step than this is over."""
         self.wait(lambda: self.step > after)
 
     def wait_for_moment(self, rng: random.Random) -> None:

@@ -257,7 +257,6 @@ class Ways:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self._folder)})
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load tensors with vLLM's loaders."""
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,

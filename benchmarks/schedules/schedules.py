@@ -93,7 +93,6 @@ def measure(work: Work, folder: Path, names: Sequence[str], rounds: int, at_once
 
 
 def run(work: Work, name: str, folder: Path, log: str) -> dict[str, Any]:
-    """Run one schedule from start to end."""
     settings = json.dumps({"schedule": name, **asdict(work)})
     system = System(HERE / "weft_run.py", folder, settings, log=folder / f"{log}.log")
     system.close()

@@ -37,8 +37,6 @@ FEW = ("synchronous", "asynchronous_1")
 
 @dataclass(frozen=True)
 class Timed:
-    """Times of a simulated run."""
-
     step_s: float
     """Mean of the counted steps."""
     bound_s: float

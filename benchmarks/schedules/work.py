@@ -15,8 +15,6 @@ Measured = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 class Setting(NamedTuple):
-    """A schedule and a placement."""
-
     kind: Literal["synchronous", "pipelined", "asynchronous"]
     max_staleness: int = 0
     apart: bool = True

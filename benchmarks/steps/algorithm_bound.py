@@ -54,8 +54,6 @@ def timed(step: PpoStep | DpoStep, size: int) -> float:
 
 @dataclass(frozen=True)
 class Part:
-    """One microbatch."""
-
     ids: Any
     """[rows, longest] int64, padded on the right."""
     predicting: Any
@@ -106,7 +104,6 @@ class Model:
         return -torch.nn.functional.cross_entropy(self._head(hidden), part.targets, reduction="none")
 
     def update(self, parts: Iterable[Part], loss: Callable[[Any, Part], Any]) -> None:
-        """Take one optimizer step."""
         import torch
 
         assert self._optimizer is not None

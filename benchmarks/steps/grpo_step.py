@@ -83,8 +83,6 @@ def _names(text: str) -> list[str]:
 
 
 class Systems:
-    """Starts each system on a workload."""
-
     def __init__(self, workload: Workload, folder: Path, peers: bool) -> None:
         self._workload, self._folder, self._peers = workload, folder, peers
 

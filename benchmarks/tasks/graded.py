@@ -23,7 +23,6 @@ GRADERS: dict[str, Any] = {"math": Math(deadline_s=30), "gsm8k": Gsm8k(), "choic
 
 
 def read(file: Path = FILE) -> list[dict[str, Any]]:
-    """Return the cases of a file."""
     return [json.loads(line) for line in file.read_text().splitlines() if line]
 
 

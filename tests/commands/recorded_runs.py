@@ -57,7 +57,6 @@ def driver(
 
 
 def run(root: Path, name: str, **settings: Any) -> Path:
-    """Make a run, and return its directory."""
     with driver(root, name, **settings) as made:
         made.run()
     return root / name

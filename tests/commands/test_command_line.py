@@ -25,7 +25,6 @@ MAX_MODULES = 400
 
 
 def commands(tree: Mapping = TREE) -> Iterator[list[str]]:
-    """Yield the words of each command."""
     for name, below in tree.items():
         yield from (
             ([name, *rest] for rest in commands(below)) if isinstance(below, Mapping) else ([name],)

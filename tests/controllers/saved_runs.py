@@ -121,7 +121,6 @@ def begun(root: Path, *more: str) -> subprocess.Popen[str]:
 
 
 def wait_for_steps(process: subprocess.Popen[str], root: Path) -> None:
-    """Wait until the log has a few steps."""
     deadline = time.monotonic() + 60
     log = root / "run" / "buffer" / "ledger.log"
     while not log.exists() or log.read_bytes().count(b'"key":"step"') < 3:

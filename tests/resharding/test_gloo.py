@@ -18,8 +18,6 @@ from weft.resharding.weights import Given
 
 
 class Four:
-    """Two sending and two receiving ranks."""
-
     def __init__(self) -> None:
         self.pipes: list[Any] = []
         self.processes: list[Any] = []

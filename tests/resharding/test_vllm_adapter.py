@@ -43,7 +43,6 @@ def a_policy(folder: Path) -> Any:
 
 
 def publish(model: Any, publisher: WeightPublisher, version: int) -> Weights:
-    """Publish a version with random B."""
     torch.manual_seed(version)
     for name, tensor in adapter_of(model).items():
         if "lora_B" in name:

@@ -139,7 +139,6 @@ FAMILIES = WERE_WRONG | WERE_RIGHT
 
 
 def make(kind: str, settings: dict[str, Any], attention: str | None = None) -> Any:
-    """Return a model with random weights, in evaluation mode."""
     torch.manual_seed(0)
     settings = {**_SMALL, **settings} if "text_config" not in settings else _with_small_text(settings)
     config = transformers.CONFIG_MAPPING[kind](**settings)

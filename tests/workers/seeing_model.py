@@ -103,7 +103,6 @@ def save_model(folder: Path) -> Path:
 
 
 def picture(seed: int, width: int, height: int) -> bytes:
-    """Return a PNG of noise."""
     file = io.BytesIO()
     colors = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     Image.fromarray(colors).save(file, "PNG")

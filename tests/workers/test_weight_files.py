@@ -65,7 +65,6 @@ def refused(model: Path) -> str:
 
 
 def rewrite(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the header of a file."""
     content = file.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])

@@ -26,7 +26,6 @@ class Scenes:
     found: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Mapping[str, Any]:
-        """Return the results of the scenes with this name."""
         played = self.found.get(name, {"error": self.said})
         assert "error" not in played, f"the scenes {name!r} failed: {played['error']}"
         return played["result"]

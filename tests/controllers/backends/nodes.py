@@ -10,7 +10,6 @@ from ray.cluster_utils import Cluster
 CPUS, GPUS = 8, 3
 """Per node except the head. The GPUs are not real."""
 SETTINGS = {"worker_path": forked_workers.__file__, "include_log_monitor": False}
-"""Settings of every node."""
 
 
 class Nodes:

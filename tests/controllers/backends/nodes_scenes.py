@@ -111,7 +111,6 @@ def watched(backend: RayBackend, processes: int) -> dict[str, list[str]]:
 
 
 def segment_servers() -> list[int]:
-    """Return the process ids of the segment servers."""
     commands = {int(p.parent.name): p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline")}
     return [process for process, command in commands.items() if command.startswith(b"ray::SegmentHost")]
 
@@ -200,7 +199,6 @@ class Standing(ToyReward):
 
 
 def lost(root: Path, nodes: Nodes) -> dict[str, object]:
-    """Lose a node in the middle of a run."""
     nodes.grow_to(3)
     rollout, reward, actor = group(SlowRollout), group(Standing), group(SavingActor)
     rollout.follows(actor)

@@ -266,7 +266,6 @@ def test_a_rank_on_a_pool_without_gpus_sees_none_and_talks_over_its_nodes_interf
 
 
 def session_logs() -> Path:
-    """Return the log folder of the cluster."""
     from ray._private import worker
 
     node = worker.global_worker.node

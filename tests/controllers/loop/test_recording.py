@@ -286,8 +286,6 @@ def test_a_group_that_was_trained_on_is_not_issued_again_when_its_columns_are_lo
 
 
 class PartedReward(ToyReward):
-    """A reward with two parts."""
-
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
         reads=("response_ids",),

@@ -25,7 +25,6 @@ COST = SequenceCost(
 
 
 def best_of_all(lengths: list[int], ranks: int, cost: SequenceCost) -> float:
-    """Return the shortest makespan, by exhaustive search."""
     sizes = range(1, ranks + 1)
     ways = {
         way

@@ -20,7 +20,6 @@ OLD = "the log cannot be read: graph 'train' is described in format 1, by an ear
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A folder with the run."""
     with tarfile.open(Path(__file__).parent / "old_format" / "run.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     return tmp_path

@@ -49,11 +49,9 @@ def run(
 
 
 def stream(encoding: str = "utf-8") -> io.TextIOWrapper:
-    """Return a stream that keeps its output."""
     return io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
 
 
 def written(to: io.TextIOWrapper) -> str:
-    """Return the output of such a stream."""
     assert isinstance(to.buffer, io.BytesIO)
     return to.buffer.getvalue().decode(to.encoding)

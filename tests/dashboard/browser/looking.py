@@ -6,7 +6,6 @@ from typing import Any
 from urllib.parse import urlencode
 
 PAGES = ("curves", "graph", "timeline", "samples", "buffer", "workers", "weights", "alerts")
-"""Pages of a run."""
 TIMEOUT_MS = 20_000
 """Limit for one page on a busy machine."""
 

@@ -96,7 +96,6 @@ class Run:
 
 
 def write_samples(run: Path) -> None:
-    """Write sample files of two graphs."""
     (run / "samples").mkdir(parents=True)
     for name, table in {
         "train_000001": pa.table({"sample_id": [1, 2], "reward": pa.array([0.5, 1.0], pa.float32())}),

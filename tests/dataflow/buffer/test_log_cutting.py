@@ -230,7 +230,6 @@ def test_a_cut_that_fails_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def open_files() -> set[str]:
-    """Return the open files of this process."""
     descriptors = Path("/proc/self/fd")
     return {os.readlink(one) for one in descriptors.iterdir() if one.exists()}
 

@@ -32,7 +32,6 @@ def none_waits() -> Iterator[None]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Ids of started processes."""
     pids: list[int] = []
 
     class Noted(QueryProcess):

@@ -180,7 +180,6 @@ def test_a_corrupted_tensor_is_named_and_blocks_sampling_until_a_full_version(
 
 
 def begun(receivers: Receivers) -> None:
-    """Begin an update."""
     receivers.gather(6, ["rollout[0]"], 0)
     receivers.init_weight_transfer_engine({"path": "/dev/null"})
     receivers.start_weight_update()

@@ -34,7 +34,6 @@ from weft.workers.rollout import RolloutWorker
 
 
 def prompts_of(count: int) -> list[np.ndarray]:
-    """Prompts of 3 to 9 tokens."""
     rng = np.random.default_rng(0)
     return [rng.integers(3, VOCABULARY, 3 + row % 7).astype(np.int32) for row in range(count)]
 
