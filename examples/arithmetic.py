@@ -26,8 +26,7 @@ from weft.dataflow.runs.directory import require_folder
 HELD_OUT = 512
 SYMBOLS = ["<pad>", "B", "E", *"0123456789+="]
 WARM_ACCURACY = 0.30
-"""The warm start ends at this accuracy, because RL needs a policy that is right some of the
-time."""
+"""Accuracy that ends the warm start: RL needs a policy that is right some of the time."""
 
 
 class RunSettings(weft.Config):
@@ -44,16 +43,13 @@ class RunSettings(weft.Config):
     checkpoint_every: int = Field(default=100, ge=0)
     """Steps between checkpoints, or 0 for none."""
     resume: str = "none"
-    """Run to resume: "latest" for the run of this name (or the newest), or the folder of a run or
-    checkpoint."""
+    """Run to resume: "latest" for this name (or the newest), or the folder of a run or checkpoint."""
     trackers: tuple[str, ...] = ()
-    """Additional outputs for metrics: tensorboard, wandb, mlflow, trackio, prometheus (under
-    Ray)."""
+    """Extra outputs for metrics: tensorboard, wandb, mlflow, trackio, prometheus (under Ray)."""
     dashboard: bool = False
     """Start a web page that shows this run and its neighbours, and print the address."""
     small: bool = False
-    """Take a few steps on little data with a barely trained model, to see that it works. This keeps
-    sizes that you set."""
+    """Take a few steps with a barely trained model, to see that it works. Sizes that you set stay."""
 
     def size(self, given: int | None, full: int, small: int) -> int:
         """Return the given size, or the default of a full or a small run."""

@@ -1,5 +1,4 @@
-"""Preferences on two-digit addition in minutes on a CPU: the correct sum against one with a wrong
-last digit.
+"""Preferences on two-digit addition: correct sums against wrong ones, in minutes on a CPU.
 
 python examples/dpo_preferences.py                  Ray, two FSDP2 ranks of the actor and of the reference
 python examples/dpo_preferences.py --backend local  one process, no Ray: breakpoints work
@@ -30,8 +29,7 @@ METHODS = {
     "simpo": PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1),
     "orpo": PreferenceLoss(beta=1, score=LogOdds(), likelihood=1),
 }
-"""rpo is DPO plus the likelihood of the preferred response, which DPO alone lowers together with
-the other's."""
+"""rpo is DPO plus the preferred response's likelihood, which DPO alone may lower."""
 
 
 class Settings(arithmetic.RunSettings):

@@ -1,5 +1,4 @@
-"""GRPO on two-digit addition: a small model goes from a third of the sums to most of them, in
-minutes on a CPU.
+"""GRPO on two-digit addition: from a third of the sums to most of them, in minutes on a CPU.
 
 python examples/grpo_arithmetic.py                  Ray, two FSDP2 ranks, two vLLM replicas
 python examples/grpo_arithmetic.py --backend local  one process, no Ray, no vLLM: breakpoints work

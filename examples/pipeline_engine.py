@@ -117,8 +117,7 @@ class PipelineEngine:
     def _forward(
         self, rows: Microbatches, part: np.ndarray, *, entropy: bool
     ) -> tuple[Tensor | None, Tensor, Any]:
-        """Run this stage's forward pass; return its input, its output, and entropies on the last
-        stage.
+        """Run this stage's forward pass; return its input, output, and entropies (last stage).
 
         The input of the first stage is None, for token ids. The last stage outputs response
         log-probabilities [T], the others hidden states.
@@ -181,8 +180,7 @@ class PipelineEngine:
 
     @torch.no_grad()
     def _of_tokens(self, batch: Batch, *, entropy: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return log-probabilities and entropies of response tokens, computed by the last stage and
-        sent to all."""
+        """Return response log-probabilities and entropies, computed by the last stage, on every rank."""
         rows = self._rows(batch)
         ends = rows.response[1]
         found = torch.zeros(2, int(ends[-1]))

@@ -1,5 +1,4 @@
-"""The classic recipe on two-digit addition, in minutes on a CPU: SFT, a reward model, PPO with a
-critic.
+"""SFT, a reward model, and PPO with a critic on two-digit addition, in minutes on a CPU.
 
     supervised warm start -> reward model on pairs -> PPO with four models: actor, critic,
     reference, reward model

@@ -1,5 +1,4 @@
-"""PPO on GSM8K or MATH with a real model of 0.5B to 8B: actor, critic and reference, and a grader
-or a reward model.
+"""PPO on GSM8K or MATH with a real model of 0.5B to 8B, rewarded by a grader or a reward model.
 
 python examples/ppo_gsm8k.py --model Qwen/Qwen3-0.6B --data openai/gsm8k                      all GPUs of this machine
 python examples/ppo_gsm8k.py --model models/qwen3 --data train.jsonl --reward-model models/rm
@@ -27,8 +26,7 @@ ACCURACY = "eval/pass@1"
 
 class Settings(RealSettings):
     reward_model: Path | None = None
-    """Folder of a reward model with a scalar head and the policy's tokenizer. Default: the grader
-    rewards correct answers."""
+    """Folder of a reward model with the policy's tokenizer. Default: the grader."""
 
 
 def main(settings: Settings) -> None:

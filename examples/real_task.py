@@ -23,13 +23,11 @@ class RealSettings(weft.Config):
     model: str | None = None
     """Folder or Hugging Face id of a model of 0.5B to 8B with a chat template."""
     data: str | None = None
-    """File or folder of rows, or a Hugging Face id such as openai/gsm8k. Default with --tiny:
-    generated rows."""
+    """File, folder, or Hugging Face id such as openai/gsm8k. Default with --tiny: generated rows."""
     gpus: int | None = Field(default=None, ge=0)
     """GPUs that all groups share in turns. Default: all of this machine."""
     backend: Literal["ray", "local"] = "ray"
-    """Processes on a Ray cluster with vLLM, or everything in this process, where breakpoints
-    work."""
+    """Processes on a Ray cluster with vLLM, or this process, where breakpoints work."""
     tiny: bool = False
     """Trial in two minutes on a CPU: a tiny Qwen3 model learns generated word problems."""
     thinking: bool = False
@@ -41,21 +39,17 @@ class RealSettings(weft.Config):
     prompts_per_step: int | None = Field(default=None, ge=1)
     """Rows per update. Default: 128, PPO 512; with --tiny fewer. Use 8 for a trial on a CPU."""
     adapter: int | None = Field(default=None, ge=1)
-    """Train an adapter (LoRA) of this rank at ten times the learning rate. Default: train the whole
-    model."""
+    """Rank of a LoRA adapter, trained at ten times the learning rate. Default: train all weights."""
     offload: Literal["nothing", "moments", "everything"] = "nothing"
-    """Parts of a trained model to keep in host memory while they are unused. docs/gpu.md lists
-    models that need it."""
+    """Parts of a trained model to keep in host memory while unused; see docs/gpu.md."""
     root: Path = Path("runs")
     """Folder of run directories."""
     name: str | None = None
     """Name of the run and its directory. Default: the time."""
     resume: str = "none"
-    """Run to resume: "latest" for the run of this name (or the newest), or the folder of a run or
-    checkpoint."""
+    """Run to resume: "latest" for this name (or the newest), or the folder of a run or checkpoint."""
     trackers: tuple[str, ...] = ()
-    """Additional outputs for metrics: tensorboard, wandb, mlflow, trackio, prometheus (under
-    Ray)."""
+    """Extra outputs for metrics: tensorboard, wandb, mlflow, trackio, prometheus (under Ray)."""
     dashboard: bool = False
     """Start a web page that shows this run and its neighbours, and print the address."""
     seed: int = 0
@@ -95,8 +89,7 @@ class RealSettings(weft.Config):
 
     @property
     def training(self) -> dict[str, Any]:
-        """Settings of trained models: bfloat16 on GPUs, with activation checkpointing to save
-        memory."""
+        """Settings of trained models: bfloat16 on GPUs, with activation checkpointing."""
         return {
             "dtype": "bfloat16" if self.num_gpus else "float32",
             "activation_checkpointing": bool(self.num_gpus),
@@ -111,8 +104,7 @@ class RealSettings(weft.Config):
         return of_model if self.adapter is None else 10 * of_model
 
     def places(self, groups: Iterable[str]) -> dict[str, weft.Place]:
-        """Place the groups on all devices in turns, with one rank per GPU, or at most two ranks
-        without GPUs."""
+        """Place the groups on all devices in turns: one rank per GPU, or up to two without GPUs."""
         devices = weft.ResourcePool("devices", cpus=machine_cpus(), gpus=self.num_gpus)
         place = weft.Place(
             devices, ranks=self.num_gpus or (min(2, machine_cpus()) if self.backend == "ray" else 1)

@@ -1,5 +1,4 @@
-"""SFT, then DPO on two-digit addition: a new model learns from correct answers, then from its own
-samples.
+"""SFT, then DPO on two-digit addition: learn from correct answers, then from own samples.
 
 1. supervised training, until a third of the sums are correct
 2. the model answers sums, eight times each
@@ -45,8 +44,7 @@ class Settings(arithmetic.RunSettings):
     """Sums that the supervised model answers eight times each, rounded up to equal steps. Correct
     and wrong answers become pairs. Default: 4096, with --small 24."""
     likelihood: float = Field(default=1.0, ge=0)
-    """Weight of the preferred answers' likelihood next to the DPO loss. 0 is plain DPO, which also
-    lowers correct answers."""
+    """Weight of the preferred answers' likelihood. 0 is plain DPO, which may lower it."""
 
 
 def fresh_model(settings: Settings) -> Path:

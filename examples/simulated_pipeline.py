@@ -1,5 +1,4 @@
-"""GRPO with a pipeline-parallel actor in simulation: step times for numbers of stages and chunks,
-without the machines.
+"""Simulated GRPO with a pipeline-parallel actor: step times per number of stages and chunks.
 
 python examples/simulated_pipeline.py --model FOLDER --stages 4 --chunks 2
 weft plan examples/simulated_pipeline.py --model FOLDER --stages 4

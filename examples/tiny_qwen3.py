@@ -1,5 +1,4 @@
-"""A tiny Qwen3 model and its problems, so that programs for real models run anywhere in two
-minutes.
+"""A tiny Qwen3 model and problems for it, to run programs for real models in two minutes.
 
 The model has a byte-pair tokenizer, special tokens, a chat template with `enable_thinking`,
 grouped-query attention and tied embeddings. Nothing is downloaded.

@@ -4,8 +4,8 @@ A worker of Ray spends more than a second of CPU on importing Ray and Weft. A fo
 once and is otherwise just as fresh. Ray runs this file in place of its worker program:
 `Cluster(head_node_args={"worker_path": forked_workers.__file__})`.
 
-this file ──first worker of a job on a node──> fork the server, which imports, then forks a worker per connection
-└──connect──> send arguments, environment, folder and streams ──the worker has ended──> exit
+    this file ──first worker of a job on a node──> fork the server, which imports, then forks a worker per connection
+        └──connect──> send arguments, environment, folder and streams ──the worker has ended──> exit
 
 There is one server per job and node, because Ray reads the names of both from the environment when
 it is imported. Clusters that Weft starts itself keep Ray's own workers: `test_sockets.py`,
