@@ -43,13 +43,13 @@ class RunSettings(weft.Config):
     checkpoint_every: int = Field(default=100, ge=0)
     """Steps between checkpoints, or 0 for none."""
     resume: str = "none"
-    """Run to resume: "latest" for this name (or the newest), or the folder of a run or checkpoint."""
+    """Run to resume: "latest" for this name (or the newest), or a run or checkpoint folder."""
     trackers: tuple[str, ...] = ()
     """Extra outputs for metrics: tensorboard, wandb, mlflow, trackio, prometheus (under Ray)."""
     dashboard: bool = False
     """Start a web page that shows this run and its neighbours, and print the address."""
     small: bool = False
-    """Take a few steps with a barely trained model, to see that it works. Sizes that you set stay."""
+    """Take a few steps with a barely trained model, to see that it works. Keeps sizes you set."""
 
     def size(self, given: int | None, full: int, small: int) -> int:
         """Return the given size, or the default of a full or a small run."""

@@ -180,7 +180,7 @@ class PipelineEngine:
 
     @torch.no_grad()
     def _of_tokens(self, batch: Batch, *, entropy: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return response log-probabilities and entropies, computed by the last stage, on every rank."""
+        """Return response logprobs and entropies, computed by the last stage, on every rank."""
         rows = self._rows(batch)
         ends = rows.response[1]
         found = torch.zeros(2, int(ends[-1]))
