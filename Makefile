@@ -1,10 +1,10 @@
-# Every target sets up first, so each works as the very first command after a clone.
-# A second run does nothing unless requirements/ or pyproject.toml changed.
-# ARGS goes to the program: make demo ARGS="--seed 1", make test ARGS="tests/dataflow -x".
+# Every target sets up first, so any of them works right after a clone. Later runs skip the set-up
+# unless requirements/ or pyproject.toml changed.
+# ARGS is passed to the program: make demo ARGS="--seed 1", make test ARGS="tests/dataflow -x".
 
 PYTHON := .venv/bin/python
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check --no-deps
-# PyTorch's index has the CPU builds that PyPI lacks. Setup asks it only when pip, as it is configured, finds no such wheel.
+# PyTorch's index has CPU builds that PyPI lacks. It is used only if pip's configured index has none.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
 .PHONY: setup demo test check lint types bench bench-peers clean
@@ -15,7 +15,7 @@ setup: .venv/.weft-installed
 demo: setup
 	@$(PYTHON) examples/grpo_arithmetic.py $(ARGS)
 
-# Byte code is written whatever the environment says: the tests start some two hundred processes that import Weft.
+# Always write byte code: the tests start some two hundred processes that import Weft.
 test: setup .venv/.compiled
 	@PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not gpu and not slow and not thorough" $(ARGS)
 
@@ -36,12 +36,12 @@ bench-peers: setup .venv-peers/.requirements-installed
 clean:
 	rm -rf .venv .venv-peers build dist weft.egg-info
 
-# The stamps are written last: an interrupted set-up has none, and the next run starts it afresh.
+# Stamps are written last, so that the next run repeats an interrupted set-up.
 .venv/.requirements-installed: requirements/cpu.txt
 	$(call install,.venv,$<)
 
-# Packages are installed without byte code: Python writes that of what it imports, a quarter of them. Tests want all of it beforehand:
-# a warning of the compiler about somebody else's file would be an error there.
+# Packages are installed without byte code, because programs import only a quarter of the modules.
+# Tests compile all of it beforehand, because a compiler warning about a package would fail them.
 .venv/.compiled: .venv/.requirements-installed
 	@$(PYTHON) -W ignore -m compileall -qq -j 0 -x '/tests?/' .venv/lib || true
 	@touch $@
@@ -53,9 +53,9 @@ clean:
 	@$(PYTHON) $(PIP_INSTALL) --no-build-isolation --editable .
 	@touch $@
 
-# $(call install,ENVIRONMENT,LOCK) builds a virtual environment from a lock. The lock is complete, hence --no-deps:
-# the resolver would add packages that break a CPU install (CONTRIBUTING.md lists them).
-# Builds that PyPI cannot have (local versions: NAME==VERSION+LABEL) come first, so that a missing one fails within seconds.
+# $(call install,ENVIRONMENT,LOCK) builds a virtual environment from a lock. The lock is complete, so
+# --no-deps keeps out packages that break a CPU install (CONTRIBUTING.md lists them). Builds that
+# PyPI cannot have (NAME==VERSION+LABEL) come first, so that a missing one fails within seconds.
 define install
 @set -eu; \
 for python in python3.11 python3 none; do \

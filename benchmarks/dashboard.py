@@ -1,15 +1,15 @@
-"""The dashboard: how quick its pages are, how late, and what it costs a run.
+"""The dashboard: page times, latency, and the cost for a run.
 
     python benchmarks/dashboard.py                      # minutes; makes a large run first
-    python benchmarks/dashboard.py --large DIRECTORY    # one that benchmarks/dashboard/large_run.py has made
+    python benchmarks/dashboard.py --large DIRECTORY    # use a run of benchmarks/dashboard/large_run.py
     python benchmarks/dashboard.py --only pages live
 
 | figure | what it is | wanted |
 |---|---|---|
-| `page_p95_ms` | of the slowest page: 95th percentile of the time of its data, over HTTP, at 10,000 steps and 100,000 samples | 150 |
-| `first_paint_ms` | first contentful paint of the curves of that run in headless Chromium; null without Playwright and Chromium | 1000 |
-| `live_lag_s` | 95th percentile of the time from the end of a step until a client that follows the events has its value | 2 |
-| `step_overhead_share` | driver's time for the state that pages show (its loop, and a thread) over that of the run, ten pages open | 0.01 |
+| `page_p95_ms` | 95th percentile of the data's time over HTTP, slowest page, 10,000 steps and 100,000 samples | 150 |
+| `first_paint_ms` | first contentful paint of that run's curves in headless Chromium; null without Playwright and Chromium | 1000 |
+| `live_lag_s` | 95th percentile of the time from the end of a step until a client of the event stream has its value | 2 |
+| `step_overhead_share` | share of a run's time that the driver spends on state for pages, with ten pages open | 0.01 |
 | `wheel_added_mb` | the dashboard's files in the wheel, compressed | 2 |
 
 The last line printed is one JSON object.
@@ -34,7 +34,7 @@ PARTS = {
     "overhead": "step_overhead",
     "wheel": "wheel_size",
 }
-"""Part -> its module, whose `measure(large, folder)` returns figures by name."""
+"""Part -> module with a function `measure(large, folder)` that returns figures by name."""
 
 
 def main() -> None:

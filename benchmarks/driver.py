@@ -1,18 +1,18 @@
-"""What the driver costs, and what it does beside its work.
+"""The cost of the driver, per row, call, resume and start.
 
-    python benchmarks/driver.py                                              # all figures; 1e6 rows in flight take some minutes
-    python benchmarks/driver.py --only row_us --rows 100000 --profile 40     # the functions that take the time, slower for being watched
+    python benchmarks/driver.py                                              # all figures; 1e6 rows in flight take minutes
+    python benchmarks/driver.py --only row_us --rows 100000 --profile 40     # the slowest functions; profiling adds time
 
 | figure | what it is | wanted |
 |---|---|---|
-| `row_us` | microseconds of the driver's CPU time for a row, in all, with the most rows in flight that were asked for | 20 |
-| `call_rank_us` | the same for a call, for each rank that it goes to | 200 |
-| `growth_1e3_to_1e6` | a row's cost with 1e6 rows in flight divided by that with 1e3, with equal steps and ranks | 1.3 |
-| `resume_mb_s` | megabytes of log and ledgers that a killed run reads a second to go on (`recovery/resume.py`) | 500 |
-| `start_bytes_per_rank_ratio` | bytes that a rank reads or holds to load a model, over its part (`model_loading.py`) | near 1 |
+| `row_us` | total driver CPU time per row, in microseconds, at the largest requested number of rows in flight | 20 |
+| `call_rank_us` | the same per call and rank | 200 |
+| `growth_1e3_to_1e6` | a row's cost with 1e6 rows in flight over that with 1e3, with equal steps and ranks | 1.3 |
+| `resume_mb_s` | MB/s of log and ledgers that a resume reads after a kill (`recovery/resume.py`) | 500 |
+| `start_bytes_per_rank_ratio` | bytes that a rank reads or holds to load a model, over its shard (`model_loading.py`) | near 1 |
 
-Each is a function in a module of `driver/`, or in the program that is named. The last line printed is one JSON object; a figure that was
-not asked for is null.
+Each is a function in a module of `driver/`, or in the named program. The last line printed is one
+JSON object; figures that were not requested are null.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ sys.path += [str(HERE / "driver"), str(HERE / "recovery"), str(HERE)]
 
 
 def _figure(module: str, function: str, *arguments: Any) -> Any:
-    """What a function of a module in `driver/`, `recovery/` or here measures; imported when it is asked for."""
+    """Import a module of `driver/`, `recovery/` or this folder, and call its function."""
     return getattr(importlib.import_module(module), function)(*arguments)
 
 
@@ -43,7 +43,7 @@ FIGURES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         "start_bytes_per_rank_ratio": _figure("model_loading", "start_bytes_per_rank_ratio")
     },
 }
-"""Each returns its own figure, and details beside it."""
+"""Each returns its figure, along with details."""
 
 
 def main() -> None:
@@ -58,12 +58,10 @@ def main() -> None:
         type=int,
         nargs="+",
         default=(1_000, 10_000, 100_000, 1_000_000),
-        help="rows in flight for row_us; each number is a run of its own",
+        help="rows in flight for row_us; one run per number",
     )
-    parser.add_argument("--ranks", type=int, default=512, help="that generate, and as many that train")
-    parser.add_argument(
-        "--profile", type=int, default=0, help="how many of the functions that take most time to show"
-    )
+    parser.add_argument("--ranks", type=int, default=512, help="generating ranks; as many ranks train")
+    parser.add_argument("--profile", type=int, default=0, help="show this many of the slowest functions")
     asked = parser.parse_args()
     figures: dict[str, Any] = dict.fromkeys(FIGURES)
     for name in asked.only:

@@ -1,4 +1,4 @@
-"""The machine that a benchmark runs on: its cores, how busy it is, and whether the peers are installed."""
+"""The machine of a benchmark: cores, load, and whether the peers are installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 PEERS = Path(__file__).resolve().parents[1] / ".venv-peers" / "bin" / "python"
-"""The interpreter of the peers' own environment."""
+"""Python interpreter of the peers' environment."""
 
 
 def cores() -> int:
@@ -18,12 +18,12 @@ def cores() -> int:
 
 
 def load() -> float:
-    """Processes that ran or waited for a core, over the last minute."""
+    """Return the load average of the last minute."""
     return round(os.getloadavg()[0], 2)
 
 
 def has_peers(wanted: bool, names: str) -> bool:
-    """Whether the peers take part; says so where they are wanted and not installed."""
+    """Return whether to run the peers; print a hint if they are wanted but not installed."""
     if wanted and not PEERS.exists():
         print(
             f"  without {names} (their numbers will be null): `make bench-peers` makes .venv-peers",
@@ -53,13 +53,13 @@ def describe_machine() -> dict[str, Any]:
 
 
 def cpu_s(process: int) -> float:
-    """Core-seconds of a process so far."""
+    """Return the CPU seconds of a process so far."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def machine_cpu_s() -> tuple[float, float]:
-    """Core-seconds that the machine was busy, and that there were, since it was started."""
+    """Return (busy, total) core-seconds of the machine since boot."""
     with open("/proc/stat") as file:
         numbers = [int(word) for word in file.readline().split()[1:9]]
     ticks = os.sysconf("SC_CLK_TCK")

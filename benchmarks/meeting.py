@@ -1,4 +1,4 @@
-"""Where processes of a benchmark meet that are the ranks of one group."""
+"""Rendezvous for benchmark processes that are ranks of one group."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ SECRET = "of this benchmark"
 
 
 def meetings(ranks: int, timeout_s: float) -> list[Any]:
-    """For each rank, where it meets the others.
+    """Return one rendezvous per rank.
 
     Args:
-        timeout_s: longest time that a rank waits for them.
+        timeout_s: longest wait of a rank for the others.
     """
     from weft.workers.rendezvous import LOOPBACK, Rendezvous, take_port
 

@@ -1,4 +1,4 @@
-"""Memory of training: how much less the head in chunks takes, what loading takes, and how near the plan of memory comes.
+"""Training memory: savings by the chunked head, cost of loading, and accuracy of the memory plan.
 
     python benchmarks/memory.py                  # minutes
     python benchmarks/memory.py --quick          # small sizes
@@ -6,17 +6,17 @@
 
 | figure | what it is | wanted |
 |---|---|---|
-| `lean_peak_ratio` | most bytes alive in a loss of log-probabilities, entropies and k3, the head in chunks over the plain form | 0.25 |
-| `lean_time_ratio` | the same of seconds, medians of three | 1.1 |
-| `large_head_gb` | resident memory that it takes in chunks in bfloat16, hidden states, head and gradients included | 4 |
-| `load_ratio` | bytes that each of eight ranks reads or holds to load a model, over its share of it (`model_loading.py`) | near 1 |
-| `plan_error` | largest relative error of planned bytes, beside the tensors of an engine, over the ways of training | 0.1 |
-| `sp_equal` | largest error of a gradient by two ranks that share tokens, over its norm, over the models that can | 1e-5 |
-| `models_ok` | models of twelve for which every check of `models.py` holds: plain `transformers`, saving, adapters, two ranks, vLLM | 12 |
-| `replayed_gap_ratio` | gap between trainer and vLLM in bfloat16, experts replayed, over that with the trainer's own | below 1 |
+| `lean_peak_ratio` | peak bytes of a loss with log-probabilities, entropies and k3: chunked head over plain head | 0.25 |
+| `lean_time_ratio` | the same for seconds, medians of three | 1.1 |
+| `large_head_gb` | resident memory of a chunked head in bfloat16, with hidden states and gradients | 4 |
+| `load_ratio` | bytes that each of eight ranks reads or holds to load a model, over its shard (`model_loading.py`) | near 1 |
+| `plan_error` | largest relative error of planned bytes against a real engine, over the ways of training | 0.1 |
+| `sp_equal` | largest relative gradient error of two sequence-parallel ranks, over the models that support it | 1e-5 |
+| `models_ok` | models of twelve that pass all checks of `models.py`: plain `transformers`, saving, adapters, two ranks, vLLM | 12 |
+| `replayed_gap_ratio` | logprob gap between trainer and vLLM in bfloat16, with replayed experts over the trainer's own | below 1 |
 
-The first two are of 8,192 tokens and 32,768 ids, `large_head_gb` of 16,384 tokens and 151,936 ids. A figure that was not asked for is
-null. The last line printed is one JSON object.
+The first two use 8,192 tokens and 32,768 ids, `large_head_gb` 16,384 tokens and 151,936 ids.
+Figures that were not requested are null. The last line printed is one JSON object.
 """
 
 from __future__ import annotations

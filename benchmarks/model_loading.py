@@ -1,15 +1,18 @@
-"""The bytes that each rank of a training group reads and holds while it loads a model, beside an equal share of the model.
+"""Bytes that each rank of a training group reads and holds to load a model, against its equal
+share.
 
     python benchmarks/model_loading.py [--small]
 
-Eight processes (gloo) load one model of 69 million parameters, stored in bfloat16 and held in float32, by the engine that trains. Of each
-rank are counted the bytes that it read from files, and the most bytes that its tensors took at one time, temporaries included, until all
-of its parameters had values. The ratio is eight times the largest rank's bytes over those of the model: 1 if each rank reads and holds
-its part and nothing else, 8 if each loads all of it.
+Eight processes (gloo) load a model of 69 million parameters with the training engine, stored in
+bfloat16 and held in float32. For each rank, this counts the bytes read from files, and the peak
+bytes of its tensors (temporaries included) until all parameters have values. The ratio is eight
+times the largest rank's bytes over the model's: 1 if each rank reads and holds only its shard, 8 if
+each loads the full model.
 
-`start_held_ratio` is the same until the engine is ready: it includes the forward passes that compare the model with `transformers`, in
-which embeddings, head and one layer are gathered, as in each step of training. `saving_held_ratio` is that of rank 0 while it saves a
-model, which it gathers on the host. The last line printed is one JSON object.
+`start_held_ratio` is the same until the engine is ready. It includes the forward passes that
+compare the model with `transformers`, which gather embeddings, head and one layer like a training
+step. `saving_held_ratio` is for rank 0 while it saves the model, which it gathers on the host. The
+last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ TIMEOUT_S = 300.0
 
 
 class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive, and the most there were at one time; files that are mapped do not count."""
+    """Tracks the live and peak bytes of all tensors, except memory-mapped files."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +60,7 @@ class PeakBytes(TorchDispatchMode):
             local = getattr(leaf, "_local_tensor", leaf)
             if (
                 type(local) is torch.Tensor and not local.is_meta
-            ):  # torch's fake tensors are of another class
+            ):  # torch's fake tensors have another class
                 self._count(local)
         return made
 
@@ -77,7 +80,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 def save_model(folder: Path, small: bool) -> int:
-    """Save a model with random weights in bfloat16; returns its number of parameters."""
+    """Save a model with random weights in bfloat16, and return its number of parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -100,7 +103,10 @@ def save_model(folder: Path, small: bool) -> int:
 def load_rank(
     folder: Path, rank: int, ranks: int, meeting: Rendezvous, answers: Queue[tuple[int, int, int, int]]
 ) -> None:
-    """One rank: load the model, save it, and answer with (bytes read, held while it was loaded, until ready, while it was saved)."""
+    """Load and save the model on one rank, and answer with byte counts.
+
+    The counts are: read, peak while loading, peak until ready, peak while saving.
+    """
     from weft.workers.training import loading
     from weft.workers.training.engine import ModelConfig
     from weft.workers.training.fsdp import FsdpEngine
@@ -128,10 +134,10 @@ def load_rank(
 
 
 def measure(*, ranks: int = RANKS, small: bool = False) -> dict[str, float]:
-    """Load a model on so many ranks of this machine.
+    """Load a model on this many ranks of this machine.
 
     Raises:
-        RuntimeError: a rank failed, or took too long.
+        RuntimeError: a rank failed or took too long.
     """
     import weft.workers.training.fsdp  # noqa: F401 - imported once, before the ranks are forked
 
@@ -192,7 +198,7 @@ def _answers(
 
 
 def start_bytes_per_rank_ratio() -> float:
-    """Eight times the bytes that the largest of eight ranks reads or holds while it loads a model, over those of the model."""
+    """Return eight times the largest rank's bytes to load a model, over the model's bytes."""
     return measure()["start_bytes_per_rank_ratio"]
 
 

@@ -1,19 +1,19 @@
-"""Operating runs: how quick and how clear the command line is, and how near a plan comes.
+"""Operating runs: speed and clarity of the command line, and accuracy of plans.
 
     python benchmarks/operate.py                  # minutes
     python benchmarks/operate.py --only help plan
 
 | figure | what it is | wanted |
 |---|---|---|
-| `help_ms` | milliseconds of `weft --help`, the quickest of several; `help_median_ms` is their median | 500 |
-| `bad_settings_clear` | share of `tests/controllers/mistakes.py` that ends with exit code 2 and the place, without a traceback | 1 |
-| `bad_settings_max_s` | seconds of the slowest of them, a process of its own each | 2 |
-| `plan_memory_error` | largest relative error of planned bytes, beside the tensors (of a pass, too) and files of one rank | 0.1 |
-| `plan_resident_error` | the same of host memory, beside what small examples take under Ray: ranks with a model, and all together | 0.1 |
+| `help_ms` | milliseconds of `weft --help`, fastest of several; `help_median_ms` is their median | 500 |
+| `bad_settings_clear` | share of `tests/controllers/mistakes.py` that ends with exit code 2, the place, and no traceback | 1 |
+| `bad_settings_max_s` | seconds of the slowest of them, each in a separate process | 2 |
+| `plan_memory_error` | largest relative error of planned bytes, against tensors (also within a pass) and files of one rank | 0.1 |
+| `plan_resident_error` | the same for host memory of small examples under Ray: per rank with a model, and in total | 0.1 |
 | `submit_overhead_s` | seconds of `weft submit` beyond `ray job submit` of the same script | 5 |
 | `tracker_overhead_share` | share of the driver's time that trackers take | 0.01 |
 
-A figure that was not asked for is null. The last line printed is one JSON object.
+Figures that were not requested are null. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PARTS = {
     "submit": "submit",
     "trackers": "tracker_overhead",
 }
-"""Part -> its module, whose `measure()` returns figures by name."""
+"""Part -> module with a function `measure()` that returns figures by name."""
 
 
 def main() -> None:

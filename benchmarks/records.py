@@ -1,4 +1,4 @@
-"""What a run has recorded about itself, as the benchmarks read it: the calls of its timeline, and its log of rows."""
+"""Readers of a run's records for benchmarks: the calls of its timeline, and its log of rows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from weft.dashboard.timeline import Lane, TimelineCall
 from weft.dataflow.runs.log import LogReader
 
 Rows = Sequence[Mapping[str, Any]]
-"""Calls as a run's timeline has them; or steps, each with its calls."""
+"""Calls of a run's timeline, or steps with their calls."""
 Window = tuple[float, float]
-"""Start and end in seconds of the run."""
+"""[s] Start and end, in time of the run."""
 
 
 def lane(calls: Rows, window: Window, *, group: str | None = None, node: str | None = None) -> Lane:
-    """The calls of a group, of a node, or all, in a window.
+    """Return the calls of a group, of a node, or all calls, in a window.
 
     >>> calls = [{"group": "actor", "node": n, "start_s": a, "end_s": b} for n, a, b in (("u", 0, 2), ("p", 3, 4))]
     >>> [(gap.seconds, gap.after) for gap in lane(calls, (0, 5), group="actor").gaps]
@@ -42,12 +42,12 @@ def lane(calls: Rows, window: Window, *, group: str | None = None, node: str | N
 
 
 def busy_s(lane: Lane) -> float:
-    """Seconds of the window with a call under way."""
+    """Return the seconds of the window with an open call."""
     return lane.end_s - lane.start_s - lane.idle_s
 
 
 def idle(lane: Lane) -> dict[str, Any]:
-    """Seconds of the window without a call, and by which node's call they ended."""
+    """Return the seconds of the window without a call, and which node's call ended each gap."""
     before: dict[str, float] = {}
     for gap in lane.gaps:
         before[gap.after] = before.get(gap.after, 0.0) + gap.seconds
@@ -55,11 +55,13 @@ def idle(lane: Lane) -> dict[str, Any]:
 
 
 def shares(steps: Rows, parts: Mapping[str, str]) -> dict[str, float]:
-    """Part of a step -> its share of the time of all steps; `driver` is the time without a call. They add up to 1.
+    """Return part -> share of the time of all steps, with `driver` for time without a call.
+
+    The shares add up to 1.
 
     Args:
-        steps: with the `calls` of each.
-        parts: node -> part; where calls overlap, the time counts once, for the node that stands first here.
+        steps: steps with their `calls`.
+        parts: node -> part. Overlapping time counts once, for the first node in this mapping.
 
     >>> generate = {"node": "rollout.generate", "start_s": 10.0, "end_s": 11.0}
     >>> update = {"node": "actor.update", "start_s": 11.5, "end_s": 12.0}
@@ -72,7 +74,7 @@ def shares(steps: Rows, parts: Mapping[str, str]) -> dict[str, float]:
     seconds = dict.fromkeys(parts.values(), 0.0)
     order = list(parts)
     for step in steps:
-        end = max(call["end_s"] for call in step["calls"])  # the step is over when its last call is
+        end = max(call["end_s"] for call in step["calls"])  # a step ends with its last call
         start = end - step["step_s"]
         for left, right, nodes in lane(step["calls"], (start, end)).stretches:
             seconds[parts[min(nodes, key=order.index)]] += max(0.0, right - max(left, start))
@@ -81,13 +83,13 @@ def shares(steps: Rows, parts: Mapping[str, str]) -> dict[str, float]:
 
 
 def outside_workers(steps: Rows) -> float:
-    """Share of the time that calls took on their way to the workers and back."""
+    """Return the share of the time that calls spent between driver and workers."""
     calls = [call for step in steps for call in step["calls"]]
     way = sum(max(0.0, c["end_s"] - c["start_s"] - c["worker_s"]) for c in calls)
     return round(way / sum(step["step_s"] for step in steps), 4)
 
 
 def response_lengths(log: LogReader) -> list[int]:
-    """Tokens of each response that was published since the last call."""
+    """Return the tokens of each response published since the last call."""
     published = (record for record in log if record["do"] == "publish" and "parents" in record)
     return [tokens for record in published for tokens in record["tokens"]]

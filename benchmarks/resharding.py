@@ -1,29 +1,31 @@
-"""Weights from a trainer to an engine: what moves beside what must, and the time beside a copy and beside other ways.
+"""Weights from a trainer to an engine: bytes against the minimum, and times against copies and
+other methods.
 
     python benchmarks/resharding.py              # some minutes, half of them for the plans
     python benchmarks/resharding.py --only wire --rounds 7
 
 | figure | what it is | wanted |
 |---|---|---|
-| `plan_equals_bound` | whether each rank receives what it needs and its device lacks, for all pairs of layouts; else their share | true |
-| `wire_equals_plan` | whether vLLM reads of each rank's memory the bytes that the plan says | true |
-| `wire_over_memcpy` | seconds that move bytes (once, from the trainer's parameters into vLLM) over those of one plain copy | 1.5 |
-| `wire_over_memcpy_cpu` | the same of the processor: on the clock, whoever gives and takes at once waits for a core, too | |
-| `speedup_over_object_store` | seconds by gathering the full state for Ray's object store and `load_weights`, over Weft's | 3 |
-| `speedup_over_disk` | the same, by safetensors on disk and vLLM's `reload_weights` | 3 |
-| `speedup_over_gather` | the same, by gathering on every rank, a CRC-32 by rank 0, shared memory, another CRC-32, and `load_weights` | 4 |
-| `gloo_over_mapped` | seconds with `transport="gloo"`, over those of memory that is mapped | |
+| `plan_equals_bound` | whether each rank receives only bytes that its device lacks; else the share of layout pairs where it does | true |
+| `wire_equals_plan` | whether vLLM reads from each rank's memory exactly the planned bytes | true |
+| `wire_over_memcpy` | seconds to move bytes once, from the trainer's parameters into vLLM, over a plain copy | 1.5 |
+| `wire_over_memcpy_cpu` | the same in CPU time: in wall time, concurrent senders and receivers also wait for cores | |
+| `speedup_over_object_store` | seconds to gather the full state into Ray's object store and `load_weights`, over Weft's | 3 |
+| `speedup_over_disk` | the same with safetensors on disk and vLLM's `reload_weights` | 3 |
+| `speedup_over_gather` | the same with a gather on every rank, CRC-32 on rank 0, shared memory, another CRC-32, and `load_weights` | 4 |
+| `gloo_over_mapped` | seconds with `transport="gloo"`, over mapped memory | |
 | `plan_70b_s` | seconds to plan 70B parameters from 64 FSDP ranks to 64 ranks of TP 8 | 5 |
-| `delta_bytes_share` | bytes that travel after a step that has changed one published element in a hundred, over all bytes | 0.03 |
-| `bytes_over_sharded_rdt` | bytes that the ranks of an engine receive, over those that vLLM's sharded_rdt plans for the same loaders | 1 |
-| `trainer_bytes_over_sharded_rdt` | bytes that the ranks of the trainer send and gather, over those of sharded_rdt | 1 |
-| `pause_share` | seconds in which vLLM cannot generate, with a double buffer, over those of a transfer without one | 0.5 |
+| `delta_bytes_share` | share of all bytes that a delta sends after a step that changed 1 % of the elements | 0.03 |
+| `bytes_over_sharded_rdt` | bytes that an engine's ranks receive, over vLLM's sharded_rdt for the same loaders | 1 |
+| `trainer_bytes_over_sharded_rdt` | bytes that the trainer's ranks send and gather, over sharded_rdt | 1 |
+| `pause_share` | time without generation in vLLM with a double buffer, over a transfer without one | 0.5 |
 | `pause_share_without` | the same, without a double buffer | |
-| `real_layouts_ok` | pairs of layouts, of `real_layouts_tried`, over which trainers and engines of vLLM compute the same | all |
+| `real_layouts_ok` | pairs of layouts, of `real_layouts_tried`, that compute the same in trainer and vLLM | all |
 
-Two ranks (FSDP2 over gloo) give 125 million float32 parameters to one engine of vLLM on the CPUs of this machine; ways take turns, and
-seconds are medians. A table projects the plans of large models at the rates of
-links; it is no measurement. The last line printed is one JSON object; a figure that was not asked for is null.
+Two ranks (FSDP2 over gloo) send 125 million float32 parameters to one vLLM engine on the CPUs of
+this machine. Methods take turns, and seconds are medians. A table projects plans of large models at
+link rates; it is not a measurement. The last line printed is one JSON object; figures that were not
+requested are null.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--rounds", type=int, default=7, help="transfers in each way that count")
+    parser.add_argument("--rounds", type=int, default=7, help="counted transfers per method")
     parser.add_argument(
         "--small", action="store_true", help="a tiny model and few layouts, to see that it works"
     )

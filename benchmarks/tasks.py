@@ -1,20 +1,22 @@
-"""What a user with a task of their own meets: data, rewards and graders as they come.
+"""Bringing your own task: data, rewards and graders in their usual forms.
 
-    python benchmarks/tasks.py [--only FIGURE ...] [--gsm8k FILE] [--seeds N ...] [--backends local ray]
+    python benchmarks/tasks.py [--only FIGURE ...] [--gsm8k FILE] [--seeds N ...] [--backends local
+    ray]
 
 | figure | what it is | wanted |
 |---|---|---|
 | `trials_ok` | trials of three examples x 10 seeds x 2 backends: exit 0, accuracy +0.15, in 120 s | 60/60 |
 | `gsm8k_tiny_s` | seconds of the GSM8K example with a tiny model on a CPU | 150 or fewer |
-| `graded_right` | share of labelled answers (`tasks/graded_answers.jsonl`) that the graders judge rightly | 0.99 |
+| `graded_right` | share of labelled answers (`tasks/graded_answers.jsonl`) that the graders judge correctly | 0.99 |
 | `graded_new` | the same share of `tasks/graded_new.jsonl`, which was labelled before a grader read it | 0.98 |
 | `signatures` | libraries whose reward functions run unmodified | 5/5 |
-| `formats` | formats of common data sets and of trainers that are read unmodified | 18/18 |
-| `reward_calls_s_ratio` | 64 asynchronous rewards of 100 ms on one rank: one after the other, divided by all in flight | 21 |
+| `formats` | formats of common data sets and trainers that are read unmodified | 18/18 |
+| `reward_calls_s_ratio` | 64 asynchronous rewards of 100 ms on one rank: time in sequence over time in parallel | 21 |
 
-Each is a function in a module of its name in `tasks/`. `trials_ok` prints a table with the accuracies and seconds of each trial to the
-standard error, so that a slow machine can be told from a model that does not learn. All of its 60 trials take an hour: `--seeds` and
-`--backends` choose some. The last line printed is one JSON object; a figure that was not asked for is null.
+Each is a function in a module of that name in `tasks/`. `trials_ok` prints a table with accuracies
+and seconds of each trial to standard error, to tell a slow machine from a model that does not
+learn. All 60 trials take an hour; `--seeds` and `--backends` select some. The last line printed is
+one JSON object; figures that were not requested are null.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ sys.path.append(str(Path(__file__).resolve().parent / "tasks"))
 
 
 def _figure(module: str, function: str, *arguments: Any) -> Any:
-    """What a function of a module in `tasks/` measures; imported when it is asked for."""
+    """Import a module of `tasks/`, and call its function."""
     return getattr(importlib.import_module(module), function)(*arguments)
 
 
@@ -80,13 +82,17 @@ def main() -> None:
         "--only", nargs="+", choices=list(FIGURES), default=list(FIGURES), metavar="FIGURE"
     )
     parser.add_argument(
-        "--gsm8k", type=Path, metavar="FILE", help="rows of GSM8K for gsm8k_tiny_s; default: made"
+        "--gsm8k", type=Path, metavar="FILE", help="rows of GSM8K for gsm8k_tiny_s; default: generated"
     )
     parser.add_argument(
-        "--seeds", nargs="+", type=int, default=list(range(10)), metavar="N", help="of trials_ok"
+        "--seeds", nargs="+", type=int, default=list(range(10)), metavar="N", help="seeds of trials_ok"
     )
     parser.add_argument(
-        "--backends", nargs="+", choices=("local", "ray"), default=["local", "ray"], help="of trials_ok"
+        "--backends",
+        nargs="+",
+        choices=("local", "ray"),
+        default=["local", "ray"],
+        help="backends of trials_ok",
     )
     arguments, figures = parser.parse_args(), dict[str, Any].fromkeys(NAMES)
     for name in arguments.only:

@@ -1,4 +1,4 @@
-"""Ranks of a trainer and engines of vLLM as processes without Ray: versions of the weights go from the ones to the others."""
+"""Trainer ranks and vLLM engines as processes without Ray, with weight transfers between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMEOUT_S = 1800.0
 
 
 def train(pipe: Any, folder: Path, rank: int, ranks: int, meeting: Any, settings: dict[str, Any]) -> None:
-    """A rank of a trainer. It is sent names of its methods, and what they take."""
+    """Run a trainer rank that obeys messages of method names and arguments."""
     from weft.workers.actor import ActorConfig, ActorWorker
     from weft.workers.rendezvous import LOOPBACK
     from weft.workers.worker import Context
@@ -34,7 +34,7 @@ def train(pipe: Any, folder: Path, rank: int, ranks: int, meeting: Any, settings
 
 
 def generate(pipe: Any, folder: Path, ranks: int, machine: str) -> None:
-    """An engine of vLLM. It is sent records of weights, and answers with their checksum and what it has sampled."""
+    """Run a vLLM engine: for each weights record, answer with the checksum and samples."""
     from weft.algorithms.sampling import Sampling
     from weft.resharding import incoming
     from weft.workers.generation.engine import GenerationRequest
@@ -65,7 +65,7 @@ def _batch(rows: list[tuple[list[int], list[int]]]) -> Any:
 
 
 def _told(target: Callable[..., None], pipe: Any, *arguments: Any) -> None:
-    """Whatever ends a process is its last answer."""
+    """Run a process, and send its error as the last answer."""
     try:
         target(pipe, *arguments)
     except Exception as error:
@@ -73,14 +73,13 @@ def _told(target: Callable[..., None], pipe: Any, *arguments: Any) -> None:
 
 
 class Processes:
-    """Processes that do as they are told, each over a pipe."""
+    """Processes that obey commands over pipes."""
 
     def __init__(self) -> None:
         self._spawn = multiprocessing.get_context("spawn")
         self._started: list[Any] = []
 
     def start(self, target: Callable[..., None], *arguments: Any) -> Any:
-        """Returns the pipe to it."""
         here, there = self._spawn.Pipe()
         process = self._spawn.Process(target=_told, args=(target, there, *arguments))
         process.start()
@@ -89,7 +88,7 @@ class Processes:
         return here
 
     def close(self) -> None:
-        """End those that have not ended by themselves."""
+        """Kill the processes that have not ended by themselves."""
         for process in self._started:
             process.join(20)
             process.kill()
@@ -97,11 +96,11 @@ class Processes:
 
 
 def answer(pipe: Any) -> Any:
-    """What comes next.
+    """Return the next answer.
 
     Raises:
-        TimeoutError: nothing came in time.
-        RuntimeError: what the process was asked for has failed there.
+        TimeoutError: no answer came in time.
+        RuntimeError: the command failed in the process.
     """
     if not pipe.poll(TIMEOUT_S):
         raise TimeoutError(f"a process has not answered for {TIMEOUT_S:.0f} s")
@@ -111,20 +110,21 @@ def answer(pipe: Any) -> Any:
 
 
 def all_of(pipes: list[Any], method: str, *argument: Any) -> list[Any]:
-    """What all ranks of a trainer answer."""
+    """Return the answers of all trainer ranks."""
     for pipe in pipes:
         pipe.send((method, argument))
     return [answer(pipe) for pipe in pipes]
 
 
 def gap(trainer: list[Any], engines: dict[str, Any], names: tuple[str, ...], version: int) -> float:
-    """Give a version from the ranks of a trainer to engines.
+    """Send a version from trainer ranks to engines.
 
     Returns:
-        [nats] Mean distance of the log-probabilities of what an engine then samples from the trainer's own, the largest of all engines.
+        [nats] Mean difference between engine and trainer log-probabilities on new samples, largest
+        over all engines.
 
     Raises:
-        RuntimeError: an engine has other weights than were given.
+        RuntimeError: an engine has other weights than were sent.
     """
     weights = reduce(add, all_of(trainer, "publish_weights", version, list(names)))
     for name in names:
@@ -134,7 +134,7 @@ def gap(trainer: list[Any], engines: dict[str, Any], names: tuple[str, ...], ver
     gaps: list[float] = []
     for name, (checksum, rows, logprobs) in zip(names, taken, strict=True):
         if checksum != given.checksum:
-            raise RuntimeError(f"{name} has {checksum}, {given.checksum} was given")
+            raise RuntimeError(f"{name} has checksum {checksum}, but the trainer sent {given.checksum}")
         for pipe in trainer:
             pipe.send(("logprobs", rows))
         said = [answer(pipe) for pipe in trainer]

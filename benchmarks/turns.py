@@ -1,9 +1,10 @@
-"""Systems that take turns: each is a process that stays, and makes a step only when it is told to.
+"""Systems that take turns: each is a long-lived process that makes a step only on request.
 
     harness -> system   {"steps": 3}                one line
-    system -> harness   {"step_s": 1.2, ...}        one line a step; between its turns the system sleeps in a read
+    system -> harness   {"step_s": 1.2, ...}        one line per step; between turns the system blocks in a read
 
-Lines go through the standard streams that the process was started with. Whatever else a system prints goes to its log.
+Lines use the standard streams that the process was started with. All other output of a system goes
+to its log.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from statistics import median
 from typing import Any
 
 WARM_UP = 2
-"""Steps of each system that are not counted."""
+"""Uncounted first steps of each system."""
 ROUND = 2
-"""Steps that each system makes in its turn."""
+"""Steps per turn."""
 
 Steps = list[dict[str, Any]]
-"""What a system reported of each of its steps."""
+"""Reports of a system on its steps."""
 
 
 class Turns:
-    """The side of the system. Make it before importing anything that prints."""
+    """The system's side. Create it before importing anything that prints."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
         self.command: dict[str, Any] = {}
-        """What the present turn was called with."""
         self._left = 0
 
     def go_on(self) -> bool:
-        """Wait for the next turn when this one is over; call it before each step. False: there are no more steps."""
+        """Wait for the next turn if this one is over; call it before each step. Return False to
+        stop."""
         if not self._left:
             line = sys.stdin.readline()
             if not line:
@@ -54,13 +55,13 @@ class Turns:
 
 
 class System:
-    """The side of the harness: one process, its reports and its log.
+    """The harness's side: one process with its reports and its log.
 
     Args:
-        script: program of the system, which finds the modules of this folder on its path.
-        arguments: of the script.
-        log: file that gets everything else that the process prints.
-        python: interpreter; the peers have one of their own.
+        script: program of the system; it can import the modules of this folder.
+        arguments: arguments of the script.
+        log: file for all other output of the process.
+        python: interpreter; the peers have a different one.
     """
 
     def __init__(
@@ -80,10 +81,10 @@ class System:
                 env=environment,
             )
         self.facts = self._hear()
-        """What it reported when it was up."""
+        """Report of the system when it was up."""
 
     def run(self, steps: int, **command: Any) -> Steps:
-        """Let it make steps while all others sleep; returns what it reports of each."""
+        """Let the system make steps while all others sleep; return its reports."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"steps": steps, **command}) + "\n")
         self._process.stdin.flush()
@@ -100,7 +101,7 @@ class System:
         return json.loads(line)
 
     def close(self) -> None:
-        """End the process: first by ending its input, then by force."""
+        """End the process, first by closing its input, then by force."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.close()
@@ -120,15 +121,16 @@ def take_turns(
     steps: int,
     told: Callable[[str, Steps], dict[str, Any]] = lambda name, made: {},
 ) -> tuple[dict[str, Steps], dict[str, dict[str, Any]]]:
-    """Start systems, let them make steps by turns, and end them.
+    """Start systems, let them make steps in turns, and end them.
 
     Args:
-        starts: by name; the first system makes its steps before the others in each round.
-        steps: counted ones, of each.
-        told: from the name of another system and the steps that the first one just made, what that system is told.
+        starts: start functions by name. In each round, the first system goes first.
+        steps: counted steps per system.
+        told: function of (other system, latest steps of the first one) that returns extra command
+            arguments.
 
     Returns:
-        The counted steps of each system, and what each reported when it was up.
+        The counted steps of each system, and its report when it was up.
     """
     with ExitStack() as running:
         systems: dict[str, System] = {}
@@ -158,10 +160,10 @@ def take_turns(
 
 
 def ratio(above: float | None, below: float | None) -> float | None:
-    """None where one of the two was not measured."""
+    """Return the rounded ratio, or None if either value is missing."""
     return None if above is None or below is None else round(above / below, 4)
 
 
 def seconds_of(steps: Sequence[Mapping[str, Any]], key: str = "step_s") -> float | None:
-    """Median of the steps of a system; None where it made none."""
+    """Return the median over a system's steps, or None without steps."""
     return median(step[key] for step in steps) if steps else None

@@ -1,7 +1,9 @@
-"""The workloads: a random model in a folder, with its tokenizer and its prompts. Imports no Weft, for TRL's process uses it too.
+"""Workloads: a random model in a folder, with tokenizer and prompts. Imports no Weft, so that TRL's
+process can use it.
 
-(a) a small model, where everything but arithmetic shows; (b) one where the head on a vocabulary of 32k is most of the work;
-(c) like (b) with responses that end by themselves: most are short, a few are long.
+(a) a small model, where everything but arithmetic shows; (b) a vocabulary of 32k, where the head is
+most of the work; (c) like (b), with responses that end by themselves: most are short, a few are
+long.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ PROMPT_TOKENS = 8
 
 @dataclass(frozen=True)
 class Workload:
-    """What every system does in a step, and each one's best setting for it."""
+    """The work of every system per step, and each system's best settings."""
 
     name: str
     num_prompts: int
@@ -31,13 +33,14 @@ class Workload:
     heads: int
     mlp: int
     num_samples: int = 8
-    """Responses to each prompt."""
+    """Responses per prompt."""
     mean_tokens: int | None = None
-    """Mean length of responses that end by themselves; None: all have exactly `max_tokens`."""
+    """[tokens] Mean length of responses that end by themselves; None gives all exactly
+    `max_tokens`."""
     placement: tuple[int, int] = (2, 2)
-    """Weft's ranks of actor and of rollout on the cores of the machine, each with an equal share of them: the fastest."""
+    """Weft's actor and rollout ranks, each with an equal share of the cores: the fastest choice."""
     trl_microbatch: int = 16
-    """Rows in TRL's microbatch, the fastest of 4 to 64."""
+    """[rows] TRL's microbatch, the fastest of 4 to 64."""
 
     @property
     def rows(self) -> int:
@@ -56,11 +59,11 @@ class Workload:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Workload:
-        """From its fields as JSON has them."""
+        """Create from JSON fields."""
         return cls(**{**settings, "placement": tuple(settings["placement"])})
 
     def small(self) -> Workload:
-        """The same shape in seconds, for tests."""
+        """Return the same shape at the size of a test."""
         tiny = {"vocabulary": 256, "hidden": 64, "layers": 2, "heads": 2, "mlp": 128, "trl_microbatch": 4}
         tokens = {"max_tokens": 16, "mean_tokens": 6} if self.mean_tokens else {"max_tokens": 8}
         return replace(self, num_prompts=2, num_samples=4, **tiny, **tokens)
@@ -88,13 +91,13 @@ WORKLOADS = {
 
 
 def reward(response: str) -> float:
-    """Something that differs within a group and costs nothing: the share of words with a 7 in them."""
+    """Return the share of words that contain a 7: cheap, and different within a group."""
     words = response.split()
     return sum("7" in word for word in words) / max(1, len(words))
 
 
 def prompts_of(workload: Workload) -> list[str]:
-    """The prompts of each step, every one `PROMPT_TOKENS` tokens."""
+    """Return the prompts of a step, each with `PROMPT_TOKENS` tokens."""
     size = workload.vocabulary - 2
     return [
         " ".join(f"w{2 + (7919 * row + 104_729 * column) % size}" for column in range(PROMPT_TOKENS))
@@ -103,7 +106,7 @@ def prompts_of(workload: Workload) -> list[str]:
 
 
 def prepare(workload: Workload, folder: Path) -> Path:
-    """Write `model/` (weights, tokenizer) and `prompts.jsonl`; returns the folder."""
+    """Write `model/` (weights, tokenizer) and `prompts.jsonl`, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": text}) + "\n" for text in prompts_of(workload))
@@ -114,7 +117,7 @@ def prepare(workload: Workload, folder: Path) -> Path:
 
 
 def make_tokenizer(workload: Workload, folder: Path) -> None:
-    """A tokenizer of one token per word: w2, w3, ..."""
+    """Save a tokenizer with one token per word: w2, w3, ..."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -127,11 +130,11 @@ def make_tokenizer(workload: Workload, folder: Path) -> None:
 
 
 def make_model(workload: Workload, folder: Path) -> float:
-    """A Qwen2-architecture model with random weights and tied embeddings, that stops as often as the workload says.
+    """Save a Qwen2 model with random weights, tied embeddings, and the workload's stop probability.
 
-    The first coordinate of the residual stream is made a constant, so that the first coordinate of the stop token's
-    embedding works as a bias of its logit. The bias is set so that the mean probability of stopping is 1 / `mean_tokens`,
-    or nothing without `mean_tokens`.
+    The first coordinate of the residual stream is constant, so the first coordinate of the stop
+    token's embedding acts as a bias on its logit. It is set to a mean stop probability of 1 /
+    `mean_tokens`, or to nothing without `mean_tokens`.
 
     Returns:
         The mean probability of the stop token over random contexts.

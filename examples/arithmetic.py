@@ -1,7 +1,8 @@
-"""The task of the examples: two-digit addition, small enough for a laptop's CPU to learn by reinforcement.
+"""The task of the examples: two-digit addition, small enough to learn by RL on a laptop's CPU.
 
-`B21+74=` asks for 12 + 47, digits reversed (the carry then runs in reading order); the answer is `950`. This file
-makes the data (Parquet), the tokenizer, the model, and its supervised warm start, and has the settings that all examples share.
+`B21+74=` asks for 12 + 47 with reversed digits, so that the carry runs in reading order; the answer
+is `950`. This file makes the data (Parquet), the tokenizer, and the model with its supervised warm
+start. It also has the settings that all examples share.
 """
 
 from __future__ import annotations
@@ -25,58 +26,62 @@ from weft.dataflow.runs.directory import require_folder
 HELD_OUT = 512
 SYMBOLS = ["<pad>", "B", "E", *"0123456789+="]
 WARM_ACCURACY = 0.30
-"""Reinforcement learning needs a policy that is right now and then; the warm start stops there."""
+"""Accuracy that ends the warm start: RL needs a policy that is right some of the time."""
 
 
 class RunSettings(weft.Config):
-    """What every example can be told."""
+    """Settings of all examples."""
 
     backend: Literal["ray", "local"] = "ray"
     """Processes on a Ray cluster, or everything in this process."""
     seed: int = 0
-    """Of data, model, sampling and order."""
+    """Seed of data, model, sampling and order."""
     root: Path = Path("runs")
-    """Where data, models and run directories go."""
+    """Folder for data, models and run directories."""
     name: str | None = None
-    """Of the run, and its directory; default: the time."""
+    """Name of the run and its directory. Default: the time."""
     checkpoint_every: int = Field(default=100, ge=0)
-    """Steps between two checkpoints; 0: none."""
+    """Steps between checkpoints, or 0 for none."""
     resume: str = "none"
-    """latest: go on with the run of that name (or the newest); or the folder of a run or a checkpoint."""
+    """Run to resume: "latest" for this name (or the newest), or a run or checkpoint folder."""
     trackers: tuple[str, ...] = ()
-    """What metrics go to besides the run's own files: tensorboard, wandb, mlflow, trackio, prometheus (under Ray)."""
+    """Extra outputs for metrics: tensorboard, wandb, mlflow, trackio, prometheus (under Ray)."""
     dashboard: bool = False
-    """Start a web page over the runs beside this one, and print its address."""
+    """Start a web page that shows this run and its neighbours, and print the address."""
     small: bool = False
-    """A few steps on little data from a barely trained model: does everything work? Sizes that are given stay as they are."""
+    """Take a few steps with a barely trained model, to see that it works. Keeps sizes you set."""
 
     def size(self, given: int | None, full: int, small: int) -> int:
-        """What was given; or else what belongs to a whole run, or to a small one."""
+        """Return the given size, or the default of a full or a small run."""
         if given is not None:
             return given
         return small if self.small else full
 
     @property
     def judge(self) -> Callable[[str, str], float]:
-        """The reward. A barely trained model gets no sum right: where all rewards are 0, nothing is learned, and nothing tried."""
+        """Return the reward function.
+
+        A barely trained model gets no sum right. An exact match would always give it 0, and
+        training would do nothing.
+        """
         return right_digits if self.small else exact_match
 
     def new_backend(self) -> weft.RayBackend | weft.Local:
-        """Of one driver."""
+        """Return a backend for one driver."""
         return weft.RayBackend() if self.backend == "ray" else weft.Local()
 
 
 class SamplingSettings(RunSettings):
-    """What an example can be told that samples while it trains."""
+    """Settings of examples that sample during training."""
 
     engine: Literal["auto", "vllm", "transformers"] = "auto"
-    """What generates; auto is vllm under Ray and transformers in one process."""
+    """Engine for generation; "auto" is vllm under Ray and transformers in one process."""
     schedule: Literal["synchronous", "pipelined", "asynchronous"] = "synchronous"
-    """When nodes run; asynchronous lets generation run one update ahead."""
+    """When nodes run. With "asynchronous", generation runs one update ahead."""
 
     @property
     def generator(self) -> str:
-        """The engine, decided."""
+        """Return the engine to use."""
         if self.engine != "auto":
             return self.engine
         return "vllm" if self.backend == "ray" else "transformers"
@@ -84,7 +89,7 @@ class SamplingSettings(RunSettings):
     def new_schedule(
         self, steps: int, prompts: int
     ) -> weft.Synchronous | weft.Pipelined | weft.Asynchronous:
-        """Steps of so many prompts each."""
+        """Return the schedule with this many prompts per step."""
         kinds = {
             "synchronous": weft.Synchronous,
             "pipelined": weft.Pipelined,
@@ -94,12 +99,12 @@ class SamplingSettings(RunSettings):
 
 
 def exact_match(response: str, answer: str) -> float:
-    """1 for the right digits, 0 for anything else."""
+    """Return 1 for the correct answer, 0 for anything else."""
     return float(response == answer)
 
 
 def right_digits(response: str, answer: str) -> float:
-    """Share of the answer's digits that the response has in their places.
+    """Return the share of the answer's digits that the response has in the right places.
 
     >>> right_digits("951", "950") == 2 / 3
     True
@@ -108,7 +113,7 @@ def right_digits(response: str, answer: str) -> float:
 
 
 def make_data(folder: Path, seed: int) -> None:
-    """All 10,000 sums, shuffled; 512 of them are never trained on."""
+    """Write all 10,000 sums in random order, 512 of them held out."""
     sums = [(a, b) for a in range(100) for b in range(100)]
     random.Random(seed).shuffle(sums)
     rows = [
@@ -124,7 +129,7 @@ def make_data(folder: Path, seed: int) -> None:
 
 
 def make_model(folder: str | Path, seed: int, hidden_size: int = 64, layers: int = 2) -> None:
-    """A Qwen2-architecture model with random weights and a tokenizer of one token per character."""
+    """Save a Qwen2 model with random weights, and a tokenizer with one token per character."""
     import torch
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from tokenizers.decoders import Fuse
@@ -166,12 +171,12 @@ def warm_start(
     layers: int = 2,
     accuracy: float = WARM_ACCURACY,
 ) -> None:
-    """Train on right answers until that share of the held-out sums comes out right: the same driver, another graph.
+    """Train on correct answers up to this held-out accuracy: the same driver with another graph.
 
     Args:
-        folder: with the data; the trained model becomes the folder `name` in it.
-        steps: updates at most.
-        layers: of the model.
+        folder: folder with the data; the trained model becomes its subfolder `name`.
+        steps: maximum number of updates.
+        layers: layers of the model.
     """
     model = folder / f"untrained_{name}"
     make_model(model, seed, layers=layers)
@@ -199,11 +204,11 @@ def warm_start(
 
 
 def prepare(root: Path, seed: int, small: bool = False) -> Path:
-    """Folder with data, tokenizer and warm-started model, made on first use."""
+    """Return a folder with data, tokenizer and warm-started model, made on first use."""
     folder = root / f"arithmetic-{seed}{'-small' if small else ''}"
 
     def make() -> None:
-        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted warm start left
+        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted warm start
         require_folder(folder, f"root {str(root)!r}")
         print("preparing: data, tokenizer, model, and a supervised warm start", flush=True)
         make_data(folder, seed)
@@ -217,7 +222,7 @@ def prepare(root: Path, seed: int, small: bool = False) -> Path:
 
 
 def summary(metrics: list[dict[str, float]], seconds: float) -> dict[str, float]:
-    """What a run reached: held-out accuracy, and how far the generator's log-probabilities were from the trainer's."""
+    """Return the held-out accuracy and the logprob gap between generator and trainer."""
     steps = [row for row in metrics if "actor/mean_logprob_gap" in row]
     return {
         "accuracy_before": metrics[0]["eval/reward/mean"],

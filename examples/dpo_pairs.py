@@ -29,7 +29,7 @@ def main(settings: RealSettings) -> None:
     pairs = weft.Prompts.read(data, model, thinking=settings.thinking, too_long="drop")
     train, held_out = pairs.hold_out(min(128 if tiny else 512, len(pairs) // 5), settings.seed)
 
-    # The reference stands still: its log-probabilities of each pair are computed once, and kept beside the pair.
+    # The reference is frozen, so compute its log-probabilities of each pair once.
     reference = weft.group(
         weft.ReferenceWorker, model=model, dtype="bfloat16" if settings.num_gpus else "float32"
     )

@@ -1,4 +1,4 @@
-"""Preferences on two-digit addition: the right sum rather than one whose last digit is off by one, in minutes on a CPU.
+"""Preferences on two-digit addition: correct sums against wrong ones, in minutes on a CPU.
 
 python examples/dpo_preferences.py                  Ray, two FSDP2 ranks of the actor and of the reference
 python examples/dpo_preferences.py --backend local  one process, no Ray: breakpoints work
@@ -29,20 +29,20 @@ METHODS = {
     "simpo": PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1),
     "orpo": PreferenceLoss(beta=1, score=LogOdds(), likelihood=1),
 }
-"""rpo is DPO with the likelihood of the preferred response, which keeps that from falling with the other's."""
+"""rpo is DPO plus the preferred response's likelihood, which DPO alone may lower."""
 
 
 class Settings(arithmetic.RunSettings):
     method: Literal["rpo", "dpo", "ipo", "simpo", "orpo"] = "rpo"
-    """What is optimised; simpo and orpo need no reference."""
+    """Loss to train with; simpo and orpo need no reference."""
     steps: int | None = Field(default=None, ge=1)
-    """Updates of the policy. Default: 200, with --small 3."""
+    """Number of updates. Default: 200, with --small 3."""
     pairs: int | None = Field(default=None, ge=1)
-    """Pairs in a step. Default: 64, with --small 8."""
+    """Pairs per step. Default: 64, with --small 8."""
 
 
 def preferences(file: Path, model: str, seed: int, limit: int | None = None) -> weft.Prompts:
-    """Sums with the right answer and one whose last digit (the first one written) is off by one."""
+    """Pair the correct answer of each sum with one whose last digit (written first) is wrong."""
     draw = random.Random(seed)
     rows = []
     for row in pq.read_table(file).to_pylist()[:limit]:
@@ -54,7 +54,8 @@ def preferences(file: Path, model: str, seed: int, limit: int | None = None) -> 
 
 
 def off_by_one(answer: str, step: int) -> str:
-    """
+    """Change the last digit, which is written first.
+
     >>> off_by_one("950", 1), off_by_one("950", 9)
     ('050', '850')
     """
@@ -76,7 +77,7 @@ def main(settings: Settings) -> None:
     train = preferences(task / "train.parquet", model, seed=1, limit=100 if settings.small else None)
     held_out = preferences(task / "held_out.parquet", model, seed=2)
 
-    # The reference stands still: what it says of each pair is computed once, and kept beside the pair.
+    # The reference is frozen, so compute its log-probabilities of each pair once.
     if "reference_logprobs" in loss.reads:
         reference = weft.group(weft.ReferenceWorker, model=model)
         known = reference_of_pairs(train, reference=reference)
@@ -87,21 +88,21 @@ def main(settings: Settings) -> None:
             root=settings.root,
         )
 
-    # Who does the work.
+    # Workers
     rate = {"learning_rate": 1e-3, "warmup_steps": 5, "decay": "linear", "decay_steps": max(steps, 10)}
     actor = weft.group(weft.ActorWorker, model=model, **rate)
     rollout = weft.group(weft.RolloutWorker, model=model, engine="transformers")
     reward = weft.group(weft.RewardWorker, function=arithmetic.exact_match, tokenizer=model)
     rollout.follows(actor)
 
-    # What happens.
+    # Graph
     training = dpo(train, actor=actor, loss=loss)
     accuracy = preference_accuracy(held_out, actor=actor)
     prompts = weft.Prompts.read(task / "held_out.parquet", model)
     greedy = weft.Sampling(max_tokens=4, temperature=0)
     answers = evaluate(prompts, rollout=rollout, reward=reward, sampling=greedy)
 
-    # When and where.
+    # Run
     with weft.Driver(
         training,
         schedule=weft.Synchronous(steps=steps, prompts_per_step=number),

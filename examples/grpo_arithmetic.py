@@ -1,8 +1,8 @@
-"""GRPO on two-digit addition: a small model, from a third of the sums right to most of them, in minutes on a CPU.
+"""GRPO on two-digit addition: from a third of the sums to most of them, in minutes on a CPU.
 
 python examples/grpo_arithmetic.py                  Ray, two FSDP2 ranks, two vLLM replicas
 python examples/grpo_arithmetic.py --backend local  one process, no Ray, no vLLM: breakpoints work
-python examples/grpo_arithmetic.py --schedule asynchronous --placement apart    a core generates, the other one trains
+python examples/grpo_arithmetic.py --schedule asynchronous --placement apart    one core generates, the other trains
 """
 
 import json
@@ -21,11 +21,11 @@ from weft.dashboard.pictures import draw_curve
 
 class Settings(arithmetic.SamplingSettings):
     placement: Literal["colocated", "apart"] = "colocated"
-    """Actor and rollouts take turns on all cores, or each has its own."""
+    """Actor and rollouts take turns on all cores, or have separate cores."""
     steps: int | None = Field(default=None, ge=1)
-    """Updates of the policy. Default: 400, with --small 3."""
+    """Number of updates. Default: 400, with --small 3."""
     prompts: int | None = Field(default=None, ge=1)
-    """Prompts in a step; each is answered eight times. Default: 64, with --small 8."""
+    """Prompts per step, each with eight responses. Default: 64, with --small 8."""
 
 
 def main(settings: Settings) -> None:
@@ -36,25 +36,25 @@ def main(settings: Settings) -> None:
     if settings.placement == "apart":
         placement = {name: weft.Place(weft.ResourcePool(name, cpus=1)) for name in ("actor", "rollout")}
     backend = settings.new_backend()
-    backend.check(placement)  # the driver does, too; this is before the warm start
+    backend.check(placement)  # fail before the warm start, not after it
     steps, prompts = (
         settings.size(settings.steps, 400, small=3),
         settings.size(settings.prompts, 64, small=8),
     )
-    # Data (columns prompt and answer), and a model that a supervised phase has brought to a third of right answers.
+    # Data (columns prompt and answer), and a model with a warm start to a third of correct answers
     task = arithmetic.prepare(settings.root, settings.seed, settings.small)
     model = str(task / "model")
     train = weft.Prompts.read(task / "train.parquet", model)
     held_out = weft.Prompts.read(task / "held_out.parquet", model)
 
-    # Who does the work.
+    # Workers
     rate = {"learning_rate": 1e-3, "warmup_steps": 10, "decay": "linear", "decay_steps": 500}
     actor = weft.group(weft.ActorWorker, model=model, **rate)
     rollout = weft.group(weft.RolloutWorker, model=model, engine=settings.generator)
     reward = weft.group(weft.RewardWorker, function=settings.judge, tokenizer=model)
     rollout.follows(actor)
 
-    # What happens.
+    # Graph
     sampling = weft.Sampling(max_tokens=4)
     training = grpo(
         train, rollout=rollout, reward=reward, actor=actor, n=8, sampling=sampling, loss=PolicyLoss()
@@ -62,7 +62,7 @@ def main(settings: Settings) -> None:
     greedy = weft.Sampling(max_tokens=4, temperature=0)
     accuracy = evaluate(held_out, rollout=rollout, reward=reward, sampling=greedy)
 
-    # When and where.
+    # Run
     with weft.Driver(
         training,
         schedule=settings.new_schedule(steps, prompts),

@@ -2,7 +2,7 @@
 
 python examples/grpo_gsm8k.py --model Qwen/Qwen3-0.6B --data openai/gsm8k        all GPUs of this machine
 python examples/grpo_gsm8k.py --model models/qwen3 --data train.jsonl --gpus 8
-python examples/grpo_gsm8k.py --tiny                                             a trial on a CPU: a tiny model and problems made here
+python examples/grpo_gsm8k.py --tiny                                             trial on a CPU, with a tiny model and generated problems
 """
 
 import time
@@ -21,12 +21,12 @@ from weft.algorithms.surrogates import Clipped
 from weft.workers.rewards.function import Reward
 
 ACCURACY = "eval/pass@1"
-"""Share of the held-out problems whose greedy answer is right by the grader; the form does not count."""
+"""Share of held-out problems with a correct greedy answer, in any format."""
 SYSTEM = "Reason step by step, and put the final answer into \\boxed{}."
 
 
 def boxed(response: str) -> float:
-    """1 for an answer in its box."""
+    """Return 1 for an answer in a box."""
     return float("\\boxed{" in response)
 
 
@@ -34,7 +34,7 @@ def boxed(response: str) -> float:
 def training(
     prompts: Any, *, rollout: Any, reward: Any, actor: Any, n: int, sampling: weft.Sampling
 ) -> Any:
-    """GRPO without the groups that teach nothing, because all of their responses have the same reward."""
+    """GRPO without the groups that teach nothing, because all of their rewards are equal."""
     samples: Any = rollout.generate(prompts, n=n, sampling=sampling)
     samples = reward.score(samples)
     samples = drop_zero_variance(samples)
@@ -51,7 +51,7 @@ def main(settings: RealSettings) -> None:
     assert data is not None and model is not None
     train, held_out, context = read_problems(settings, data, model, SYSTEM)
 
-    # Who does the work: training and generation take turns on all devices.
+    # Workers: training and generation take turns on all devices
     actor = weft.group(
         weft.ActorWorker,
         model=model,
@@ -69,7 +69,7 @@ def main(settings: RealSettings) -> None:
     reward = weft.group(weft.RewardWorker, function=(right, form), tokenizer=model)
     rollout.follows(actor)
 
-    # What happens, when and where.
+    # Graph and run
     sampling = weft.Sampling(max_tokens=settings.longest_response)
     accuracy = evaluate(held_out, rollout=rollout, reward=reward, sampling=sampling.greedy)
     with weft.Driver(

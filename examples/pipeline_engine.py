@@ -1,11 +1,12 @@
-"""A training engine of another kind: a pipeline (1F1B) over the ranks of a group, on plain torch and `transformers`, without FSDP.
+"""A training engine of your own: a pipeline (1F1B) on plain torch and `transformers`, without FSDP.
 
     actor = weft.group(weft.ActorWorker, model=..., engine=PipelineEngine, pipeline_parallel=2)
     weft.Driver(..., placement={"actor": weft.Place(pool, ranks=2)})
 
-It shows all that a worker asks of an engine (`weft.workers.training.engine.TrainingEngine`), in as few lines as that takes: models
-built like Llama (embedding, layers, norm, head), float32, one replica, rows padded. The order of passes is Weft's own schedule of a
-pipeline. Each rank has the layers of one stage, sends activations to the next rank, and gradients to the one before.
+It implements `weft.workers.training.engine.TrainingEngine` in few lines, for models built like
+Llama (embedding, layers, norm, head), in float32, with one replica and padded rows. Each rank has
+the layers of one stage. It sends activations to the next rank, and gradients to the previous one,
+in the order of Weft's pipeline schedule.
 """
 
 import json
@@ -57,16 +58,16 @@ class PipelineEngine:
     ) -> None:
         asked = training and (training.lora or training.activation_checkpointing or training.router_loss)
         if head != "logprobs" or asked or config.dtype != "float32":
-            raise UserError("PipelineEngine trains whole policies in float32, and nothing else")
+            raise UserError("PipelineEngine only supports full training of policies in float32")
         if context.world_size != config.pipeline_parallel:
             raise UserError(
-                f"{context.world_size} ranks for a pipeline of {config.pipeline_parallel} stages"
+                f"a pipeline of {config.pipeline_parallel} stages needs as many ranks, not {context.world_size}"
             )
         self.config, self.context, self.training = config, context, training
         self.stage, self.stages = context.rank, context.world_size
         if context.rendezvous is not None:
             if context.rendezvous.on_one_machine:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # do not listen to others
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # listen on loopback only
             store = context.rendezvous.join(context.name, context.rank, context.world_size)
             dist.init_process_group("gloo", store=store, rank=self.stage, world_size=self.stages)
         self.causal_lm: Any = AutoModelForCausalLM.from_pretrained(
@@ -87,10 +88,10 @@ class PipelineEngine:
             )
         self.steps, self.count = 0, 0.0
         self.sent: list[Any] = []
-        """What is on its way, with its memory."""
+        """Messages in flight, which need their memory."""
 
     def _cut(self) -> dict[str, int]:
-        """Leave this stage what is its own; the stage that gives each parameter away."""
+        """Drop the layers of other stages. Return parameter -> stage that publishes it."""
         backbone, last = self.causal_lm.model, self.stages - 1
         self.shapes = {name: tuple(p.shape) for name, p in self.causal_lm.named_parameters()}
         self.tied = self.causal_lm.lm_head.weight is backbone.embed_tokens.weight and self.stages > 1
@@ -116,8 +117,11 @@ class PipelineEngine:
     def _forward(
         self, rows: Microbatches, part: np.ndarray, *, entropy: bool
     ) -> tuple[Tensor | None, Tensor, Any]:
-        """This stage's pass: its input (None: token ids), its output, and of the last stage entropies. The last stage's output is the
-        log-probabilities of the response tokens, [T]; another's is its hidden states."""
+        """Run this stage's forward pass; return its input, output, and entropies (last stage).
+
+        The input of the first stage is None, for token ids. The last stage outputs response
+        log-probabilities [T], the others hidden states.
+        """
         self.context.advance()
         (prompts, p), (responses, r) = rows.prompt, rows.response
         own = [np.concatenate([prompts[p[i] : p[i + 1]], responses[r[i] : r[i + 1]]]) for i in part]
@@ -132,7 +136,7 @@ class PipelineEngine:
         hidden = self.causal_lm.model.embed_tokens(ids) if given is None else given
         positions = torch.arange(ids.shape[1])[None]
         rotations = self.causal_lm.model.rotary_emb(hidden, positions)
-        for k in self.layers:  # padding stands behind the tokens, which do not see it
+        for k in self.layers:  # padding comes after the tokens, which do not attend to it
             hidden = self.causal_lm.model.layers[k](
                 hidden, position_ids=positions, position_embeddings=rotations
             )
@@ -176,7 +180,7 @@ class PipelineEngine:
 
     @torch.no_grad()
     def _of_tokens(self, batch: Batch, *, entropy: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Log-probabilities and entropies of response tokens: computed by the last stage, and known to all."""
+        """Return response logprobs and entropies, computed by the last stage, on every rank."""
         rows = self._rows(batch)
         ends = rows.response[1]
         found = torch.zeros(2, int(ends[-1]))
@@ -202,7 +206,7 @@ class PipelineEngine:
         return self._of_tokens(batch, entropy=True)
 
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        raise RuntimeError("a policy has no values")
+        raise RuntimeError("a policy has no values; use a critic")
 
     def accumulate(self, batch: Batch, loss: Loss, *, last: bool) -> Metrics:
         rows = self._rows(batch, [c for c in (*loss.reads, *loss.may_read) if c in batch])
@@ -229,7 +233,7 @@ class PipelineEngine:
         self._wait()
         everything = rows.packed()
         self.count += loss.count(everything)
-        # Only the last stage's answer is kept.
+        # The driver keeps the last stage's answer only.
         known = {
             "loss": Mean(total, loss.count(everything)),
             "tokens": Sum(float(everything.trained.sum())),
@@ -250,7 +254,7 @@ class PipelineEngine:
         return OptimizerStep({**step.metrics, **counts}, step.applied, step.bad)
 
     def _apply(self, optimizer: torch.optim.Optimizer, training: TrainingConfig) -> OptimizerStep:
-        if self.tied:  # the first stage has the gradient of the embedding, the last one that of the head
+        if self.tied:  # the first stage has the embedding's gradient, the last one the head's
             own = self.parameters.get(EMBEDDING)
             gradient = (
                 torch.zeros(self.shapes[EMBEDDING]) if own is None or own.grad is None else own.grad
@@ -318,7 +322,7 @@ class PipelineEngine:
                 yield Part(name, shape, Box.full(shape), parameter.detach())
 
     def receive_weights(self, incoming: IncomingWeights) -> str:
-        raise UserError("PipelineEngine trains, and follows nobody")
+        raise UserError("PipelineEngine cannot receive weights; use it for training")
 
     def save(self, folder: Path, *, merged: bool = False) -> None:
         tensors = {name: tensor.clone() for name, tensor in self.named_tensors()}
@@ -368,10 +372,10 @@ class PipelineEngine:
         return said["notes"]
 
     def onload(self) -> None:
-        """It is on a CPU."""
+        """Do nothing on a CPU."""
 
     def offload(self) -> None:
-        """It stays there."""
+        """Do nothing on a CPU."""
 
     def close(self) -> None:
         if dist.is_initialized():

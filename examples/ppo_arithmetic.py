@@ -1,14 +1,16 @@
-"""The classic recipe on two-digit addition, in minutes on a CPU: SFT, a reward model, PPO with a critic.
+"""SFT, a reward model, and PPO with a critic on two-digit addition, in minutes on a CPU.
 
-    supervised warm start -> reward model on pairs -> PPO with four models: actor, critic, reference, reward model
+    supervised warm start -> reward model on pairs -> PPO with four models: actor, critic,
+    reference, reward model
 
 python examples/ppo_arithmetic.py                   PPO under Ray, two FSDP2 ranks of each model, two vLLM replicas
 python examples/ppo_arithmetic.py --backend local   one process, no Ray, no vLLM: breakpoints work
-python examples/ppo_arithmetic.py --reward exact    three models, and a function that knows the answers
+python examples/ppo_arithmetic.py --reward exact    three models, and exact match as the reward
 
-The reward model is a model of four layers with a scalar head. It is first trained on right answers, as the policy is, and then on pairs
-of a right and a wrong answer, by the loss of Bradley and Terry. It sees sums of the training set alone, and no answer when it scores.
-On the policy's two layers it would be fooled: docs/algorithms.md says why.
+The reward model has four layers and a scalar head. It is trained on correct answers, like the
+policy, then on pairs of a correct and a wrong answer with the Bradley-Terry loss. It only sees
+training sums, and no answers when it scores. On the policy's two layers the policy would exploit it
+(docs/algorithms.md).
 """
 
 import json
@@ -37,17 +39,17 @@ PAIRS = "pairs/preference_accuracy"
 
 class Settings(arithmetic.SamplingSettings):
     reward: Literal["model", "exact"] = "model"
-    """A reward model, trained first where there is none yet; or the exact match."""
+    """A trained reward model, or the exact match."""
     steps: int | None = Field(default=None, ge=1)
-    """Updates of policy and critic. Default: 200, with --small 3."""
+    """Number of updates of policy and critic. Default: 200, with --small 3."""
     reward_steps: int | None = Field(default=None, ge=1)
-    """Updates of the reward model. Default: 1,200, with --small 3."""
+    """Number of updates of the reward model. Default: 1,200, with --small 3."""
     prompts: int | None = Field(default=None, ge=1)
-    """Prompts in a step; each is answered once. Default: 256, with --small 8."""
+    """Prompts per step, each with one response. Default: 256, with --small 8."""
 
 
 def spoiled(answer: str, draw: random.Random) -> str:
-    """Wrong in a digit; or, now and then, a digit short or one too long.
+    """Return a wrong answer: one digit off or, sometimes, one digit short or too long.
 
     >>> spoiled("950", random.Random(0)) != "950"
     True
@@ -62,7 +64,7 @@ def spoiled(answer: str, draw: random.Random) -> str:
 
 
 def pairs(file: Path, model: str, seed: int, copies: int = 1) -> weft.Prompts:
-    """Sums with the right answer and a wrong one; `copies` of each, wrong in other ways."""
+    """Pair the correct answer of each sum with `copies` wrong ones."""
     draw = random.Random(seed)
     given = [row for row in pq.read_table(file).to_pylist() for _ in range(copies)]
     rows = [
@@ -73,7 +75,7 @@ def pairs(file: Path, model: str, seed: int, copies: int = 1) -> weft.Prompts:
 
 
 def trained_reward_model(task: Path, settings: Settings) -> Path:
-    """Folder of a reward model that tells right sums from wrong ones, made on first use."""
+    """Return the folder of a reward model, trained on first use."""
     steps = settings.size(settings.reward_steps, 1200, small=3)
     folder = task / f"reward_model_{steps}"
     return weft.prepared(
@@ -84,7 +86,7 @@ def trained_reward_model(task: Path, settings: Settings) -> Path:
 
 
 def untrained_reward_model(folder: Path, seed: int) -> None:
-    """A model of the same sizes, which judges nothing."""
+    """Save a model of the same size that judges nothing."""
     import torch
     from safetensors.torch import save_file
 
@@ -93,14 +95,14 @@ def untrained_reward_model(folder: Path, seed: int) -> None:
 
 
 def train_reward_model(task: Path, folder: Path, steps: int, settings: Settings) -> None:
-    """Train one on pairs, beginning with a model that knows right answers."""
+    """Train a reward model on pairs, starting from a model that knows correct answers."""
     answers, policy = "answers", str(task / "model")
     if not (task / answers).exists():
         print("preparing: a deeper model, on right answers", flush=True)
         size = {"steps": 20, "accuracy": 0.0} if settings.small else {"steps": 1500, "accuracy": 0.97}
         arithmetic.warm_start(task, settings.seed, name=answers, layers=4, **size)
     print("preparing: a reward model, on pairs", flush=True)
-    shutil.rmtree(task / "reward_training", ignore_errors=True)  # what an interrupted one left
+    shutil.rmtree(task / "reward_training", ignore_errors=True)  # left by an interrupted training
     number = 8 if settings.small else 256
     rate = {"learning_rate": 2e-3, "warmup_steps": 5, "decay": "linear", "decay_steps": max(steps, 10)}
     model = weft.group(
@@ -134,7 +136,7 @@ def main(settings: Settings) -> None:
     ]
     placement = {name: weft.Place(cores, ranks=2) for name in placed}
     backend = settings.new_backend()
-    backend.check(placement)  # the driver does, too; this is before the models are prepared
+    backend.check(placement)  # fail before the models are prepared, not after it
     steps, prompts = (
         settings.size(settings.steps, 200, small=3),
         settings.size(settings.prompts, 256, small=8),
@@ -144,7 +146,7 @@ def main(settings: Settings) -> None:
     train = weft.Prompts.read(task / "train.parquet", model)
     held_out = weft.Prompts.read(task / "held_out.parquet", model)
 
-    # Who does the work.
+    # Workers
     epochs, minibatches = 2, 2
     rate = {
         "learning_rate": 1e-3,
@@ -163,7 +165,7 @@ def main(settings: Settings) -> None:
     rollout = weft.group(weft.RolloutWorker, model=model, engine=settings.generator)
     rollout.follows(actor)
 
-    # What happens.
+    # Graph
     training = ppo(
         train,
         rollout=rollout,
@@ -182,7 +184,7 @@ def main(settings: Settings) -> None:
         held_out, rollout=rollout, reward=judge, sampling=weft.Sampling(max_tokens=4, temperature=0)
     )
 
-    # When and where.
+    # Run
     with weft.Driver(
         training,
         schedule=settings.new_schedule(steps, prompts),

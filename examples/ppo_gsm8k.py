@@ -1,4 +1,4 @@
-"""PPO on GSM8K or MATH with a real model of 0.5B to 8B: actor, critic and reference, and a grader or a reward model.
+"""PPO on GSM8K or MATH with a real model of 0.5B to 8B, rewarded by a grader or a reward model.
 
 python examples/ppo_gsm8k.py --model Qwen/Qwen3-0.6B --data openai/gsm8k                      all GPUs of this machine
 python examples/ppo_gsm8k.py --model models/qwen3 --data train.jsonl --reward-model models/rm
@@ -21,12 +21,12 @@ from weft.algorithms.values import ValueLoss
 
 SYSTEM = "Reason step by step, and put the final answer into \\boxed{}."
 ACCURACY = "eval/pass@1"
-"""Share of the held-out problems whose greedy answer is right by the grader."""
+"""Share of held-out problems with a correct greedy answer."""
 
 
 class Settings(RealSettings):
     reward_model: Path | None = None
-    """Folder of a reward model with a scalar head and the policy's tokenizer. Default: the grader rewards right answers."""
+    """Folder of a reward model with the policy's tokenizer. Default: the grader."""
 
 
 def main(settings: Settings) -> None:
@@ -38,7 +38,7 @@ def main(settings: Settings) -> None:
     assert data is not None and model is not None
     train, held_out, context = read_problems(settings, data, model, SYSTEM)
 
-    # Who does the work: all groups with a model take turns on all devices.
+    # Workers: all groups with a model take turns on all devices
     rate = settings.rate(1e-3 if tiny else 1e-6)
     actor = weft.group(weft.ActorWorker, model=model, learning_rate=rate, **settings.training)
     critic = weft.group(
@@ -61,7 +61,7 @@ def main(settings: Settings) -> None:
         groups.append("reward_model")
     rollout.follows(actor)
 
-    # What happens, when and where.
+    # Graph and run
     sampling = weft.Sampling(max_tokens=settings.longest_response)
     training = ppo(
         train,
@@ -72,7 +72,7 @@ def main(settings: Settings) -> None:
         reference=reference,
         sampling=sampling,
         kl=0.001,
-        lam=1.0,  # all of the reward comes at the end
+        lam=1.0,  # the whole reward comes at the end
         loss=PolicyLoss(surrogate=Clipped(dual=3.0)),
         value_loss=ValueLoss(clip=0.5),
         minibatches=2,

@@ -1,10 +1,10 @@
-"""RLOO with LoRA on two-digit addition: the model stands still, and an adapter learns the sums that it does not know.
+"""RLOO with LoRA on two-digit addition: an adapter learns, and the model is frozen.
 
 python examples/rloo_lora.py                  Ray, two FSDP2 ranks, two vLLM replicas
 python examples/rloo_lora.py --backend local  one process, no Ray, no vLLM: breakpoints work
-python examples/rloo_lora.py --dora           with the lengths of the weights' rows as parameters of their own
+python examples/rloo_lora.py --dora           DoRA: row norms of the weights are parameters
 
-The reference of the KL penalty is the actor itself, with its adapter off: there is no second model.
+The reference of the KL penalty is the actor without its adapter, so there is no second model.
 """
 
 import json
@@ -26,15 +26,15 @@ from weft.dashboard.pictures import draw_curve
 
 class Settings(arithmetic.SamplingSettings):
     rank: int = Field(default=16, ge=1)
-    """Of the adapter."""
+    """Rank of the adapter."""
     dora: bool = False
     """Weight-decomposed LoRA."""
     kl: float = Field(default=0.01, ge=0)
-    """Weight of the penalty for leaving the model without its adapter."""
+    """Weight of the KL penalty against the model without its adapter."""
     steps: int | None = Field(default=None, ge=1)
-    """Updates of the policy. Default: 300, with --small 3."""
+    """Number of updates. Default: 300, with --small 3."""
     prompts: int | None = Field(default=None, ge=1)
-    """Prompts in a step; each is answered eight times. Default: 64, with --small 8."""
+    """Prompts per step, each with eight responses. Default: 64, with --small 8."""
 
 
 def main(settings: Settings) -> None:
@@ -43,18 +43,18 @@ def main(settings: Settings) -> None:
     cores = weft.ResourcePool("cores", cpus=2)
     placement = {"actor": weft.Place(cores, ranks=2), "rollout": weft.Place(cores, ranks=2)}
     backend = settings.new_backend()
-    backend.check(placement)  # the driver does, too; this is before the warm start
+    backend.check(placement)  # fail before the warm start, not after it
     steps, prompts = (
         settings.size(settings.steps, 300, small=3),
         settings.size(settings.prompts, 64, small=8),
     )
-    # Data (columns prompt and answer), and a model that a supervised phase has brought to a third of right answers.
+    # Data (columns prompt and answer), and a model with a warm start to a third of correct answers
     task = arithmetic.prepare(settings.root, settings.seed, settings.small)
     model = str(task / "model")
     train = weft.Prompts.read(task / "train.parquet", model)
     held_out = weft.Prompts.read(task / "held_out.parquet", model)
 
-    # Who does the work.
+    # Workers
     rate = {"learning_rate": 5e-3, "warmup_steps": 10, "decay": "linear", "decay_steps": 400}
     lora = weft.Lora(rank=settings.rank, alpha=2 * settings.rank, dora=settings.dora)
     actor = weft.group(weft.ActorWorker, model=model, lora=lora, **rate)
@@ -62,7 +62,7 @@ def main(settings: Settings) -> None:
     reward = weft.group(weft.RewardWorker, function=settings.judge, tokenizer=model)
     rollout.follows(actor)
 
-    # What happens.
+    # Graph
     sampling = weft.Sampling(max_tokens=4)
     loss = PolicyLoss(
         ratio=sequence_product, aggregation=sequence_mean, kl=KlPenalty(coefficient=settings.kl)
@@ -73,7 +73,7 @@ def main(settings: Settings) -> None:
     greedy = weft.Sampling(max_tokens=4, temperature=0)
     accuracy = evaluate(held_out, rollout=rollout, reward=reward, sampling=greedy)
 
-    # When and where.
+    # Run
     with weft.Driver(
         training,
         schedule=settings.new_schedule(steps, prompts),

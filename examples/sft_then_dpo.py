@@ -1,6 +1,8 @@
-"""SFT, then DPO, on two-digit addition: a fresh model learns from right answers, then from its own right and wrong ones.
+"""SFT, then DPO on two-digit addition: learn from correct answers, then from own samples.
 
-    supervised training, until a third is right -> that model answers sums, eight times each -> DPO on right against wrong answers
+1. supervised training, until a third of the sums are correct
+2. the model answers sums, eight times each
+3. DPO on correct against wrong answers
 
 python examples/sft_then_dpo.py                  Ray, two ranks of everything
 python examples/sft_then_dpo.py --backend local  one process, no Ray: breakpoints work
@@ -31,22 +33,22 @@ CORES = weft.Place(weft.ResourcePool("cores", cpus=2), ranks=2)
 
 class Settings(arithmetic.RunSettings):
     supervised_steps: int | None = Field(default=None, ge=1)
-    """Most updates of the supervised phase. Default: 1000, with --small 20."""
+    """Maximum number of updates of the supervised phase. Default: 1000, with --small 20."""
     supervised_accuracy: float = Field(default=arithmetic.WARM_ACCURACY, gt=0, le=1)
-    """The supervised phase ends where so many held-out sums are right."""
+    """Held-out accuracy that ends the supervised phase."""
     steps: int | None = Field(default=None, ge=1)
-    """Updates of the preference phase. Default: 200, with --small 3."""
+    """Number of updates of the preference phase. Default: 200, with --small 3."""
     pairs: int | None = Field(default=None, ge=1)
-    """Pairs in a step. Default: 64, with --small 8."""
+    """Pairs per step. Default: 64, with --small 8."""
     sums: int | None = Field(default=None, ge=1)
-    """Sums that the supervised model answers, eight times each (rounded up to equal steps); right and wrong answers make pairs.
-    Default: 4096, with --small 24."""
+    """Sums that the supervised model answers eight times each, rounded up to equal steps. Correct
+    and wrong answers become pairs. Default: 4096, with --small 24."""
     likelihood: float = Field(default=1.0, ge=0)
-    """Weight of the right answers' own likelihood beside the loss of DPO; 0 is plain DPO, which lowers right answers with wrong ones."""
+    """Weight of the preferred answers' likelihood. 0 is plain DPO, which may lower it."""
 
 
 def fresh_model(settings: Settings) -> Path:
-    """Folder with data, tokenizer and an untrained model, made on first use."""
+    """Return a folder with data, tokenizer and an untrained model, made on first use."""
     task = settings.root / f"sft_then_dpo-{settings.seed}{'-small' if settings.small else ''}"
 
     def make(model: Path) -> None:
@@ -60,7 +62,7 @@ def fresh_model(settings: Settings) -> Path:
 
 
 def train_on_answers(task: Path, settings: Settings) -> Path:
-    """Phase 1, where it has not been done yet: supervised training on right answers. Returns the model's folder."""
+    """Phase 1: train on correct answers, unless done already. Return the model's folder."""
     steps = settings.size(settings.supervised_steps, 1000, small=20)
     folder = task / f"supervised_{steps}_{settings.supervised_accuracy:g}"
     return weft.prepared(
@@ -71,10 +73,10 @@ def train_on_answers(task: Path, settings: Settings) -> Path:
 
 
 def supervise(task: Path, folder: Path, steps: int, settings: Settings) -> None:
-    """Supervised training on right answers, until enough of the held-out sums come out right."""
+    """Train on correct answers until the held-out accuracy is high enough."""
     fresh = str(task / "untrained")
     print("phase 1: supervised training on right answers", flush=True)
-    shutil.rmtree(task / "supervised_phase", ignore_errors=True)  # what an interrupted one left
+    shutil.rmtree(task / "supervised_phase", ignore_errors=True)  # left by an interrupted phase
     answers = weft.Prompts.read(task / "supervised.jsonl", fresh)
     held_out = weft.Prompts.read(task / "held_out.parquet", fresh)
 
@@ -103,18 +105,18 @@ def supervise(task: Path, folder: Path, steps: int, settings: Settings) -> None:
 
 @weft.graph
 def sampled_pairs(prompts, *, rollout, reward):
-    """Of eight answers to a prompt the best and the worst; prompts whose answers are equally good are passed over."""
+    """Pair the best and the worst of eight answers; skip prompts with equally good answers."""
     samples = rollout.generate(prompts, n=8, sampling=weft.Sampling(max_tokens=4))
     return best_and_worst(reward.score(samples))
 
 
 def answer_in_pairs(task: Path, model: str, settings: Settings) -> weft.Prompts:
-    """Phase 2, where it has not been done yet: the supervised model's right and wrong answers to sums of the training set."""
+    """Phase 2: let the supervised model answer training sums, unless done already. Return pairs."""
     number = settings.size(settings.sums, 4096, small=24)
     file = Path(model) / f"pairs_{number}.jsonl"
 
     def sketch(pairs: Path) -> None:
-        """As many pairs as there can be."""
+        """Write the maximum number of pairs, for a dry run."""
         sums = pq.read_table(task / "train.parquet").slice(0, number).to_pylist()
         rows = (
             {"prompt": each["prompt"], "chosen": each["answer"], "rejected": each["answer"]}
@@ -127,7 +129,7 @@ def answer_in_pairs(task: Path, model: str, settings: Settings) -> weft.Prompts:
 
 
 def sample_pairs(task: Path, model: str, file: Path, number: int, settings: Settings) -> None:
-    """Sample answers, and write the pairs among them to a file."""
+    """Sample answers, and write pairs of them to a file."""
     print(
         "phase 2: the supervised model answers, and right answers are put beside wrong ones", flush=True
     )
@@ -170,7 +172,7 @@ def main(settings: Settings) -> None:
     )
     held_out = weft.Prompts.read(task / "held_out.parquet", model)
 
-    # What the reference says of each pair is computed once.
+    # The reference is frozen, so compute its log-probabilities of each pair once.
     known = weft.precompute(
         reference_of_pairs(pairs, reference=weft.group(weft.ReferenceWorker, model=model)),
         placement={"reference": CORES},
@@ -178,14 +180,14 @@ def main(settings: Settings) -> None:
         root=task,
     )
 
-    # Who does the work.
+    # Workers
     rate = {"learning_rate": 1e-3, "warmup_steps": 5, "decay": "linear", "decay_steps": max(steps, 10)}
     actor = weft.group(weft.ActorWorker, model=model, **rate)
     rollout = weft.group(weft.RolloutWorker, model=model, engine="transformers")
     reward = weft.group(weft.RewardWorker, function=arithmetic.exact_match, tokenizer=model)
     rollout.follows(actor)
 
-    # What happens, when and where.
+    # Graph and run
     with weft.Driver(
         dpo(known, actor=actor, loss=PreferenceLoss(likelihood=settings.likelihood)),
         schedule=weft.Synchronous(steps=steps, prompts_per_step=number),

@@ -1,9 +1,9 @@
-"""GRPO whose actor is a pipeline, simulated: how long steps take with so many stages and chunks, on machines that nobody has.
+"""Simulated GRPO with a pipeline-parallel actor: step times per number of stages and chunks.
 
 python examples/simulated_pipeline.py --model FOLDER --stages 4 --chunks 2
 weft plan examples/simulated_pipeline.py --model FOLDER --stages 4
 
-The costs are made up. Give what your machines were measured to take.
+The costs are invented. Replace them with measurements of your machines.
 """
 
 from pathlib import Path
@@ -22,11 +22,10 @@ class Settings(weft.Config):
     model: Path
     """Folder of the model."""
     stages: int = Field(default=4, ge=1)
-    """Of the pipeline."""
+    """Stages of the pipeline."""
     chunks: int = Field(default=1, ge=1)
-    """Of each stage."""
+    """Chunks per stage."""
     steps: int = Field(default=2, ge=1)
-    """Updates of the policy."""
 
 
 def main(settings: Settings) -> None:

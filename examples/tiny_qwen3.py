@@ -1,9 +1,11 @@
-"""A tiny model of Qwen3's shape and the problems that it trains on, so that programs for real models run anywhere in two minutes.
+"""A tiny Qwen3 model and problems for it, to run programs for real models in two minutes.
 
-The model has what matters to such a program: a byte-pair tokenizer, special tokens, a chat template that takes `enable_thinking`, grouped
-heads and tied embeddings. Nothing is downloaded. A supervised warm start replaces the pretraining of a real model: the tiny model
-learns arithmetic and the form of an answer from worked solutions, and most solutions of the longer problems stop a step too early.
-Greedy answers are therefore right for the short problems only. Reinforcement learning finds out which way of solving is right.
+The model has a byte-pair tokenizer, special tokens, a chat template with `enable_thinking`,
+grouped-query attention and tied embeddings. Nothing is downloaded.
+
+A supervised warm start replaces pretraining. The model learns arithmetic and the answer format from
+worked solutions, but most solutions of the longer problems stop a step too early. So greedy answers
+are correct for the short problems only, and RL finds out which way of solving is right.
 """
 
 from __future__ import annotations
@@ -45,27 +47,31 @@ CHAT_TEMPLATE = """\
 TEMPLATE_TEXTS = ("system", "user", "assistant", "\n\n")
 """Texts of the chat template that become single tokens."""
 BYTES = ("0",)
-"""Texts that a tokenizer of single bytes learns from."""
+"""Training texts for a tokenizer of single bytes."""
 FIRST_NAMES = ("Ana", "Ben", "Chen", "Dara", "Emil", "Fatima", "Goran", "Hana")
 THINGS = ("apples", "marbles", "stickers", "books", "shells", "coins", "cards", "pencils")
 
 
 PROBLEMS = 2000
-"""Problems to train on and to hold out, made where no data are given."""
+"""Generated problems, for training and held out, if no data are given."""
 DEMONSTRATIONS = 4000
-"""Other problems, whose solutions the warm start reads."""
+"""Other problems, with solutions for the warm start."""
 HASTY = 0.65
-"""Share of the two-step problems whose solution in the warm start stops after the first step."""
+"""Share of two-step problems whose warm-start solution stops after the first step."""
 SOLVED = 0.8
-"""The warm start ends when at least one of four sampled responses is right for this share of the problems: reinforcement learning needs
-a model that succeeds now and then."""
+"""The warm start ends when one of four samples is correct for this share of the problems.
+
+RL needs a model that succeeds some of the time.
+"""
 TRIED = 48
-"""Problems that are tried for that; they are neither trained on nor held out."""
+"""Problems to test that; they are neither trained on nor held out."""
 MAX_WARM_STEPS = 300
 
 
 def word_problems(number: int, seed: int = 0) -> list[dict[str, str]]:
-    """Different word problems in GSM8K's form, of one step and of two: a question, and a worked answer that ends in `#### 42`.
+    """Return distinct word problems in GSM8K's form, with one or two steps.
+
+    A row has a question, and a worked answer that ends in `#### 42`.
 
     >>> word_problems(2)[1]["question"], word_problems(2)[1]["answer"]
     ('Emil has 6 coins. Dara brings 3 coins. How many coins do they have together?', '6 + 3 = 9\\n#### 9')
@@ -94,10 +100,10 @@ def word_problems(number: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def worked(answer: str, steps: int | None = None) -> str:
-    """A response in the form asked for, from a worked answer of `word_problems`.
+    """Format a worked answer of `word_problems` as a response.
 
     Args:
-        steps: number of its steps that are written, or None for all.
+        steps: number of steps to write, or None for all.
 
     >>> print(worked("3 x 4 = 12\\n5 + 12 = 17\\n#### 17"))
     3 x 4 = 12
@@ -112,7 +118,7 @@ def worked(answer: str, steps: int | None = None) -> str:
 
 
 def wrong_solution(answer: str) -> str:
-    """A response that stops a step too early, or with a wrong result where there is one step.
+    """Return a response that stops a step too early, or has a wrong result if there is one step.
 
     >>> print(wrong_solution("2 + 3 = 5\\n#### 5"))
     2 + 3 = 5
@@ -127,7 +133,8 @@ def wrong_solution(answer: str) -> str:
 
 
 def boxed(answer: str) -> str:
-    """
+    """Format the final answer.
+
     >>> boxed("42")
     'It is \\\\boxed{42}.'
     """
@@ -135,11 +142,11 @@ def boxed(answer: str) -> str:
 
 
 def make_model(folder: Path, texts: Iterable[str], seed: int = 0, vocabulary: int = 1024) -> None:
-    """Write tokenizer and random weights as `from_pretrained` loads them.
+    """Save a tokenizer and random weights for `from_pretrained`.
 
     Args:
-        texts: what the tokenizer learns its pairs from.
-        vocabulary: tokens, at least 262.
+        texts: training texts of the tokenizer.
+        vocabulary: number of tokens, at least 262.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -181,14 +188,15 @@ def make_model(folder: Path, texts: Iterable[str], seed: int = 0, vocabulary: in
 
 
 def prepare(root: Path, data: str | None, system: str, seed: int = 0) -> tuple[str, str]:
-    """(data, model): problems in GSM8K's form, made where no data are given, and a model that answers in the form asked for.
+    """Return (data, model): problems in GSM8K's form, and a model that answers in the requested
+    format.
 
-    Of problems made here the model solves a part. To data that are given it gives answers of the right form only. Both are made once for
-    each `root`, data and seed.
+    The model solves some of the generated problems. For given data, it only knows the answer
+    format. Both are made once per `root`, data and seed.
 
     Args:
         root: folder of run directories.
-        data: what `Prompts.read` takes; None: `word_problems`.
+        data: argument of `Prompts.read`, or None for `word_problems`.
         system: system prompt.
     """
     made = hashlib.sha256(f"{data} {system} {seed}".encode()).hexdigest()[:8]
@@ -214,7 +222,7 @@ def prepare(root: Path, data: str | None, system: str, seed: int = 0) -> tuple[s
 
 
 def _make_for_problems(model: Path, system: str, seed: int) -> list[dict[str, str]]:
-    """Write a tokenizer, a model and its problems. Returns other problems, for the warm start."""
+    """Save a tokenizer, a model and its problems. Return other problems for the warm start."""
     rows = word_problems(PROBLEMS + DEMONSTRATIONS, seed)
     lines = [json.dumps(row) + "\n" for row in rows[:PROBLEMS]]
     (model.parent / "problems.jsonl").write_text("".join(lines))
@@ -228,7 +236,7 @@ def _make_for_problems(model: Path, system: str, seed: int) -> list[dict[str, st
 
 
 def _make_for_data(model: Path, data: str, system: str, seed: int) -> tuple[list[str], list[str]]:
-    """Write a tokenizer and a model for the data; returns its questions and answers."""
+    """Save a tokenizer and a model for the data. Return its questions and answers."""
     make_model(model, BYTES, seed)
     read = weft.Prompts.read(data, model, chat=False).table
     texts, answers = read["prompt"].to_pylist(), read["answer"].to_pylist()
@@ -237,7 +245,7 @@ def _make_for_data(model: Path, data: str, system: str, seed: int) -> tuple[list
 
 
 def _teach_to_solve(folder: Path, system: str, seed: int) -> None:
-    """Warm-start a model on worked solutions until it solves problems now and then."""
+    """Warm-start a model on worked solutions until it solves problems some of the time."""
     shown = _make_for_problems(folder / "untrained", system, seed)
     draw = random.Random(seed)
     hasty = (1 if draw.random() < HASTY else None for _ in shown)
@@ -252,7 +260,8 @@ def _teach_to_solve(folder: Path, system: str, seed: int) -> None:
 
 
 def _teach_the_form(folder: Path, data: str, system: str, seed: int) -> None:
-    """Warm-start a model for the data on answers to other questions: it learns their form, and nothing that is held out."""
+    """Warm-start a model on answers to other questions, so that it learns their format and nothing
+    held out."""
     texts, answers = _make_for_data(folder / "untrained", data, system, seed)
     random.Random(seed).shuffle(answers)
     rows = [dialogue(system, text, boxed(answer)) for text, answer in zip(texts, answers, strict=True)]
@@ -268,7 +277,7 @@ def _warm_start(
     batch: int,
     tried: weft.Prompts | None = None,
 ) -> None:
-    """Train the folder's model on dialogues until it solves the problems in `tried` now and then, for `steps` steps at most."""
+    """Train on dialogues until the model solves `tried` some of the time, or for `steps` steps."""
     model = str(folder / "untrained")
     actor = weft.group(weft.ActorWorker, model=model, learning_rate=4e-3, warmup_steps=10)
     evaluations = []
@@ -296,13 +305,13 @@ def _warm_start(
 
 
 def dialogue(system: str, question: str, response: str) -> dict[str, Any]:
-    """A question and its response as a row of messages."""
+    """Return a question and its response as a row of messages."""
     messages = [("system", system), ("user", question), ("assistant", response)]
     return {"messages": [{"role": role, "content": content} for role, content in messages]}
 
 
 def wrong_and_right(problems: str, system: str) -> str:
-    """File of pairs in the folder of the problems: a right and a wrong solution to each."""
+    """Return a file with a correct and a wrong solution per problem, next to the problems."""
     file = Path(problems).with_name("pairs.jsonl")
     return str(
         weft.prepared(

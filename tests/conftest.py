@@ -1,4 +1,5 @@
-"""What holds for all tests: `forked` is found, each process computes with one thread, and `make test` spreads them over two processes."""
+"""Settings for all tests: imports of `forked`, one thread per process, and two processes for `make
+test`."""
 
 import atexit
 import gc
@@ -16,30 +17,31 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "docs" / "generate")]
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
-)  # tiny models gain nothing from more, and on a busy machine lose much
+)  # tiny models gain nothing from more, and lose much on a busy machine
 
 WORKER = "PYTEST_XDIST_WORKER" in os.environ
-if (
-    WORKER
-):  # what it imports while it collects stays for good: half of that time went into looking for garbage
+if WORKER:  # freeze imports: collecting garbage among them took half of the collection time
     gc.disable()
-    atexit.register(gc.unfreeze)  # nanobind complains of what is left when a process ends
+    atexit.register(gc.unfreeze)  # otherwise nanobind reports leaks at exit
 
 ENGINES = "engines"
-"""Tests that use Ray or vLLM run one after the other: they share a cluster, and vLLM is imported once."""
+"""Tests with Ray or vLLM run in one process: they share a cluster, and import vLLM once."""
 FORKED = "forked"
-"""Tests whose processes are forked share the server that has imported torch, the examples a warm-started model, and those of the
-dashboard a browser and the runs that it shows."""
+"""Tests with forked processes share one server that has imported torch.
+
+The examples also share a warm-started model; dashboard tests share a browser and demo runs.
+"""
 FAILED = pytest.StashKey[bool]()
 """Whether a phase of a test has failed."""
 LIBRARIES = {"datasets", "ray", "tensorboardX", "torch", "transformers", "vllm"}
-"""They set variables of the environment when they are imported."""
+"""Libraries that set environment variables on import."""
 FORKING = {"run_processes", "run_ranks", "program"}
-"""What a module imports whose tests fork processes."""
+"""Imports of modules whose tests fork processes."""
 
 
 def group_of(item: pytest.Item) -> str:
-    """Tests of a group run in the same process: those of one file, but for two groups that take longest."""
+    """Return the group of a test, which runs in one process: its file, or one of the slow
+    groups."""
     forks = FORKING & vars(getattr(item, "module", None) or item).keys()
     if forks or HERE / "examples" in item.path.parents or item.get_closest_marker("browser"):
         return FORKED
@@ -50,7 +52,7 @@ def group_of(item: pytest.Item) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Say which tests stay together; in one of several processes, put the longest groups first."""
+    """Assign tests to groups; in parallel runs, put the longest groups first."""
     addressed = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if addressed:
         raise pytest.UsageError(
@@ -72,7 +74,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    """A test leaves the environment, the working directory and the root's log handlers as they were, and ends its threads."""
+    """Check that a test restores environment, working directory and log handlers, and ends its
+    threads."""
     variables, folder, handlers = dict(os.environ), os.getcwd(), list(logging.root.handlers)
     threads, libraries = set(threading.enumerate()), LIBRARIES & sys.modules.keys()
     yield
@@ -81,7 +84,8 @@ def nothing_is_left_behind() -> Iterator[None]:
         for name, value in {**variables, **os.environ}.items()
         if os.environ.get(name) != variables.get(name)
     }
-    # Ray sets its debugger when it connects; extensions set the path of libraries when they are compiled or loaded.
+    # Ray sets its debugger on connect; extensions set library paths when they are compiled or
+    # loaded.
     changed -= {name for name in changed if name.startswith(("RAY_", "VLLM_"))} | {
         "PYTEST_CURRENT_TEST",
         "PYTHONBREAKPOINT",
@@ -96,7 +100,7 @@ def nothing_is_left_behind() -> Iterator[None]:
     left = [one for one in threading.enumerate() if not one.daemon and one not in threads]
     if left:
         gc.collect()  # the owner of a pool may be part of a cycle
-    for one in left:  # threads of a pool without references are about to end
+    for one in left:  # threads of an unreferenced pool are about to end
         one.join(10)
     left = [one.name for one in left if one.is_alive()]
     assert not changed, f"this test changed variables of the environment: {sorted(changed)}"
@@ -107,7 +111,8 @@ def nothing_is_left_behind() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    """Free what a failed test still holds, such as an open socket: else its warning would fail a later test."""
+    """Free what a failed test still holds, such as an open socket, before its warning fails a later
+    test."""
     try:
         return (yield)
     finally:
@@ -127,8 +132,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="session")
 def inspects_models_here() -> Iterator[None]:
-    """vLLM looks at a model's class before it starts, in a process that imports vLLM once more: 5 s for each class. Here it does so in
-    the test's own process."""
+    """Let vLLM inspect a model's class in this process.
+
+    Otherwise it starts a process per class, which takes 5 s to import vLLM.
+    """
     from vllm.model_executor.models import registry
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Counts the calls of a function's work: a measure of effort that does not depend on how busy the machine is."""
+"""Counts function calls: a measure of work that does not depend on the machine's load."""
 
 import sys
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def calls_of(function: Callable[[], Any]) -> tuple[Any, int]:
-    """(What the function returns, the calls of Python and C functions that it made)."""
+    """Return (result, number of Python and C calls) of a function."""
     calls = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:

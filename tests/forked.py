@@ -1,7 +1,8 @@
-"""Processes of the tests that need torch: forked from a server that has imported it once, and else as fresh as any.
+"""Processes for tests with torch, forked from a server that has imported it once.
 
-A process of its own imports torch, transformers and the workers in 5 s of a CPU; a forked one has them at once. The server is
-single-threaded, has computed nothing, and ends with the tests.
+A new process takes 5 s of CPU to import torch, transformers and the workers. A forked one has them
+at once, and is otherwise just as fresh. The server is single-threaded, has computed nothing, and
+ends with the tests.
 """
 
 import multiprocessing
@@ -21,7 +22,7 @@ import pytest
 
 @cache
 def server() -> ForkServerContext:
-    """The server, which has imported what is in `preloaded.py`. It is started by the first who needs it."""
+    """Return the server with the imports of `preloaded.py`; the first call starts it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
     with pytest.MonkeyPatch.context() as environment:
@@ -31,7 +32,8 @@ def server() -> ForkServerContext:
 
 
 class Forked:
-    """A process that calls a function, and what it prints. It leads a process group of its own, as what a shell starts does."""
+    """A process that calls a function, with its output. It leads a process group, like a shell's
+    job."""
 
     def __init__(
         self,
@@ -40,10 +42,10 @@ class Forked:
         *arguments: Any,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start it in the present folder, with the present environment and what is given here.
+        """Start it in the current folder, with the current environment plus `environment`.
 
         Args:
-            output: file for what it prints; what it prints as errors goes to another one beside it.
+            output: file for its standard output; standard error goes to a file next to it.
         """
         self.output, self.errors = output, output.with_name(f"{output.name}.errors")
         streams = str(self.output), str(self.errors)
@@ -53,14 +55,14 @@ class Forked:
 
     @property
     def said(self) -> str:
-        """The end of what it has printed so far, errors last."""
+        """The end of its output so far, errors last."""
         return "\n".join(file.read_text()[-4000:] for file in (self.output, self.errors) if file.exists())
 
     def finish(self, timeout_s: float = 300) -> str:
-        """Wait for its end, and return what it printed.
+        """Wait for its end, and return its output.
 
         Raises:
-            AssertionError: it ended otherwise than with exit code 0, or not in time.
+            AssertionError: it exited with another code than 0, or did not end in time.
         """
         self.process.join(timeout_s)
         assert self.process.exitcode is not None, f"no end after {timeout_s} s: {self.said}"
@@ -72,12 +74,11 @@ class Forked:
         os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL, and wait for its end."""
         self.process.kill()
         self.process.join()
 
     def kill_when(self, there: Path, timeout_s: float = 300) -> None:
-        """Kill it as soon as a file or folder is there."""
+        """Kill it as soon as a file or folder exists."""
         deadline = time.monotonic() + timeout_s
         while not there.exists():
             assert self.process.is_alive() and time.monotonic() < deadline, self.said
@@ -88,7 +89,6 @@ class Forked:
 def program(
     output: Path, path: Path, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> Forked:
-    """Start `python path arguments`."""
     return Forked(output, _run_program, str(path), arguments, environment=environment)
 
 

@@ -1,4 +1,5 @@
-"""Imports, in the server from which `forked.py` forks, what needs torch. It stays for good: no forked process looks for garbage in it."""
+"""Imports for the server of `forked.py`, frozen so that forked processes never scan them for
+garbage."""
 
 import gc
 from importlib import import_module

@@ -1,6 +1,6 @@
-"""Every fenced code block of the documentation is true: it runs, or every command in it exists with its options.
+"""Fenced code blocks in the docs are correct: code runs, and commands exist with their options.
 
-CONTRIBUTING.md, "Documentation", says which kind of block is checked how.
+CONTRIBUTING.md, "Documentation", explains the check of each kind of block.
 """
 
 import ast
@@ -36,10 +36,10 @@ DATA_PARSERS = {
     "yaml": yaml.safe_load,
 }
 COMMANDS_OF_OTHERS = {"cd", "export", "git", "ray", "source"}
-"""There is nothing of ours to check in them."""
+"""Commands of other programs, which are not checked."""
 
 LONG = {"algorithms.md", "buffer.md", "pipelines.md", "preferences.md", "watching.md"}
-"""Pages whose code takes seconds."""
+"""Pages with code that takes seconds."""
 
 every_document = pytest.mark.parametrize(
     "document",
@@ -51,14 +51,14 @@ every_document = pytest.mark.parametrize(
 class Block(NamedTuple):
     language: str
     test: str
-    """The info string's `test="..."`: run, output, compile, or nothing."""
+    """`test="..."` in the info string: run, output, compile, or empty."""
     line: int
-    """Of the first line of code, counted from 1."""
+    """First line of code, counted from 1."""
     code: str
 
 
 def blocks_of(text: str) -> list[Block]:
-    """The fenced blocks of a document, in order."""
+    """Return the fenced blocks of a document, in order."""
     fence = re.compile(
         r"^(?P<ticks>```+)(?P<language>\w*)(?P<info>.*)\n(?P<code>(?s:.*?))^(?P=ticks) *$", re.M
     )
@@ -71,12 +71,12 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def commands_of(block: Block) -> list[list[str]]:
-    """The commands of a shell block, as words. In a console block, lines without a `$` are what was printed."""
+    """Return the commands of a shell block. In a console block, lines without a `$` are output."""
     lines = block.code.replace("\\\n", " ").splitlines()
     if block.language == "console":
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     tokens = [shlex.split(part, comments=True) for line in lines for part in re.split(r"&&|\|", line)]
-    setting = re.compile(r"[A-Z_0-9]+=")  # of the environment, before the command
+    setting = re.compile(r"[A-Z_0-9]+=")  # of an environment variable, before the command
     commands = [
         words[next((i for i, word in enumerate(words) if not setting.match(word)), 0) :]
         for words in tokens
@@ -85,7 +85,7 @@ def commands_of(block: Block) -> list[list[str]]:
 
 
 def check_command(words: list[str]) -> None:
-    """Complain about a make target, script, option or extra that does not exist, and about an unknown program."""
+    """Refuse make targets, scripts, options and extras that do not exist, and unknown programs."""
     name, arguments = Path(words[0]).name, words[1:]
     if name == "make":
         given = next(
@@ -101,7 +101,7 @@ def check_command(words: list[str]) -> None:
         check_options(arguments[0], arguments[1:])
     elif name == "weft":
         scripts = (number for number, word in enumerate(arguments) if word.endswith(".py"))
-        at = next(scripts, len(arguments))  # what follows a script belongs to it
+        at = next(scripts, len(arguments))  # words after a script belong to it
         own, script = arguments[:at], arguments[at:]
         command = [word for word in own[:2] if not word.startswith("-")]
         known = help_of("-m", "weft", *command)
@@ -144,7 +144,8 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def run_python(document: Path, blocks: list[Block], folder: Path) -> list[str]:
-    """Run a document's Python blocks as one program, whose lines keep their numbers; return what each block printed."""
+    """Run a document's Python blocks as one program with original line numbers; return each block's
+    output."""
     end_of_block = "--- end of block ---\n"
     lines = [""] * len(document.read_text().splitlines())
     for block in blocks:
@@ -160,7 +161,7 @@ def run_python(document: Path, blocks: list[Block], folder: Path) -> list[str]:
 
 
 def transcript_of(block: Block, folder: Path) -> str:
-    """A console block as it looks when its `weft` commands are run in the folder."""
+    """Return a console block with the real output of its `weft` commands in this folder."""
     lines = []
     for line in block.code.splitlines():
         if line.startswith("$ weft "):
@@ -170,7 +171,7 @@ def transcript_of(block: Block, folder: Path) -> str:
 
 
 def wrong_in(document: Path, folder: Path) -> list[str]:
-    """Everything in the document's blocks that is not true, each with its line."""
+    """Return all errors in the document's blocks, with their lines."""
     blocks, wrong = blocks_of(document.read_text()), []
     for block in blocks:
         try:

@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: who may import whom, what a module may be called, examples that run."""
+"""House rules that a machine can check: imports, module names, and examples in docstrings."""
 
 import ast
 import doctest
@@ -19,10 +19,11 @@ MAY_IMPORT = {
     "workers": {"algorithms", "dataflow", "resharding"},
     "controllers": {"workers", "algorithms", "dataflow"},
 }
-"""The floors. The rooms above them (the root's modules, commands, dashboard) may import everything; nobody imports commands."""
+"""Allowed imports between the floors. Other folders may import everything, and only `__main__`
+imports commands."""
 
 EVERYBODY_MAY_IMPORT = {"weft.dataflow.lazy", "weft.dataflow.errors"}
-"""torch on demand, and the tree of exceptions: neither knows anything of dataflow, so they make nobody depend on it."""
+"""torch on demand, and the tree of exceptions: they import nothing else, so anyone may use them."""
 
 NO_NAMES = {"util", "utils", "common", "helper", "helpers", "misc", "base", "impl", "manager"}
 
@@ -43,7 +44,8 @@ def parsed(file: Path) -> ast.Module:
 
 
 def imports_of(module: str, source: ast.Module, *, is_package: bool = False) -> list[tuple[int, str]]:
-    """Every import in the source as (line, absolute dotted name): at the top, in functions, under TYPE_CHECKING."""
+    """Return every import as (line, absolute dotted name): at the top, in functions, under
+    TYPE_CHECKING."""
     package = module.split(".") if is_package else module.split(".")[:-1]
     found = []
     for node in ast.walk(source):
@@ -63,7 +65,7 @@ def imports_of(module: str, source: ast.Module, *, is_package: bool = False) -> 
 
 
 def room_of(module: str) -> str | None:
-    """The folder of a `weft.` module, or None for the root's own modules and for other packages."""
+    """Return the folder of a `weft.` module, or None for root modules and other packages."""
     parts = module.split(".")
     return parts[1] if parts[0] == "weft" and len(parts) > 1 and (ROOT / parts[1]).is_dir() else None
 
@@ -77,7 +79,7 @@ def imports_by_file() -> dict[Path, list[tuple[int, str]]]:
 
 
 def imports_among_modules() -> dict[str, set[str]]:
-    """Module -> modules of the library that it imports."""
+    """Return module -> modules of the library that it imports."""
     modules = {module_name(file) for file in library_files()}
     found: dict[str, set[str]] = {}
     for file, imports in imports_by_file().items():
@@ -87,7 +89,8 @@ def imports_among_modules() -> dict[str, set[str]]:
 
 
 def imports_among_benchmarks() -> dict[str, set[str]]:
-    """The same of the benchmarks, which are programs: each imports from its own folder or from the one above."""
+    """Do the same for benchmarks, whose programs import from their own folder or from the one
+    above."""
     top = ROOT / "benchmarks"
     found: dict[str, set[str]] = {}
     for file in sorted(top.rglob("*.py")):
@@ -107,7 +110,7 @@ def _dotted(file: Path) -> str:
 
 
 def with_folders_as_modules(imports: dict[str, set[str]], depth: int) -> dict[str, set[str]]:
-    """The imports with each folder taken as one module: the floors (depth 2), or the folders within them (3)."""
+    """Merge modules by folder: floors for depth 2, folders within them for depth 3."""
 
     def folded(module: str) -> str:
         return ".".join(module.split(".")[:depth])
@@ -119,7 +122,7 @@ def with_folders_as_modules(imports: dict[str, set[str]], depth: int) -> dict[st
 
 
 def circles(imports: dict[str, set[str]]) -> set[str]:
-    """The strongly connected components of more than one module, each as the sorted names of its modules."""
+    """Return strongly connected components of several modules, each as sorted names."""
     number: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
@@ -147,7 +150,7 @@ def circles(imports: dict[str, set[str]]) -> set[str]:
 
 
 def files_importing(package: str) -> dict[str | None, list[str]]:
-    """Room -> its files that import the package."""
+    """Return folder -> its files that import the package."""
     files = defaultdict(list)
     for file, imports in imports_by_file().items():
         if any(name.split(".")[0] == package for _, name in imports):
@@ -155,7 +158,7 @@ def files_importing(package: str) -> dict[str | None, list[str]]:
     return dict(files)
 
 
-def test_imports_are_read_wherever_they_stand():
+def test_imports_are_found_at_any_place_in_a_file():
     source = """
 import ray
 from ..dataflow import batch
@@ -239,7 +242,7 @@ def test_only_the_module_that_is_run_imports_the_commands():
         if room_of(module_name(file)) != "commands"
         and any(room_of(name) == "commands" for _, name in imports)
     }
-    assert importing == {"__init__.py", "__main__.py"}, importing  # the first for editors
+    assert importing == {"__init__.py", "__main__.py"}, importing  # the first one for editors
 
 
 def test_ray_lives_in_one_folder_of_controllers_alone():
@@ -276,12 +279,11 @@ def test_every_exception_is_in_the_tree_of_one_file():
 
 
 def docstring_examples() -> list[doctest.DocTest]:
-    """The `>>>` examples of every docstring, found in the source, so that no decorator hides one."""
+    """Return the `>>>` examples of every docstring, from the source, because decorators may hide
+    docstrings."""
     parser, tests = doctest.DocTestParser(), []
     for file in library_files():
-        if (
-            ">>>" not in file.read_text()
-        ):  # both processes of the tests collect: most files need no parsing for that
+        if ">>>" not in file.read_text():  # both test processes collect: skip parsing for most files
             continue
         for node in ast.walk(parsed(file)):
             if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -308,20 +310,21 @@ def test_docstring_examples_run(example: doctest.DocTest, capsys: pytest.Capture
 
 
 SHORTEST_S = 10
-"""Shortest deadline that a test may depend on: on a busy machine a process may get no turn for seconds."""
+"""Shortest allowed deadline of a test: on a busy machine a process may not run for seconds."""
 
 BOUNDS_A_WAIT = re.compile(r"timeout|deadline|patience|silence|pause|grace|idle|wait_s$|interval_s$")
-"""Matches the names of arguments that bound a wait."""
+"""Names of arguments that limit a wait."""
 
 OWN_CLOCK = {"test_elastic.py", "test_jobs.py", "test_ledger.py", "test_log.py", "test_simulated.py"}
-"""Tests that measure seconds by a fake clock."""
+"""Tests with a fake clock."""
 
 
 def short_waits(source: str) -> list[int]:
-    """Lines of a test file that depend on less than SHORTEST_S of wall-clock time.
+    """Return the lines of a test file that depend on less than SHORTEST_S of wall-clock time.
 
-    These are deadlines, sleeps outside of a loop that looks again, and bounds on the time that has passed. Tests that are marked slow are
-    exempt, and lines with the comment "waited out": nothing has to happen within the time that they set.
+    These are deadlines, sleeps outside of polling loops, and limits on elapsed time. Tests marked
+    slow are exempt, and so are lines with the comment "waited out": nothing has to happen within
+    their time.
     """
     lines, found = source.splitlines(), list[int]()
 

@@ -1,4 +1,4 @@
-"""What a user installs: the wheel, its packages, what it imports, and a lock that agrees with pyproject.toml."""
+"""The installed package: wheel, packages, imports, and a lock that matches pyproject.toml."""
 
 import ast
 import re
@@ -23,7 +23,7 @@ NOT_IN_THE_LIBRARY = {"benchmarks", "build", "docs", "examples", "requirements",
 
 
 def library_folders() -> list[Path]:
-    """Every folder at or below the root that holds Python modules of the library, the root itself first."""
+    """Return all folders with Python modules of the library, the root first."""
     tops = [
         path
         for path in ROOT.iterdir()
@@ -82,7 +82,7 @@ def test_importing_weft_loads_no_torch_ray_or_vllm():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built offline from a copy: setuptools would leave `build/` beside the sources."""
+    """Build the wheel offline from a copy: setuptools would leave `build/` in the source folder."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for file in ROOT.iterdir():
         if file.is_file():
@@ -165,8 +165,8 @@ def test_the_lock_for_cuda_satisfies_pyproject_and_differs_only_where_vllm_does(
     assert other <= {"apache-tvm-ffi", "triton"}
 
 
-def test_what_a_job_server_needs_is_locked_beside_the_rest():
-    """In a lock of its own: with it, Ray starts more processes on every node."""
+def test_packages_of_a_job_server_have_a_separate_lock():
+    """They have a separate lock: with them, Ray starts more processes on every node."""
     needed = [
         r
         for r in map(Requirement, requires("ray") or [])
@@ -181,6 +181,7 @@ def test_what_a_job_server_needs_is_locked_beside_the_rest():
     assert not locked_versions().keys() & locked_versions("jobs.txt").keys()
 
 
-def test_the_lock_leaves_out_what_breaks_a_cpu_install():
-    """The registry's torchvision, torchaudio and torchcodec are CUDA builds: `import transformers` fails with them."""
+def test_the_lock_leaves_out_packages_that_break_a_cpu_install():
+    """The registry's torchvision, torchaudio and torchcodec are CUDA builds, with which `import
+    transformers` fails."""
     assert not {"torchvision", "torchaudio", "torchcodec"} & set(locked_versions())

@@ -1,4 +1,4 @@
-"""What the source may not do: run text as code, or read what can run code when it is read."""
+"""Safety rules for the source: no running of text as code, and no unsafe deserialization."""
 
 import ast
 
@@ -22,23 +22,20 @@ CALLS = {
 EXCUSED = {
     "controllers/ranks/tasks.py": {
         "pickle"
-    },  # a part of a call or a reply, which Ray carries as a pickle, under its token
+    },  # parts of calls and replies, which Ray carries as pickles, protected by its token
     "controllers/backends/rank.py": {
         "cloudpickle",
         "pickle",
-    },  # what Ray makes an actor of, read when its environment is set
-    "workers/rewards/main_thread.py": {
-        "pickle"
-    },  # over a pipe, between a rank and a child that it forked
-    "commands/run.py": {
-        "runpy.run_path"
-    },  # `weft run SCRIPT` runs the file that its user names, as Python does
+    },  # Ray's actor class, read once its environment is set
+    "workers/rewards/main_thread.py": {"pickle"},  # a pipe between a rank and its forked child
+    "commands/run.py": {"runpy.run_path"},  # `weft run SCRIPT` runs the user's file, as Python does
 }
-"""File -> what it may do. None of it comes from a file of a run, a model or a data set, or over a socket of ours."""
+"""File -> allowed operations. None of them reads files of a run, a model or a data set, or our
+sockets."""
 
 
 def breaks(source: ast.Module) -> list[tuple[int, str]]:
-    """Line and what stands there."""
+    """Return lines with forbidden operations."""
     found: list[tuple[int, str]] = []
     for node in ast.walk(source):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -78,14 +75,14 @@ def breaks(source: ast.Module) -> list[tuple[int, str]]:
         "np.load(path, allow_pickle=True)",
     ],
 )
-def test_what_runs_text_or_reads_code_is_found(text: str):
+def test_code_that_runs_text_or_reads_pickles_is_found(text: str):
     assert breaks(ast.parse(text))
 
 
 @pytest.mark.parametrize(
     "text", ["model.eval()", "yaml.safe_load(file)", "np.load(path)", "subprocess.run([a], shell=False)"]
 )
-def test_what_does_not_is_left_alone(text: str):
+def test_safe_code_is_left_alone(text: str):
     assert not breaks(ast.parse(text))
 
 

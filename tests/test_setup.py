@@ -1,4 +1,4 @@
-"""`make setup` with small locks and local indexes: where the CPU build of torch comes from."""
+"""`make setup` with small locks and local indexes: the source of torch's CPU build."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ TORCH, OTHER = "torch==2.13.0+cpu", "plain==1.0"
 
 
 def make_wheel(folder: Path, requirement: str) -> Path:
-    """The smallest wheel that pip installs."""
+    """Make the smallest wheel that pip installs."""
     name, version = requirement.split("==")
     folder.mkdir(parents=True, exist_ok=True)
     file, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
@@ -31,7 +31,7 @@ def make_wheel(folder: Path, requirement: str) -> Path:
 
 
 def make_index(folder: Path, *requirements: str) -> str:
-    """The URL of a package index, a folder of pages as PyPI has them."""
+    """Make a package index as a folder of pages like PyPI's, and return its URL."""
     folder.mkdir(parents=True, exist_ok=True)
     for requirement in requirements:
         page = folder / requirement.split("==")[0]
@@ -41,7 +41,8 @@ def make_index(folder: Path, *requirements: str) -> str:
 
 
 class Setup:
-    """A folder with the Makefile and a lock of two packages. pip knows only an index that has what PyPI has."""
+    """A folder with the Makefile and a lock of two packages. pip only knows an index with PyPI's
+    content."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "clone"
@@ -100,7 +101,7 @@ def test_setup_leaves_the_index_of_pytorch_alone_where_pip_has_the_build(setup: 
 
 
 @pytest.mark.thorough
-def test_setup_says_what_to_do_where_neither_has_the_build_and_installs_nothing_else(
+def test_setup_gives_advice_if_the_build_is_missing_and_installs_nothing_else(
     setup: Setup, tmp_path: Path
 ):
     empty = make_index(tmp_path / "empty")

@@ -1,4 +1,4 @@
-"""vLLM's groups of ranks in the process of the tests, which several engines share."""
+"""vLLM's process groups in the test process, shared by several engines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def experts_group() -> Iterator[None]:
-    """A group for experts where an engine of a dense model, which needs none, has made the groups of this process."""
+    """Add a group for experts if the engine of a dense model has created groups without one."""
     from vllm.distributed import parallel_state
 
     missing = parallel_state.model_parallel_is_initialized() and parallel_state._EP is None

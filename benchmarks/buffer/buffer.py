@@ -1,11 +1,11 @@
-"""The sample buffer: Weft's and TransferQueue's by turns on the same bytes, with memcpy as the limit.
+"""The sample buffer: Weft and TransferQueue in turns on the same bytes, with memcpy as the limit.
 
-    .venv/bin/python benchmarks/buffer/buffer.py                 # everything, about ten minutes; `make bench-peers` first
+    .venv/bin/python benchmarks/buffer/buffer.py                 # all, ten minutes; `make bench-peers` first
     .venv/bin/python benchmarks/buffer/buffer.py --works ragged_put,dense --rounds 3
-    .venv/bin/python benchmarks/buffer/buffer.py --small         # a minute, to see that it works
+    .venv/bin/python benchmarks/buffer/buffer.py --small         # a minute, only to see that it works
 
-`rows.py` says what the works are, docs/benchmarks.md what is compared. Ratios are of medians over the rounds. The last line printed is
-one JSON object.
+`rows.py` defines the works, and docs/benchmarks.md explains the comparison. Ratios are of medians
+over the rounds. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SMALL: dict[str, list[dict[str, Any]]] = {
     "stream": [{}],
 }
 PEER_HOLDS = 60_000
-"""Rows up to which the peer's claims are measured: they take longer the more there are."""
+"""[rows] Largest size for the peer's claims, which slow down with the number of rows."""
 
 
 def main() -> None:
@@ -92,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
 def measure(
     systems: Mapping[str, System], work: str, command: dict[str, Any], rounds: int
 ) -> dict[str, list[Answer]]:
-    """The systems by turns, one measurement of each in a round."""
+    """Measure the systems in turns, each once per round."""
     answers: dict[str, list[Answer]] = {name: [] for name in systems}
     for _ in range(rounds):
         for name, system in systems.items():
@@ -112,7 +112,7 @@ def middle(answers: Sequence[Answer], key: str) -> float:
 def summary(
     answers: Mapping[str, Sequence[tuple[dict[str, Any], dict[str, list[Answer]]]]],
 ) -> dict[str, Any]:
-    """What the last line says; ratios are Weft's over the peer's."""
+    """Return the last line of the output. Ratios are Weft's over the peer's."""
     result: dict[str, Any] = {}
     for work, name in (("ragged_put", "groups_per_put"), ("ragged_get", "claim")):
         by_size = {}
@@ -123,7 +123,7 @@ def summary(
             by_size[str(command.get(name, "default"))] = None if ratio != ratio else ratio
         if by_size:
             result[f"{work}_ratio_by_{name}"] = by_size
-            # Put: a group at a time, as groups finish. Get: claims of 64 rows.
+            # Puts have one group, because groups finish one by one. Gets claim 64 rows.
             result[f"{work}_ratio"] = by_size.get(
                 "1" if work == "ragged_put" else "64", next(iter(by_size.values()))
             )
@@ -147,7 +147,7 @@ def summary(
 
 
 def dense_rate(answers: Sequence[Answer]) -> float:
-    """GB/s of putting and getting, one after the other."""
+    """Return the rate of a put followed by a get. [GB/s]"""
     return 1 / (1 / middle(answers, "put_gb_per_s") + 1 / middle(answers, "get_gb_per_s"))
 
 

@@ -1,22 +1,28 @@
-"""TransferQueue 0.1.11, a measurement at a time: it does the works of `rows.py`, in the same words as `weft_buffer.py`, in .venv-peers.
+"""TransferQueue 0.1.11 on the works of `rows.py`, one measurement at a time, in .venv-peers.
 
     system = System(HERE / "queue_peer.py", log=log, python=PEERS)      # turns.py
     [answer] = system.run(1, work="ragged_put", rows=512, groups_per_put=8)
 
-Further settings are `units` (storage units) and `in_flight` (puts). Setting up, making rows and verifying are not timed. The defaults are
-the fastest that were found, on 2 shared cores and rows of 2,000 tokens (28.7 kB):
+Commands are those of `weft_buffer.py`, plus `units` (storage units) and `in_flight` (puts). Setup,
+generating rows and verification are not timed. The defaults were the fastest on 2 shared cores with
+rows of 2,000 tokens (28.7 kB):
 
-- Ragged columns are *strided* nested tensors, twice as fast as the jagged ones of its documentation.
-- Several calls are in flight through its asynchronous methods, as `PUT_SETTINGS` says: up to twice as fast as one call after another.
-- One storage unit is best for puts of few groups and for the rectangle, in rows of 2 MiB; two for puts of 32 groups and for gets.
-- The trainer of `stream` claims one microbatch ahead; without that it was idle for 8 to 12 % of its time.
-- `TQ_NUM_THREADS=1`: its 8 are more than there are cores, which it says in each call. Serialization without copies is always on.
-- `polling_mode`: without it the controller, one thread for all, *sleeps 5 s* when a consumer asks for more rows than are ready. For the
-  same reason `stream` does not use its `StreamingDataLoader`, which sleeps whole seconds; consumers ask each 2 ms.
+- Ragged columns are *strided* nested tensors, twice as fast as the documented jagged ones.
+- Several asynchronous calls are in flight (`PUT_SETTINGS`), up to twice as fast as sequential
+  calls.
+- One storage unit is best for puts of few groups and for the rectangle, in rows of 2 MiB; two for
+  puts of 32 groups and for gets.
+- The trainer of `stream` claims one microbatch ahead. Without that it idles for 8 to 12 % of its
+  time.
+- `TQ_NUM_THREADS=1`: the default of 8 exceeds the cores, and each call warns about it. Zero-copy
+  serialization is always on.
+- `polling_mode`: without it, the single-threaded controller *sleeps 5 s* when a consumer asks for
+  more rows than are ready. `StreamingDataLoader` sleeps whole seconds as well, so `stream` does not
+  use it. Consumers ask every 2 ms.
 
-Rows count as consumed when they are claimed, so the rows of a consumer that dies never come back, and `GRPOGroupNSampler` takes any n
-consecutive ready rows for a group. Row numbers are used again after a `clear_partition`, and rows are handed out by number: they may
-come in another order than they were put.
+A claim consumes its rows, so rows of a dead consumer are lost. `GRPOGroupNSampler` takes any n
+consecutive ready rows as a group. `clear_partition` frees row numbers for reuse, and rows are
+handed out by number, possibly in another order than they were put.
 """
 
 from __future__ import annotations
@@ -64,13 +70,13 @@ from turns import Turns
 
 ALL = tuple(DTYPES)
 PUT_SETTINGS = {1: (1, 8), 8: (1, 4), 32: (2, 2)}
-"""Groups in a put: storage units, and puts in flight."""
+"""Groups per put -> (storage units, puts in flight)."""
 POLL_S = 0.002
-"""Between two claims of a consumer that found too few rows."""
+"""[s] Pause of a consumer after a claim that found too few rows."""
 
 
 def tensors(batch: pa.RecordBatch) -> Any:
-    """A batch in the form that is fastest to put."""
+    """Convert a batch to the form that is fastest to put."""
     import torch
     from tensordict import TensorDict  # pyright: ignore[reportMissingImports]
 
@@ -85,7 +91,7 @@ def tensors(batch: pa.RecordBatch) -> Any:
 
 
 def arrays(data: Any) -> pa.RecordBatch:
-    """What a get returned, as arrays over the same memory."""
+    """Convert the result of a get to arrays on the same memory."""
     columns: dict[str, pa.Array] = {}
     for name, column in data.items():
         if column.is_nested:
@@ -96,7 +102,10 @@ def arrays(data: Any) -> pa.RecordBatch:
 
 
 class Bound:
-    """The methods of a class on an object of a derived class that overrides them: the synchronous client hides the asynchronous one."""
+    """Calls methods of a base class on an object of a derived class that overrides them.
+
+    The synchronous client overrides the methods of the asynchronous one.
+    """
 
     def __init__(self, methods: type, instance: Any) -> None:
         self._methods, self._instance = methods, instance
@@ -106,16 +115,16 @@ class Bound:
 
 
 class Queue:
-    """TransferQueue with its controller and storage units, in a Ray of its own."""
+    """TransferQueue with controller and storage units, in a separate Ray."""
 
     def __init__(self) -> None:
         import ray
         from ray.cloudpickle import register_pickle_by_value
 
         self._folder = Path(tempfile.mkdtemp(prefix="tq", dir="/tmp"))
-        os.chdir(self._folder)  # Ray puts it on the path of its processes
+        os.chdir(self._folder)  # Ray adds the working directory to the path of its processes
         register_pickle_by_value(rows_module)
-        # Logical processors: each of its actors asks for one, and they mostly wait.
+        # Logical CPUs: each actor reserves one, and mostly waits.
         ray.init(
             num_cpus=16,
             include_dashboard=False,
@@ -128,7 +137,7 @@ class Queue:
         self._partitions = 0
 
     def have(self, units: int) -> None:
-        """Start it with that many storage units, or start it again."""
+        """Start it with this many storage units, or restart it."""
         import transfer_queue as tq  # pyright: ignore[reportMissingImports]
 
         if units != self._units:
@@ -137,7 +146,7 @@ class Queue:
             tq.init({"controller": {"polling_mode": True}, "backend": storage})
             self._units = units
             self.client = tq.get_client()
-            for _ in range(2):  # connections, and the first use of everything
+            for _ in range(2):  # warm up connections and caches
                 ragged_get(self, rows=64, claim=16, in_flight=4)
 
     def partition(self) -> str:
@@ -145,7 +154,7 @@ class Queue:
         return f"partition_{self._partitions}"
 
     def node(self, name: str) -> Any:
-        """The process of a node of the stream; it stays."""
+        """Return the process of a stream node, which stays alive."""
         import ray
 
         if name not in self._nodes:
@@ -164,7 +173,8 @@ class Queue:
     def in_flight(
         self, calls: Iterable[Callable[[Any], Coroutine[Any, Any, Any]]], limit: int
     ) -> list[Any]:
-        """Make calls of the asynchronous client, so many at a time, on the event loop where it keeps its connections."""
+        """Make asynchronous calls, `limit` at a time, on the event loop of the client's
+        connections."""
         asynchronous = importlib.import_module("transfer_queue.client").AsyncTransferQueueClient
         client = Bound(asynchronous, self.client)
 
@@ -197,12 +207,12 @@ class Queue:
 
 
 class Node:
-    """A process of the stream."""
+    """One process of the stream."""
 
     def __init__(self) -> None:
         import transfer_queue as tq  # pyright: ignore[reportMissingImports]
 
-        tq.init()  # finds the controller that is there
+        tq.init()  # finds the running controller
         self._client = tq.get_client()
 
     def ready(self) -> None: ...
@@ -329,7 +339,7 @@ def rectangle(queue: Queue, *, bytes: int, rows: int) -> dict[str, Any]:
 
 def claim(queue: Queue, *, held: int, claims: int) -> dict[str, Any]:
     partition, claims = queue.partition(), min(claims, 50)
-    # In pieces: one message of everything would hold the controller up for seconds.
+    # Put in pieces: a single message would block the controller for seconds.
     put_all(queue, partition, [tensors(short(min(2000, held - i), i)) for i in range(0, held, 2000)], 1)
     seconds: dict[int, list[float]] = {rows: [] for rows in CLAIMED}
     claimed = set()
@@ -357,7 +367,7 @@ def stream(
     if not queue.has_node("trainer"):
         for name in ("producer", "reward", "trainer"):
             queue.node(name)
-        stream(queue, groups=8, group_ms=5, microbatch=32, train_ms=5)  # not counted
+        stream(queue, groups=8, group_ms=5, microbatch=32, train_ms=5)  # warm-up
     producer, reward, trainer = (queue.node(name) for name in ("producer", "reward", "trainer"))
     start = time.monotonic() + 0.5  # by then all three are waiting
     ends = [
@@ -380,7 +390,7 @@ WORKS: Mapping[str, Callable[..., dict[str, Any]]] = {
 
 
 def full_settings(command: Mapping[str, Any], small: bool) -> tuple[str, dict[str, Any]]:
-    """The settings that were fastest, where a command leaves them out."""
+    """Return the settings of a command, with the fastest values as defaults."""
     work, asked = settings(command, small)
     own: dict[str, Any] = {"units": 1 if work == "dense" else 2}
     if work == "ragged_put":
@@ -393,7 +403,7 @@ def full_settings(command: Mapping[str, Any], small: bool) -> tuple[str, dict[st
 
 def main(small: bool) -> None:
     turns = Turns()
-    # Before Ray is imported: no cluster of others is joined, and nobody else joins this one.
+    # Before the import of Ray: isolate this cluster from all others.
     os.environ |= {
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "token",

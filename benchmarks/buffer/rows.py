@@ -1,20 +1,23 @@
-"""The same rows and works for every sample buffer of `buffer.py`: groups of rows of uneven length, and one big rectangle.
+"""Rows and works for every sample buffer of `buffer.py`: groups of ragged rows, and one large
+rectangle.
 
 | work | settings | answer |
 |---|---|---|
 | `ragged_put` | `rows`, `groups_per_put` | `rows_per_s`, `gb_per_s`, `seconds` |
-| `ragged_get` | `rows`, `claim`, `in_flight` | the same: the consumer claims, fetches and sums up the rows |
-| `dense` | `bytes`, `rows` | `put_gb_per_s`, `get_gb_per_s`; Weft's also `memcpy_gb_per_s` of the same bytes |
+| `ragged_get` | `rows`, `claim`, `in_flight` | the same; the consumer claims, fetches and sums the rows |
+| `dense` | `bytes`, `rows` | `put_gb_per_s`, `get_gb_per_s`; from Weft also `memcpy_gb_per_s` of the same bytes |
 | `claim` | `held`, `claims` | `claim_8_p50_ms`, `claim_8_p99_ms`, `claim_64_p50_ms`, `claim_64_p99_ms` |
 | `stream` | `groups`, `group_ms`, `microbatch`, `train_ms` | `first_s`, `idle_share`, `total_s`, `microbatches` |
 
-`stream` is generate -> reward -> update: the producer makes a group of 8 each `group_ms` on a fixed timetable, the reward node adds the
-column `reward`, and the trainer takes `microbatch` rows with all columns, sums them up and sleeps `train_ms`. `first_s` is from
-the start of the timetable to the first microbatch in the trainer; `idle_share` is the trainer's time without one, from there on.
-All answers have `work`, and `verified`: what came back has the content (`content_hash`) of what was put.
+`stream` is generate -> reward -> update. The producer makes a group of 8 every `group_ms` on a
+fixed timetable, and the reward node adds the column `reward`. The trainer takes `microbatch` rows
+with all columns, sums them, and sleeps `train_ms`. `first_s` is the time from the start of the
+timetable to the trainer's first microbatch; `idle_share` is the share of the trainer's time after
+that without one. Every answer has `work` and `verified`: the returned rows have the content
+(`content_hash`) that was put.
 
-Rows are pure functions of a seed, made with numpy and pyarrow alone, because the peer runs in another environment than Weft.
-Any process can make any group again and check what arrived:
+Rows are pure functions of a seed, made with numpy and pyarrow only, because the peer runs in
+another environment. Any process can recreate any group and verify what arrived:
 
     >>> batch = group(seed=0, number=3)
     >>> batch.num_rows, batch["response_ids"].offsets == batch["advantages"].offsets
@@ -35,9 +38,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 GROUP = 8
-"""Rows in a group."""
+"""Rows per group."""
 MEAN_PROMPT, MEAN_RESPONSE, MAX_RESPONSE = 200, 1_800, 16_384
-"""Tokens in a row: about 2,000 in the mean, log-normal, so that a few rows are several times longer."""
+"""[tokens] Rows have a mean of 2,000 with log-normal responses, so a few are several times
+longer."""
 VOCABULARY = 150_000
 
 DTYPES = {
@@ -48,11 +52,12 @@ DTYPES = {
     "advantages": np.dtype(np.float32),
     "reward": np.dtype(np.float32),
 }
-"""The columns of a row; `reward` is one number, the others are as long as the prompt or as the response."""
+"""Column -> dtype. `reward` is a number per row; others are as long as the prompt or the
+response."""
 GENERATED = ("prompt_ids", "response_ids", "response_logprobs", "response_versions")
-"""What the producer of `stream` puts."""
+"""Columns that the producer of `stream` puts."""
 REWARDED = (*GENERATED, "reward")
-"""What its trainer reads."""
+"""Columns that its trainer reads."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "ragged_put": {"rows": 512, "groups_per_put": 8},
@@ -69,11 +74,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "stream": {"groups": 8, "group_ms": 10.0, "train_ms": 10.0},
 }
 CLAIMED = (8, 64)
-"""Rows of a claim that is timed by the work `claim`."""
+"""Rows per timed claim in the work `claim`."""
 
 
 def settings(command: Mapping[str, Any], small: bool) -> tuple[str, dict[str, Any]]:
-    """The work that a command names, and its settings: the defaults where the command leaves them out.
+    """Return the work of a command and its settings, with defaults for missing ones.
 
     >>> settings({"steps": 1, "work": "claim", "held": 5000}, small=False)
     ('claim', {'held': 5000, 'claims': 500})
@@ -87,13 +92,13 @@ def settings(command: Mapping[str, Any], small: bool) -> tuple[str, dict[str, An
 
 
 def of_lists(values: NDArray[Any], lengths: Sequence[int] | NDArray[Any]) -> pa.ListArray:
-    """A ragged column: the values of all rows end to end, and the length of each row."""
+    """Build a ragged column from concatenated values and the length of each row."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
 def numpy_of(column: pa.Array) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Values of a column, end to end, and the offsets [rows + 1] at which its rows start; a number is a row of length 1."""
+    """Return concatenated values and offsets [rows + 1]; a number is a row of length 1."""
     if not pa.types.is_list(column.type):
         return column.to_numpy(), np.arange(len(column) + 1)
     offsets = column.offsets.to_numpy()
@@ -101,10 +106,11 @@ def numpy_of(column: pa.Array) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def group(seed: int, number: int) -> pa.RecordBatch:
-    """The rows of one prompt; every process makes the same ones of a seed and a number."""
+    """Return the rows of one prompt, a pure function of seed and number."""
     random = np.random.default_rng([seed, number])
     prompt = np.full(GROUP, max(1, random.poisson(MEAN_PROMPT)))
-    # A log-normal with sigma s has the mean exp(mu + s² / 2); 0.6 puts one row in twenty beyond twice the mean.
+    # A log-normal distribution has the mean exp(mu + sigma² / 2). With 0.6, one row in twenty
+    # exceeds twice the mean.
     sigma = 0.6
     lengths = random.lognormal(np.log(MEAN_RESPONSE) - sigma**2 / 2, sigma, GROUP)
     response = np.clip(lengths.astype(np.int64), 1, MAX_RESPONSE)
@@ -123,19 +129,20 @@ def group(seed: int, number: int) -> pa.RecordBatch:
 
 
 def ragged(rows: int, seed: int = 0) -> list[pa.RecordBatch]:
-    """The groups 0, 1, ..., `rows` rows in all."""
+    """Return groups 0, 1, ... with `rows` rows in total."""
     if rows % GROUP:
         raise ValueError(f"{rows} rows are not complete groups of {GROUP}")
     return [group(seed, number) for number in range(rows // GROUP)]
 
 
 def joined(batches: Sequence[pa.RecordBatch], each: int) -> list[pa.RecordBatch]:
-    """So many batches at a time as one."""
+    """Concatenate the batches, `each` at a time."""
     return [pa.concat_batches(batches[i : i + each]) for i in range(0, len(batches), each)]
 
 
 def short(rows: int, seed: int = 0) -> pa.RecordBatch:
-    """Rows of the same columns with a token each, for works in which only their number matters."""
+    """Return rows of the same columns with one token each, for works that only depend on their
+    number."""
     columns = {
         name: of_lists(np.zeros(rows, dtype), [1] * rows)
         for name, dtype in DTYPES.items()
@@ -146,7 +153,7 @@ def short(rows: int, seed: int = 0) -> pa.RecordBatch:
 
 
 def dense(num_bytes: int = 128 << 20, seed: int = 0) -> NDArray[np.float32]:
-    """A rectangle of numbers, 64 KiB a row."""
+    """Return a rectangle of numbers with 64 KiB per row."""
     columns = 16_384
     if num_bytes % (4 * columns):
         raise ValueError(f"{num_bytes} bytes are not complete rows of {4 * columns} bytes")
@@ -154,20 +161,20 @@ def dense(num_bytes: int = 128 << 20, seed: int = 0) -> NDArray[np.float32]:
 
 
 def rewards_of(responses: pa.Array) -> NDArray[np.float32]:
-    """What the reward node of `stream` computes: cheap, from every token."""
+    """Compute the reward of `stream` from every token, cheaply."""
     values, offsets = numpy_of(responses)
     return (np.add.reduceat(values & 1, offsets[:-1]) / np.diff(offsets)).astype(np.float32)
 
 
 def rewarded(rows: int) -> list[pa.RecordBatch]:
-    """What the trainer of `stream` is to read."""
+    """Return the rows that the trainer of `stream` must read."""
     batches = (batch.select(GENERATED) for batch in ragged(rows))
     return [
         batch.append_column("reward", pa.array(rewards_of(batch["response_ids"]))) for batch in batches
     ]
 
 
-# Reading, verifying and timing them
+# Reading, verification and timing
 
 
 def touch(batch: pa.RecordBatch, names: Iterable[str]) -> float:
@@ -176,7 +183,7 @@ def touch(batch: pa.RecordBatch, names: Iterable[str]) -> float:
 
 
 def content_hash(row: Mapping[str, NDArray[Any]]) -> str:
-    """A hash of one row's columns: their names, types and bytes. Rows with the same hash are the same."""
+    """Hash names, types and bytes of one row's columns."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(row):
         column = np.ascontiguousarray(row[name])
@@ -186,7 +193,7 @@ def content_hash(row: Mapping[str, NDArray[Any]]) -> str:
 
 
 def rows_of(batch: pa.RecordBatch, names: Iterable[str]) -> Iterator[dict[str, NDArray[Any]]]:
-    """Row by row, each column an array of its own (a number has one element)."""
+    """Yield row by row, with one array per column; a number has one element."""
     columns = {name: numpy_of(batch[name]) for name in names}
     for row in range(batch.num_rows):
         yield {
@@ -195,7 +202,7 @@ def rows_of(batch: pa.RecordBatch, names: Iterable[str]) -> Iterator[dict[str, N
 
 
 def hashes(batches: Iterable[pa.RecordBatch], names: Sequence[str] = tuple(DTYPES)) -> list[str]:
-    """The hash of each row, in the order of the hashes: the same rows have the same list, in whichever order they came."""
+    """Return the sorted hashes of the rows, equal for equal rows in any order."""
     return sorted(content_hash(row) for batch in batches for row in rows_of(batch, names))
 
 
@@ -205,7 +212,7 @@ def throughput(batches: Sequence[pa.RecordBatch], seconds: float) -> dict[str, f
 
 
 def claim_times(seconds: Mapping[int, Sequence[float]]) -> dict[str, float]:
-    """Percentiles of the seconds of claims, by the rows of a claim."""
+    """Return percentiles of claim times, by rows per claim."""
     return {
         f"claim_{rows}_p{share}_ms": 1e3 * float(np.percentile(times, share))
         for rows, times in seconds.items()
@@ -214,7 +221,7 @@ def claim_times(seconds: Mapping[int, Sequence[float]]) -> dict[str, float]:
 
 
 class TrainerClock:
-    """When the trainer of `stream` has a microbatch, and when it waits for one."""
+    """Measures when the trainer of `stream` has a microbatch, and when it waits."""
 
     def __init__(self) -> None:
         self._first = self._since = self._idle = 0.0
@@ -230,11 +237,12 @@ class TrainerClock:
         self._since = time.monotonic()
 
     def figures(self, start: float) -> dict[str, float]:
-        """The answer of `stream`, whose timetable began at `start` (seconds of the monotonic clock)."""
+        """Return the answer of `stream`; `start` is the start of its timetable on the monotonic
+        clock. [s]"""
         share = self._idle / (self._since - self._first)
         return {"first_s": self._first - start, "idle_share": share, "total_s": self._since - start}
 
 
 def sleep_until(moment: float) -> None:
-    """Sleep until a moment of the monotonic clock."""
+    """Sleep until this time of the monotonic clock."""
     time.sleep(max(0.0, moment - time.monotonic()))

@@ -1,10 +1,11 @@
-"""Weft's sample buffer, a measurement at a time: it does the works of `rows.py`, in the same words as `queue_peer.py`.
+"""Weft's sample buffer on the works of `rows.py`, one measurement at a time.
 
     system = System(HERE / "weft_buffer.py", log=log)      # turns.py
     [answer] = system.run(1, work="ragged_put", rows=512, groups_per_put=8)
 
-This process holds the ledger and the log, as the driver does in a run. Worker processes (`weft_nodes.py`) write and read the rows.
-They tell it through pipes what they wrote and are told what to read; the log is committed once a turn of the loop.
+Commands are those of `queue_peer.py`. As in a run, the driver process holds the ledger and the log,
+and worker processes (`weft_nodes.py`) write and read rows. Pipes carry their reports and orders.
+The log is committed once per loop.
 """
 
 from __future__ import annotations
@@ -50,12 +51,10 @@ from weft.dataflow.operation import declaration_of
 from weft.dataflow.source import TableSource
 
 ANSWER_S = 60
-"""Longest wait for a worker process."""
+"""[s] Longest wait for a worker process."""
 
 
 class WorkerProcess:
-    """A worker as the driver sees it."""
-
     def __init__(self, folder: Path, name: str) -> None:
         self.connection, there = PROCESSES.Pipe()
         self._process = PROCESSES.Process(target=serve, args=(there, folder, name), daemon=True)
@@ -81,7 +80,7 @@ class WorkerProcess:
 
 
 class Driver:
-    """A buffer, its graph, and its workers; a new one for each measurement."""
+    """A buffer with its graph and workers, new for each measurement."""
 
     def __init__(self, folder: Path, graph: Callable[..., Graph], workers: Sequence[str]) -> None:
         self.folder = Path(tempfile.mkdtemp(dir=folder))
@@ -92,7 +91,7 @@ class Driver:
         self.ledger = self.buffer.ledgers["train"]
         self.workers = {name: WorkerProcess(self.folder / "segments", name) for name in workers}
         self.leases: dict[int, Lease] = {}
-        """Token -> what was claimed."""
+        """Token -> lease."""
         declaration = declaration_of(get)
         assert declaration is not None
         self._operation = declaration.called_with({})
@@ -107,7 +106,7 @@ class Driver:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def answers(self) -> Iterator[tuple[str, Reply]]:
-        """Commit the log, wait for a worker, and take what all have said by then."""
+        """Commit the log, wait for any worker, and yield all available replies."""
         self.buffer.commit()
         if not wait([worker.connection for worker in self.workers.values()], ANSWER_S):
             raise TimeoutError(f"no worker of {', '.join(self.workers)} answered for {ANSWER_S} s")
@@ -118,7 +117,8 @@ class Driver:
     def start_puts(
         self, node: Node, sizes: Sequence[int], groups_each: int, at: Sequence[float] = ()
     ) -> None:
-        """Claim a prompt for each group, and have the producer write its rows, at these moments of the monotonic clock."""
+        """Claim a prompt per group, and let the producer write its rows at these monotonic
+        times."""
         self.ledger.issue([0] * (len(sizes) * groups_each), [0] * (len(sizes) * groups_each), step=0)
         for number, rows in enumerate(sizes):
             lease = self.ledger.claim(node, max_rows=groups_each)
@@ -131,7 +131,7 @@ class Driver:
             )
 
     def start(self, worker: str, do: str, node: Node, rows: int, **more: Any) -> bool:
-        """Claim rows for a worker and tell it where they are; False: there are none."""
+        """Claim rows for a worker and send it their locations; return False if there are none."""
         lease = self.ledger.claim(node, max_rows=rows, holder=worker)
         if lease is None:
             return False
@@ -148,7 +148,7 @@ class Driver:
         self.ledger.finish(lease)
 
     def put_everything(self, node: Node, sizes: Sequence[int], groups_each: int) -> float:
-        """Seconds until all is in the ledger and its log."""
+        """Return the seconds until everything is in the ledger and its log."""
         start = time.perf_counter()
         self.start_puts(node, sizes, groups_each)
         while self.leases:
@@ -158,7 +158,7 @@ class Driver:
         return time.perf_counter() - start
 
     def read_everything(self, node: Node, rows: int, claim: int, in_flight: int) -> float:
-        """Seconds until all rows were claimed, gathered in the order of the claim, and summed up."""
+        """Return the seconds until all rows are claimed, gathered in claim order, and summed."""
         start = time.perf_counter()
         left, reader = rows // claim, self.workers["reader"]
         while left:
@@ -172,16 +172,16 @@ class Driver:
 
 
 def _children(lease: Lease, each: int, tokens: int) -> Published:
-    """All rows made of the rows of a lease, so many of each."""
+    """Return a publication of all children of a lease, `each` per row."""
     ids = np.add.outer(lease.first_children, np.arange(each)).ravel()
     return Published(ids, np.full(len(ids), tokens), None, np.repeat(lease.ids, each), lease.ids)
 
 
-# The works
+# Works
 
 
 def _ragged(folder: Path, rows: int, groups_per_put: int, claim: int, in_flight: int) -> tuple[Any, Any]:
-    """The answers of putting and of getting."""
+    """Return the answers of `ragged_put` and `ragged_get`."""
     groups = ragged(rows)
     sizes = [groups_per_put * GROUP] * (rows // (groups_per_put * GROUP))
     with Driver(folder, queue, ("producer", "reader")) as driver:
@@ -192,7 +192,8 @@ def _ragged(folder: Path, rows: int, groups_per_put: int, claim: int, in_flight:
         expected, verified = hashes(groups), True
         put_s = get_s = 0.0
         passes = 5 + 3 * FILE_BYTES // sum(batch.nbytes for batch in groups)
-        for _ in range(passes):  # the last one counts: files go round by then, as they do in a run
+        # only the last pass counts: by then files are recycled, as in a run
+        for _ in range(passes):
             put_s = driver.put_everything(first, sizes, groups_per_put)
             get_s = driver.read_everything(second, rows, claim, in_flight)
             verified &= driver.workers["reader"].ask("hashes", names=list(DTYPES)) == expected
@@ -232,7 +233,7 @@ def rectangle(folder: Path, *, bytes: int, rows: int) -> dict[str, Any]:
 
 
 def claim(folder: Path, *, held: int, claims: int) -> dict[str, Any]:
-    """The log is written in what is timed."""
+    """Measure `claim`, including the writes to the log."""
     seconds: dict[int, list[float]] = {}
     claimed: set[tuple[int, int]] = set()
     for rows in CLAIMED:
@@ -274,7 +275,7 @@ def stream(
         reward, trainer = driver.workers["reward"], driver.workers["trainer"]
         driver.workers["producer"].ask("make", groups=groups, per_put=1, columns=list(GENERATED))
         for worker in (reward, trainer):
-            worker.ask("hashes", names=[])  # it is up
+            worker.ask("hashes", names=[])  # wait until it is up
         start = time.monotonic() + 0.5
         driver.start_puts(
             first, [GROUP] * groups, 1, [start + (k + 1) * group_ms / 1e3 for k in range(groups)]
@@ -304,7 +305,7 @@ WORKS: Mapping[str, Callable[..., dict[str, Any]]] = {
 
 def main(small: bool) -> None:
     turns = Turns()
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the worker processes
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the worker processes
     with tempfile.TemporaryDirectory(prefix="weft-buffer-") as folder:
         turns.say(ready=True)
         while turns.go_on():

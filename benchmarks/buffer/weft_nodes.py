@@ -1,4 +1,5 @@
-"""The graphs of `weft_buffer.py`, whose nodes are claimed and never called, and the processes that write and read their rows."""
+"""Graphs for `weft_buffer.py`, which are claimed but never called, and processes that write and
+read rows."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ from weft.dataflow.operation import Shape, node
 NODE = "bench"
 PROCESSES = multiprocessing.get_context("spawn")
 Reply = tuple[int, Published, Segment | None]
-"""Token of the lease, what was made of its rows, and where that lies."""
+"""Token of the lease, publication, and its segment."""
 
 
 @node(shape=Shape.EXPAND, reads=("seed",), writes=tuple(DTYPES))
@@ -84,7 +85,7 @@ def streaming(prompts: Any) -> Any:
 
 
 class RowProcess:
-    """The process's side: it writes and reads rows in the folder of the node, as it is told."""
+    """The worker's side: writes and reads rows in the node's folder on request."""
 
     def __init__(self, data: DataAccess) -> None:
         self._data = data
@@ -130,7 +131,7 @@ class RowProcess:
         return self._clock.figures(start)
 
     def hashes(self, names: Sequence[str]) -> list[str]:
-        """Of all rows that were read since the last call."""
+        """Return the hashes of all rows that were read since the last call."""
         found = hashes([batch.record for batch in self._got], names)
         self._got.clear()
         return found
@@ -146,7 +147,7 @@ def _done(task: RowTask) -> Published:
 
 
 def serve(connection: Connection, folder: Path, name: str) -> None:
-    """Do what comes through the connection, until its other end is closed."""
+    """Obey the connection until its other end is closed."""
     access = Files(folder).access(NODE, name)
     process = RowProcess(access)
     try:

@@ -1,4 +1,4 @@
-"""A dashboard in a process of its own, and a client of it."""
+"""A dashboard in a separate process, and a client for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKEN = "measured"
 
 @contextmanager
 def dashboard_over(folder: Path) -> Iterator[httpx.Client]:
-    """A client of a dashboard over this folder, which ends with the block."""
+    """Yield a client of a dashboard on this folder; the dashboard ends with the block."""
     command = [sys.executable, "-m", "weft", "dashboard", str(folder), "--token", TOKEN]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -31,7 +31,7 @@ def dashboard_over(folder: Path) -> Iterator[httpx.Client]:
 
 
 def until_indexed(client: httpx.Client, run: str) -> float:
-    """Seconds until all samples of a run are indexed."""
+    """Return the seconds until all samples of a run are indexed."""
     began = time.monotonic()
     while True:
         indexed = client.get("/api/groups", params={"run": run}).json()["indexed"]

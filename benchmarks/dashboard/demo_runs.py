@@ -1,7 +1,7 @@
-"""Run directories to look at: real runs of a tiny model in this process, in every state that a dashboard meets.
+"""Demo runs for the dashboard: real runs of a tiny model, in every state that a dashboard meets.
 
-    python benchmarks/dashboard/demo_runs.py FOLDER                     # those that end; a minute
-    python benchmarks/dashboard/demo_runs.py FOLDER --only live         # one that goes on until it is ended
+    python benchmarks/dashboard/demo_runs.py FOLDER                     # all that end; a minute
+    python benchmarks/dashboard/demo_runs.py FOLDER --only live         # one that runs until it is stopped
 
 | run | what it is |
 |---|---|
@@ -11,7 +11,7 @@
 | `ranks` | under Ray: two ranks generate, two train, two score |
 | `killed` | its process was killed in the middle of a step |
 | `failed` | its reward function raises |
-| `nothing` | killed before the first step was over |
+| `nothing` | killed before the end of the first step |
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ ENDED = ("first", "second", "ahead", "ranks", "dialogues", "killed", "failed", "
 
 
 def train(root: Path, name: str) -> None:
-    """One of these runs."""
     if name == "dialogues":
         import tool_dialogues
 

@@ -16,7 +16,7 @@ PAINT = "performance.getEntriesByName('first-contentful-paint').map(entry => ent
 
 
 def measure(large: Path, folder: Path) -> dict[str, Any]:
-    """`first_paint_ms`: median of several visits, each of a new browser context."""
+    """Return `first_paint_ms`: the median of several visits, each in a new browser context."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     try:
         from playwright.sync_api import sync_playwright
@@ -36,7 +36,7 @@ def measure(large: Path, folder: Path) -> dict[str, Any]:
             deadline = time.monotonic() + DEADLINE_S
             while (
                 paint := page.evaluate(PAINT)
-            ) is None:  # the page's policy lets no function of ours wait in it
+            ) is None:  # the page's content policy forbids waiting in a function of ours
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"nothing was painted in {DEADLINE_S:.0f} s at {page.url}")
                 time.sleep(0.01)

@@ -1,12 +1,11 @@
-"""A run directory of 10,000 steps and 100,000 samples, made by the writers of real runs: metrics, timeline and samples.
-
-Its numbers are invented, its graph was never run, and it has no log of rows.
+"""A run directory of 10,000 steps and 100,000 samples, made by the writers of real runs.
 
     python benchmarks/dashboard/large_run.py FOLDER [--steps 10000] [--samples 100000]
-    python benchmarks/dashboard/large_run.py FOLDER --rows 1000000     # one with a log of so many rows, and 100,000 samples; minutes
+    python benchmarks/dashboard/large_run.py FOLDER --rows 1000000     # with a log of this many rows; minutes
 
-With `--rows`, the real driver runs the graph in the simulator, of four ranks that generate and two that train: log, graph, timeline and
-metrics are its own. Only the samples are invented.
+Its numbers are invented, its graph never ran, and it has no log. With `--rows`, the real driver
+runs the graph in the simulator, with four generating and two training ranks. Then only the samples
+are invented: log, graph, timeline and metrics come from the driver.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from weft.workers.function import RecorderConfig, RecorderWorker
 from weft.workers.worker import Context
 
 GROUP = 5
-"""Responses to a prompt."""
+"""Responses per prompt."""
 CALLS = (
     ("rollout", "rollout.generate", 0.0, 0.5),
     ("reward", "reward.score", 0.5, 0.55),
@@ -103,7 +102,7 @@ def train(prompts, *, rollout, reward, actor):
 
 
 def graph() -> Graph:
-    """The graph that the run would have had."""
+    """Return the graph that the run would have had."""
     rollout, reward, actor = (
         weft.group(kind, name=kind.__name__.lower()) for kind in (Rollout, Reward, Actor)
     )
@@ -114,7 +113,6 @@ def graph() -> Graph:
 
 
 def make(path: Path, steps: int = 10_000, samples: int = 100_000) -> Path:
-    """Make the run; returns its directory."""
     directory = RunDirectory.create(path.parent, path.name)
     schedule = {
         "kind": "Asynchronous",
@@ -150,7 +148,7 @@ def make(path: Path, steps: int = 10_000, samples: int = 100_000) -> Path:
 
 
 def make_with_rows(path: Path, rows: int, samples: int = 100_000) -> Path:
-    """A run with a log of so many rows; returns its directory."""
+    """Make a run with a log of this many rows, and return its directory."""
     steps = 100
     training = weft.ResourcePool("training", cpus=2)
     generating = weft.ResourcePool("generating", cpus=4)
@@ -271,7 +269,7 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--samples", type=int, default=100_000)
-    parser.add_argument("--rows", type=int, help="of the log; the steps are 100")
+    parser.add_argument("--rows", type=int, help="rows of the log, in 100 steps")
     given = parser.parse_args()
     began = time.monotonic()
     if given.rows:

@@ -1,4 +1,4 @@
-"""How late a page is: from the end of a step until a client that follows the events has the step's value."""
+"""Latency of pages: from the end of a step until a client of the event stream has its value."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ STEP_S = 0.7
 
 
 def measure(large: Path | None, folder: Path) -> dict[str, Any]:
-    """`live_lag_s`."""
+    """Return `live_lag_s`."""
     runs = folder / "live"
     program = Path(__file__).with_name("paced_run.py")
     command = [sys.executable, str(program), str(runs), "--steps", str(STEPS), "--step-s", str(STEP_S)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            process.stdout.readline()  # it has begun
+            process.stdout.readline()  # wait until it has started
             began_at, seen = _follow(runs)
             ended = dict(json.loads(line) for line in process.stdout if line.startswith("["))
         finally:
             process.terminate()
-    # Steps that ended before the dashboard was up waited for it to start, which is no lag of its pages.
+    # Steps that ended before the dashboard was up only measure its start.
     lags = [at - ended[step] for step, at in seen.items() if ended.get(step, 0.0) > began_at]
     print(f"  {len(lags)} steps: median {np.median(lags):.2f} s, largest {max(lags):.2f} s", flush=True)
     return {"live_lag_s": round(float(np.percentile(lags, 95)), 3)}
 
 
 def _follow(runs: Path) -> tuple[float, dict[int, float]]:
-    """When the first step was seen, and step -> when its value was there."""
+    """Return the time of the first step, and step -> time of its value."""
     seen: dict[int, float] = {}
     with (
         dashboard_over(runs) as client,

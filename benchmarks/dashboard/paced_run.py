@@ -1,4 +1,4 @@
-"""A run of workers that only wait and count, in this process: each step takes so long, and says when it was over.
+"""A run of workers that only wait and count, in this process. It prints the end of each step.
 
 python benchmarks/dashboard/paced_run.py FOLDER --steps 30 --step-s 0.7
 """
@@ -24,7 +24,7 @@ from weft.dataflow.metrics import Metrics
 
 class PacedConfig(ToyConfig):
     step_s: float = 0.0
-    """Seconds that an update takes."""
+    """[s] Duration of an update."""
 
 
 class PacedActor(ToyActor):
@@ -36,7 +36,7 @@ class PacedActor(ToyActor):
 
 
 def paced(folder: Path, steps: int, step_s: float, *, tell: bool = True) -> weft.Driver:
-    """The run, which is not begun."""
+    """Return the run, not started."""
 
     def over(metrics: Mapping[str, float]) -> bool:
         if tell:

@@ -1,4 +1,4 @@
-"""The time of the data of each page of a large run, asked for as a person goes through them."""
+"""Times of the data of each page of a large run, requested in the order of a person's visit."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy as np
 from dashboard_process import dashboard_over, until_indexed
 
 TIMES = 30
-"""How often each page is asked for."""
+"""Requests per page."""
 READ_S = 1.0
-"""Seconds for which a person looks at the answer of a query before the next one."""
+"""[s] Pause of a person between two queries."""
 AT_ONCE = "sql at once"
-"""Queries one upon the other: printed beside the pages, and not counted among them."""
+"""Queries without a pause: printed with the pages, but not counted."""
 SQL = "select step, avg(reward) from samples where step > {step} group by step order by step"
 
 
 def measure(large: Path, folder: Path) -> dict[str, Any]:
-    """`page_p95_ms`."""
+    """Return `page_p95_ms`."""
     with dashboard_over(large) as client:
         run = client.get("/api/runs").json()["runs"][0]["run"]
         print(f"  the samples are indexed after {until_indexed(client, run):.1f} s", flush=True)
@@ -56,7 +56,7 @@ def _timed(client: httpx.Client, address: str, asked: dict[str, Any], after_s: f
 def _pages(
     client: httpx.Client, run: str, names: list[str]
 ) -> dict[str, list[tuple[str, dict[str, Any]]]]:
-    """Page -> what it asks, in many ways."""
+    """Return page -> its requests, in many variants."""
     one = {"run": run}
     groups = client.get("/api/groups", params={**one, "limit": 50}).json()["groups"]
     timeline = client.get("/api/timeline", params=one).json()["total_s"]

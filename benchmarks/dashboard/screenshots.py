@@ -1,9 +1,10 @@
-"""Screenshots of the dashboard for docs/dashboard.md: every page of real runs of a tiny model, in headless Chromium.
+"""Screenshots for docs/dashboard.md: every page of real runs of a tiny model, in headless Chromium.
 
     python benchmarks/dashboard/screenshots.py                # makes the runs first; three minutes
-    python benchmarks/dashboard/screenshots.py --runs FOLDER  # of demo_runs.py
+    python benchmarks/dashboard/screenshots.py --runs FOLDER  # uses runs of demo_runs.py
 
-It needs Chromium and the packages of requirements/browser.txt. Pictures are written with few colours, so that they stay small.
+It needs Chromium and the packages of requirements/browser.txt. Pictures have few colours, to stay
+small.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ PICTURES = (
     ("alerts", 1280, "light", "alerts", "run=first"),
     ("phone", 390, "dark", "curves", "run=first"),
 )
-"""Name, width, scheme, page, and what is looked at."""
+"""Name, width, scheme, page, and query."""
 HEIGHT = 800
 COLOURS = 256
 
 
 def take(browser: Any, address: str, width: int, scheme: str, page: str, params: str) -> bytes:
-    """One picture, once the page shows its data."""
+    """Take one picture, once the page shows its data."""
     context = browser.new_context(viewport={"width": width, "height": HEIGHT}, color_scheme=scheme)
     window = context.new_page()
     window.goto(address)
@@ -55,7 +56,6 @@ def take(browser: Any, address: str, width: int, scheme: str, page: str, params:
 
 
 def write(picture: bytes, path: Path) -> None:
-    """Write it with few colours."""
     from PIL import Image
 
     image = (
@@ -70,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=Path, help="folder of demo_runs.py, with a run that goes on")
+    parser.add_argument("--runs", type=Path, help="folder of demo_runs.py with a live run")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "dashboard")
     arguments = parser.parse_args()
     from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]

@@ -1,4 +1,4 @@
-"""What it costs a driver that a run can be watched, with ten pages open: the time of the loop that copies numbers, and of the thread."""
+"""The driver's cost of a watchable run with ten open pages: copies in its loop, and a thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = 400
 
 
 def measure(large: Path | None, folder: Path) -> dict[str, Any]:
-    """`step_overhead_share`."""
+    """Return `step_overhead_share`."""
     from paced_run import paced
 
     spent = {"loop": 0.0, "thread": 0.0}

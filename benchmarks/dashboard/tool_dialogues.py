@@ -1,4 +1,5 @@
-"""A run whose responses are conversations: a tiny model calls a calculator, is answered, and goes on. For `demo_runs.py`."""
+"""A run of conversations for `demo_runs.py`: a tiny model calls a calculator, gets an answer, and
+continues."""
 
 from __future__ import annotations
 
@@ -24,11 +25,13 @@ CALL = re.compile(r'<tool_call>.*?"expression": "(\d+) \+ (\d+)".*?</tool_call>'
 
 
 class Dialogues:
-    """An engine whose responses go on after the calculator has answered. What it answered was not sampled: its log-probabilities are nan.
+    """An engine that lets the calculator answer, and then continues the response.
+
+    The calculator's tokens were not sampled, so their log-probabilities are nan.
 
     Args:
-        engine: samples what the model says.
-        tokenizer: of the model.
+        engine: samples the model's turns.
+        tokenizer: tokenizer of the model.
     """
 
     def __init__(self, engine: GenerationEngine, tokenizer: Tokenizer) -> None:
@@ -40,7 +43,7 @@ class Dialogues:
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: Sampling
     ) -> Generator[list[Response], Collection[int] | None, None]:
-        """Each request's whole conversation, all of them at the end."""
+        """Yield all complete conversations at the end."""
         said = {one.request_id: one for step in self._engine.generate(requests, sampling) for one in step}
         answers = {id: self._answer(one) for id, one in said.items()}
         further = [
@@ -57,7 +60,7 @@ class Dialogues:
         ]
 
     def _answer(self, response: Response) -> np.ndarray | None:
-        """Tokens of what follows a call; None: nothing was called."""
+        """Return the tokens that answer a call, or None without a call."""
         called = CALL.search(
             self._tokenizer.backend.decode(response.token_ids.tolist(), skip_special_tokens=False)
         )
@@ -80,15 +83,13 @@ def _joined(first: Response, answer: np.ndarray, second: Response) -> Response:
 
 
 class DialogueWorker(weft.RolloutWorker):
-    """Generates conversations."""
-
     def new_engine(self, **settings: Any) -> GenerationEngine:
         return Dialogues(super().new_engine(**settings), Tokenizer.load(self._folder))  # pyright: ignore[reportReturnType]
 
 
 @weft.node(reads=("response_logprobs",), writes=("response_mask",))
 def only_sampled(samples):
-    """Train on what the model said, and not on what the calculator answered."""
+    """Train on the model's tokens only, not on the calculator's."""
     values, offsets = samples.ragged_numpy("response_logprobs")
     return samples.with_columns(response_mask=(np.isfinite(values).astype(np.uint8), offsets))
 
@@ -100,12 +101,12 @@ def dialogues(prompts, *, rollout, reward, actor, sampling):
 
 
 def right_sum(response: str, answer: str) -> float:
-    """1 for the sum, a quarter for a call of the calculator."""
+    """Return 1 for the correct sum, a quarter for a call of the calculator."""
     return 1.0 if f"It is {answer}." in response else 0.25 * bool(CALL.search(response))
 
 
 def train(root: Path, name: str = "dialogues", steps: int = 12, taught: int = 150) -> None:
-    """Teach a tiny model the form of a call, then train it on sums."""
+    """Teach a tiny model the syntax of a call, then train it on sums."""
     model = str(root / ".data" / "calling")
     if not Path(model).exists():
         _teach(root / ".data", taught)
@@ -133,7 +134,7 @@ def _problem(a: int, b: int) -> dict[str, Any]:
 
 
 def _teach(data: Path, steps: int) -> None:
-    """A model that was shown calls and answers."""
+    """Return a model trained on calls and answers."""
     shown: list[Mapping[str, Any]] = []
     for a, b in _pairs(400, 0):
         called = {"name": "calculator", "arguments": {"expression": f"{a} + {b}"}}

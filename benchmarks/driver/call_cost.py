@@ -1,4 +1,4 @@
-"""The driver's CPU time for a call that every rank of a group takes part in."""
+"""The driver's CPU time for a call to every rank of a group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ CALLS = 50
 
 
 def call_rank_us(ranks: int) -> float:
-    """Microseconds of the driver for each rank of a call without rows, from its request to the last reply."""
+    """Return the driver's microseconds per rank of a call without rows, from request to last
+    reply."""
     backend = Timed(Work.of(0, ranks).costs)
     with Work.of(0, ranks).driver(1, backend, lambda metrics: True) as driver:
         actor = driver.groups["actor"].handle

@@ -1,4 +1,4 @@
-"""The driver's CPU time for a row, from its prompt to its update: by the number of rows in flight, and by the age of the run."""
+"""The driver's CPU time per row, from prompt to update, by rows in flight and by age of the run."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 from workload import Timed, Work
 
 ANSWERED = 40_000
-"""Least number of rows that are trained on in the counted steps."""
+"""[rows] Minimum number of trained rows in the counted steps."""
 GROWS = 0.25
-"""Rows by which the rows in flight grow in a step, over those of a step, as long as steps are not counted."""
+"""Growth of the rows in flight per uncounted step, as a share of a step's rows."""
 EQUAL_RANKS, EQUAL_ROWS = 16, 320
-"""Ranks, and rows of a step, where only the number of rows in flight differs."""
+"""Ranks and rows per step when only the rows in flight differ."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """The sums at the end of a step."""
+    """Sums at the end of a step."""
 
     cpu_s: float
     simulator_s: float
@@ -32,15 +32,15 @@ class Mark:
 
 @dataclass(frozen=True)
 class Cost:
-    """What the counted steps of a run cost."""
+    """Cost of the counted steps of a run."""
 
     rows_in_flight: int
     work: Work
     marks: Sequence[Mark]
-    """Of the counted steps, and of the one before."""
+    """Marks of the counted steps, and of the one before."""
 
     def row_us(self, first: int = 0, last: int = -1) -> float:
-        """Microseconds of the driver for a row, between two marks."""
+        """Return the driver's microseconds per row between two marks."""
         began, ended = self.marks[first], self.marks[last]
         own_s = ended.cpu_s - began.cpu_s - (ended.simulator_s - began.simulator_s)
         steps = range(len(self.marks))[last] - first
@@ -65,7 +65,7 @@ class Cost:
 
 
 def measure(work: Work, profile: cProfile.Profile | None = None) -> Cost:
-    """Run it; the first steps, in which the number of rows in flight grows, are not counted."""
+    """Run the work. The first steps, while the rows in flight grow, do not count."""
     longest = work.staleness + 2
     counted = max(4, -(-ANSWERED // work.step_rows))
     backend = Timed(work.costs)
@@ -87,7 +87,7 @@ def measure(work: Work, profile: cProfile.Profile | None = None) -> Cost:
 
     with work.driver(
         longest + counted + work.staleness + 1, backend, look
-    ) as driver:  # it is stopped before
+    ) as driver:  # the run stops before
         driver.run()
     if profile is not None:
         profile.disable()
@@ -96,12 +96,12 @@ def measure(work: Work, profile: cProfile.Profile | None = None) -> Cost:
 
 
 def row_us(rows: Sequence[int], ranks: int, profiled: int = 0) -> dict[str, Any]:
-    """The cost of a row with the most rows in flight, and the figures of each run.
+    """Return a row's cost at the largest number of rows in flight, and the figures of each run.
 
     Args:
-        rows: in flight, of each run.
-        ranks: that generate, and as many that train.
-        profiled: how many functions to show.
+        rows: rows in flight, for each run.
+        ranks: generating ranks, and as many training ranks.
+        profiled: number of functions to show.
     """
     found: dict[int, dict[str, float]] = {}
     for number in rows:
@@ -114,10 +114,10 @@ def row_us(rows: Sequence[int], ranks: int, profiled: int = 0) -> dict[str, Any]
 
 
 def growth(rows: tuple[int, int]) -> dict[str, Any]:
-    """How much more a row costs with many rows in flight than with few, while steps and ranks are the same.
+    """Return a row's cost with many rows in flight over that with few, with equal steps and ranks.
 
     Args:
-        rows: few, and many.
+        rows: (few, many).
     """
     found = [measure(Work.of(number, EQUAL_RANKS, EQUAL_ROWS)).figures for number in rows]
     for figures in found:

@@ -1,4 +1,4 @@
-"""A run of many ranks on simulated workers: the driver, its schedule, ledger and log are the real ones."""
+"""A run with many simulated ranks. Driver, schedule, ledger and log are real."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ from weft.dataflow.operation import TrainingBatch
 from weft.workers.worker import remote
 
 SAMPLES = 16
-"""Responses to a prompt."""
+"""Responses per prompt."""
 STEP_ROWS = 8_192
-"""Responses that an update trains on, where so many are in flight."""
+"""[rows] Batch of an update, if that many rows are in flight."""
 LENGTHS = LogNormal(mean=500, sigma=0.8, max_tokens=2000)
 DECODE_S = 0.02
-"""Seconds of a decode step of a replica."""
+"""[s] Decode step of a replica."""
 MAX_NUM_SEQS = 256
-"""Responses that a replica writes at a time."""
+"""Concurrent responses of a replica."""
 TRAINING_OVER_GENERATION = 8
-"""Seconds of an update over those in which all replicas generate as many rows: generated rows soon fill the bound of staleness."""
+"""Duration of an update, over the generation of as many rows on all replicas.
+
+Generation is faster, so rows soon fill the staleness bound.
+"""
 
 
 class Settings(weft.Config):
-    """The workers have none."""
+    """Workers have no settings."""
 
 
 class Rollout(weft.Worker):
@@ -79,7 +82,7 @@ class Actor(weft.Worker):
 
 @weft.node(shape=weft.Shape.GROUP, reads=("reward",), writes=("advantages",))
 def centred(samples: weft.Batch) -> weft.Batch:
-    """It is never called: the simulator invents its columns."""
+    """Placeholder that is never called: the simulator invents its columns."""
     return samples
 
 
@@ -89,8 +92,10 @@ def reinforce(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
 
 
 class Timed(weft.Simulated):
-    """Counts the simulator's own CPU time, and the calls and tasks that it is given. The workers go on while the driver works: its own
-    CPU time passes on their clock, too."""
+    """A simulator that measures its CPU time, and counts calls and tasks.
+
+    Workers run while the driver works, so the driver's CPU time advances their clock.
+    """
 
     def __init__(self, costs: CostModel) -> None:
         super().__init__(costs)
@@ -117,18 +122,19 @@ class Timed(weft.Simulated):
 
 @dataclass(frozen=True)
 class Work:
-    """How much a run has to do at a time."""
+    """The size of a run."""
 
     prompts: int
-    """Of a step."""
+    """Prompts per step."""
     staleness: int
-    """Updates that generation runs ahead."""
+    """Maximum staleness, in updates."""
     ranks: int
-    """That generate, and as many that train."""
+    """Generating ranks, and as many training ranks."""
 
     @classmethod
     def of(cls, rows_in_flight: int, ranks: int, step_rows: int = STEP_ROWS) -> Work:
-        """With about so many rows in flight, in steps of `step_rows` or a third of them."""
+        """Return work with about this many rows in flight, in steps of `step_rows` or a third of
+        the rows."""
         prompts = max(1, min(step_rows, rows_in_flight // 3) // SAMPLES)
         return cls(prompts, max(1, round(rows_in_flight / (prompts * SAMPLES)) - 1), ranks)
 
@@ -138,7 +144,8 @@ class Work:
 
     @property
     def costs(self) -> CostModel:
-        """Training is slower than generation, so that rows wait for it within the bound of staleness."""
+        """Costs with training slower than generation, so that rows wait within the staleness
+        bound."""
         generation_s = self.step_rows * LENGTHS.mean * DECODE_S / (self.ranks * MAX_NUM_SEQS)
         return CostModel(
             nodes={
@@ -156,7 +163,7 @@ class Work:
     def driver(
         self, steps: int, backend: weft.Simulated, stop: Callable[[Any], bool]
     ) -> Iterator[weft.Driver]:
-        """A driver of a run of this work."""
+        """Yield a driver for a run of this work."""
         rollout, reward, actor = weft.group(Rollout), weft.group(Reward), weft.group(Actor)
         rollout.follows(actor)
         table = pa.table({"prompt_ids": [[1] * (50 + k % 100) for k in range(max(1024, self.prompts))]})

@@ -1,5 +1,7 @@
-"""The head in chunks beside logits that are made at once: bytes and seconds of a loss with log-probabilities, entropies that have a
-gradient, and the k3 estimate of a KL divergence."""
+"""The chunked head against full logits: bytes and seconds of a loss.
+
+The loss has log-probabilities, entropies with a gradient, and the k3 estimate of a KL divergence.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ REPEATS = 3
 
 
 def at_once(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The plain form, by autograd."""
+    """Compute the plain form, with autograd."""
     log_p = F.log_softmax((hidden @ weight.T).float(), -1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
@@ -48,7 +50,7 @@ def in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, 
 
 
 def train(of: Logprobs, hidden: Tensor, weight: Tensor, targets: Tensor) -> float:
-    """Forward and backward; returns the loss."""
+    """Run forward and backward, and return the loss."""
     hidden.grad = weight.grad = None
     logprobs, entropies = of(hidden, weight, targets)
     loss = (-logprobs + 0.04 * k3(logprobs, logprobs.detach() - 0.1) - 0.01 * entropies).mean()
@@ -64,7 +66,7 @@ def _inputs(sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def measure(*, quick: bool = False) -> dict[str, float]:
-    """Peak bytes and seconds of the chunks over those of the plain form."""
+    """Return peak bytes and seconds of the chunked head, over the plain form."""
     inputs = _inputs(QUICK if quick else FULL)
     peaks, seconds, losses = {}, {at_once: [], in_chunks: []}, set()
     for of in (at_once, in_chunks):
@@ -90,14 +92,14 @@ def measure(*, quick: bool = False) -> dict[str, float]:
 
 
 def measure_large(*, quick: bool = False) -> dict[str, float]:
-    """Resident memory of a fresh process in which a large head is trained, beyond what the process had before; in GB."""
+    """Return the resident memory that training a large head adds to a fresh process. [GB]"""
     fresh = multiprocessing.get_context("spawn")
     with fresh.Pool(1) as pool:
         return pool.apply(_large, (quick,))
 
 
 def _large(quick: bool) -> dict[str, Any]:
-    train(in_chunks, *_inputs(Sizes(8, 64, 8)))  # what torch allocates for itself
+    train(in_chunks, *_inputs(Sizes(8, 64, 8)))  # let torch allocate its fixed memory first
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     train(in_chunks, *_inputs(QUICK_LARGE if quick else LARGE))

@@ -1,4 +1,5 @@
-"""Tiny models of the shapes that people train: what a trainer computes of each, beside plain `transformers`, vLLM, and two ranks."""
+"""Tiny models of popular architectures: a trainer's results against `transformers`, vLLM and two
+ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from trainer_and_engine import Processes, answer, generate, train
 from trainer_and_engine import gap as gap_between
 
 TIMEOUT_S = 1800.0
-"""Longest time that a check may take: on a busy machine one takes minutes, and none hangs."""
+"""[s] Longest time of a check. On a busy machine one takes minutes."""
 VOCABULARY = 128
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -71,12 +72,12 @@ TOLERANCE = {
     "sequence parallel": 1e-5,
     "gap": 1e-4,
 }
-"""Largest error of each check: of gradients over their norm, of log-probabilities in nats, in the mean."""
+"""Check -> largest allowed error: relative norm for gradients, mean nats for log-probabilities."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a process is to do with a model."""
+    """A task for a process: a model, and settings of its trainer."""
 
     folder: Path
     rank: int = 0
@@ -86,7 +87,7 @@ class Asked:
 
 
 def rows() -> Any:
-    """Nine rows of uneven lengths, two of which share a prompt."""
+    """Nine rows of uneven lengths; two of them share a prompt."""
     from weft.dataflow.batch import Batch
 
     rng = np.random.default_rng(0)
@@ -96,7 +97,7 @@ def rows() -> Any:
 
 
 def actor(asked: Asked) -> Any:
-    """A trainer of the model, or one of its ranks."""
+    """Return a trainer of the model, or one of its ranks."""
     from weft.workers.actor import ActorConfig, ActorWorker
     from weft.workers.training.lora import Lora
     from weft.workers.worker import Context
@@ -111,7 +112,7 @@ def actor(asked: Asked) -> Any:
 
 
 def gradient_of(worker: Any) -> dict[str, torch.Tensor]:
-    """The gradient of the mean log-likelihood of the rows' responses, complete, by name."""
+    """Return the gathered gradient of the mean response log-likelihood, by name."""
     from weft.algorithms.policy_loss import NegativeLogLikelihood
 
     found: dict[str, torch.Tensor] = {}
@@ -132,18 +133,18 @@ def gradient_of(worker: Any) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Error:
-    """How far something is from what it should be."""
+    """The deviation from an expected value."""
 
     value: float
     where: str = ""
-    """Where it is farthest, and by how much."""
+    """Place and size of the largest deviation."""
 
     def __str__(self) -> str:
         return f"{self.value:.1e}"
 
 
 def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> Error:
-    """Of two gradients, over the norm of the second."""
+    """Return the difference of two gradients, relative to the norm of the second."""
     if found.keys() != expected.keys():
         return Error(math.inf, f"only one has {min(found.keys() ^ expected.keys())}")
     off = {name: found[name].double() - expected[name].double() for name in expected}
@@ -157,7 +158,7 @@ def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 
 def plain_gradient(folder: Path) -> dict[str, torch.Tensor]:
-    """The same, row after row with eager attention, by `transformers` alone."""
+    """Compute the same gradient with `transformers` and eager attention, row by row."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
@@ -175,7 +176,7 @@ def plain_gradient(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def alone(asked: Asked) -> dict[str, Any]:
-    """The checks of one rank."""
+    """Run the checks of one rank."""
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
@@ -212,7 +213,7 @@ def _likelihood() -> Any:
 
 
 def shared(asked: Asked) -> dict[str, torch.Tensor]:
-    """The gradient, by one of several ranks."""
+    """Compute the gradient on one of several ranks."""
     torch.set_num_threads(1)
     worker = actor(asked)
     try:
@@ -222,7 +223,8 @@ def shared(asked: Asked) -> dict[str, torch.Tensor]:
 
 
 def gap(folder: Path) -> Error:
-    """Mean distance of the log-probabilities of vLLM's samples from the trainer's, whose weights it has taken in the place of its own."""
+    """Return the mean logprob difference on vLLM's samples, after vLLM has received the trainer's
+    weights."""
     processes = Processes()
     try:
         engine = processes.start(generate, folder, 1, "")
@@ -237,10 +239,10 @@ def gap(folder: Path) -> Error:
 
 
 def in_processes(call: Callable[[Any], Any], asked: list[Any]) -> Any:
-    """What the first of several processes answers.
+    """Call a function in several processes, and return the first one's answer.
 
     Raises:
-        TimeoutError: one was not through in time.
+        TimeoutError: a process did not finish in time.
     """
     with multiprocessing.get_context("spawn").Pool(len(asked)) as pool:
         pending = [pool.apply_async(call, (one,)) for one in asked]
@@ -252,7 +254,7 @@ def in_processes(call: Callable[[Any], Any], asked: list[Any]) -> Any:
 
 
 def ranks_of(folder: Path, settings: dict[str, Any], count: int = 2) -> list[Asked]:
-    """What the ranks of a group are asked."""
+    """Return the tasks for the ranks of a group."""
     given = tuple(settings.items())
     return [
         Asked(folder, rank, count, meeting, given)
@@ -261,7 +263,7 @@ def ranks_of(folder: Path, settings: dict[str, Any], count: int = 2) -> list[Ask
 
 
 def check(name: str, folder: Path, *, generate: bool = True) -> dict[str, Any]:
-    """The errors of one model by check; a text says why one was refused or failed."""
+    """Return the errors of one model by check; text explains a refusal or failure."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -295,7 +297,7 @@ def check(name: str, folder: Path, *, generate: bool = True) -> dict[str, Any]:
 
 
 def failures(result: dict[str, Any], wanted: Iterable[str]) -> list[str]:
-    """A line for each check of a model that does not hold: what it is, how far off, and where most."""
+    """Return a line per failed check: name, error, and place of the largest deviation."""
     lines: list[str] = []
     for check in wanted:
         value = result.get(check, "was not reached")
@@ -310,7 +312,11 @@ def failures(result: dict[str, Any], wanted: Iterable[str]) -> list[str]:
 
 
 def measure(*, quick: bool = False) -> dict[str, Any]:
-    """`models_ok`: models for which every check holds; `sp_equal`: largest error of sequence parallelism over the models that allow it."""
+    """Return `models_ok` and `sp_equal`.
+
+    `models_ok` counts the models that pass every check. `sp_equal` is the largest sequence-parallel
+    error over the models that allow it.
+    """
     results: dict[str, dict[str, Any]] = {}
     wanted = [check for check in CHECKS if check != "gap" or not quick]
     for name in ("Qwen3",) if quick else MODELS:

@@ -1,4 +1,5 @@
-"""Router replay: how far a trainer's log-probabilities are from its generator's, with experts of its own and with the generator's."""
+"""Router replay: the trainer's logprob gap to its generator, with its own experts and with replayed
+ones."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ CASES = (("qwen3_moe", "bfloat16"), ("mixtral", "bfloat16"), ("qwen3_moe", "floa
 
 
 def gaps(case: tuple[Path, str, Any, int]) -> dict[str, Any]:
-    """Of responses of 48 tokens: mean and largest gap in nats, chosen and replayed, and what was moved."""
+    """Return mean and largest gaps in nats on responses of 48 tokens, and the share of moved
+    routes."""
     from weft.algorithms.policy_loss import NegativeLogLikelihood
     from weft.algorithms.sampling import Sampling
     from weft.dataflow.batch import Batch
@@ -55,7 +57,7 @@ def gaps(case: tuple[Path, str, Any, int]) -> dict[str, Any]:
 
 
 def measure(*, quick: bool = False) -> dict[str, Any]:
-    """`replayed_gap_ratio`: largest of the mean gaps in bfloat16 with the generator's experts, over those with the trainer's own."""
+    """Return `replayed_gap_ratio`: the largest mean gap in bfloat16, replayed over own experts."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     from transformers.utils import logging
 

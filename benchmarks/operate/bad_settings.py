@@ -1,4 +1,4 @@
-"""The mistakes of the tests, each in a process of its own."""
+"""The mistakes of the tests, each in a separate process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ sys.path.append(str(TESTS))
 
 
 def measure() -> dict[str, Any]:
-    """How many end as they should, and the seconds of the slowest."""
+    """Return the share of clear failures, and the seconds of the slowest."""
     from mistakes import MISTAKES  # pyright: ignore[reportMissingImports]
     from tokenizers import Tokenizer, models
 

@@ -1,4 +1,4 @@
-"""How long `weft --help` takes, in processes of their own."""
+"""The duration of `weft --help`, in separate processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 
 
 def measure(rounds: int = 9) -> dict[str, float]:
-    """Milliseconds of the quickest of several, and of the median."""
+    """Return milliseconds of the fastest run, and the median."""
     command = [sys.executable, "-m", "weft", "--help"]
     took: list[float] = []
     for _ in range(rounds):

@@ -1,5 +1,9 @@
-"""Planned bytes beside those of a real engine: the actor of the example on addition, in ten ways, on one rank, and in an eleventh, with
-moments in 8 bits, where torchao is installed (`pip install --no-deps -r requirements/torchao.txt`); and its reference."""
+"""Planned bytes against a real engine: the actor of the addition example on one rank, and its
+reference.
+
+The actor is trained in ten ways. An eleventh, with 8-bit moments, needs torchao (`pip install
+--no-deps -r requirements/torchao.txt`).
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,14 @@ from unittest.mock import patch
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
 PROMPT, RESPONSE, ROWS = 22, 10, 80
-"""Tokens of each prompt and response, and rows of an update: two microbatches."""
+"""[tokens] Prompt and response; rows per update, which make two microbatches."""
 
 
 def measure(*, quick: bool = False) -> dict[str, float]:
-    """The largest relative error of a number of bytes.
+    """Return the largest relative error of any number of bytes.
 
     Args:
-        quick: a small model, and two of the ways.
+        quick: use a small model, and two of the ways.
     """
     import arithmetic  # pyright: ignore[reportMissingImports]
 
@@ -59,7 +63,7 @@ def measure(*, quick: bool = False) -> dict[str, float]:
 
 
 def _rows() -> Any:
-    """Rows of one length, no two of which share their prompt."""
+    """Return rows of one length without shared prompts."""
     from weft.dataflow.batch import Batch
 
     prompts = [[row // 10, row % 10, *[1] * (PROMPT - 2)] for row in range(ROWS)]
@@ -104,7 +108,8 @@ def _errors(folder: Path, kind: str, settings: dict[str, Any]) -> dict[str, floa
     planned = {"weights": made.weights, "gradients": made.gradients, "moments": made.moments}
     planned["checkpoint"] = checkpoint_bytes(size, config, config.lora)
     passes = _pass_bytes(config, lora=config.lora, checkpointing=config.activation_checkpointing)
-    kept = made.gradients if config.lora is None else 0  # complete ones stand in a pass, as they come
+    # complete gradients exist only within a pass
+    kept = made.gradients if config.lora is None else 0
     rest = {"kept": kept, "gathered weights": made.gathered}
     planned["pass"] = sum(with_activations(rest, passes - kept, made).values())
     return {f"{kind}: {name}": abs(planned[name] / number - 1) for name, number in found.items()}
@@ -112,7 +117,7 @@ def _errors(folder: Path, kind: str, settings: dict[str, Any]) -> dict[str, floa
 
 @contextmanager
 def _resized(live: Any) -> Iterator[None]:
-    """Count storages that FSDP fills and empties in place, by calls of its own (torch 2.13), in the bytes that are alive."""
+    """Also count storages that FSDP resizes in place with internal calls (torch 2.13)."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
     def counted(resize: Any) -> Any:
@@ -134,7 +139,6 @@ def _resized(live: Any) -> Iterator[None]:
 
 
 def _frozen_errors(folder: Path) -> dict[str, float]:
-    """Of a reference in bfloat16."""
     from weft.workers.reference import ReferenceConfig, ReferenceWorker
     from weft.workers.training.activations import LiveBytes
     from weft.workers.training.memory import model_size, training_memory

@@ -1,4 +1,5 @@
-"""Planned host memory beside that of runs: examples in their small setting under Ray, two ranks of each group with a model."""
+"""Planned host memory against runs: small examples under Ray, with two ranks per group with a
+model."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ TIMEOUT_S = 400
 
 
 def measure(names: tuple[str, ...] = EXAMPLES) -> dict[str, float]:
-    """The largest relative error: of a rank of a group with a model, and of all processes together."""
+    """Return the largest relative error, per rank with a model, and over all processes."""
     errors: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="weft-plan-") as root:
         for name in names:
@@ -27,7 +28,7 @@ def measure(names: tuple[str, ...] = EXAMPLES) -> dict[str, float]:
 
 
 def _errors(name: str, root: Path) -> dict[str, float]:
-    """Relative errors of what is planned; above 0: too much."""
+    """Return relative errors of the plan; positive means too much."""
     words = [str(ROOT / "examples" / f"{name}.py"), "--small", "--root", str(root), "--name", name]
     planned: dict[str, Any] = json.loads(_said(["-m", "weft", "plan", "--json", *words], root))
     _said(words, root)

@@ -1,9 +1,10 @@
-"""What `weft submit` takes longer than `ray job submit` with the same script: a head with a token is started, and both are called in turns.
+"""The overhead of `weft submit` over `ray job submit` of the same script, in turns on a head with a
+token.
 
     python benchmarks/operate/submit.py --rounds 5
 
-Prints one line of JSON: `submit_overhead_s` (median difference), and the medians of both, in seconds. Where `ray[default]` is not
-installed, it is, in an environment that lies over the present one and is removed afterwards.
+Prints one line of JSON: `submit_overhead_s` (median difference), and both medians in seconds. If
+`ray[default]` is missing, it is installed into a temporary environment on top of the current one.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 START_S = 180.0
-"""Longest wait for the head."""
+"""[s] Longest wait for the head."""
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
-"""The command `ray`, of whichever environment this is."""
+"""The command `ray` of this environment."""
 LOCK = Path(__file__).resolve().parents[2] / "requirements" / "jobs.txt"
 
 
 @contextmanager
 def head(folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
-    """A head with a job server; gives its address.
+    """Start a head with a job server, and yield its address.
 
     Args:
-        folder: for its files; a short path, since sockets lie there.
-        environment: with its token.
+        folder: folder for its files; keep the path short, because it contains sockets.
+        environment: environment with its token.
 
     Raises:
         RuntimeError: it did not start in time.
@@ -66,17 +67,17 @@ def head(folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def seconds_of(command: list[str], project: Path, environment: Mapping[str, str]) -> float:
-    """Wall time of a command, which has to succeed."""
+    """Return the wall time of a command, which must succeed. [s]"""
     began = time.perf_counter()
     subprocess.run(command, cwd=project, env=environment, check=True, capture_output=True, timeout=300)
     return time.perf_counter() - began
 
 
 def measure(rounds: int = 3) -> dict[str, float]:
-    """Submit a script that prints a line in both ways.
+    """Submit a script that prints a line, in both ways.
 
     Args:
-        rounds: how often; the two ways take turns.
+        rounds: number of submissions in each way, in turns.
 
     Returns:
         `submit_overhead_s`, `weft_submit_s` and `ray_job_submit_s`, medians in seconds.
@@ -96,10 +97,10 @@ def measure(rounds: int = 3) -> dict[str, float]:
 
 
 def with_job_server(folder: Path) -> str:
-    """Make an environment over the present one that has `ray[default]`, too; returns its interpreter.
+    """Create an environment on top of this one with `ray[default]`, and return its interpreter.
 
     Args:
-        folder: which it is made in.
+        folder: folder of the environment.
     """
     venv.create(folder, symlinks=True)
     python = str(folder / "bin" / "python")
@@ -161,5 +162,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5, help="how often each way is tried")
+    parser.add_argument("--rounds", type=int, default=5, help="submissions in each way")
     print(json.dumps(measure(parser.parse_args().rounds)))

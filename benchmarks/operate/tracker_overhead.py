@@ -1,4 +1,5 @@
-"""What trackers cost a run: the time of a step that the driver spends on them, and the same steps with and without, interleaved."""
+"""The cost of trackers: the driver's time for them, and steps with and without them,
+interleaved."""
 
 from __future__ import annotations
 
@@ -23,18 +24,18 @@ from weft.workers.dispatch import Dispatch
 from weft.workers.worker import Worker, remote
 
 TRACKERS = ("tensorboard",)
-"""What is installed for development; what the driver does for any other is the same."""
+"""Trackers among the development packages. The driver does the same work for any other."""
 METRICS = 60
-"""Numbers of a step: as many as a PPO run writes."""
+"""Metrics per step, as many as in a PPO run."""
 
 
 class RestConfig(Config):
     step_s: float = 0.25
-    """Seconds of an update: short for a real one, so that the share is not flattered."""
+    """[s] Duration of an update: short, so that the share is not flattered."""
 
 
 class Resting(Worker):
-    """Waits, and measures as much as an update of PPO does."""
+    """Waits, and reports as many metrics as an update of PPO."""
 
     Config = RestConfig
 
@@ -46,12 +47,11 @@ class Resting(Worker):
 
 @weft.graph
 def training(rows: Any, *, actor: Any) -> Any:
-    """One update a step."""
     return actor.update(rows)
 
 
 class Timed:
-    """Adds up the time that the driver spends in a method."""
+    """Adds up the driver's time in a method."""
 
     def __init__(self, following: TrackerThreads) -> None:
         self.seconds = 0.0
@@ -67,7 +67,8 @@ class Timed:
 def steps_of(
     root: Path, name: str, trackers: Sequence[str], steps: int, step_s: float
 ) -> dict[str, float]:
-    """Run so many steps; returns seconds a step (median), of the driver for trackers, and of the processors for the trackers' processes."""
+    """Run some steps, and return median step time, driver time for trackers, and tracker CPU time.
+    [s]"""
     source = weft.TableSource(
         "rows", pa.table({"prompt_ids": pa.array([[1, 2]] * 8, pa.list_(pa.int32()))})
     )
@@ -93,12 +94,14 @@ def steps_of(
 
 
 def measure(*, steps: int = 40, rounds: int = 3, step_s: float = 0.25) -> dict[str, float]:
-    """The figures of `benchmarks/operate.py` about trackers.
+    """Return the tracker figures of `benchmarks/operate.py`.
 
     Returns:
-        `tracker_overhead_share`: the share of a run's time that its driver spends on trackers, the largest of all rounds;
-        `tracker_step_ratio`: median step with trackers over that without, median over rounds (on a busy machine mostly noise);
-        `tracker_cpu_s`: processor time of the trackers' processes for such a run, their start included, in seconds.
+        `tracker_overhead_share`: share of a run's time that its driver spends on trackers, largest
+            of all rounds;
+        `tracker_step_ratio`: median step with trackers over that without, median of rounds (mostly
+            noise on a busy machine);
+        `tracker_cpu_s`: CPU seconds of the trackers' processes per run, including their start.
     """
     with tempfile.TemporaryDirectory(prefix="weft-trackers-") as folder:
         run = partial(steps_of, Path(folder), steps=steps, step_s=step_s)

@@ -1,6 +1,6 @@
-"""The inputs that `parity.py` gives to Weft and to its peers, and how functions are evaluated on them: values and gradients.
+"""Inputs that `parity.py` gives to Weft and its peers, and the evaluation of functions on them.
 
-Both sides draw the inputs from the same seed.
+Both sides draw the inputs from the same seed, and return values and gradients.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import numpy as np
 import torch
 
 GROUP_SIZES = (1, 1, 2, 3, 7, 10)
-"""Rows of each group; a row that is alone has no others to be compared with."""
+"""Rows per group. A single row has no others to compare with."""
 MAX_TOKENS, VOCABULARY = 48, 17
 BOUNDS = (0.7, 1.6)
-"""Bounds of ratios that are kept. Neither is one over the other, so that it shows which ratio is bounded."""
+"""Bounds of kept ratios. They are not reciprocal, so the direction of the ratio shows."""
 PAIRS = 64
 LEAVES = ("logprobs", "new_values", "entropy", "logits", "scores")
-"""Inputs with respect to which a function is differentiated, where its value depends on them."""
+"""Inputs to differentiate by, where a function depends on them."""
 
 
 def draw(seed: int) -> dict[str, np.ndarray]:
-    """Random rows, padded on the right: [B, L] for tokens, [B] for rows. Every row has a trained token; groups differ in reward.
+    """Draw random right-padded rows: [B, L] for tokens, [B] for rows.
 
-    `mask` is 0 at padding and at about a tenth of the tokens in between (tool answers).
+    Every row has a trained token, and groups differ in reward. `mask` is 0 at padding and at a
+    tenth of the other tokens (tool answers).
     """
     rng = np.random.default_rng(seed)
     num_rows = sum(GROUP_SIZES)
@@ -62,7 +63,10 @@ def draw(seed: int) -> dict[str, np.ndarray]:
 
 
 def draw_pairs(seed: int) -> dict[str, np.ndarray]:
-    """Random pairs of responses: first all chosen rows, then all rejected ones; [T] for tokens end to end, [rows] for rows."""
+    """Draw random response pairs, all chosen rows before all rejected ones.
+
+    Values are [T] for concatenated tokens, [rows] for rows.
+    """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 40, 2 * PAIRS)
     tokens = int(lengths.sum())
@@ -84,11 +88,11 @@ def draw_pairs(seed: int) -> dict[str, np.ndarray]:
 
 
 Function = Callable[[SimpleNamespace], Any]
-"""Inputs as tensors -> a scalar, [B] or [B, L]; entries outside the mask are ignored."""
+"""Inputs as tensors -> a scalar, [B] or [B, L]. Entries outside the mask are ignored."""
 
 
 def among_several(function: Function) -> Function:
-    """The function [B, L] of the rows whose group has more than one; 0 for the others."""
+    """Restrict a function [B, L] to rows in groups of more than one; others become 0."""
 
     def call(x: SimpleNamespace) -> Any:
         several = torch.bincount(x.groups)[x.groups] > 1
@@ -102,7 +106,7 @@ def among_several(function: Function) -> Function:
 
 
 def alone(function: Function) -> Function:
-    """The function with each row in a group of its own."""
+    """Apply the function with each row as a separate group."""
 
     def call(x: SimpleNamespace) -> Any:
         x.groups = torch.arange(len(x.groups))
@@ -114,9 +118,9 @@ def alone(function: Function) -> Function:
 def evaluate(
     functions: Mapping[str, Function], inputs: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """`NAME/value`, and `NAME/LEAF` for its gradient with respect to each leaf that it depends on.
+    """Return `NAME/value`, and `NAME/LEAF` for its gradient by each leaf it depends on.
 
-    A value with several entries is summed with fixed random weights before it is differentiated.
+    Values with several entries are summed with fixed random weights before differentiation.
     """
     out: dict[str, np.ndarray] = {}
     leaves = [leaf for leaf in LEAVES if leaf in inputs]

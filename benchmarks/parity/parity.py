@@ -1,12 +1,14 @@
-"""Whether Weft's functions are those of TRL and verl: values and gradients of both on the same random inputs.
+"""Parity with TRL and verl: values and gradients of Weft's and their functions on the same random
+inputs.
 
     python benchmarks/parity/parity.py [--seeds 3]
 
-The peers themselves evaluate every function that has a counterpart here (`peers.py`, in their own environment, `make bench-peers`), in
-float32 on padded rows with masked tokens in between; Weft gets the same rows packed. A difference is absolute: the largest over all
-entries of the value and of its gradients, over the seeds.
+The peers' own functions run in their environment (`peers.py`, `make bench-peers`), in float32 on
+padded rows with some masked tokens. Weft gets the same rows packed. Differences are absolute: the
+largest over all entries of value and gradients, and over seeds.
 
-Where a definition differs on purpose the table says why, and the difference does not count. The last line printed is one JSON object.
+The table explains where a definition differs on purpose. Such a difference does not count. The last
+line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -84,11 +86,11 @@ ON_PURPOSE = {
     "verl kl_penalty k3, far from the reference": "verl cuts the value off at 10, and with it the gradient; Weft at d = -20",
     "trl grpo, a row without a trained token": "TRL counts it in the mean over rows; Weft, and verl, do not",
 }
-"""Function whose definition differs -> why."""
+"""Function with a different definition -> reason."""
 
 
 def packed(x: SimpleNamespace, *names: str, **renamed: str) -> tuple[PackedRows, torch.Tensor]:
-    """The rows without their padding, with these inputs as columns (COLUMN=INPUT where the names differ)."""
+    """Pack the rows, with these inputs as columns (COLUMN=INPUT to rename)."""
     real = torch.arange(MAX_TOKENS) < x.lengths[:, None]
     columns = {name: getattr(x, name) for name in names} | {
         k: getattr(x, name) for k, name in renamed.items()
@@ -105,7 +107,7 @@ def padded(values_T: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 
 
 def token_function(function: Callable[..., torch.Tensor], *names: str) -> Function:
-    """A function of packed tokens and their rows, on padded rows."""
+    """Wrap a function of packed tokens and rows for padded rows."""
 
     def call(x: SimpleNamespace) -> Any:
         rows, real = packed(x, *names)
@@ -115,7 +117,7 @@ def token_function(function: Callable[..., torch.Tensor], *names: str) -> Functi
 
 
 def estimator(function: Callable[..., Any], *, whiten: bool = False) -> Function:
-    """An estimator, whose advantage each trained token gets."""
+    """Wrap an advantage estimator; each trained token gets the advantage."""
 
     def call(x: SimpleNamespace) -> Any:
         outcomes = estimators.Outcomes.of(x.rewards, x.groups, x.mask.sum(1), baseline_reward=x.baselines)
@@ -127,7 +129,7 @@ def estimator(function: Callable[..., Any], *, whiten: bool = False) -> Function
 
 
 def loss(value: Loss, advantages: str = "advantages", prediction: str = "logprobs") -> Function:
-    """A loss divided by its count."""
+    """Divide a loss by its count."""
 
     def call(x: SimpleNamespace) -> Any:
         rows, real = packed(
@@ -205,7 +207,7 @@ def far(x: SimpleNamespace) -> Any:
 
 
 def of_rows(**settings: Any) -> Function:
-    """A policy loss with TRL's bounds, and one advantage for a row as there."""
+    """Return a policy loss with TRL's bounds, and one advantage per row as in TRL."""
     return loss(policy_loss(**{"surrogate": Clipped(high=0.28)} | settings), "row_advantages")
 
 
@@ -224,10 +226,10 @@ GROUPED: dict[str, Function] = {
     "verl reinforce_plus_plus_baseline": estimator(estimators.group_centred, whiten=True),
     "verl gpg advantages": estimator(estimators.valid_groups_centred),
 }
-"""Advantages whose definitions differ where a row is alone in its group."""
+"""Advantages with different definitions for single-row groups."""
 
 LEVELS: dict[str, Level] = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
-"""verl's rule of rejection -> the level whose ratio it bounds."""
+"""verl's rejection rule -> level of the ratio that it bounds."""
 LOW, HIGH = BOUNDS
 
 WEFT: dict[str, Function] = {
@@ -303,7 +305,7 @@ WEFT: dict[str, Function] = {
 
 
 def outputs_of_peers(seed: int) -> dict[str, np.ndarray]:
-    """What the peers' functions return. The program ends where the peers are not installed or fail."""
+    """Return the outputs of the peers, or exit if they are missing or fail."""
     if not PEERS.exists():
         sys.exit("the peers are not installed: `make bench-peers` makes .venv-peers")
     with tempfile.TemporaryDirectory(prefix="weft-parity-") as folder:
@@ -318,7 +320,7 @@ def outputs_of_peers(seed: int) -> dict[str, np.ndarray]:
 
 
 def differences(seed: int) -> dict[str, dict[str, float]]:
-    """Function -> value or leaf -> largest absolute difference."""
+    """Return function -> value or leaf -> largest absolute difference."""
     ours, theirs = (
         evaluate(WEFT, draw(seed)) | evaluate(PREFERENCES, draw_pairs(seed)),
         outputs_of_peers(seed),
@@ -358,7 +360,7 @@ def run(seeds: int) -> dict[str, Any]:
 
 
 def agreement(found: dict[str, dict[str, float]]) -> dict[str, float]:
-    """`functions` counts the peers' functions, `cases` each setting of a function."""
+    """Summarize: `functions` counts the peers' functions, `cases` each setting of a function."""
     gradients = [value for parts in found.values() for part, value in parts.items() if part != "value"]
     return {
         "functions": len({name.split(",")[0] for name in found}),
@@ -373,5 +375,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, default=3, help="how many inputs are drawn")
+    parser.add_argument("--seeds", type=int, default=3, help="number of random inputs")
     print(json.dumps(run(parser.parse_args().seeds)))

@@ -1,8 +1,8 @@
-"""The functions of TRL and verl that `parity.py` compares with. Runs in .venv-peers.
+"""Functions of TRL and verl for `parity.py`. Runs in .venv-peers.
 
     python benchmarks/parity/peers.py SEED OUTPUTS.npz
 
-TRL's losses are methods of its trainers; they are called on a stand-in for the trainer that holds the settings.
+TRL's losses are methods of trainers. They are called on a stand-in that holds the settings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trl_preferences import preferences_of_trl
 
 
 def module(name: str) -> Any:
-    return importlib.import_module(name)  # neither is in Weft's environment, where types are checked
+    return importlib.import_module(name)  # Weft's environment, where types are checked, has neither
 
 
 def of_verl() -> dict[str, Function]:

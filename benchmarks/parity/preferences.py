@@ -1,4 +1,4 @@
-"""Weft's preference losses, as `parity.py` evaluates them beside TRL's (`trl_preferences.py`)."""
+"""Weft's preference losses for `parity.py`, against `trl_preferences.py`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ COMPARED_OTHERWISE = {
     "trl rpo": "TRL's likelihood term is a mean over the tokens of a microbatch; compared on one pair at a time, where both means are one",
     "trl kto": "TRL takes the responses to other prompts by turns within a microbatch, Weft within a step; compared on given ones",
 }
-"""Function of which only a part is compared, or on inputs where the definitions agree -> why."""
+"""Function that is compared only in part, or on inputs where the definitions agree -> reason."""
 
 
 def pair_loss(value: Loss) -> Function:
-    """A loss of rows (all chosen, then all rejected), divided by its count."""
+    """Divide a loss of rows (all chosen, then all rejected) by its count."""
 
     def call(x: SimpleNamespace) -> Any:
         cu_seqlens = np.concatenate([[0], np.cumsum(x.lengths.numpy())])

@@ -1,6 +1,7 @@
-"""TRL's preference losses, as functions of the inputs of `parity.py`. Imported by `peers.py` alone, in .venv-peers.
+"""TRL's preference losses as functions of the inputs of `parity.py`, for `peers.py` in .venv-peers.
 
-TRL's losses are part of its trainers' steps. The steps are called as they are, with a model that answers with given log-probabilities.
+TRL's losses are part of its trainers' steps. The steps run unmodified, with a model that returns
+given log-probabilities.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ DPO: dict[str, dict[str, Any]] = {
 
 
 class Identity:
-    """What the steps want of accelerate, for one process."""
+    """The parts of accelerate that the steps need, for one process."""
 
     device = torch.device("cpu")
 
@@ -77,7 +78,7 @@ def of_rows(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def padded(values: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """[rows, longest], 0 behind the end."""
+    """Pad to [rows, longest] with 0."""
     parts = values.split(lengths.tolist())
     return torch.nn.utils.rnn.pad_sequence([parts[i] for i in rows.tolist()], batch_first=True)
 
@@ -111,7 +112,7 @@ def of_trainer(**settings: Any) -> Any:
 
 
 def batch_of(lengths: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Prompts of one token before the responses."""
+    """Return a batch with one prompt token before each response."""
     places = torch.arange(1 + int(lengths.max()))
     completion = ((places > 0) & (places <= lengths[:, None])).long()
     return {
@@ -122,7 +123,8 @@ def batch_of(lengths: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def dpo(settings: dict[str, Any], x: SimpleNamespace) -> Any:
-    """The mean over pairs, one at a time: TRL's means over the tokens of a batch are then means over a pair's."""
+    """Average over pairs, one at a time, so that TRL's means over the batch's tokens are per
+    pair."""
     from trl import DPOTrainer  # pyright: ignore[reportMissingImports]
 
     weights = [1.0] * len(settings["loss_types"])
@@ -138,7 +140,7 @@ def dpo(settings: dict[str, Any], x: SimpleNamespace) -> Any:
 
 
 def kto(x: SimpleNamespace) -> Any:
-    """With the divergence that TRL takes: the mean over mismatched responses, not below 0."""
+    """Use TRL's divergence: the mean over mismatched responses, at least 0."""
     from trl import KTOTrainer  # pyright: ignore[reportMissingImports]
 
     rows = torch.arange(2 * PAIRS)

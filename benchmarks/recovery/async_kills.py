@@ -1,8 +1,10 @@
-"""SIGKILLs of asynchronous runs in real processes: each step must be one update, and no row may be lost or come twice.
+"""SIGKILLs of asynchronous runs in real processes: each step must be one update, without lost or
+repeated rows.
 
     python benchmarks/recovery/recovery.py --parts async_kills
 
-The runs have workers that only count, under Local. Each process is a fork of this one, so a resume takes a fraction of a second.
+The workers only count, under Local. Each process is a fork of this one, so a resume takes a
+fraction of a second.
 """
 
 from __future__ import annotations
@@ -39,34 +41,34 @@ STEPS = 30
 PROMPTS = 50
 PROMPTS_PER_STEP = 4
 SAMPLES = 2
-"""Responses to a prompt."""
+"""Responses per prompt."""
 TURN_S = 0.0005
-"""Seconds of a turn of generation."""
+"""[s] One turn of generation."""
 SLOWEST = 40
-"""Most turns that a response takes."""
+"""Longest response, in turns."""
 PARTIAL: tuple[Literal["continue", "finish", "requeue"], ...] = (
     "continue",
     "continue",
     "finish",
     "requeue",
 )
-"""Values of `partial_rollouts`: each run draws one."""
+"""Values of `partial_rollouts`; each run draws one."""
 MOST_STEPS = 3
-"""Most steps that a process makes before its kill."""
+"""Most steps of a process before its kill."""
 LATE_S = 0.2
-"""Longest time from the last of these steps, or from the start of the process, to the kill."""
+"""[s] Longest time from the last of these steps, or from the start of the process, to the kill."""
 STUCK_S = 180.0
-"""Longest time that a run may take to end when it is not killed any more."""
+"""[s] Longest time to the end of a run after its last kill."""
 STALLED = 3
-"""Exit code of a run that stalled."""
+"""Exit code of a stalled run."""
 
 
 class NoSettings(weft.Config):
-    """Workers that count have none."""
+    """Counting workers have no settings."""
 
 
 class Counted:
-    """Weights that are a number."""
+    """Weights that are a single number."""
 
     num_bytes = 8
 
@@ -78,7 +80,7 @@ class Counted:
 
 
 class CountingRollout(Worker):
-    """Answers each prompt after a number of turns; every token has the version that was held in its turn."""
+    """Answers each prompt after a number of turns, with tokens of the current version."""
 
     Config = NoSettings
     version = 0
@@ -123,7 +125,7 @@ class CountingRollout(Worker):
 
 
 class CountingActor(Worker):
-    """Its weights are the groups that it was trained on."""
+    """An actor whose weights are the groups it was trained on."""
 
     Config = NoSettings
 
@@ -165,7 +167,6 @@ def counting(prompts: Any, *, rollout: Any, actor: Any) -> Any:
 
 
 def live(root: Path, name: str, schedule: weft.Asynchronous) -> None:
-    """One life of a run, to its end."""
     rollout, actor = weft.group(CountingRollout, name="rollout"), weft.group(CountingActor, name="actor")
     rollout.follows(actor)
     table = pa.table({"prompt_ids": pa.array([[k] for k in range(PROMPTS)], pa.list_(pa.int32()))})
@@ -183,7 +184,7 @@ def live(root: Path, name: str, schedule: weft.Asynchronous) -> None:
 
 
 def begin(root: Path, name: str, schedule: weft.Asynchronous) -> int:
-    """Fork a process that runs or resumes a run; returns its id."""
+    """Fork a process that runs or resumes a run, and return its id."""
     sys.stdout.flush()
     if pid := os.fork():
         return pid
@@ -205,7 +206,7 @@ def begin(root: Path, name: str, schedule: weft.Asynchronous) -> int:
 
 
 def wait(pid: int, seconds: float) -> int | None:
-    """The exit code of a process; None if it has not ended in time."""
+    """Return the exit code of a process, or None if it still runs after this time."""
     until = time.monotonic() + seconds
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -217,13 +218,13 @@ def wait(pid: int, seconds: float) -> int | None:
 
 
 def steps_of(run: Path) -> int:
-    """Number of steps that ended according to the log of a run and its cut tails."""
+    """Return the number of finished steps, from the run's log and its cut tails."""
     logs = (run / BUFFER).glob(f"{LOG}*")
     return sum(log.read_bytes().count(b'"key":"step"') for log in logs)
 
 
 def wait_for_moment(pid: int, run: Path, rng: random.Random) -> int | None:
-    """Wait for a random moment to kill a process; returns its exit code if it ends before."""
+    """Wait for a random moment for a kill; return the exit code if the process ends earlier."""
     steps = steps_of(run) + rng.randint(0, MOST_STEPS)
     until = time.monotonic() + STUCK_S
     while steps_of(run) < steps and time.monotonic() < until:
@@ -238,7 +239,7 @@ def kill(pid: int) -> None:
 
 
 def wrong_steps(run: Path) -> int:
-    """Steps that had other than one update, according to the log."""
+    """Return the number of steps in the log without exactly one update."""
     wrong = updates = step = 0
     if not (run / BUFFER / LOG).exists():
         return STEPS
@@ -252,7 +253,7 @@ def wrong_steps(run: Path) -> int:
 
 
 def faults(run: Path) -> list[str]:
-    """Faults of a finished run, besides its steps."""
+    """Return the faults of a finished run, apart from its steps."""
     trained = json.loads((run / CHECKPOINTS / f"step_{STEPS:06d}" / "actor" / "groups.json").read_text())
     samples = recorded_samples(run)
     ids = [] if samples is None else samples["sample_id"].to_pylist()
@@ -272,7 +273,7 @@ def faults(run: Path) -> list[str]:
 
 
 def async_kills(root: Path, small: bool, rng: random.Random) -> dict[str, Any]:
-    """Kill runs at random moments, resume each time, and look at what they leave."""
+    """Kill runs at random moments, resume them, and check the results."""
     wanted, kills, runs = 24 if small else KILLS, 0, 0
     stalled = wrong = faulty = 0
     began = time.monotonic()

@@ -1,8 +1,9 @@
-"""The run whose ranks `recovery.py` kills: GRPO of a tiny random model under Ray, as a program of its own.
+"""The run whose ranks `recovery.py` kills: GRPO of a tiny random model under Ray, as a separate
+program.
 
     python benchmarks/recovery/killed_run.py --folder WORK --root RUNS --steps 100
 
-WORK is a folder that `workloads.prepare` made.
+WORK is a folder made by `workloads.prepare`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from weft.algorithms.grpo import grpo
 from weft.workers.rollout import RolloutConfig, RolloutWorker
 
 SAMPLES = 4
-"""Responses to a prompt."""
+"""Responses per prompt."""
 SCORING_S = 0.005
-"""Seconds that the reward of a sample takes, so that the reward worker is busy for a part of each step."""
+"""[s] Reward time per sample, so that the reward worker is busy for a part of each step."""
 
 
 def reward(response: str) -> float:
@@ -34,27 +35,26 @@ def reward(response: str) -> float:
 
 class Settings(weft.Config):
     folder: Path
-    """Model and prompts."""
+    """Folder with model and prompts."""
     root: Path
-    """Where the run directory goes."""
+    """Folder for the run directory."""
     name: str = "run"
-    """Of the run."""
     engine: Literal["transformers", "vllm"] = "transformers"
-    """What generates."""
+    """Engine for generation."""
     steps: int = 20
-    """Updates."""
     prompts: int = 4
-    """Prompts in a step."""
+    """Prompts per step."""
     max_tokens: int = 12
-    """Of a response."""
+    """[tokens] Longest response."""
     every: int = 2
-    """Steps from one checkpoint to the next."""
+    """Steps between checkpoints."""
     engine_start: bool = False
-    """Start only a rollout worker, print the seconds from the start of the process until it is up, and end."""
+    """Start only a rollout worker, print the seconds from process start until it is up, and
+    exit."""
 
 
 def main(settings: Settings) -> None:
-    """A run to be killed."""
+    """Run until killed."""
     model = str(settings.folder / "model")
     generating: dict[str, Any] = {"model": model, "engine": settings.engine, "max_num_seqs": 16}
     if settings.engine_start:

@@ -1,6 +1,7 @@
-"""How long training waits for a checkpoint, beside a plain copy of the same memory in the same process.
+"""How long training waits for a checkpoint, against a plain copy of the same memory in the same
+process.
 
-python benchmarks/recovery/pause.py FOLDER RANK RANKS CHECKPOINTS PORT DESCRIPTOR     # one rank; recovery.py starts them
+    python benchmarks/recovery/pause.py FOLDER RANK RANKS CHECKPOINTS PORT DESCRIPTOR     # one rank; recovery.py starts them
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ LARGE: Mapping[str, Any] = {
     "num_hidden_layers": 11,
     "num_attention_heads": 12,
 }
-"""GPT-2's sizes with a layer less, for Qwen2's feed-forward layers have three matrices instead of two."""
+"""GPT-2's sizes with one layer less, because Qwen2's feed-forward layers have three matrices, not
+two."""
 TINY: Mapping[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -37,7 +39,7 @@ TINY: Mapping[str, Any] = {
 
 
 def make_model(folder: Path, small: bool) -> int:
-    """Random weights; returns the number of parameters."""
+    """Save random weights, and return the number of parameters."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -70,11 +72,12 @@ def rows(number: int = 2, length: int = 8) -> Batch:
 def one_rank(
     folder: Path, rank: int, ranks: int, checkpoints: int, port: int, taken: int
 ) -> dict[str, Any]:
-    """Training steps of tiny batches; after each a checkpoint and a plain copy, which take turns in coming first.
+    """Train on tiny batches; after each step, make a checkpoint and a plain copy, in alternating
+    order.
 
     Args:
-        port: where the ranks meet.
-        taken: descriptor of the socket that holds the port, which rank 0 has.
+        port: rendezvous port of the ranks.
+        taken: descriptor of rank 0's socket on this port.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -115,14 +118,14 @@ def one_rank(
         else:
             copy()
             save(number)
-        worker.checkpoint_written(wait=True)  # the pause is measured, not the disk
+        worker.checkpoint_written(wait=True)  # do not measure the disk
         shutil.rmtree(folder / f"ranks-{ranks}" / f"step_{number - 1}", ignore_errors=True)
     worker.close()
     return {"pauses": pauses, "copies": copied, "bytes": sum(part.nbytes for part in parts)}
 
 
 def measure(folder: Path, ranks: int, checkpoints: int) -> dict[str, Any]:
-    """Seconds of the slowest rank, for which all wait."""
+    """Return the seconds of the slowest rank, which all others wait for."""
     from weft.workers.rendezvous import LOOPBACK, take_port
 
     with take_port(LOOPBACK) as taken:
@@ -148,7 +151,8 @@ def measure(folder: Path, ranks: int, checkpoints: int) -> dict[str, Any]:
 
 
 def slowest(found: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """
+    """Return median seconds of the slowest rank; the first pause is reported separately.
+
     >>> slowest([{"pauses": [2.0, 0.2, 0.4], "copies": [0.1, 0.2, 0.3], "bytes": 8}])
     {'pause_s': 0.3, 'copy_s': 0.25, 'over_copy': 1.2, 'first_pause_s': 2.0, 'bytes': 8}
     """

@@ -1,12 +1,14 @@
-"""Benchmark of recovery: seconds from a kill until the run continues, and how long training waits for a checkpoint. It also checks that
-each step of a killed asynchronous run is one update.
+"""Recovery: seconds from a kill until the run continues, and how long training waits for a
+checkpoint.
 
     python benchmarks/recovery/recovery.py                    # a quarter of an hour
     python benchmarks/recovery/recovery.py --parts pause      # some of times, pause, async_kills
     python benchmarks/recovery/recovery.py --small            # two minutes, to see that it works: not a measurement
 
-Each run is a program of its own (`killed_run.py`), and its killed ranks are real processes. docs/benchmarks.md says what the keys mean. The
-last line printed is one JSON object. Kills of all kinds of runs are tested in tests/controllers/recovery/.
+It also checks that each step of a killed asynchronous run is one update. Each run is a separate
+program (`killed_run.py`), and its killed ranks are real processes. docs/benchmarks.md explains the
+keys. The last line printed is one JSON object. tests/controllers/recovery/ tests kills of all kinds
+of runs.
 """
 
 from __future__ import annotations
@@ -34,15 +36,15 @@ from workloads import PROMPT_TOKENS, Workload, prepare
 
 PROMPTS = 64
 CONTEXT = 128
-"""Tokens of the model's context."""
+"""[tokens] Context of the model."""
 KILLS = 3
-"""Of a rollout and of an actor; with --small 1."""
+"""Kills of a rollout and of an actor; 1 with --small."""
 CHECKPOINTS = 10
-"""With --small 3."""
+"""Checkpoints; 3 with --small."""
 
 
 def times(root: Path, small: bool, rng: random.Random) -> dict[str, Any]:
-    """Kill ranks of a run with vLLM while they work; each waits until the run has gone on."""
+    """Kill ranks of a run with vLLM while they work, and wait each time until the run continues."""
     engine, longest = ("transformers", 24) if small else ("vllm", CONTEXT - PROMPT_TOKENS)
     work = Workload(
         "r", num_prompts=PROMPTS, max_tokens=12, vocabulary=256, hidden=64, layers=2, heads=2, mlp=128
@@ -70,7 +72,7 @@ def times(root: Path, small: bool, rng: random.Random) -> dict[str, Any]:
                 f"rollout killed with {rows} rows: its successor's first rows after {seconds:.1f} s",
                 flush=True,
             )
-            if rows:  # else it was killed between two calls
+            if rows:  # otherwise it was killed between two calls
                 rollouts.append(seconds)
         for _ in range(kills):
             run.wait_for_moment(rng)
@@ -90,7 +92,8 @@ def times(root: Path, small: bool, rng: random.Random) -> dict[str, Any]:
 
 
 def engine_start(root: Path, settings: list[str]) -> float:
-    """Seconds from the start of a process until the same worker is up in it, with nothing else of ours running."""
+    """Return the seconds from process start until the same worker is up, on an otherwise idle
+    machine."""
     with RunProcess(root, "engine", *settings, "--engine-start") as run:
         if run.finish():
             raise RuntimeError(run.output[-3000:])
@@ -98,7 +101,11 @@ def engine_start(root: Path, settings: list[str]) -> float:
 
 
 def replace_rollout(run: RunProcess, rank: int) -> tuple[float, int]:
-    """Kill a rollout's process; seconds until rows of its successor are in the log, and the number of rows that were requeued."""
+    """Kill a rollout's process.
+
+    Return the seconds until rows of its replacement are in the log, and the number of requeued
+    rows.
+    """
     process = run.ranks()[f"rollout_{rank}"]
     life = 1 + max(
         (int(n) for n in re.findall(rf"rollout-{rank}-again(\d+)", run.log.read_text())), default=0
@@ -111,7 +118,8 @@ def replace_rollout(run: RunProcess, rank: int) -> tuple[float, int]:
 
 
 def replace_actor(run: RunProcess, rank: int) -> float:
-    """Kill an actor's process; seconds until the run has all of its processes again and is a step further."""
+    """Kill an actor's process; return the seconds until all processes are back and one more step is
+    done."""
     process, before = run.ranks()[f"actor_{rank}"], run.step
     began = time.monotonic()
     process.kill()
@@ -121,7 +129,6 @@ def replace_actor(run: RunProcess, rank: int) -> float:
 
 
 def pause(root: Path, small: bool, rng: random.Random) -> dict[str, Any]:
-    """How long training waits for a checkpoint."""
     parameters = make_model(root / "model", small)
     one, two = (measure_pause(root, ranks, 3 if small else CHECKPOINTS) for ranks in (1, 2))
     for ranks, measured in ((1, one), (2, two)):
@@ -151,12 +158,14 @@ def main() -> None:
         "--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}; default: all"
     )
     parser.add_argument("--small", action="store_true", help="few of everything: not a measurement")
-    parser.add_argument("--seed", type=int, default=0, help="of victims and moments; default: 0")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed for victims and moments; default: 0"
+    )
     arguments = parser.parse_args()
     names = arguments.parts.split(",")
     if unknown := set(names) - set(PARTS):
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave by each `with`
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # run the exits of all `with` blocks
     result: dict[str, Any] = {"load": load()}
     for name in names:
         with tempfile.TemporaryDirectory(prefix="weft-r", ignore_cleanup_errors=True) as folder:

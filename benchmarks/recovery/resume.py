@@ -1,13 +1,14 @@
-"""How fast a killed run reads what it needs to go on: its log and the state of its ledgers.
+"""How fast a killed run reads its log and the state of its ledgers on resume.
 
     python benchmarks/recovery/resume.py                 # a minute
     python benchmarks/recovery/resume.py --steps 50      # to see that it works: not a measurement
 
-A run of GRPO's shape (64 prompts of 8 samples in a step, without workers or columns) is played on a sample buffer and left in the middle.
-What
-is timed is what a driver does with `resume="latest"` before it starts a worker: find a sound checkpoint, hold the run, open its
-directory, and open its buffer. `resume_mb_s` counts the bytes of the log's file and of the checkpoint of the ledgers; of these, only the
-latter is parsed. The history of the run is not read, nor are weights, of which this run has none. The last line printed is one JSON object.
+A sample buffer plays a run of GRPO's shape (64 prompts of 8 samples per step, no workers or
+columns) and stops in the middle. The timed part is what a driver does with `resume="latest"` before
+it starts workers: find an intact checkpoint, lock the run, open its directory, and open its buffer.
+`resume_mb_s` counts the bytes of the log file and of the ledgers' checkpoint; only the latter is
+parsed. The run's history is not read, and it has no weights. The last line printed is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from weft.dataflow.runs.log_archive import HISTORY, start_of
 
 STEPS = 600
 PROMPTS = 64
-"""Of a step."""
+"""Prompts per step."""
 SAMPLES = 8
-"""Of a prompt."""
+"""Samples per prompt."""
 EVERY = 25
-"""Steps from one checkpoint to the next."""
+"""Steps between checkpoints."""
 OPENED: dict[str, Any] = {"config": BufferConfig(), "backend": Local(), "keep_checkpoints": 2}
-"""As a driver opens the buffer."""
+"""Arguments of a driver for opening the buffer."""
 
 
 @weft.node(shape=weft.Shape.EXPAND, reads=("prompt",), writes=("response",))
@@ -71,7 +72,10 @@ def graphs() -> dict[str, Graph]:
 
 
 def play(buffer: SampleBuffer, step: int, *, until: str | None = None) -> None:
-    """A step: each node claims all rows, publishes and finishes them. `until` leaves what comes after this node undone."""
+    """Play a step: each node claims all rows, publishes and finishes them.
+
+    With `until`, stop after this node.
+    """
     ledger = buffer.ledgers["train"]
     ledger.issue(list(range(PROMPTS)), [200] * PROMPTS, step=step)
     for node in ledger.graph.nodes:
@@ -92,7 +96,7 @@ def play(buffer: SampleBuffer, step: int, *, until: str | None = None) -> None:
 
 
 def killed_run(root: Path, steps: int) -> Path:
-    """Play a run and leave it, with two steps of samples in flight; returns its directory."""
+    """Play a run, leave it with two steps of samples in flight, and return its directory."""
     directory = RunDirectory.create(root, "run")
     folder = CheckpointFolder(directory, CheckpointConfig(every=EVERY))
     buffer = open_buffer(directory, None, graphs(), **OPENED)
@@ -116,7 +120,6 @@ def killed_run(root: Path, steps: int) -> Path:
 
 
 def measure(root: Path, steps: int) -> dict[str, Any]:
-    """Kill a run and resume it; returns the figures of the last line."""
     run = killed_run(root, steps)
     log, history = run / BUFFER / LOG, run / BUFFER / HISTORY
     of_log, of_ledgers = log.stat().st_size, ledger_checkpoints(run / BUFFER)[0].stat().st_size
@@ -145,7 +148,7 @@ def measure(root: Path, steps: int) -> dict[str, Any]:
 
 
 def resume_mb_s() -> float:
-    """Megabytes of log and ledgers' checkpoint a second, from `resume="latest"` to an open buffer."""
+    """Return MB/s of log and ledger checkpoint, from `resume="latest"` to an open buffer."""
     with tempfile.TemporaryDirectory(prefix="weft-r") as folder:
         return measure(Path(folder), STEPS)["resume_mb_s"]
 
@@ -155,7 +158,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--steps", type=int, default=STEPS, help=f"of the run that is killed; default: {STEPS}"
+        "--steps", type=int, default=STEPS, help=f"steps of the killed run; default: {STEPS}"
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="weft-r") as folder:

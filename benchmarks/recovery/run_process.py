@@ -1,4 +1,4 @@
-"""A run of `killed_run.py` seen from outside: its processes, its steps, and what it prints."""
+"""A run of `killed_run.py` seen from outside: processes, steps and output."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from weft.dataflow.runs.files import LOG
 PROGRAM = Path(__file__).with_name("killed_run.py")
 POLL_S = 0.02
 LOOK_S = 0.2
-"""Between two looks at all processes of the machine."""
+"""[s] Interval for listing all processes of the machine."""
 STUCK_S = 240.0
-"""Longest wait for a run to go on."""
+"""[s] Longest wait for progress of a run."""
 RANKS = frozenset({"actor_0", "actor_1", "rollout_0", "rollout_1", "reward_0"})
 """Worker processes of a run under Ray, by the names of their logs."""
 
 
 class RunProcess:
-    """A run in a session of its own; what it prints goes to a file. Leaving its `with` ends all of its processes."""
+    """A run in a separate session, with its output in a file. Leaving the `with` ends its
+    processes."""
 
     def __init__(self, root: Path, name: str, *settings: str) -> None:
         self.path = root / name
         self.log = self.path / "buffer" / LOG
         self._printed = root / f"{name}.out"
-        # One thread in each process, as Ray's workers have; a program in one process would take all cores for tiny tensors.
+        # One thread per process, as in Ray's workers. Otherwise one process would take all cores
+        # for tiny tensors.
         path = os.pathsep.join([str(PROGRAM.parents[1]), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "TMPDIR": str(root), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         command = [sys.executable, str(PROGRAM), "--root", str(root), "--name", name, *settings]
@@ -52,7 +54,7 @@ class RunProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The reaper of a killed driver ends what is left of the run."""
+        """Kill the driver if needed; its reaper then ends the rest of the run."""
         ranks = self.ranks().values()
         if self._driver.poll() is None:
             with suppress(ProcessLookupError):
@@ -67,7 +69,7 @@ class RunProcess:
 
     @property
     def step(self) -> int:
-        """The last step whose end is in the log; -1: none."""
+        """Return the last finished step in the log, or -1."""
         with suppress(FileNotFoundError), self.log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 19)))
             if found := re.findall(rb'"key":"step","value":(\d+)', file.read()):
@@ -75,7 +77,8 @@ class RunProcess:
         return -1
 
     def ranks(self) -> dict[str, psutil.Process]:
-        """Worker processes under Ray: the standard output of each is its log, and so is that of a successor."""
+        """Return worker processes by name; the log is the standard output of a worker and its
+        replacements."""
         logs = f"{self.path.resolve() / 'logs'}/"
         found: dict[str, psutil.Process] = {}
         for process in psutil.process_iter():
@@ -86,9 +89,10 @@ class RunProcess:
         return found
 
     def wait(self, until: Callable[[], bool], poll_s: float = POLL_S) -> None:
-        """
+        """Wait for a condition.
+
         Raises:
-            RuntimeError: the run has ended, or has not gone on for STUCK_S.
+            RuntimeError: the run has ended, or made no progress for STUCK_S.
         """
         began = time.monotonic()
         while not until():
@@ -103,20 +107,19 @@ class RunProcess:
             time.sleep(poll_s)
 
     def wait_for_ranks(self, gone: psutil.Process | None = None) -> None:
-        """Until all worker processes are there, and the one that is gone is none of them."""
+        """Wait until all worker processes are up, and `gone` is not one of them."""
         self.wait(
             lambda: {name for name, process in self.ranks().items() if process != gone} >= RANKS, LOOK_S
         )
 
     def wait_for_step(self, after: int) -> None:
-        """Until a later step than this is over."""
         self.wait(lambda: self.step > after)
 
     def wait_for_moment(self, rng: random.Random) -> None:
-        """Until a random moment of the next step."""
+        """Wait until a random moment of the next step."""
         self.wait_for_step(self.step)
         time.sleep(rng.uniform(0.1, 0.6))
 
     def finish(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait for the end of the run, and return its exit code."""
         return self._driver.wait(STUCK_S)

@@ -1,6 +1,8 @@
-"""Bytes of a version beside vLLM's own sharded_rdt, from what both record of the same loaders: two FSDP ranks give, two ranks of TP 2 take.
+"""Bytes of a version against vLLM's sharded_rdt, from records of the same loaders: two FSDP ranks
+to TP 2.
 
-sharded_rdt's engine is made for each rank, and plans as it does before a run: without Ray's actors, NIXL and a GPU, which carry the bytes.
+Each rank creates sharded_rdt's engine, which plans as before a run, but without Ray actors, NIXL
+and a GPU to carry the bytes.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from weft.resharding.layout import Layout, RankLayout
 from weft.resharding.plan import ReshardPlan
 
 RANKS = 2
-"""Of the trainer, and of the engine."""
+"""Ranks of the trainer, and of the engine."""
 SIZES: dict[str, Any] = {
     "vocab_size": 1024,  # sharded_rdt refuses vocabularies that vLLM pads
     "hidden_size": 256,
     "intermediate_size": 704,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
-    "num_key_value_heads": 1,  # which both ranks have
+    "num_key_value_heads": 1,  # replicated on both ranks
     "max_position_embeddings": 128,
     "tie_word_embeddings": True,
     "pad_token_id": 0,
@@ -36,11 +38,12 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 Shapes = dict[str, tuple[tuple[int, ...], str]]
-"""Shape and dtype of each tensor of the checkpoint."""
+"""Tensor of the checkpoint -> (shape, dtype)."""
 
 
 def record(pipe: Any, folder: Path, checkpoint: Shapes) -> None:
-    """Answers with what each rank of vLLM takes: as Weft records it, and the bytes that sharded_rdt plans to pull."""
+    """Answer with the reads of each vLLM rank, as recorded by Weft, and the bytes that sharded_rdt
+    plans to pull."""
     from torch import distributed
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.config.weight_transfer import WeightTransferConfig
@@ -79,8 +82,9 @@ def record(pipe: Any, folder: Path, checkpoint: Shapes) -> None:
     found: list[tuple[RankLayout, int]] = []
     for rank in range(RANKS):
         group.rank_in_group = rank
-        config = EngineArgs(**arguments).create_engine_config()  # of which a model is made once
-        config.parallel_config.distributed_executor_backend = "ray"  # its engine is made with no other
+        config = EngineArgs(**arguments).create_engine_config()  # sufficient to create one model
+        # its engine requires this executor
+        config.parallel_config.distributed_executor_backend = "ray"
         model = initialize_model(config)
         layout = record_layout(model, checkpoint).layout
         device = next(model.parameters()).device
@@ -97,7 +101,7 @@ def record(pipe: Any, folder: Path, checkpoint: Shapes) -> None:
 
 
 def measure() -> dict[str, object]:
-    """Bytes that the ranks of an engine receive, and those that pass through the ranks of a trainer, over those of sharded_rdt."""
+    """Return received and sent bytes, over sharded_rdt."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     folder, processes = Path(tempfile.mkdtemp(prefix="weft-beside-rdt-")), Processes()
@@ -120,7 +124,7 @@ def measure() -> dict[str, object]:
     plan = ReshardPlan(source, Layout.of_ranks([layout for layout, _ in recorded], "TP 2"))
     pulled = sum(num_bytes for _, num_bytes in recorded)
     whole = sum(prod(tensor.shape) * tensor.item_bytes for tensor in source.tensors.values())
-    gathered = (RANKS - 1) * whole  # every rank gets what the others have of each tensor
+    gathered = (RANKS - 1) * whole  # each rank receives the other shards of each tensor
     received, sent = int(plan.received_bytes.sum()), int(plan.sent_bytes.sum())
     print(f"{whole / 1e6:.2f} MB of float32 from FSDP {RANKS} to TP {RANKS}")
     print(f"{'':<12}{'received by vLLM':>20}{'gathered by the trainer':>26}   MB")

@@ -1,4 +1,5 @@
-"""Deltas between two machines that are one: bytes and seconds of a version over TCP, whole and as what has changed."""
+"""Deltas over TCP on one machine that acts as two: bytes and seconds of a version, full and as a
+delta."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from weft.resharding.weights import LOOPBACK, whole
 
 Tensors = dict[str, torch.Tensor]
 SHARES = (0.001, 0.01, 0.05, 0.5)
-"""Of published elements that a step changes."""
+"""Shares of published elements that a step changes."""
 
 
 @contextmanager
 def another_machine() -> Iterator[None]:
-    """Receivers take the publisher to be on another machine, and are sent what they take."""
+    """Make receivers believe that the publisher is on another machine, so that they use TCP."""
     before = incoming.this_machine
     incoming.this_machine = lambda: "another machine"
     try:
@@ -31,7 +32,7 @@ def another_machine() -> Iterator[None]:
 
 
 def step(model: Tensors, share: float) -> None:
-    """Change this share of the elements, drawn at random, in place."""
+    """Change this share of the elements in place, at random."""
     for tensor in model.values():
         bits = tensor.view(torch.int16)
         bits ^= (torch.rand(tensor.shape) < share).to(torch.int16)
@@ -40,7 +41,7 @@ def step(model: Tensors, share: float) -> None:
 def transfer(
     publisher: WeightPublisher, model: Tensors, found: Tensors, version: int, receiver: str
 ) -> float:
-    """Seconds that one version takes, written into plain tensors and summed there."""
+    """Return the seconds to receive one version into plain tensors, with checksum."""
     start = time.perf_counter()
     with open_weights(publisher.publish(whole(model), version, [receiver]).to(receiver)) as came:
         receive_parts(came, list(whole(found)))
@@ -49,7 +50,7 @@ def transfer(
 
 
 def measure(rounds: int, *, small: bool) -> dict[str, object]:
-    """`delta_bytes_share`: bytes that travel after one element in a hundred has changed, over all bytes. Prints seconds, too."""
+    """Print seconds, and return `delta_bytes_share` after a change of one element in a hundred."""
     torch.manual_seed(0)
     rows = 256 if small else 4096
     model = {f"{n}.weight": torch.randn(rows, 1024).bfloat16() for n in range(8)}
@@ -62,7 +63,7 @@ def measure(rounds: int, *, small: bool) -> dict[str, object]:
     version = 0
     with another_machine():
         for share in SHARES:
-            for number in range(rounds + 1):  # the first has nothing to compare with
+            for number in range(rounds + 1):  # the first version has no predecessor
                 step(model, share)
                 version += 1
                 for name, publisher in ways.items():

@@ -1,4 +1,5 @@
-"""Plans without weights: bytes beside what a rank lacks, the time to plan a large model, and what links would make of the bytes."""
+"""Plans without weights: bytes against the minimum, planning time of large models, and projected
+transfer times."""
 
 from __future__ import annotations
 
@@ -23,16 +24,18 @@ from weft.resharding.layout import Layout
 from weft.resharding.plan import ReshardPlan
 
 NVLINK = 450e9
-"""Bytes a second and direction of one GPU to others of its node: NVLink 4."""
+"""[B/s] One GPU to others of its node, per direction: NVLink 4."""
 NETWORK = 50e9
-"""Bytes a second of one GPU to other nodes: one port of 400 Gb/s each."""
+"""[B/s] One GPU to other nodes: one 400 Gb/s port each."""
 HOST = 25e9
-"""Bytes a second between a GPU and the memory of its host: half of what PCIe 5 x16 has, as the CPU reads what the GPU writes."""
+"""[B/s] Between a GPU and its host's memory: half of PCIe 5 x16, since the CPU reads what the GPU
+writes."""
 PUBLISHED = "235B on 4 nodes: 64.7 s (vLLM's nccl), 3.54 s (sharded_rdt), SkyRL#2090; 1T: about 20 s (checkpoint-engine), < 10 s (AWEX)"
 
 
 def toy_model(layers: int = 8) -> list[Parameter]:
-    """Parameters of each kind in each layer, small enough to count their elements; extents are multiples of 8."""
+    """Return parameters of each kind per layer, small enough to count elements; sizes are multiples
+    of 8."""
     kinds = (("q", (8, 4), 0), ("o", (4, 8), 1), ("norm", (8,), None))
     return [Parameter(f"{n}.{kind}", shape, dim, n) for n in range(layers) for kind, shape, dim in kinds]
 
@@ -40,7 +43,7 @@ def toy_model(layers: int = 8) -> list[Parameter]:
 def model_of(
     layers: int, hidden: int, heads: int, kv: int, mlp: int, vocabulary: int, experts: int = 0
 ) -> list[Parameter]:
-    """A Llama or a mixture of experts in the checkpoint's names; heads and `kv` are their sizes in elements."""
+    """Return a Llama or mixture of experts; `heads` and `kv` are sizes in elements."""
     found = [
         Parameter("embed", (vocabulary, hidden), 0, 0),
         Parameter("head", (vocabulary, hidden), 0, layers - 1),
@@ -73,7 +76,8 @@ def sources(degrees: Sequence[int]) -> Iterator[Layout]:
 
 
 def lower_bounds(source: Layout, destination: Layout) -> list[int]:
-    """Bytes that each destination rank needs and that its device does not have, counted element by element."""
+    """Return the bytes that each destination rank needs and its device lacks, counted by
+    element."""
     found: list[int] = []
     for rank, here in enumerate(destination.ranks):
         owners = [n for n, w in enumerate(source.ranks) if (w.node, w.device) == (here.node, here.device)]
@@ -92,7 +96,8 @@ def lower_bounds(source: Layout, destination: Layout) -> list[int]:
 
 
 def plan_equals_bound(degrees: Sequence[int]) -> dict[str, Any]:
-    """Over all pairs of layouts, on the same devices and on others: whether each rank receives no byte more than it lacks."""
+    """Check all pairs of layouts, on the same and on other devices: no rank receives a byte too
+    many."""
     equal = pairs = 0
     destinations = [
         replicas(toy_model(), tp, engines, nodes_of(tp * engines, first_node=first_node))
@@ -121,7 +126,7 @@ def plan_equals_bound(degrees: Sequence[int]) -> dict[str, Any]:
 
 
 def plan_70b_s(ranks: int = 64, model: str = "70B") -> float:
-    """Seconds to plan from FSDP to engines of TP 8 on other nodes; layouts are given."""
+    """Return the seconds to plan from FSDP to TP 8 engines on other nodes, given the layouts."""
     parameters = model_of(*MODELS[model])
     layouts = (
         fully_sharded(parameters, ranks),
@@ -133,12 +138,13 @@ def plan_70b_s(ranks: int = 64, model: str = "70B") -> float:
 
 
 def seconds_of(plan: ReshardPlan, *, through_host: bool = False) -> float:
-    """What the busiest GPU takes to send or receive: first what crosses nodes, then what does not, which may go through host memory."""
+    """Return the time of the busiest GPU: first traffic between nodes, then traffic within,
+    optionally by host memory."""
     ranks = max(len(plan.source.ranks), len(plan.destination.ranks))
     crossing, inside = np.zeros((2, ranks)), np.zeros((2, ranks))
     shared = Counter(
         id(plan.copies(name)) for name in plan.destination.tensors
-    )  # equal tensors have the same copies
+    )  # equal tensors have equal copies
     for name, tensor in plan.destination.tensors.items():
         count = shared.pop(id(plan.copies(name)), 0) * tensor.item_bytes
         for copy in plan.copies(name) if count else ():
@@ -148,19 +154,17 @@ def seconds_of(plan: ReshardPlan, *, through_host: bool = False) -> float:
                 )
                 for side, rank in enumerate((copy.source, copy.destination)):
                     (inside if near else crossing)[side, rank] += count * copy.box.numel
-    if (
-        through_host
-    ):  # each byte goes to the memory of its sender's host, and comes from that of its receiver's
+    if through_host:  # each byte goes to the sender's host memory, and comes from the receiver's
         return crossing.max() / NETWORK + 2 * (crossing + inside).max() / HOST
     return crossing.max() / NETWORK + inside.max() / NVLINK
 
 
 PROJECTED = {"8B": (8, 32, 128), "70B": (32, 128, 512), "235B, 128 experts": (32, 128, 512)}
-"""GPUs for each model. Half of them train and half generate; up to 128, also all of them do both in turn."""
+"""GPUs per model: half train and half generate. Up to 128 GPUs, also all of them alternating."""
 
 
 def projection(gpus_of: Mapping[str, Sequence[int]] = PROJECTED) -> str:
-    """A table of what the plans' bytes would take at the links' rates: no run has confirmed it."""
+    """Return a table of transfer times at link rates. No run has confirmed it."""
     lines = [
         "PROJECTION from plans and link rates (a GPU: 450 GB/s NVLink, 50 GB/s network, 25 GB/s to its host): nothing was run.",
         f"{'bfloat16 model':<20}{'GPUs':>5}{'apart':>9}{'via host':>10}{'colocated':>10}   seconds, FSDP to TP 8",

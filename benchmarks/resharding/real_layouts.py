@@ -1,4 +1,5 @@
-"""Trainers of all layouts give weights to engines of vLLM of all layouts: each version arrives, and both compute the same with it."""
+"""Trainers and vLLM engines of all layouts: each version arrives, and both compute the same with
+it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from meeting import meetings
 from trainer_and_engine import TIMEOUT_S, Processes, answer, gap, generate, train
 
 LARGEST_GAP = 1e-4
-"""[nats] Mean distance of log-probabilities."""
+"""[nats] Largest mean logprob difference."""
 _SMALL: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 128,
@@ -41,25 +42,25 @@ TRAINERS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP 2": (2, {"tensor_parallel": 2}),
     "FSDP 2 x TP 2": (4, {"tensor_parallel": 2}),
 }
-"""Ranks and settings."""
+"""Trainer -> (ranks, settings)."""
 ENGINES: dict[str, tuple[int, str]] = {
     "one": (1, ""),
     "another": (1, ""),
     "two ranks": (2, ""),
     "far": (1, "elsewhere"),
 }
-"""Tensor-parallel ranks, and the machine that it believes to be on; empty: this one."""
+"""Engine -> (tensor-parallel ranks, the machine it believes to be on; empty for this one)."""
 FOLLOWERS: dict[str, tuple[str, ...]] = {
     "TP 1": ("one",),
     "TP 2": ("two ranks",),
     "two replicas": ("one", "another"),
     "replicas on two nodes": ("one", "far"),
 }
-"""Which engines take a version together."""
+"""Engines that receive a version together."""
 
 
 def measure(*, small: bool = False) -> dict[str, Any]:
-    """`real_layouts_ok`: pairs of a trainer's layout and its followers', over which all arrives and both compute alike."""
+    """Return `real_layouts_ok`: pairs of trainer and follower layouts with correct transfers."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -71,9 +72,7 @@ def measure(*, small: bool = False) -> dict[str, Any]:
         folder = Path(tempfile.mkdtemp(prefix="weft-layouts-"))
         with contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            for number, trainer in enumerate(
-                ("engine", *trainers)
-            ):  # each trainer has weights of its own
+            for number, trainer in enumerate(("engine", *trainers)):  # each trainer has different weights
                 torch.manual_seed(number)
                 made: Any = AutoModelForCausalLM.from_config(
                     CONFIG_MAPPING[kind](**{**_SMALL, **settings})
@@ -83,7 +82,7 @@ def measure(*, small: bool = False) -> dict[str, Any]:
             stack.callback(processes.close)
             needed = dict.fromkeys(name for names in followers.values() for name in names)
             engines: dict[str, Any] = {}
-            for name in needed:  # one after the other: each looks at the memory that is free
+            for name in needed:  # start one by one: each checks the free memory
                 engines[name] = processes.start(generate, folder / "engine", *ENGINES[name])
                 answer(engines[name])
             for trainer, (ranks, settings_of_it) in trainers.items():

@@ -1,4 +1,4 @@
-"""One rank of a trainer that gives its weights away, in four ways."""
+"""One rank of a trainer that sends its weights, by four methods."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from weft.workers.rendezvous import LOOPBACK, Rendezvous, take_port
 RANKS = 2
 SECRET = "of this benchmark"
 Entry = tuple[str, tuple[int, ...], int]
-"""Name, shape, and offset in bytes of a tensor that rank 0 wrote."""
+"""Name, shape, and byte offset of a tensor that rank 0 wrote."""
 
 
 class Timed:
-    """Seconds by label of functions that it replaces in their modules."""
+    """Measures functions by replacing them in their modules; seconds by label."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.of_processor: defaultdict[str, float] = defaultdict(float)
-        """The same of the processor, by the thread that calls."""
+        """The same in CPU time of the calling thread."""
 
     def watch(self, label: str, module: Any, *names: str) -> None:
         for name in names:
@@ -44,7 +44,7 @@ class Timed:
 
 
 class Trainer:
-    """Of two ranks with one thread each: FSDP2 over gloo, as `ActorWorker` trains."""
+    """One of two trainer ranks with one thread each: FSDP2 over gloo, like `ActorWorker`."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -52,7 +52,7 @@ class Trainer:
         self._taken = take_port(LOOPBACK)
 
     def port(self) -> int:
-        """Where the ranks meet, if this is rank 0."""
+        """Return the rendezvous port if this is rank 0."""
         return self._taken.getsockname()[1]
 
     def start(self, model: str, rank: int, port: int) -> None:
@@ -70,12 +70,12 @@ class Trainer:
         self._timed.watch("copies", transfer.Transfer, "_fill")
 
     def change(self) -> None:
-        """The weights are others now, as after a step."""
+        """Change the weights, as a step does."""
         for part in self._engine.published_parts():
             part.tensor.mul_(1.0001)
 
     def publish(self, version: int, transport: str = "auto") -> Any:
-        """Weft's way: the record of a version, which receivers take from here on."""
+        """Publish with Weft, and return the record that receivers need."""
         self._timed.seconds.clear()
         self._timed.of_processor.clear()
         if transport not in self._publishers:
@@ -85,7 +85,8 @@ class Trainer:
         return self._worker.publish_weights(version, ["rollout[0]"])
 
     def finish(self, version: int) -> tuple[Any, dict[str, float], dict[str, float]]:
-        """The receiver has it: what was given, and the seconds of copies and of checksums, on the clock and of the processor."""
+        """Finish after receipt; return the report, and wall and CPU seconds of copies and
+        checksums."""
         given = self._worker.finish_publishing(version)
         seconds, cpu = dict(self._timed.seconds), dict(self._timed.of_processor)
         for spent in (seconds, cpu):
@@ -93,7 +94,8 @@ class Trainer:
         return given, seconds, cpu
 
     def gather(self) -> tuple[str, int, list[Entry], int]:
-        """Weft's way before: rank 0 writes all tensors to shared memory. Where, how many bytes, what lies there, and its CRC-32."""
+        """Write all tensors to shared memory on rank 0; return its name, size, entries and
+        CRC-32."""
         found: list[Entry] = []
         end = checksum = 0
         for name, tensor in self._engine.named_tensors():
@@ -106,14 +108,14 @@ class Trainer:
         return f"/proc/{os.getpid()}/fd/{self._file}", end, found, checksum
 
     def put(self) -> list[Any]:
-        """The full state, as arrays, to Ray's object store."""
+        """Put the full state as arrays into Ray's object store."""
         import ray
 
         state = self._state()
         return [ray.put({name: tensor.numpy() for name, tensor in state.items()})] if self._first else []
 
     def save(self, folder: str) -> None:
-        """The full state as safetensors; nothing waits for the disk."""
+        """Save the full state as safetensors, without a sync to disk."""
         from safetensors.torch import save_file
 
         state = self._state()
@@ -121,6 +123,6 @@ class Trainer:
             save_file(state, Path(folder) / "model.safetensors")
 
     def _state(self) -> dict[str, torch.Tensor]:
-        """All tensors, gathered by both ranks and kept by the first."""
+        """Gather all tensors on both ranks, and keep them on the first."""
         tensors = self._engine.named_tensors()
         return {name: tensor.detach().clone() for name, tensor in tensors if self._first}

@@ -1,4 +1,4 @@
-"""New weights from two ranks of a trainer to one engine of vLLM: Weft's way, and three others, which take turns."""
+"""New weights from two trainer ranks to one vLLM engine: Weft and three other methods, in turns."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from weft.workers.generation.engine import GenerationRequest
 
 Seconds = dict[str, float]
 CPU = ", processor"
-"""Ends the names of seconds of the processor."""
+"""Suffix for names of CPU times."""
 
 
 def save_model(folder: Path, small: bool) -> int:
-    """Write a Qwen2 with random weights in float32; returns its bytes."""
+    """Save a Qwen2 with random float32 weights, and return its bytes."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -56,7 +56,10 @@ def save_model(folder: Path, small: bool) -> int:
 
 
 class Ways:
-    """Both sides. Each way returns the seconds until the trainer has given, and those in which vLLM takes and cannot generate.
+    """Both sides of all methods.
+
+    Each method yields when the trainer is done and vLLM, which cannot generate until the end, takes
+    over.
 
     Args:
         model: folder; `disk` overwrites the weights of a copy in it.
@@ -66,10 +69,11 @@ class Ways:
         self._folder = model
         self._version = 0
         self.parts: Seconds = {}
-        """Of the last transfer in Weft's way, on the clock; and those of the processor, by the threads that do the work."""
+        """[s] Parts of Weft's last transfer, in wall time and in CPU time of the working
+        threads."""
         self.cpu_parts: Seconds = {}
         self.pause_s = 0.0
-        """Of the last transfer with a double buffer: seconds without sampling."""
+        """[s] Time without sampling in the last double-buffered transfer."""
         settings = {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -131,7 +135,8 @@ class Ways:
         ray.shutdown()
 
     def wire_equals_plan(self) -> bool:
-        """Whether the last transfer read from each rank's memory what the plan says, and no byte more."""
+        """Return whether the last transfer read exactly the planned bytes from each rank's
+        memory."""
         plan = self._receiver._plan
         return [self._read[rank] for rank in range(RANKS)] == plan.sent_bytes.tolist()
 
@@ -141,7 +146,8 @@ class Ways:
         )
 
     def copies(self) -> tuple[float, float]:
-        """Seconds of one plain copy of the bytes by a thread of vLLM's process; and of the processor."""
+        """Return wall and CPU seconds of one plain copy of the bytes, by a thread of vLLM's
+        process."""
         start, start_cpu = time.perf_counter(), time.thread_time()
         np.copyto(self._target.numpy(), self._source.numpy())
         return time.perf_counter() - start, time.thread_time() - start_cpu
@@ -161,7 +167,7 @@ class Ways:
         taken = time.perf_counter() - start, time.thread_time() - start_cpu
         finished = self._all("finish", self._version)
         if reduce(add, (given for given, _, _ in finished)).checksum != checksum:
-            raise RuntimeError("another checksum arrived than was given")
+            raise RuntimeError("vLLM received another checksum than the trainer sent")
         spent = self._timed.seconds, self._timed.of_processor
         self.parts, self.cpu_parts = (
             self._split([published[1 + kind] for published in finished], taken[kind], spent[kind])
@@ -169,7 +175,8 @@ class Ways:
         )
 
     def gloo(self) -> Iterator[None]:
-        """Weft's way with `ActorConfig.transport="gloo"`: nothing is mapped, each rank sends what vLLM takes of it."""
+        """Weft with `ActorConfig.transport="gloo"`: each rank sends what vLLM needs, without mapped
+        memory."""
         self._version += 1
         weights = reduce(add, self._all("publish", self._version, "gloo"))
         yield
@@ -178,10 +185,10 @@ class Ways:
             reduce(add, (given for given, _, _ in self._all("finish", self._version))).checksum
             != checksum
         ):
-            raise RuntimeError("another checksum arrived than was given")
+            raise RuntimeError("vLLM received another checksum than the trainer sent")
 
     def double_buffer(self) -> Iterator[None]:
-        """Weft's way with `RolloutConfig.double_buffer`: responses are sampled while a version comes."""
+        """Weft with `RolloutConfig.double_buffer`: sampling continues while a version arrives."""
         self._version += 1
         weights = reduce(add, self._all("publish", self._version)).to("rollout[0]")
         yield
@@ -194,10 +201,10 @@ class Ways:
             reduce(add, (given for given, _, _ in self._all("finish", self._version))).checksum
             != checksum
         ):
-            raise RuntimeError("another checksum arrived than was given")
+            raise RuntimeError("vLLM received another checksum than the trainer sent")
 
     def _sample(self) -> Iterator[None]:
-        """Responses without an end."""
+        """Sample responses endlessly."""
         sampling = Sampling(max_tokens=48, ignore_stop=True)
         while True:
             prompts = [
@@ -233,14 +240,14 @@ class Ways:
             content: Any = tensor.view(-1).view(torch.uint8).numpy()
             found = zlib.crc32(memoryview(content), found)
         if found != checksum:
-            raise RuntimeError(f"CRC-32 {checksum:08x} was given, {found:08x} was taken")
+            raise RuntimeError(f"the trainer sent CRC-32 {checksum:08x}, the engine received {found:08x}")
         self._load(tensors.items())
 
     def object_store(self) -> Iterator[None]:
         (reference,) = self._all("put")[0]
         yield
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the arrays are not writable
+            warnings.simplefilter("ignore")  # the arrays are read-only
             arrays: Any = ray.get(reference)
             self._load((name, torch.from_numpy(array)) for name, array in arrays.items())
 
@@ -250,7 +257,6 @@ class Ways:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self._folder)})
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """By vLLM's own loaders."""
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,
@@ -263,7 +269,7 @@ class Ways:
 
 
 def timed(way: Callable[[], Iterator[None]]) -> tuple[float, float]:
-    """Seconds until the trainer has given, and those in which vLLM takes."""
+    """Return the seconds of the trainer's part, and of vLLM's part."""
     start = time.perf_counter()
     sides = way()
     next(sides)
@@ -273,7 +279,7 @@ def timed(way: Callable[[], Iterator[None]]) -> tuple[float, float]:
 
 
 def measure(rounds: int = 7, *, small: bool = False) -> dict[str, Any]:
-    """All ways in turn; medians. The first round is not counted."""
+    """Run all methods in turns, and return medians. The first round does not count."""
     with tempfile.TemporaryDirectory(prefix="weft-resharding-") as folder:
         model_bytes = save_model(Path(folder), small)
         ways = Ways(Path(folder), model_bytes)

@@ -1,10 +1,11 @@
-"""Does asynchronous training learn as much from as many samples, and in less time? The example, under each schedule, with three seeds.
+"""Does asynchronous training learn as much per sample, in less time? One example, each schedule,
+three seeds.
 
     python benchmarks/schedules/learning_curves.py                     # half an hour; the picture goes to docs/schedules.png
     python benchmarks/schedules/learning_curves.py --small             # to see that it works: not a measurement
 
-Each run is `examples/grpo_arithmetic.py` as it stands, one after the other. The runs of a seed begin with the same model. The last
-line printed is one JSON object.
+Each run is `examples/grpo_arithmetic.py`, unmodified, one after another. Runs of a seed start from
+the same model. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ MODES = {
 """Name -> schedule (asynchronous: staleness 1) and placement."""
 COLOURS = {"synchronous": "#2a6fdb", "synchronous_apart": "#8a93a6", "asynchronous": "#d9622b"}
 SHARE = 0.95
-"""The goal: this share of the accuracy that synchronous training has in the end. Samples and seconds until then are compared."""
+"""The goal: this share of synchronous training's final accuracy. Compare samples and seconds to
+reach it."""
 
 Curve = Sequence[tuple[int, float, float]]
-"""(samples trained on so far, seconds since the first step began, held-out accuracy) at each evaluation."""
+"""(samples so far, seconds since the first step began, held-out accuracy) at each evaluation."""
 
 
 def main() -> None:
@@ -54,7 +56,7 @@ def main() -> None:
     more = ["--steps", str(steps), *(["--small"] if arguments.small else [])]
     curves: dict[str, list[Curve]] = {name: [] for name in MODES}
     with tempfile.TemporaryDirectory(prefix="weft-curves-") as root:
-        run("synchronous", seeds[0], ["--small"], Path(root))  # files are read for the first time now
+        run("synchronous", seeds[0], ["--small"], Path(root))  # warm up the file cache
         for seed in seeds:
             for name in MODES if seed % 2 == 0 else reversed(MODES):
                 curves[name].append(run(name, seed, more, Path(root)))
@@ -90,7 +92,8 @@ def run(name: str, seed: int, more: Sequence[str], root: Path) -> Curve:
 
 
 def curve(rows: Sequence[Mapping[str, Any]]) -> Curve:
-    """
+    """Return the curve of a run from its metrics.
+
     >>> first, last = {"time_s": 2.0, "eval/reward/mean": 0.3}, {"time_s": 4.0, "samples": 8.0, "eval/reward/mean": 0.5}
     >>> curve([first, {"time_s": 3.0, "samples": 8.0}, last])
     [(0, 0.0, 0.3), (16, 2.0, 0.5)]
@@ -104,7 +107,10 @@ def curve(rows: Sequence[Mapping[str, Any]]) -> Curve:
 
 
 def reached(curve: Curve, accuracy: float) -> tuple[float, float] | None:
-    """Samples and seconds at which a curve first has this accuracy, linear in between; None: it never has.
+    """Return samples and seconds at which a curve first has this accuracy, or None if it never
+    does.
+
+    Values between points are interpolated linearly.
 
     >>> reached([(0, 0.0, 0.0), (100, 10.0, 0.5)], 0.25)
     (50.0, 5.0)
@@ -119,8 +125,10 @@ def reached(curve: Curve, accuracy: float) -> tuple[float, float] | None:
 
 
 def summarize(curves: Mapping[str, Sequence[Curve]]) -> dict[str, Any]:
-    """For each mode the accuracy in the end, and the samples and seconds until the goal, as shares of those of `synchronous` with the
-    same seed (None: it never got there)."""
+    """Return final accuracies, and samples and seconds to the goal, per mode.
+
+    Samples and seconds are relative to `synchronous` with the same seed, or None for a missed goal.
+    """
     found: dict[str, Any] = {}
     for name, runs in curves.items():
         ratios: list[tuple[float, float] | tuple[None, None]] = []
@@ -140,7 +148,8 @@ def summarize(curves: Mapping[str, Sequence[Curve]]) -> dict[str, Any]:
 
 
 def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
-    """Accuracy by samples, and by seconds: a thin line for each seed, a thick one for their mean by samples."""
+    """Draw accuracy by samples and by seconds: a thin line per seed, and a thick one for their mean
+    by samples."""
     import matplotlib
 
     matplotlib.use("Agg")

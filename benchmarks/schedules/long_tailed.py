@@ -1,6 +1,8 @@
-"""The graph of `schedules.py`, its schedules, and its workers, which are Weft's own but for two things: each is kept on its core, and a
-response has the length that its prompt and its place in the group say, whatever is sampled. So every schedule has the same responses to
-make and to train on.
+"""The graph, schedules and workers of `schedules.py`.
+
+The workers are Weft's, with two changes. Each is pinned to its core. The length of a response
+depends only on its prompt and its index in the group, so that every schedule generates and trains
+on the same lengths.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ from weft.workers.worker import Context, remote
 
 class LongTailedConfig(RolloutConfig):
     cores: tuple[int, ...]
-    """One for each rank, taken again from the first where ranks are more."""
+    """Cores of the ranks, reused cyclically if there are more ranks."""
     median: float
     sigma: float
-    """Of the log-normal distribution of lengths."""
+    """Sigma of the log-normal lengths."""
 
 
 class PinnedConfig(ActorConfig):
@@ -40,15 +42,15 @@ class PinnedConfig(ActorConfig):
 
 
 class LongTailedEngine(VllmEngine):
-    """Each request has a length of its own, drawn by its seed."""
+    """Draws the length of each response from the request's seed."""
 
     def __init__(self, config: LongTailedConfig, **settings: Any) -> None:
         super().__init__(str(config.model), config, **settings)
         self._lengths = config.median, config.sigma
         self.steps_s: dict[int, list[float]] = {}
-        """Responses in the batch -> seconds of each step that was made of so many."""
+        """Responses in the batch -> seconds of each step of that size."""
         self.between_s: list[float] = []
-        """Seconds from one step to the next: what the worker does with its answers, weights that are taken over."""
+        """[s] Time from one step to the next, for the worker's handling of answers and weights."""
         self._ended: float | None = None
         self._slots = config.max_num_seqs
 
@@ -78,7 +80,7 @@ def response_seed(prompt_ids: np.ndarray, index: int) -> int:
 
 
 def lengths_of(work: Work, folder: Path) -> list[list[int]]:
-    """Tokens of each response to each prompt of the run, in order."""
+    """Return the length of each response to each prompt of the run, in order."""
     prompts = weft.Prompts.read(folder / "prompts.jsonl", str(folder / "model"))
     return [
         [
@@ -103,7 +105,7 @@ class LongTailedRollout(RolloutWorker):
     def _seed(self, group_id: int, draw: Sequence[int], prompt_ids: np.ndarray, index: int) -> int | None:
         return response_seed(
             prompt_ids, index
-        )  # prompts differ; a group's number depends on the schedule
+        )  # seed by prompt: a group's number depends on the schedule
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def process(self) -> int:
@@ -111,7 +113,8 @@ class LongTailedRollout(RolloutWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def steps_s(self) -> dict[int, float]:
-        """Responses in the batch -> mean seconds from one step to the next, of this rank."""
+        """Return responses in the batch -> mean seconds from one step to the next, for this
+        rank."""
         assert isinstance(self.engine, LongTailedEngine)
         between = float(np.median(self.engine.between_s or [0.0]))
         return {
@@ -133,12 +136,12 @@ class PinnedActor(ActorWorker):
 
 
 def pin(cores: Sequence[int], context: Context) -> None:
-    """Keep this thread, and all that it starts, on the core of its rank."""
+    """Pin this thread, and all that it starts, to the core of its rank."""
     os.sched_setaffinity(0, {cores[context.rank % len(cores)]})
 
 
 def groups(work: Work, name: str, folder: Path) -> tuple[Any, Any, Any]:
-    """Handles of rollout, actor and reward under a schedule's name; rollout follows actor."""
+    """Return handles of rollout, actor and reward for a schedule; rollout follows actor."""
     first, second, *_ = [*sorted(os.sched_getaffinity(0)), *sorted(os.sched_getaffinity(0))]
     apart = SCHEDULES[name].apart
     cores = {"rollout": (first,), "actor": (second,)} if apart else dict.fromkeys(APART, (first, second))

@@ -1,9 +1,10 @@
-"""One graph under every schedule, on real workers: what overlapping generation and training is worth, and what the driver takes.
+"""One graph under every schedule on real workers: the benefit of overlap, and the cost of the
+driver.
 
-    python benchmarks/schedules/schedules.py                       # half an hour, on two cores that nobody else uses
+    python benchmarks/schedules/schedules.py                       # half an hour, on two idle cores
     python benchmarks/schedules/schedules.py --small               # a minute, to see that it works: not a measurement
 
-docs/benchmarks.md says what is compared and what the keys mean. The last line printed is one JSON object.
+docs/benchmarks.md explains the comparison and the keys. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from workloads import prepare
 
 HERE = Path(__file__).resolve().parent
 DEVICES = (8, 32, 64, 256, 1024)
-"""Numbers of them that are simulated."""
+"""Numbers of simulated devices."""
 
 
 def main() -> None:
@@ -43,7 +44,8 @@ def main() -> None:
         measured = measure(work, made, names, rounds, at_once=2 if small else 1)
         results: dict[str, Any] = summarize(measured)
         if not arguments.no_simulation:
-            from simulated import simulated  # imports Weft, which the processes above do for themselves
+            # imports Weft, which the processes above import themselves
+            from simulated import simulated
 
             results |= simulated(work, made, measured, devices=(8,) if small else DEVICES)
     results |= {"load": [*loads, load()], "work": asdict(work)}
@@ -58,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--schedules", default=",".join(SCHEDULES), help=f"some of {', '.join(SCHEDULES)}; default: all"
     )
-    parser.add_argument("--steps", type=int, help="steps counted of each run; default: 6 (--small: 3)")
+    parser.add_argument("--steps", type=int, help="counted steps per run; default: 6 (--small: 3)")
     parser.add_argument("--no-simulation", action="store_true", help="leave the simulator out")
     parser.add_argument("--small", action="store_true", help="tiny: not a measurement")
     arguments = parser.parse_args()
@@ -68,8 +70,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(work: Work, folder: Path, names: Sequence[str], rounds: int, at_once: int) -> Measured:
-    """Run each schedule in a process of its own, one after the other, every other round in the opposite order, so that a slow minute
-    of the machine does not always hit the same one. (By turns, as in turns.py, those that run ahead would work in others' turns.)"""
+    """Run each schedule in a separate process, one after another.
+
+    Every other round has the opposite order, so that slow phases of the machine do not always hit
+    the same schedule. Turns as in turns.py would not work: schedules that run ahead would work
+    during others' turns.
+    """
     measured: dict[str, list[Mapping[str, Any]]] = {name: [] for name in names}
     for number in range(rounds):
         order = names if number % 2 == 0 else names[::-1]
@@ -87,7 +93,6 @@ def measure(work: Work, folder: Path, names: Sequence[str], rounds: int, at_once
 
 
 def run(work: Work, name: str, folder: Path, log: str) -> dict[str, Any]:
-    """One schedule from start to end."""
     settings = json.dumps({"schedule": name, **asdict(work)})
     system = System(HERE / "weft_run.py", folder, settings, log=folder / f"{log}.log")
     system.close()
@@ -95,7 +100,9 @@ def run(work: Work, name: str, folder: Path, log: str) -> dict[str, Any]:
 
 
 def summarize(measured: Measured) -> dict[str, Any]:
-    """Medians over the runs of a schedule, of the mean seconds of its counted steps: all have the same work to do in them.
+    """Return medians over the runs of a schedule of mean seconds per counted step.
+
+    All schedules have the same work in these steps.
 
     >>> def facts(*steps, rollout=1.0, actor=1.0):
     ...     return {"step_s": steps, "busy_s": {"rollout": rollout, "actor": actor}, "staleness_violations": 0, "violations": [],

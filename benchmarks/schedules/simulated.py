@@ -1,5 +1,7 @@
-"""The graph of `schedules.py` on a fake clock: as it was measured, to see how far the simulator is to be believed, and on 8 to 1,024
-devices. A device is a core of this machine, where the costs of calls were measured.
+"""The graph of `schedules.py` on a fake clock.
+
+It is simulated as measured, to judge the simulator's accuracy, and on 8 to 1,024 devices. A device
+is a core of this machine, where the costs of calls were measured.
 """
 
 from __future__ import annotations
@@ -21,33 +23,30 @@ from weft.controllers.prechecks.simulated_bound import bound, calibrate
 from weft.controllers.prechecks.simulated_costs import CostModel, FixedLengths, Generation, LogNormal
 
 PROMPTS_PER_DEVICE = 16
-"""In a step; as many as are measured."""
+"""Prompts per step and device, as measured."""
 DEVICES_PER_REWARD = 16
-"""A process beside so many devices computes their rewards."""
+"""Devices per reward process, which has its core besides them."""
 DISPATCH_S = 0.0015
-"""What dispatch.py measures for each rank of a call."""
+"""[s] Dispatch per rank of a call, as measured by dispatch.py."""
 STEPS = 3
 """Counted steps of a run on many devices."""
 MOST_DEVICES = 256
 FEW = ("synchronous", "asynchronous_1")
-"""On more than MOST_DEVICES only these schedules are simulated, to save time."""
-"""Seconds of the fake clock go by fast, and the log need not be synced at each half of one."""
+"""Only these schedules are simulated on more than MOST_DEVICES, to save time."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A simulated run."""
-
     step_s: float
     """Mean of the counted steps."""
     bound_s: float
 
 
 def simulated(work: Work, folder: Path, measured: Measured, devices: Sequence[int]) -> dict[str, Any]:
-    """What schedules.py adds to its results; docs/benchmarks.md says what the keys mean.
+    """Return what schedules.py adds to its results. docs/benchmarks.md explains the keys.
 
     Args:
-        measured: the costs of calls are fitted to these runs.
+        measured: runs to fit the costs of calls to.
         devices: numbers of devices to simulate, with the costs of the synchronous runs.
     """
     seconds = {name: median(mean(facts["step_s"]) for facts in runs) for name, runs in measured.items()}
@@ -96,7 +95,7 @@ def _as_measured(work: Work, folder: Path, name: str, runs: Sequence[Mapping[str
 
 
 def _costs(runs: Sequence[Mapping[str, Any]], lengths: FixedLengths | LogNormal, slots: int) -> CostModel:
-    """The costs of calls of these runs together, without their first steps."""
+    """Fit the costs of calls to all runs together, without their first steps."""
     calls = [call for facts in runs for call in facts["timeline"] if call["end_s"] >= facts["window"][0]]
     ranks = {call["group"]: runs[0]["ranks"] for call in calls if call["group"] in APART}
     tables = [facts["decode_step_s"] for facts in runs]
@@ -116,7 +115,8 @@ def _costs(runs: Sequence[Mapping[str, Any]], lengths: FixedLengths | LogNormal,
 
 
 def _many(work: Work, folder: Path, costs: CostModel, devices: int) -> dict[str, Timed]:
-    """Each schedule on so many devices: half of them generate and half train, or all do both in turns."""
+    """Simulate each schedule on this many devices: half generate and half train, or all
+    alternate."""
     prompts = PROMPTS_PER_DEVICE * devices
     parts = prompts * work.groups_per_part // work.groups
     large = replace(work, groups=prompts, groups_per_part=parts, warm_up=1, counted=STEPS, tail=3)

@@ -1,6 +1,7 @@
-"""Weft under one schedule, from start to end: it reports once what it measured (turns.py), and ends.
+"""Weft under one schedule, from start to end. It reports its measurements once (turns.py), and
+ends.
 
-python benchmarks/schedules/weft_run.py FOLDER '{"schedule": "asynchronous_1", ...}'       # schedules.py fills in the rest
+    python benchmarks/schedules/weft_run.py FOLDER '{"schedule": "asynchronous_1", ...}'       # schedules.py fills in the rest
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from weft.dataflow.buffer.checker import Rule
 
 def main(work: Work, name: str, folder: Path) -> None:
     turns = Turns()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave by the driver's `with`
+    # run the exit of the driver's `with` block
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     setting = SCHEDULES[name]
     rollout, actor, reward = groups(work, name, folder)
     if setting.apart:
@@ -80,7 +82,7 @@ def main(work: Work, name: str, folder: Path) -> None:
 
 
 class Usage:
-    """CPU time of the driver, the ranks and the machine, noted at the end of each step."""
+    """CPU time of the driver, the ranks and the machine at the end of each step."""
 
     def __init__(self) -> None:
         self.processes: dict[str, list[int]] = {"driver": [os.getpid()]}

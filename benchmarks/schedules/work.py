@@ -1,4 +1,4 @@
-"""The work that every schedule of `schedules.py` does, and the schedules."""
+"""The common work of all schedules in `schedules.py`, and the schedules."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from typing import Any, Literal, NamedTuple
 from workloads import PROMPT_TOKENS, Workload
 
 APART = ("rollout", "actor")
-"""Groups that have a core each, or share both."""
+"""Groups with one core each, or with both cores together."""
 Measured = Mapping[str, Sequence[Mapping[str, Any]]]
-"""Schedule -> what each of its runs reported."""
+"""Schedule -> reports of its runs."""
 
 
 class Setting(NamedTuple):
-    """A schedule and a placement."""
-
     kind: Literal["synchronous", "pipelined", "asynchronous"]
     max_staleness: int = 0
     apart: bool = True
-    """Whether rollout and actor have a core each, or take turns on both."""
+    """Rollout and actor have a core each; if False, they take turns on both."""
 
 
 SCHEDULES = {
@@ -34,18 +32,18 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class Work:
-    """What every schedule does. With these numbers generation and training alone take about the same time a step."""
+    """The work of every schedule, with about equal times for generation and training."""
 
     groups: int = 32
     samples: int = 8
     median: float = 32.0
-    """Tokens of a response; lengths are log-normal."""
+    """[tokens] Median response; lengths are log-normal."""
     sigma: float = 0.8
     longest: int = 192
     slots: int = 24
-    """Responses that the engine works on at once: fewer take it longer, and do nothing to training."""
+    """Concurrent responses of the engine. Fewer slow down generation, but not training."""
     groups_per_part: int = 2
-    """Half of the tokens of a microbatch, so that the first part comes early."""
+    """Half of the tokens of a microbatch, so that the first part arrives early."""
     vocabulary: int = 4096
     hidden: int = 256
     layers: int = 4
@@ -54,7 +52,7 @@ class Work:
     warm_up: int = 1
     counted: int = 6
     tail: int = 3
-    """Steps after the counted ones, more than the staleness: generation that runs ahead comes to its end in them."""
+    """Steps after the counted ones, more than the staleness: generation that runs ahead ends here."""
 
     @property
     def steps(self) -> int:
@@ -65,7 +63,7 @@ class Work:
         return PROMPT_TOKENS + self.longest
 
     def workload(self) -> Workload:
-        """The model, and a prompt of its own for each group of the run."""
+        """Return the model, and a different prompt for each group of the run."""
         sizes = {name: getattr(self, name) for name in ("vocabulary", "hidden", "layers", "heads", "mlp")}
         prompts = self.groups * self.steps
         return Workload(

@@ -1,7 +1,9 @@
-"""The bound of `algorithm_steps.py`: the forward and backward passes of a PPO or a DPO step in bare `transformers`, and nothing else.
+"""The bound for `algorithm_steps.py`: forward and backward passes of a PPO or DPO step in plain
+`transformers`.
 
-No driver, no columns, no advantages worth the name, no other process; the rows are tensors before the clock starts. Rows of like
-length share a microbatch, padding is on the right and needs no mask, and a head sees only what predicts a response token.
+It has no driver, no columns, no real advantages and no other process, and rows become tensors
+before the clock starts. Rows of similar length share a microbatch. Padding is on the right and
+needs no mask. The head only sees positions that predict a response token.
 
     python benchmarks/steps/algorithm_bound.py {ppo,dpo} FOLDER      # a system of turns.py
 """
@@ -19,7 +21,7 @@ from algorithm_workloads import EPOCHS, MINIBATCHES, num_tokens, read
 from turns import Turns
 
 MICROBATCHES = (256, 512, 1024, 2048, 4096)
-"""Tokens with padding, tried while warming up."""
+"""[tokens] Padded sizes to try during warm-up."""
 
 Row = tuple[list[int], list[int]]
 """A prompt and a response."""
@@ -32,7 +34,7 @@ def main(algorithm: str, folder: Path) -> None:
     step = PpoStep(folder) if algorithm == "ppo" else DpoStep(folder)
     seconds = {
         size: timed(step, size) for _ in range(2) for size in MICROBATCHES
-    }  # of the second try of each
+    }  # time of the second try
     best = min(seconds, key=lambda size: seconds[size])
     step.prepare(best)
     padding = 1 - step.tokens / sum(part.ids.numel() for part in step.parts)
@@ -52,14 +54,12 @@ def timed(step: PpoStep | DpoStep, size: int) -> float:
 
 @dataclass(frozen=True)
 class Part:
-    """A microbatch."""
-
     ids: Any
     """[rows, longest] int64, padded on the right."""
     predicting: Any
-    """[rows, longest] bool: the tokens before those of the response."""
+    """[rows, longest] bool: the positions that predict response tokens."""
     targets: Any
-    """[T] int64: the tokens of the response."""
+    """[T] int64: the response tokens."""
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Part:
@@ -76,7 +76,8 @@ class Part:
 
 
 class Model:
-    """A causal language model that computes the log-probabilities of response tokens; or, with a scalar head, a number for each."""
+    """A causal language model for response log-probabilities, or with a scalar head for one number
+    per token."""
 
     def __init__(self, folder: Path, *, scalar: bool = False, trained: bool = False) -> None:
         import torch
@@ -94,7 +95,7 @@ class Model:
         self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-8, fused=True) if trained else None
 
     def __call__(self, part: Part) -> Any:
-        """[T]"""
+        """Return [T] values."""
         import torch
 
         hidden = self._backbone(input_ids=part.ids, use_cache=False).last_hidden_state[part.predicting]
@@ -103,7 +104,6 @@ class Model:
         return -torch.nn.functional.cross_entropy(self._head(hidden), part.targets, reduction="none")
 
     def update(self, parts: Iterable[Part], loss: Callable[[Any, Part], Any]) -> None:
-        """One optimizer step."""
         import torch
 
         assert self._optimizer is not None
@@ -115,7 +115,7 @@ class Model:
 
 
 class PpoStep:
-    """Three models evaluate all rows; then critic and actor make their epochs of minibatches."""
+    """Three models evaluate all rows, then critic and actor train their epochs of minibatches."""
 
     def __init__(self, folder: Path) -> None:
         given = read(folder / "rows.jsonl")
@@ -151,10 +151,11 @@ class PpoStep:
 
 
 class DpoStep:
-    """One optimizer step on both responses of all pairs, whose reference log-probabilities are known.
+    """One optimizer step on both responses of all pairs, with given reference log-probabilities.
 
-    The gradient of the loss with respect to a log-probability is a number for each row, and the passes cost the same with any number.
-    So the two responses of a pair need not share a microbatch here, and less is padded than a loss on pairs would allow.
+    The loss gradient by a log-probability is one number per row, and its value does not affect the
+    cost. So the responses of a pair need not share a microbatch, which saves padding compared to a
+    real loss on pairs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -177,7 +178,8 @@ def by_length(rows: Iterable[Row]) -> list[Row]:
 
 
 def cut(rows: Sequence[Row], microbatch: int) -> list[Part]:
-    """Microbatches of at most so many tokens with padding (or a single row), of rows sorted by length."""
+    """Cut rows, sorted by length, into microbatches of at most this many padded tokens, or a single
+    row."""
     parts: list[list[Row]] = []
     for row in rows:
         if parts and (len(parts[-1]) + 1) * (len(row[0]) + len(row[1])) <= microbatch:

@@ -1,10 +1,12 @@
-"""A PPO step and a DPO step of models of 1M and 25M parameters: Weft, bare `transformers`, and TRL's `DPOTrainer`, by turns.
+"""A PPO step and a DPO step of 1M and 25M parameters: Weft, plain `transformers`, and TRL's
+`DPOTrainer`, in turns.
 
     python benchmarks/steps/algorithm_steps.py             # `make bench-peers` first, for the comparison with TRL
     python benchmarks/steps/algorithm_steps.py --small --no-peers     # to see that it works: not a measurement
 
-docs/benchmarks.md says what is compared. The last line printed is one JSON object; its `ppo_ratio_to_bound`, `dpo_ratio_to_bound` and
-`dpo_ratio_to_trl` are the smallest of the workloads.
+docs/benchmarks.md explains the comparison. The last line printed is one JSON object. Its
+`ppo_ratio_to_bound`, `dpo_ratio_to_bound` and `dpo_ratio_to_trl` are the smallest over the
+workloads.
 """
 
 from __future__ import annotations
@@ -53,23 +55,23 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--algorithms", nargs="+", choices=["ppo", "dpo"], default=["ppo", "dpo"])
     parser.add_argument(
-        "--steps", type=int, default=8, help="steps counted, of each system; default: %(default)s"
+        "--steps", type=int, default=8, help="counted steps per system; default: %(default)s"
     )
     parser.add_argument(
-        "--ranks", type=int, default=cores(), help="of each of Weft's groups; default: one for each core"
+        "--ranks", type=int, default=cores(), help="ranks per group of Weft; default: one per core"
     )
     parser.add_argument("--no-peers", action="store_true", help="leave TRL out")
     parser.add_argument("--small", action="store_true", help="tiny models: not a measurement")
     arguments = parser.parse_args()
     if arguments.steps < 1:
-        parser.error(f"--steps {arguments.steps}: it is at least 1")
+        parser.error(f"--steps must be at least 1, not {arguments.steps}")
     return arguments
 
 
 def measure(
     algorithm: str, workload: AlgorithmWorkload, folder: Path, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """The results of one algorithm on one workload."""
+    """Return the results of one algorithm on one workload."""
 
     def weft() -> System:
         settings = json.dumps({"ranks": arguments.ranks, "cores": cores()})
@@ -92,7 +94,7 @@ def measure(
 
 
 def summarize(measured: Mapping[str, Steps]) -> dict[str, Any]:
-    """Medians over steps, and how many times Weft's the others' are."""
+    """Return medians over steps, and Weft's speed relative to the others."""
     seconds = {name: median(step["step_s"] for step in steps) for name, steps in measured.items()}
     weft = measured["weft"]
     return {
@@ -113,7 +115,7 @@ def summarize(measured: Mapping[str, Steps]) -> dict[str, Any]:
 
 
 def smallest(results: list[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Each ratio of the workload where it is worst; None: not measured.
+    """Return the worst workload's value of each ratio, or None if not measured.
 
     >>> smallest([{"dpo": {"ratio_to_bound": 0.9}}, {"dpo": {"ratio_to_bound": 0.8, "ratio_to_trl": 1.5}}])
     {'ppo_ratio_to_bound': None, 'dpo_ratio_to_bound': 0.8, 'dpo_ratio_to_trl': 1.5}

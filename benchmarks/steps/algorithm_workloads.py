@@ -1,6 +1,7 @@
-"""The workloads of `algorithm_steps.py`: given responses for a PPO step, given pairs for a DPO step. Imports no Weft.
+"""Workloads of `algorithm_steps.py`: given responses for PPO, given pairs for DPO. Imports no Weft.
 
-Lengths are as uneven as those of real data: prompts of 8 to 32 tokens, responses log-normal with a median of 48, 4 to 256.
+Lengths are as uneven as in real data: prompts of 8 to 32 tokens, log-normal responses of 4 to 256
+with a median of 48.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from workloads import STOP, WORKLOADS, Workload, make_model, make_tokenizer
 PROMPT = (8, 32)
 RESPONSE = (4, 256)
 EPOCHS, MINIBATCHES = 2, 2
-"""Of PPO, both of the critic and of the actor."""
+"""PPO's epochs and minibatches, for critic and actor."""
 
 
 @dataclass(frozen=True)
 class AlgorithmWorkload:
-    """A model, and how many rows it sees in a step."""
+    """A model, and the rows per step."""
 
     model: Workload
     rows: int
-    """Of a PPO step; a DPO step has half as many pairs."""
+    """Rows of a PPO step. A DPO step has half as many pairs."""
     trl_microbatch: int
-    """Pairs: the fastest of 1 to 16 with the smaller model."""
+    """[pairs] The fastest of 1 to 16 on the smaller model."""
 
     @property
     def pairs(self) -> int:
         return self.rows // 2
 
     def small(self) -> AlgorithmWorkload:
-        """The same shape in seconds, for tests."""
+        """Return the same shape at the size of a test."""
         return replace(self, model=_long(self.model.small()), rows=8, trl_microbatch=2)
 
 
@@ -49,7 +50,8 @@ ALGORITHM_WORKLOADS = {
 
 
 def prepare(workload: AlgorithmWorkload, folder: Path) -> Path:
-    """Write `model/` (weights, tokenizer), `scalar/` (the same with a scalar head), `rows.jsonl` and `pairs.jsonl`."""
+    """Write `model/` (weights, tokenizer), `scalar/` (with a scalar head), `rows.jsonl` and
+    `pairs.jsonl`."""
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
@@ -71,7 +73,7 @@ def prepare(workload: AlgorithmWorkload, folder: Path) -> Path:
 
     rows = [{"prompt": words(PROMPT), "given": words(RESPONSE)} for _ in range(workload.rows)]
     pairs = [
-        # TRL puts both together before it splits them into tokens.
+        # TRL joins both before it tokenises them.
         {"prompt": words(PROMPT), "chosen": f" {words(RESPONSE)}", "rejected": f" {words(RESPONSE)}"}
         for _ in range(workload.pairs)
     ]
@@ -81,7 +83,8 @@ def prepare(workload: AlgorithmWorkload, folder: Path) -> Path:
 
 
 def read(file: Path) -> list[dict[str, list[int]]]:
-    """The rows of a file as token ids; a chosen and a rejected response end with the stop token, as in both libraries."""
+    """Return the rows as token ids. Chosen and rejected responses end with the stop token, as in
+    both libraries."""
     ends = {"chosen": [STOP], "rejected": [STOP]}
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     return [
@@ -94,7 +97,7 @@ def read(file: Path) -> list[dict[str, list[int]]]:
 
 
 def num_tokens(rows: list[dict[str, list[int]]]) -> int:
-    """Of all sequences: each response with its prompt."""
+    """Return the tokens of all sequences, each a prompt with a response."""
     return sum(
         (len(row) - 1) * len(row["prompt"]) + sum(map(len, row.values())) - len(row["prompt"])
         for row in rows

@@ -1,4 +1,4 @@
-"""Updates in bfloat16 beside the same updates in float32.
+"""Updates in bfloat16 against the same updates in float32.
 
     python benchmarks/steps/bfloat16.py            # three minutes
     python benchmarks/steps/bfloat16.py --small    # to see that it works: not a measurement
@@ -6,14 +6,14 @@
 | figure | what it is | wanted |
 |---|---|---|
 | `bfloat16_speedup` | core-seconds of an update in float32 over those in bfloat16 | 1.5 with `avx512_bf16` |
-| `bfloat16_wall_speedup` | the same of seconds, which other work on the machine changes | |
+| `bfloat16_wall_speedup` | the same in wall time, which depends on the load | |
 | `float32_core_s`, `bfloat16_core_s` | core-seconds of an update | |
-| `difference` | relative difference of the gradients' norms between the two | |
-| `avx512_bf16` | whether the CPU multiplies bfloat16 | |
+| `difference` | relative difference of the gradient norms | |
+| `avx512_bf16` | whether the CPU has bfloat16 multiplication | |
 
-An update (forward, backward, clipping, AdamW) of one process with a thread for each core, of the rows of workload (b) of
-`benchmarks/workloads.py`: 25 million parameters, 64 rows of 8 and 64 tokens. Both dtypes take turns; seconds are medians. The last line
-printed is one JSON object.
+An update is forward, backward, clipping and AdamW, in one process with a thread per core. Its rows
+are those of workload (b) in `benchmarks/workloads.py`: 25 million parameters, 64 rows of 8 and 64
+tokens. Both dtypes take turns; seconds are medians. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ sys.path += [str(HERE), str(HERE.parent)]
 
 
 def measure(*, small: bool, rounds: int) -> dict[str, Any]:
-    """The figures."""
     import torch
     from shared_prompts import rows_of
     from workloads import PROMPT_TOKENS, WORKLOADS, make_model, make_tokenizer
@@ -60,7 +59,7 @@ def measure(*, small: bool, rounds: int) -> dict[str, Any]:
             for dtype, worker in workers.items():
                 cores, start = time.process_time(), time.perf_counter()
                 found: Any = worker.update(rows)
-                if number:  # the first makes memory and moments
+                if number:  # the first update allocates memory and moments
                     core_s[dtype].append(time.process_time() - cores)
                     wall_s[dtype].append(time.perf_counter() - start)
                 norms[dtype] = found["grad_norm"].value
@@ -82,7 +81,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--small", action="store_true", help="a tiny model and few rows")
-    parser.add_argument("--rounds", type=int, default=5, help="updates in each dtype that count")
+    parser.add_argument("--rounds", type=int, default=5, help="counted updates per dtype")
     asked = parser.parse_args()
     print(json.dumps(measure(small=asked.small, rounds=asked.rounds)))
 

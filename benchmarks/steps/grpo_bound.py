@@ -1,7 +1,8 @@
-"""The bound: a bare vLLM engine that generates the tokens of a step, and a bare `transformers` training step on the same rows.
+"""The bound: a bare vLLM engine generates the tokens of a step, and plain `transformers` trains on
+the rows.
 
-Nothing else: no reward, no advantages worth the name, no weights carried over, no other process. It is told the lengths that
-Weft sampled and makes exactly as many tokens, so that a step is compared with the same step.
+It has no reward, no real advantages, no weight transfer and no other process. It gets the lengths
+that Weft sampled and generates exactly as many tokens, so that equal steps are compared.
 
     python benchmarks/steps/grpo_bound.py FOLDER SETTINGS      # a system of turns.py; SETTINGS is JSON
 """
@@ -20,7 +21,7 @@ from turns import Turns
 from workloads import Workload, prompts_of
 
 MICROBATCHES = (4, 8, 16, 32)
-"""Rows, tried while warming up."""
+"""[rows] Sizes to try during warm-up."""
 
 
 def main(workload: Workload, folder: Path) -> None:
@@ -40,7 +41,7 @@ def main(workload: Workload, folder: Path) -> None:
     seconds = {
         size: trainer.step(rows, size) for size in MICROBATCHES if size <= workload.rows for _ in range(2)
     }
-    best = min(seconds, key=lambda size: seconds[size])  # of the second try of each size
+    best = min(seconds, key=lambda size: seconds[size])  # time of the second try
     turns.say(microbatch=best, threads=threads)
     while turns.go_on():
         lengths = turns.command["lengths"].pop(0)
@@ -57,7 +58,7 @@ def main(workload: Workload, folder: Path) -> None:
 
 
 class Generator:
-    """vLLM's engine in this process, set as Weft sets it."""
+    """vLLM's engine in this process, configured as in Weft."""
 
     def __init__(self, workload: Workload, model: Path) -> None:
         import torch
@@ -83,7 +84,7 @@ class Generator:
                 disable_log_stats=True,
             )
         )
-        torch.set_num_threads = set_num_threads  # vLLM replaces it by one that does nothing
+        torch.set_num_threads = set_num_threads  # vLLM replaces it by a no-op
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
@@ -92,7 +93,7 @@ class Generator:
         self._number = 0
 
     def generate(self, lengths: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-        """Prompt and response of each row; the responses have these lengths."""
+        """Return prompt and response of each row, with responses of these lengths."""
         import torch
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -122,7 +123,8 @@ class Generator:
 
 
 class Trainer:
-    """The plainest training step: padded microbatches of rows of like length, gradient clipping, AdamW."""
+    """The plainest training step: padded microbatches of similar length, gradient clipping,
+    AdamW."""
 
     def __init__(self, model: Path) -> None:
         import torch
@@ -135,7 +137,7 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-8, fused=True)
 
     def step(self, rows: Sequence[tuple[list[int], list[int]]], microbatch: int) -> float:
-        """One optimizer step of GRPO's loss with advantages of +1 and -1; returns its seconds."""
+        """Take one GRPO step with advantages of +1 and -1, and return its seconds."""
         import torch
 
         started = time.perf_counter()

@@ -1,10 +1,11 @@
-"""Complete GRPO steps: Weft, the bound that no orchestrator can beat, and TRL, by turns on the same workloads.
+"""Complete GRPO steps: Weft, the bound without an orchestrator, and TRL, in turns on the same
+workloads.
 
     make bench                                 # everything; `make bench-peers` first, for the comparison with TRL
     make bench ARGS="--workloads a --steps 4"
     make bench ARGS="--small --no-peers"       # seconds, to see that it works
 
-docs/benchmarks.md says what is compared and what the keys mean. The last line printed is one JSON object.
+docs/benchmarks.md explains the comparison and the keys. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PARTS = {
     "reward.score": "reward",
     "recorder.record": "record",
 }
-"""Node -> part of a step. Where calls overlap, the time is that of the one which stands first here."""
+"""Node -> part of a step. Overlapping time counts for the first node in this mapping."""
 SYSTEMS = ("weft", "bound", "trl", "trl_vllm")
 
 
@@ -61,9 +62,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workloads", default="a,b,c", type=_names, help="some of a, b, c; default: all")
-    parser.add_argument(
-        "--steps", type=int, help="steps counted, of each system; default: 8 (--small: 2)"
-    )
+    parser.add_argument("--steps", type=int, help="counted steps per system; default: 8 (--small: 2)")
     parser.add_argument("--no-peers", action="store_true", help="leave TRL out")
     parser.add_argument(
         "--small", action="store_true", help="tiny models and few steps: not a measurement"
@@ -71,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     arguments.steps = arguments.steps or (2 if arguments.small else 8)
     if arguments.steps < 1:
-        parser.error(f"--steps {arguments.steps}: it is at least 1")
+        parser.error(f"--steps must be at least 1, not {arguments.steps}")
     return arguments
 
 
@@ -84,8 +83,6 @@ def _names(text: str) -> list[str]:
 
 
 class Systems:
-    """How each system is started on a workload."""
-
     def __init__(self, workload: Workload, folder: Path, peers: bool) -> None:
         self._workload, self._folder, self._peers = workload, folder, peers
 
@@ -113,7 +110,7 @@ class Systems:
         )
 
     def measure(self, steps: int) -> tuple[dict[str, Steps], dict[str, Any]]:
-        """The counted steps of each system, and how the systems were set."""
+        """Return the counted steps and the settings of each system."""
         actor, rollout = self._workload.placement
         placement = min(actor, cores()), min(rollout, cores())
         microbatch = self._workload.trl_microbatch
@@ -141,7 +138,7 @@ class Systems:
 
 
 def summarize(workload: Workload, measured: Mapping[str, Steps]) -> dict[str, Any]:
-    """One workload's results, from the steps of each system: medians over steps."""
+    """Return one workload's results as medians over steps."""
 
     def token_seconds(name: str) -> float:
         return sum(step["step_s"] for step in measured[name]) / sum(

@@ -1,4 +1,4 @@
-"""Updates whose rows share their prompts, with each prompt computed once, and with each row by itself.
+"""Updates of rows that share prompts, with each prompt computed once against each row by itself.
 
     python benchmarks/steps/shared_prompts.py            # two minutes
     python benchmarks/steps/shared_prompts.py --small    # to see that it works: not a measurement
@@ -6,13 +6,14 @@
 | figure | what it is | wanted |
 |---|---|---|
 | `dpo_speedup` | seconds of an update of 8 pairs, prompts and answers of 128 tokens, over those with shared prompts | 1.3 |
-| `grpo_speedup` | the same of 4 groups of 8 samples, prompts of 256 tokens and answers of 64 | |
-| `grpo_logprobs_speedup` | the same of a pass that only computes log-probabilities of those samples | |
-| `difference` | largest relative difference of the gradients' norms between the two | 1e-5 |
+| `grpo_speedup` | the same for 4 groups of 8 samples, prompts of 256 tokens and answers of 64 | |
+| `grpo_logprobs_speedup` | the same for a pass that only computes log-probabilities of those samples | |
+| `difference` | largest relative difference of the gradient norms | 1e-5 |
 
-One process, float32, the model of 25 million parameters with 1,024 ids, so that the head takes a share of the arithmetic that it has in a
-model of 8 billion (a sixteenth); `large_head` figures are of 32,768 ids, where it takes half, and it is the same in both ways. Both ways
-take turns, and seconds are medians. The last line printed is one JSON object.
+One process in float32 trains the model of 25 million parameters with 1,024 ids. Its head then takes
+the same share of the arithmetic as in a model of 8 billion (a sixteenth). `large_head` figures have
+32,768 ids: the head takes half, and costs the same either way. Both ways take turns, and seconds
+are medians. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ sys.path += [str(HERE), str(HERE.parent)]
 
 
 def rows_of(prompts: int, samples: int, prompt: int, answer: int, vocabulary: int, *, pairs: bool) -> Any:
-    """Rows at random; of each prompt so many responses."""
+    """Return random rows with this many responses per prompt."""
     from weft.dataflow.batch import Batch
 
     rng, rows = np.random.default_rng(0), prompts * samples
@@ -59,7 +60,6 @@ def rows_of(prompts: int, samples: int, prompt: int, answer: int, vocabulary: in
 
 
 def measure(*, small: bool, rounds: int, vocabulary: int) -> dict[str, Any]:
-    """The figures."""
     from workloads import WORKLOADS, make_model, make_tokenizer
 
     from weft.algorithms.policy_loss import PolicyLoss
@@ -93,7 +93,7 @@ def measure(*, small: bool, rounds: int, vocabulary: int) -> dict[str, Any]:
                     engine.model.shares_prompts = shares
                     start = time.perf_counter()
                     found: Any = update()
-                    if number:  # the first makes memory and moments
+                    if number:  # the first update allocates memory and moments
                         seconds[shares].append(time.perf_counter() - start)
                     if name != "grpo_logprobs":
                         norms[shares] = found["grad_norm"].value
@@ -110,7 +110,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--small", action="store_true", help="a tiny model and few rows")
-    parser.add_argument("--rounds", type=int, default=5, help="updates in each way that count")
+    parser.add_argument("--rounds", type=int, default=5, help="counted updates in each way")
     asked = parser.parse_args()
     figures = measure(small=asked.small, rounds=asked.rounds, vocabulary=1024)
     if not asked.small:

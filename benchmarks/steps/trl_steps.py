@@ -1,6 +1,7 @@
-"""TRL's side of `grpo_step.py` and `algorithm_steps.py`: its `GRPOTrainer` or `DPOTrainer`, a step at a time. Runs in .venv-peers.
+"""TRL's `GRPOTrainer` or `DPOTrainer` for `grpo_step.py` and `algorithm_steps.py`, step by step.
+Runs in .venv-peers.
 
-python benchmarks/steps/trl_steps.py {grpo,dpo} FOLDER SETTINGS      # a system of turns.py; SETTINGS is JSON
+    python benchmarks/steps/trl_steps.py {grpo,dpo} FOLDER SETTINGS      # a system of turns.py; SETTINGS is JSON
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PLAIN: dict[str, Any] = {
     "max_steps": 1_000_000,
     "learning_rate": 1e-8,
     "lr_scheduler_type": "constant",
-    # The fastest: no recomputed activations, no mixed precision, no reports.
+    # The fastest: no activation checkpointing, no mixed precision, no reports.
     "gradient_checkpointing": False,
     "bf16": False,
     "use_cpu": True,
@@ -36,7 +37,8 @@ PLAIN: dict[str, Any] = {
 
 
 def step_by_step(turns: Turns, microbatch: int, tokens: Callable[[], int]) -> Any:
-    """A callback that lets a trainer make a step when it has its turn, and reports the step's tokens."""
+    """Return a callback that makes a trainer wait for its turn before each step, and reports its
+    tokens."""
     import torch
     from transformers import TrainerCallback
 
@@ -59,7 +61,8 @@ def step_by_step(turns: Turns, microbatch: int, tokens: Callable[[], int]) -> An
 
 
 def tokenizer_of(folder: Path) -> Any:
-    """AutoTokenizer would put Qwen's own splitting of words into a Qwen2 model's tokenizer."""
+    """Load the tokenizer directly: AutoTokenizer would add Qwen's word splitting to a Qwen2
+    model."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(folder / "model")
@@ -113,7 +116,10 @@ def grpo_trainer(
 
 
 def sync_weights(generation: Any) -> None:
-    """In place of TRL's own, which fails on a CPU: vLLM repacks weights there, and takes new ones only between these two calls."""
+    """Replace TRL's method, which fails on a CPU.
+
+    There vLLM repacks weights, and accepts new ones only between these two calls.
+    """
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,
@@ -137,7 +143,7 @@ def dpo_trainer(turns: Turns, folder: Path, microbatch: int) -> Any:
             len(pair[side].split()) for side in ("chosen", "rejected")
         )
 
-    pairs.sort(key=length)  # pairs of like length share a microbatch, so that little is padded
+    pairs.sort(key=length)  # pairs of similar length share a microbatch, to save padding
     tokens = num_tokens(read(folder / "pairs.jsonl"))
     settings = DPOConfig(
         output_dir=str(folder / "trl"),

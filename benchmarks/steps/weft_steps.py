@@ -1,6 +1,7 @@
-"""Weft's side of `grpo_step.py` and `algorithm_steps.py`: its driver, Ray and workers, with `grpo`, `ppo` and `dpo` as they stand.
+"""Weft for `grpo_step.py` and `algorithm_steps.py`: driver, Ray, workers, and unmodified `grpo`,
+`ppo` and `dpo`.
 
-python benchmarks/steps/weft_steps.py {grpo,ppo,dpo} FOLDER SETTINGS      # a system of turns.py; SETTINGS is JSON
+    python benchmarks/steps/weft_steps.py {grpo,ppo,dpo} FOLDER SETTINGS      # a system of turns.py; SETTINGS is JSON
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Placement = dict[str, weft.Place]
     shape=Shape.EXPAND, reads=("given_tokens", "given_logprobs"), writes=(RESPONSE_IDS, RESPONSE_LOGPROBS)
 )
 def given_responses(prompts: Batch) -> Batch:
-    """In the place of a rollout: the response that stands beside each prompt."""
+    """Replace a rollout: return the given response of each prompt."""
     ids, logprobs = prompts["given_tokens"], prompts["given_logprobs"]
     return Batch.of(parent_id=prompts["sample_id"], response_ids=ids, response_logprobs=logprobs)
 
@@ -63,14 +64,14 @@ def run_by_turns(
     """Run the graph until there are no more turns.
 
     Args:
-        prompts: in each step.
-        facts: what to report of the step that has just ended, from the run's directory.
-        up: what to report when the system is up.
+        prompts: prompts per step.
+        facts: returns the report on the last step, from the run's directory.
+        up: report when the system is up.
     """
     started, seen = 0.0, 0
 
     def after_step(metrics: Mapping[str, float]) -> bool:
-        """The driver calls it at the end of each step; the next step begins when it returns."""
+        """End a step; the driver starts the next one when this returns."""
         nonlocal started, seen
         now = time.perf_counter()
         of_step = facts(driver.directory.path)
@@ -176,7 +177,8 @@ def run_algorithm(turns: Turns, algorithm: str, folder: Path, ranks: int, cores:
 
 if __name__ == "__main__":
     system = Turns()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave by the driver's `with`
+    # run the exit of the driver's `with` block
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     kind, where, given = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
     if kind == "grpo":
         run_grpo(system, where, Workload.of(given.pop("workload")), **given)

@@ -1,7 +1,8 @@
-"""Formats: rows of ten common data sets, and data as the scripts of eight trainers write it, read without a change. `formats()` counts
-the formats whose rows are all read correctly.
+"""Formats: rows of ten common data sets, and data of eight trainers' scripts, read unmodified.
 
-python benchmarks/tasks/formats.py
+    python benchmarks/tasks/formats.py
+
+`formats()` counts the formats whose rows are all read correctly.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ PROMPT = "<user>2 + 2?\n<assistant>"
 
 @dataclass(frozen=True)
 class Case:
-    """A row as a trainer's script writes it, and what must come of it."""
+    """A row as a trainer's script writes it, and the expected result."""
 
     file: str
     row: Mapping[str, Any]
     prompt: str = PROMPT
     answer: str | None = None
     responses: tuple[str, ...] = ()
-    """Texts of the response, or of the chosen and the rejected one."""
+    """Text of the response, or of the chosen and the rejected one."""
     kept_as: Mapping[str, str] = field(default_factory=dict)
-    """Columns that are kept by another name."""
+    """Columns that are renamed."""
 
 
 CASES: dict[str, list[Case]] = {
@@ -336,11 +337,11 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
 }
-"""Format -> rows as they are in use. The first of each is its usual form."""
+"""Format -> rows in actual use. The first of each is its usual form."""
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte, an end-of-sequence token, and a chat template."""
+    """Return a tokenizer with one token per byte, an end-of-sequence token, and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -352,7 +353,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def write(folder: Path, case: Case) -> Path:
-    """The file of a case, with two equal rows."""
+    """Write the file of a case, with two equal rows."""
     file = folder / case.file
     rows = [dict(case.row)] * 2
     if file.suffix == ".parquet":
@@ -368,7 +369,7 @@ def write(folder: Path, case: Case) -> Path:
 
 
 def mistakes(folder: Path, case: Case) -> list[str]:
-    """What is wrong with a case when its file is read: nothing, where all is right."""
+    """Read the file of a case, and return the mistakes."""
     tokenizer = byte_tokenizer()
     prompts = Prompts.read(write(folder, case), tokenizer)
     row = prompts.table.to_pylist()[1]
@@ -391,7 +392,8 @@ def mistakes(folder: Path, case: Case) -> list[str]:
 
 
 def formats() -> tuple[int, int]:
-    """How many formats are read rightly in each of their forms, and how many there are."""
+    """Return the number of formats that are read correctly in all forms, and the number of
+    formats."""
     right = 0
     with tempfile.TemporaryDirectory() as folder:
         for name, cases in CASES.items():

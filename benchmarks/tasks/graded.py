@@ -1,9 +1,10 @@
-"""Graded answers: how many labelled answers the graders judge rightly.
+"""Graded answers: the share of labelled answers that the graders judge correctly.
 
     python benchmarks/tasks/graded.py [FILE]
 
-A line of the file is a case: the grader's kind (`math`, `gsm8k` or `choice`), the right answer, a response, and whether it is right.
-`source` names the project in whose public tests the case stands; those called "own" were written here.
+Each line of the file is a case: the grader's kind (`math`, `gsm8k` or `choice`), the correct
+answer, a response, and its label. `source` names the project whose public tests contain the case;
+"own" cases were written here.
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ GRADERS: dict[str, Any] = {"math": Math(deadline_s=30), "gsm8k": Gsm8k(), "choic
 
 
 def read(file: Path = FILE) -> list[dict[str, Any]]:
-    """The cases of a file."""
     return [json.loads(line) for line in file.read_text().splitlines() if line]
 
 
 def wrong(cases: list[dict[str, Any]]) -> list[str]:
-    """What was judged wrongly, in words. No verdict is a wrong one."""
+    """Describe each wrong judgement. A missing verdict counts as wrong."""
     found: list[str] = []
     for case in cases:
         try:
@@ -42,7 +42,7 @@ def wrong(cases: list[dict[str, Any]]) -> list[str]:
 
 
 def graded_right(file: Path = FILE) -> float:
-    """The share of cases that are judged rightly."""
+    """Return the share of correctly judged cases."""
     cases = read(file)
     mistakes = wrong(cases)
     for mistake in mistakes:

@@ -1,4 +1,5 @@
-"""The GSM8K example with a tiny model, as a user starts it: processes under Ray, two ranks that train, two vLLM replicas."""
+"""The GSM8K example with a tiny model, as users start it: under Ray, with two training ranks and
+two vLLM replicas."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "grpo_gsm8k.py"
 
 
 def gsm8k_tiny_s(data: Path | None = None) -> float:
-    """Seconds of the whole program.
+    """Return the seconds of the whole program.
 
     Args:
-        data: rows of GSM8K; None: the program makes problems in their form.
+        data: rows of GSM8K, or None to generate problems in the same form.
 
     Raises:
-        RuntimeError: the program failed; with the end of what it printed.
+        RuntimeError: the program failed. The message has the end of its output.
     """
     with tempfile.TemporaryDirectory(prefix="weft-gsm8k-") as root:
         command = [sys.executable, str(EXAMPLE), "--tiny", "--root", root, "--name", "tiny"]

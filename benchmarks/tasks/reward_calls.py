@@ -1,4 +1,4 @@
-"""Reward calls: 64 asynchronous rewards of 100 ms each on one rank, all in flight, and one after the other."""
+"""Reward calls: 64 asynchronous rewards of 100 ms each on one rank, in parallel and in sequence."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ CALL_S = 0.1
 
 
 async def answered(response_ids: list[int]) -> float:
-    """A reward that waits for somebody else."""
+    """A reward that waits for a remote answer."""
     await asyncio.sleep(CALL_S)
     return 1.0
 
 
 def seconds(concurrency: int, folder: Path) -> float:
-    """Seconds that a worker takes for all samples, with so many calls in flight."""
+    """Return the seconds of a worker for all samples, with this many concurrent calls."""
     reward = Reward(function=answered, concurrency=concurrency)
     worker = RewardWorker(RewardConfig(function=reward, tokenizer=folder))
     samples = Batch.of(sample_id=list(range(NUMBER)), response_ids=[[0]] * NUMBER)
-    list(worker.score(samples.slice(0, 1)))  # the thread with the event loop starts
+    list(worker.score(samples.slice(0, 1)))  # start the thread with the event loop
     began = time.perf_counter()
     scored = sum(len(rows) for rows, _ in worker.score(samples))
     took = time.perf_counter() - began
@@ -39,7 +39,7 @@ def seconds(concurrency: int, folder: Path) -> float:
 
 
 def reward_calls() -> tuple[float, float]:
-    """Seconds with all in flight, and one after the other."""
+    """Return the seconds in parallel, and in sequence."""
     with tempfile.TemporaryDirectory() as folder:
         words = tokenizers.models.WordLevel({"one": 0}, unk_token="one")
         tokenizers.Tokenizer(words).save(str(Path(folder) / "tokenizer.json"))

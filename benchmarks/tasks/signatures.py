@@ -1,6 +1,7 @@
-"""Signatures: reward files of five libraries, each written as its users write it (`peer_rewards/`), run unmodified.
+"""Signatures: unmodified reward files of five libraries, written as their users would
+(`peer_rewards/`).
 
-python benchmarks/tasks/signatures.py
+    python benchmarks/tasks/signatures.py
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ FUNCTIONS: Mapping[str, tuple[str, str, list[float]]] = {
     "OpenRLHF": ("of_openrlhf", "reward_func", [1.0, 0.0, 1.0]),
     "slime": ("of_slime", "reward_func", [1.0, 0.0, -0.5]),
 }
-"""Library -> its file, the function there, and the rewards of three samples: a right one, a wrong one, and a right one cut off."""
+"""Library -> file, function, and rewards of a correct, an incorrect, and a correct truncated
+sample."""
 
 
 def load(name: str) -> ModuleType:
-    """A user's file, imported from its path as the libraries import it."""
+    """Import a user's file from its path, as the libraries do."""
     spec = importlib.util.spec_from_file_location(f"peer_{name}", FILES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -41,7 +43,7 @@ def load(name: str) -> ModuleType:
 
 
 def samples() -> Batch:
-    """Three samples with the columns of verl's data and of ours."""
+    """Return three samples with the columns of verl's data and of Weft."""
     rows: list[dict[str, Any]] = [
         {"response_ids": [1, 2, 0], "answer": "one two", "finish_reason": "stop"},
         {"response_ids": [3], "answer": "two", "finish_reason": "stop"},
@@ -54,7 +56,7 @@ def samples() -> Batch:
 
 
 def mistake(library: str, folder: Path) -> str:
-    """What is wrong with a library's rewards; empty when nothing is."""
+    """Describe what is wrong with a library's rewards; empty if nothing is."""
     file, name, expected = FUNCTIONS[library]
     config = RewardConfig(function=getattr(load(file), name), tokenizer=folder)
     found = config.rewards[0].signature
@@ -76,7 +78,8 @@ def mistake(library: str, folder: Path) -> str:
 
 
 def signatures() -> tuple[int, int]:
-    """How many libraries' reward functions run and give the rewards that they should, and how many there are."""
+    """Return the number of libraries whose reward functions give the expected rewards, and of
+    libraries."""
     right = 0
     with tempfile.TemporaryDirectory() as folder:
         words = tokenizers.models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token=WORDS[0])

@@ -1,4 +1,4 @@
-"""The trials of the examples for real models: each runs in its own process, with each seed and backend."""
+"""Trials of the examples for real models, each in a separate process, per seed and backend."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples"
 EXAMPLES = ("grpo_gsm8k", "ppo_gsm8k", "dpo_pairs")
 BACKENDS = ("local", "ray")
 GAIN = 0.15
-"""How much the held-out accuracy has to rise."""
+"""Required gain in held-out accuracy."""
 LIMIT_S = 120.0
-"""Longest trial, warm start included."""
+"""[s] Longest trial, including the warm start."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Trial:
     code: int
     seconds: float
     before: float | None
-    """Held-out accuracy before the first step, or None if the program did not print it."""
+    """Held-out accuracy before the first step, or None if it was not printed."""
     after: float | None
     said: str
     """The last lines of the program's output."""
 
     @property
     def learned(self) -> bool:
-        """Whether it ended well, and its held-out accuracy rose by `GAIN`."""
+        """Return whether it exited with 0 and gained at least `GAIN`."""
         return (
             not self.code and None not in (self.before, self.after) and self.after - self.before >= GAIN
         )  # pyright: ignore
@@ -48,7 +48,8 @@ class Trial:
 
     @property
     def line(self) -> str:
-        """
+        """Format the trial as a line of the table.
+
         >>> Trial("grpo_gsm8k", "local", 3, 0, 41.25, 0.375, 0.875, "").line
         'grpo_gsm8k   local    3     0   0.375   0.875  +0.500     41.2  ok'
         """
@@ -66,7 +67,7 @@ HEAD = "example      backend seed exit  before   after    gain  seconds"
 
 
 def trial(example: str, backend: str, seed: int) -> Trial:
-    """Run an example in its own process and folder."""
+    """Run an example in a separate process and folder."""
     with tempfile.TemporaryDirectory(prefix="weft-trial-") as root:
         command = [
             sys.executable,
@@ -98,7 +99,8 @@ def trial(example: str, backend: str, seed: int) -> Trial:
 
 
 def trials(seeds: Sequence[int], backends: Sequence[str]) -> tuple[int, int]:
-    """(trials that are ok, trials): every example with each seed and backend. The table goes to the standard error."""
+    """Return (successful trials, trials) over all examples, seeds and backends; print the table to
+    stderr."""
     print(HEAD, file=sys.stderr, flush=True)
     made: list[Trial] = []
     for backend in backends:

@@ -1,14 +1,14 @@
 #!/bin/bash
-# A run on the nodes of a SLURM allocation: a Ray cluster for as long as the job, and the script on its head.
+# A run on a SLURM allocation: a Ray cluster for the duration of the job, with the script on its head.
 #   sbatch examples/clusters/slurm.sh examples/grpo_gsm8k.py --model MODEL --data DATA --gpus 16
-# The folder in which sbatch is called is one that all nodes see, with Weft in its .venv.
+# Call sbatch in a folder that all nodes share, with Weft in its .venv.
 #SBATCH --job-name=weft
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --time=24:00:00
-# Ten minutes before its time is over, and when it is preempted, the job is told: the run saves itself, and the requeued job goes on.
+# SIGTERM arrives ten minutes before the end and on preemption: the run saves, and the requeued job resumes.
 #SBATCH --signal=B:TERM@600
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -32,7 +32,7 @@ for node in "${nodes[@]:1}"; do
     ray start --address="$head:$port" --num-cpus="$cpus" --num-gpus="$gpus" --block &
 done
 
-# The run waits for nodes that are still joining. Its signal goes to it alone; Ray ends with the allocation.
+# The run waits for joining nodes. Only the run gets the signal; Ray ends with the allocation.
 export RAY_ADDRESS="$head:$port" WEFT_ROOT="$PWD/weft/$SLURM_JOB_ID" WEFT_RESUME=latest
 for _ in $(seq 60); do ray status > /dev/null 2>&1 && break; sleep 5; done
 python "$@" &
@@ -41,7 +41,7 @@ stopped=0
 trap 'stopped=1; kill -TERM $run' TERM
 code=0
 wait $run || code=$?
-if [ "$stopped" = 1 ]; then  # the signal ended the wait; the run is saving itself
+if [ "$stopped" = 1 ]; then  # the signal ended the wait, and the run is still saving
   code=0
   wait $run || code=$?
   scontrol requeue "$SLURM_JOB_ID"

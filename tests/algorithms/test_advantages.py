@@ -45,7 +45,7 @@ def random_outcomes(num_rows: int = 200, num_groups: int = 40) -> Outcomes:
 
 
 def reference(estimator: object, outcomes: Outcomes) -> np.ndarray:
-    """The papers' formulas, a group and a row at a time."""
+    """Compute the papers' formulas, by group and row."""
     rewards, groups, lengths = (t.numpy() for t in (outcomes.rewards, outcomes.groups, outcomes.lengths))
     out = np.zeros(len(rewards))
     num_valid = sum(len(set(rewards[groups == g])) > 1 for g in groups)
@@ -100,7 +100,8 @@ def test_only_a_single_best_row_adds_to_the_best_of_its_group():
 
 
 def test_the_advantages_of_best_of_group_are_the_gradient_of_the_expected_best():
-    """Of n draws from three rewards: n E[sum_i A_i grad log p_i] / n = grad E[max], by enumeration."""
+    """For n draws from three rewards: n E[sum_i A_i grad log p_i] / n = grad E[max], by
+    enumeration."""
     logits = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
     rewards = torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)
     p, draws = torch.softmax(logits, 0), torch.cartesian_prod(*[torch.arange(3)] * 3)
@@ -150,13 +151,13 @@ def test_order_of_rows_and_a_constant_on_all_rewards_do_not_matter(estimator):
     torch.testing.assert_close(
         estimator(Outcomes.of(rewards + 5, groups, lengths)), plain, atol=1e-5, rtol=1e-5
     )
-    names = torch.randperm(8)  # what the groups are called
+    names = torch.randperm(8)  # random group ids
     torch.testing.assert_close(estimator(Outcomes.of(rewards, names[groups], lengths)), plain)
     weights = lengths if estimator is length_weighted else torch.ones(64)
     sums = torch.zeros(8).index_add_(0, groups, plain * weights)
     assert (
         (sums >= 0).all() if estimator is best_of_group else sums.abs().max() < 1e-4
-    )  # else a group sums to nothing
+    )  # otherwise a group sums to zero
 
 
 @pytest.mark.parametrize("estimator", WITHIN_A_GROUP)

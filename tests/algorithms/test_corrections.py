@@ -1,4 +1,4 @@
-"""Corrections: numbers by hand, a plain float64 reference with gradients, and properties that hold for every one of them."""
+"""Corrections: numbers by hand, a plain float64 reference with gradients, and shared properties."""
 
 import itertools
 import math
@@ -46,7 +46,7 @@ LOSSES = [
 def random_rows(
     seed: int = 0, *, old: bool = True, spread: float = 0.3
 ) -> tuple[torch.Tensor, PackedRows]:
-    """Rows of float64, some tokens masked, one row masked whole, one empty."""
+    """Random float64 rows: some tokens masked, one row fully masked, one row empty."""
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(LENGTHS)
     draw = lambda: torch.randn(num_tokens, generator=generator, dtype=torch.float64)  # noqa: E731
@@ -54,7 +54,7 @@ def random_rows(
     columns = {"advantages": draw(), "response_logprobs": logprobs + spread * draw()}
     columns |= {"old_logprobs": logprobs + spread * draw()} if old else {}
     columns["response_mask"] = (torch.rand(num_tokens, generator=generator) < 0.7).to(torch.uint8)
-    columns["response_mask"][3] = 0  # the second row, of one token
+    columns["response_mask"][3] = 0  # the second row, with one token
     return logprobs.requires_grad_(), PackedRows.of(LENGTHS, **columns)
 
 
@@ -63,7 +63,7 @@ def plain(rows: PackedRows, name: str) -> list[float]:
 
 
 def tokens_of_rows(rows: PackedRows) -> list[list[int]]:
-    """The trained tokens of each row."""
+    """Return the trained tokens of each row."""
     ends = rows.cu_seqlens.tolist()
     mask = plain(rows, "response_mask")
     return [[t for t in range(a, b) if mask[t]] for a, b in itertools.pairwise(ends)]
@@ -74,18 +74,18 @@ def chosen(loss: PolicyLoss) -> tuple[Any, ...]:
 
 
 def of_trainer(loss: PolicyLoss) -> bool:
-    """Whether the ratio compares with the trainer, and not with the generator."""
+    """Return whether the ratio compares with the trainer instead of the generator."""
     weighs = any(isinstance(c, TruncatedImportance) for c in chosen(loss))
     return bool(loss.old) or weighs or loss.ratio is sequence_ratio
 
 
 def has_trainer(loss: PolicyLoss, rows: PackedRows) -> bool:
-    """Whether the trainer's own log-probabilities come from a column; otherwise it is the policy as it stands."""
+    """Return whether the trainer's logprobs come from a column, not from the current policy."""
     return of_trainer(loss) and "old_logprobs" in rows
 
 
 def reference_weights(loss: PolicyLoss, logprobs: torch.Tensor, rows: PackedRows) -> dict[int, float]:
-    """The weight of each trained token, in plain Python."""
+    """Compute the weight of each trained token, in plain Python."""
     trainer = plain(rows, "old_logprobs") if has_trainer(loss, rows) else logprobs.tolist()
     generator, weights = plain(rows, "response_logprobs"), {}
     for tokens in tokens_of_rows(rows):
@@ -107,7 +107,7 @@ def reference_weights(loss: PolicyLoss, logprobs: torch.Tensor, rows: PackedRows
 
 
 def reference(loss: PolicyLoss, logprobs: torch.Tensor, rows: PackedRows) -> Any:
-    """The mean that the papers write, one row and token at a time."""
+    """Compute the papers' mean, by row and token."""
     weights = reference_weights(loss, logprobs, rows)
     kept = []
     for tokens in filter(None, tokens_of_rows(rows)):
@@ -135,7 +135,7 @@ def reference(loss: PolicyLoss, logprobs: torch.Tensor, rows: PackedRows) -> Any
 def of_rows(
     rows: PackedRows, logprobs: torch.Tensor, order: list[int]
 ) -> tuple[torch.Tensor, PackedRows]:
-    """Some of the rows, in this order."""
+    """Return some of the rows, in this order."""
     ends = rows.cu_seqlens.tolist()
     index = torch.tensor([t for row in order for t in range(ends[row], ends[row + 1])], dtype=torch.int64)
     return logprobs[index], PackedRows.of(
@@ -209,7 +209,8 @@ def test_decoupled_ppo_by_hand():
         old_logprobs=[-1.0, -1 - LN2, -1.0],
     )
     logprobs = torch.tensor([-1 + LN2, -1 - LN2, -1 - LN2], requires_grad=True)
-    # current / trainer: 2 (clipped to 1.2), 1, 1/2 (clipped to 0.8 for its negative advantage); trainer / generator: 2, 1/2, 1
+    # current / trainer: 2 (clipped to 1.2), 1, 1/2 (clipped to 0.8 for its negative advantage);
+    # trainer / generator: 2, 1/2, 1
     loss_sum, metrics = PolicyLoss(old="old_logprobs", correction=TruncatedImportance(cap=1.5))(
         logprobs, rows
     )
@@ -218,7 +219,7 @@ def test_decoupled_ppo_by_hand():
     assert metrics["clip_fraction"].value == pytest.approx(2 / 3)
     assert metrics["mean_generator_ratio"].value == pytest.approx(
         3.5 / 3
-    )  # of the trainer, not of the current policy
+    )  # the trainer's, not the current policy's
 
 
 def test_rejection_by_hand_and_its_counts():
@@ -239,7 +240,7 @@ def test_rejection_by_hand_and_its_counts():
         )
         loss_sum, metrics = loss(logprobs, rows)
         assert torch.autograd.grad(loss_sum, logprobs)[0].tolist() == pytest.approx(expected)
-        assert loss.count(rows) == 4  # what is left out is still counted
+        assert loss.count(rows) == 4  # dropped tokens still count
         found = numbers(metrics)
         assert found["masked_fraction"] == tokens / 4 and found["masked_tokens"] == tokens
         assert found["masked_rows"] == (1 if level == "token" else 2)
@@ -278,7 +279,8 @@ def test_the_kl_estimates_are_right_on_average():
 
 
 def test_weighing_makes_the_gradient_that_of_the_trainer_on_average():
-    """Tokens drawn from a truncated, older distribution; the weighted gradient is exactly the on-policy one over its support."""
+    """For tokens from a truncated, older distribution, the weighted gradient is the on-policy
+    gradient on its support."""
     torch.manual_seed(0)
     logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
     trainer, advantages = torch.log_softmax(logits, 0), torch.randn(6, dtype=torch.float64)
@@ -286,7 +288,7 @@ def test_weighing_makes_the_gradient_that_of_the_trainer_on_average():
     rows = PackedRows.of([1] * 6, advantages=advantages, response_logprobs=generator)
     loss = PolicyLoss(correction=TruncatedImportance(cap=1e6))
     losses = torch.stack([loss(trainer[[k]], of_one(rows, k))[0] for k in range(len(rows))])
-    weighted = (generator.exp() * losses).sum()  # the expectation over what the generator draws
+    weighted = (generator.exp() * losses).sum()  # the expectation over the generator's tokens
     on_policy = -(trainer.exp() * advantages).sum()
     mine, expected = (
         torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (weighted, on_policy)
@@ -308,9 +310,7 @@ def test_where_trainer_and_generator_agree_nothing_changes(
 ):
     logprobs, rows = random_rows()
     rows = PackedRows(rows.cu_seqlens, {**rows.columns, "old_logprobs": rows["response_logprobs"]})
-    if not any(
-        c.weighs for c in corrections
-    ):  # without old_logprobs, the trainer is the policy as it stands
+    if not any(c.weighs for c in corrections):  # without old_logprobs, the current policy is the trainer
         rows = PackedRows(
             rows.cu_seqlens,
             {n: logprobs.detach() if n.endswith("_logprobs") else v for n, v in rows.columns.items()},
@@ -324,10 +324,10 @@ def test_where_trainer_and_generator_agree_nothing_changes(
                 assert value == 0
             elif name.startswith(("mean_", "max_")):
                 assert value == 1
-    assert results[0] == results[1]  # to the last bit
+    assert results[0] == results[1]  # bit by bit
 
 
-def test_without_a_correction_the_loss_is_what_it_was():
+def test_without_a_correction_the_loss_is_unchanged():
     logprobs, rows = random_rows()
     watching, _ = PolicyLoss(old="old_logprobs")(logprobs, rows)
     blind = PackedRows(
@@ -444,7 +444,7 @@ def test_kl_penalty_and_entropy_bonus_are_not_weighed():
 # Settings
 
 
-def test_what_a_loss_reads_depends_on_its_correction():
+def test_the_columns_of_a_loss_depend_on_its_correction():
     weighing, choosing = TruncatedImportance(), Rejection()
     assert PolicyLoss().may_read == ("response_mask",)
     assert PolicyLoss(old="old_logprobs").may_read == ("response_mask", "response_logprobs")

@@ -1,4 +1,5 @@
-"""Length bias: numbers by hand, what merging keeps, and what a race for the first responses does to it."""
+"""Length bias: numbers by hand, invariance under merging, and the bias of taking the first
+responses."""
 
 import math
 
@@ -21,14 +22,15 @@ def test_by_hand():
 
 
 def test_windows_of_unlike_lengths_do_not_mix():
-    """Evenly drawn in both windows, but many more from the one with short prompts: pooled means would say 0.28."""
+    """Both windows draw evenly, but most draws come from short prompts. Pooled means would give
+    0.28."""
     short, long = ([10] * 90, [10] * 100), ([100] * 10, [100] * 100)
     assert ratio(short, long) == 1.0
     assert ratio(([5, 15], [5, 15]), ([50], [50, 150])) == pytest.approx((20 + 50) / (20 + 100))
 
 
 @pytest.mark.parametrize("empty", [([], []), ([], [3, 4]), ([], [0, 0]), ([0], [0])])
-def test_an_empty_window_says_nothing_and_changes_nothing(empty: tuple[list[int], list[int]]):
+def test_an_empty_window_reports_and_changes_nothing(empty: tuple[list[int], list[int]]):
     assert math.isnan(ratio(empty))
     assert ratio(empty, ([2, 4], [2, 4, 6, 12])) == 0.5
 

@@ -73,7 +73,7 @@ def test_a_prompt_that_has_lost_samples_counts_with_those_that_are_left():
     assert math.isnan(none["avg@2"].value) and none["prompts"].value == 0
 
 
-def test_a_threshold_says_what_solves_a_prompt():
+def test_a_threshold_defines_a_solved_prompt():
     batch = Batch.of(group_id=[0, 0], reward=[0.5, 0.1])
     assert score_prompts(batch, n=2, k=(1,), solved=0.5)["pass@1"].value == 0.5
 
@@ -98,7 +98,7 @@ def test_the_quantiles_of_students_t_are_those_of_the_tables(freedom: int, quant
 @pytest.mark.parametrize(("number", "p"), [(20, 0.1), (50, 0.5), (200, 0.97)])
 def test_wilsons_interval_holds_the_shares_that_are_not_too_unlikely(number: int, p: float):
     low, high = interval(p, math.sqrt(p * (1 - p)), number) or (0, 0)
-    for share in (low, high):  # its ends are where the share that was seen is 1.96 standard errors away
+    for share in (low, high):  # at its ends, the observed share is 1.96 standard errors away
         assert abs(p - share) == pytest.approx(
             1.959964 * math.sqrt(share * (1 - share) / number), rel=1e-6
         )
@@ -137,7 +137,7 @@ SOURCE: Any = TableSource(
 
 
 def measured(functions: Any, **settings: Any) -> dict[str, Any]:
-    """The arguments of the node that scores the prompts of an evaluation with these reward functions."""
+    """Return the arguments of the evaluation's scoring node for these reward functions."""
     rollout = group(RolloutWorker, model="model", engine="transformers")
     reward = group(RewardWorker, function=functions, tokenizer="model")
     graph = evaluate(SOURCE, rollout=rollout, reward=reward, **settings)
@@ -168,7 +168,7 @@ def measured(functions: Any, **settings: Any) -> dict[str, Any]:
         (F1(), {}, (), "reward"),
     ],
 )
-def test_pass_at_k_is_of_the_function_that_says_right_or_wrong(
+def test_pass_at_k_uses_the_reward_function_with_a_verdict(
     functions: Any, settings: dict[str, Any], k: tuple[int, ...], verdict: str
 ):
     arguments = measured(functions, **settings)

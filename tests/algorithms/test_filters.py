@@ -1,4 +1,4 @@
-"""Filters: which groups and rows go on."""
+"""Filters: the groups and rows that pass."""
 
 import numpy as np
 import pytest

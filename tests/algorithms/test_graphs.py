@@ -1,4 +1,4 @@
-"""The graphs: what they read and write, and what is missing when something is."""
+"""Graphs: columns that they read and write, and errors for missing ones."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ def test_supervised_is_one_node():
     assert node.name == "actor.update" and node.reads == ("prompt_ids", "response_ids")
 
 
-def test_a_loss_that_reads_what_no_node_writes_is_refused():
+def test_a_loss_that_reads_an_unwritten_column_is_refused():
     with pytest.raises(UserError, match="reads column 'advantages', which no node writes"):
         supervised(PAIRS, actor=group(ActorWorker, model="m"), loss=PolicyLoss())
 
@@ -107,7 +107,7 @@ def test_the_old_policy_is_asked_where_the_loss_needs_it(
         assert graph["actor.update"].arguments["minibatches"] == steps.get("minibatches", 1)
 
 
-def test_entropies_are_written_beside_the_old_policys_log_probabilities():
+def test_entropies_are_written_with_the_old_logprobs():
     rollout, reward = rollout_and_reward()
     actor = group(ActorWorker, model="m")
     prompts = TableSource("prompts", pa.table({"prompt_ids": [[1]]}))

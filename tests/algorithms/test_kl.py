@@ -1,4 +1,5 @@
-"""KL: numbers by hand, values and gradients on average against the exact ones, and the controller of the coefficient."""
+"""KL: numbers by hand, expected values and gradients against exact ones, and the coefficient's
+controller."""
 
 import pickle
 
@@ -40,7 +41,7 @@ def test_the_gradients_of_the_estimators_are_those_that_they_state():
     logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
     q = torch.log_softmax(torch.randn(5, dtype=torch.float64), 0)
     p = torch.log_softmax(logits, 0)
-    weights = p.detach().exp()  # tokens are drawn from p; the draw itself has no gradient
+    weights = p.detach().exp()  # tokens are drawn from p, and the draw has no gradient
 
     def expected(estimator) -> torch.Tensor:
         return torch.autograd.grad((weights * estimator(p, q)).sum(), logits, retain_graph=True)[0]
@@ -65,12 +66,12 @@ def test_absolute_by_hand():
     assert torch.autograd.grad(kl.sum(), p)[0].tolist() == [1.0, -1.0, 0.0]
 
 
-def test_the_full_divergence_is_what_the_estimators_estimate():
+def test_the_full_divergence_equals_the_mean_of_the_estimators():
     torch.manual_seed(0)
     logits, reference = torch.randn(2, 4, 7, dtype=torch.float64)
     logits.requires_grad_()
     p, q = torch.log_softmax(logits, 1), torch.log_softmax(reference, 1)
-    exact = full_kl(logits + 3.0, reference - 2.0)  # shifts of logits mean nothing
+    exact = full_kl(logits + 3.0, reference - 2.0)  # logits are only defined up to a constant
     torch.testing.assert_close(exact, (p.exp() * k1(p, q)).sum(1))
     (gradient,) = torch.autograd.grad(exact.sum(), logits, retain_graph=True)
     (of_k2,) = torch.autograd.grad((p.detach().exp() * k2(p, q)).sum(), logits)
@@ -109,7 +110,8 @@ def test_the_coefficient_follows_the_target_by_hand():
     start = AdaptiveCoefficient(value=0.1, target=4.0, horizon=1000)
     assert start.updated(4.0, 100).value == pytest.approx(0.1)
     assert start.updated(4.4, 100).value == pytest.approx(0.1 * (1 + 0.1 * 0.1))
-    assert start.updated(400.0, 100).value == pytest.approx(0.1 * (1 + 0.2 * 0.1))  # at most a fifth
+    # at most a fifth
+    assert start.updated(400.0, 100).value == pytest.approx(0.1 * (1 + 0.2 * 0.1))
     assert start.updated(-4.0, 100).value == pytest.approx(0.1 * (1 - 0.2 * 0.1))
     assert start.value == 0.1 and start.updated(8.0, 10).target == 4.0
     with pytest.raises(UserError, match=r"AdaptiveCoefficient\.value: .*greater than or equal to 0"):
@@ -121,5 +123,6 @@ def test_the_coefficient_follows_the_target_by_hand():
 def test_the_coefficient_brings_a_policy_that_obeys_it_to_the_target():
     coefficient = AdaptiveCoefficient(value=0.01, target=2.0, horizon=100)
     for _ in range(400):
-        coefficient = coefficient.updated(1.0 / coefficient.value, 10)  # the dearer a nat, the fewer
+        # a larger coefficient lowers the KL
+        coefficient = coefficient.updated(1.0 / coefficient.value, 10)
     assert 1.0 / coefficient.value == pytest.approx(2.0, rel=0.01)

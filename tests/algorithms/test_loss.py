@@ -1,4 +1,4 @@
-"""What all losses share: what they report, and what they refuse."""
+"""Common behaviour of all losses: metrics and errors."""
 
 import math
 
@@ -17,7 +17,7 @@ from weft.dataflow.errors import UserError
 from weft.dataflow.metrics import Max, Mean, Sum
 
 
-def test_what_does_not_count_is_not_observed_whatever_it_holds():
+def test_masked_entries_are_not_observed():
     over, values = (
         torch.tensor([True, False, True]),
         torch.tensor([1.0, math.nan, 2.0], requires_grad=True),
@@ -56,7 +56,7 @@ def test_what_does_not_count_is_not_observed_whatever_it_holds():
     ids=lambda loss: type(loss).__name__,
 )
 def test_a_loss_and_its_gradient_ask_nothing_of_the_device(loss: Loss):
-    """On tensors without values whatever would wait for one is an error."""
+    """On meta tensors, anything that would sync with the device raises."""
     of_tokens = (
         "advantages",
         "old_logprobs",
@@ -99,7 +99,7 @@ def test_parts_of_a_loss_are_values(loss: type[FrozenLoss], settings: dict, name
         loss(**settings)
 
 
-def test_a_loss_of_ones_own_says_only_what_differs():
+def test_a_custom_loss_declares_only_its_differences():
     class LastToken(FrozenLoss):
         @property
         def reads(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Losses: numbers by hand, a plain float64 reference with gradients, and properties that must hold for every variant."""
+"""Losses: numbers by hand, a plain float64 reference with gradients, and shared properties."""
 
 import itertools
 import math
@@ -64,12 +64,12 @@ def random_rows(seed: int = 0, *, mask: bool = True) -> tuple[torch.Tensor, Pack
     }
     if mask:
         columns["response_mask"] = (torch.rand(num_tokens, generator=generator) < 0.7).to(torch.uint8)
-        columns["response_mask"][3] = 0  # the second row, of one token, is masked whole
+        columns["response_mask"][3] = 0  # the second row, with one token, is fully masked
     return logprobs.requires_grad_(), PackedRows.of(LENGTHS, **columns)
 
 
 def reference(loss: PolicyLoss, logprobs: torch.Tensor, rows: PackedRows) -> Any:
-    """The mean that the papers write, one row and token at a time."""
+    """Compute the papers' mean, by row and token."""
     kept, start = [], 0
     for length in LENGTHS:
         tokens = [
@@ -154,8 +154,8 @@ def test_masked_tokens_have_no_gradient_and_may_hold_anything(loss: Loss):
 
 
 def of_two_engines(num_tokens: int, gap: float) -> tuple[torch.Tensor, PackedRows, torch.Tensor]:
-    """1,000 on-policy rows whose generator says of each token something a little else than the trainer; and the advantages of the
-    rows' tokens."""
+    """1,000 on-policy rows with small differences between generator and trainer, and token
+    advantages."""
     generator = torch.Generator().manual_seed(0)
     logprobs = -torch.rand(1000 * num_tokens, generator=generator)
     other = logprobs + gap * torch.randn(len(logprobs), generator=generator)
@@ -211,7 +211,7 @@ def numbers(metrics: Any) -> dict[str, float]:
     return {name: metric.value for name, metric in metrics.items()}
 
 
-def test_a_loss_and_what_it_watches_by_hand():
+def test_a_loss_and_its_metrics_by_hand():
     ln2 = math.log(2)
     rows = PackedRows.of(
         [3, 1],
@@ -224,12 +224,12 @@ def test_a_loss_and_what_it_watches_by_hand():
     logprobs = torch.tensor([-1.0, -1 - ln2, -5.0, -1.0], requires_grad=True)  # ratios 2, 1/2 and 1
     loss = PolicyLoss(kl=KlPenalty(coefficient=0.1, estimator=k1), entropy_coefficient=0.2)
     loss_sum, metrics = loss(logprobs, rows)
-    # clipped at 1.2; clipped at 0.8; whole. KL 0, 0, 0.
+    # Clipped at 1.2; clipped at 0.8; unclipped. KL 0, 0, 0.
     assert loss_sum.item() == pytest.approx((-1.2 + 0.8 - 2.0) - 0.2 * 3.0)
     assert torch.autograd.grad(loss_sum, logprobs)[0].tolist() == pytest.approx(
         [0.1, 0.1, 0.0, -2.0 + 0.1]
     )
-    k3s = (2 - 1 - ln2) + (0.5 - 1 + ln2)  # of the generator from the policy as it stands
+    k3s = (2 - 1 - ln2) + (0.5 - 1 + ln2)  # KL of the generator from the current policy
     assert numbers(metrics) == pytest.approx(
         {
             "clip_fraction": 2 / 3,
@@ -266,7 +266,7 @@ def test_entropy_is_watched_where_the_rows_have_it_and_counts_only_where_asked_f
 def test_a_ratio_without_bounds_is_held_at_e_to_the_20():
     rows = PackedRows.of([2], advantages=[-1.0, 1.0], response_logprobs=[-1000.0, -1.0])
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
-    loss_sum, _ = PolicyLoss()(logprobs, rows)  # a negative advantage is not clipped from above
+    loss_sum, _ = PolicyLoss()(logprobs, rows)  # negative advantages have no upper clip
     assert loss_sum.item() == pytest.approx(math.exp(20) - 1, rel=1e-6)
     assert torch.autograd.grad(loss_sum, logprobs)[0].tolist() == [0.0, -1.0]
 
@@ -278,7 +278,7 @@ def test_weights_and_masks_of_two_corrections_by_hand():
     logprobs = torch.full((4,), -1.0, requires_grad=True)
     loss = PolicyLoss(correction=(TruncatedImportance(cap=1.5), Rejection(low=0.5, high=4.0)))
     loss_sum, metrics = loss(logprobs, rows)
-    assert loss_sum.item() == pytest.approx(-1.5 + 2.0 - 1.0)  # the second row is left out
+    assert loss_sum.item() == pytest.approx(-1.5 + 2.0 - 1.0)  # the second row is dropped
     assert torch.autograd.grad(loss_sum, logprobs)[0].tolist() == pytest.approx([-1.5, 2.0, 0.0, -1.0])
     found = numbers(metrics)
     assert found["truncated_fraction"] == 1 / 4 and found["masked_fraction"] == 1 / 4
@@ -296,7 +296,7 @@ def test_the_generator_is_compared_with_once():
         assert PolicyLoss(old="old_logprobs", **twice).old == "old_logprobs"
 
 
-def test_what_a_loss_reads_depends_on_its_parts():
+def test_the_columns_of_a_loss_depend_on_its_parts():
     assert PolicyLoss().reads == ("advantages", "response_logprobs")
     with_kl = PolicyLoss(kl=KlPenalty(coefficient=0.1), old="old_logprobs")
     assert with_kl.reads == ("advantages", "old_logprobs", "reference_logprobs")

@@ -1,4 +1,4 @@
-"""Preference graphs and their nodes: pairs given and pairs made of samples."""
+"""Preference graphs and their nodes: given pairs, and pairs made of samples."""
 
 from typing import Any
 

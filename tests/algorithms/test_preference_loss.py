@@ -1,4 +1,5 @@
-"""Preference losses: numbers by hand, a plain float64 reference with gradients, and properties that hold for every variant."""
+"""Preference losses: numbers by hand, a plain float64 reference with gradients, and shared
+properties."""
 
 import math
 from typing import Any
@@ -48,7 +49,7 @@ def orpo(w: torch.Tensor, r: torch.Tensor, nll: torch.Tensor) -> torch.Tensor:
 
 
 CASES: dict[str, tuple[PreferenceLoss, Any, bool, bool]] = {
-    # loss, the paper's formula of a pair, whether it reads the reference, whether scores are means
+    # loss, the paper's formula for a pair, reads the reference, scores are means
     "dpo": (PreferenceLoss(), dpo, True, False),
     "cdpo": (PreferenceLoss(comparison=Logistic(label_smoothing=0.2)), cdpo, True, False),
     "robust": (PreferenceLoss(comparison=RobustLogistic(label_smoothing=0.2)), robust, True, False),
@@ -143,7 +144,7 @@ def test_kto_weighs_good_and_bad_responses_by_themselves():
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_what_stands_under_the_mask_changes_nothing(name: str):
+def test_masked_values_change_nothing(name: str):
     loss = EVERY[name]
     logprobs, rows = random_rows()
     masked = rows["response_mask"] == 0

@@ -1,4 +1,4 @@
-"""Losses of reward models: numbers by hand, and who is left out."""
+"""Losses of reward models: numbers by hand, and rows that are left out."""
 
 import math
 
@@ -11,7 +11,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 
 REWARDS = torch.tensor([9.0, 2.0, 7.0, 1.0, -3.0, 0.5, 4.0])
-"""Of rows of 2, 2, 1, 1 and 1 tokens."""
+"""For rows of 2, 2, 1, 1 and 1 tokens."""
 
 
 def rows(**columns: object) -> PackedRows:

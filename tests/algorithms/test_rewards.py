@@ -1,4 +1,4 @@
-"""Rewards: numbers by hand, and that no token and no reward is lost."""
+"""Rewards: numbers by hand, and no token or reward is lost."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_the_penalty_falls_over_the_buffer_by_hand():
             overlong_penalty(lengths, max_tokens=20, buffer_tokens=buffer)
 
 
-def test_the_node_writes_a_column_of_its_own():
+def test_the_node_writes_a_separate_column():
     samples = Batch.of(response_ids=[[1] * 3, [1] * 4, []], reward=[1.0, 1.0, 0.5])
     out = penalize_overlong(samples, max_tokens=4, buffer_tokens=2, factor=0.5)
     assert out["shaped_reward"].to_pylist() == [0.75, 0.5, 0.5] and out["reward"].to_pylist() == [
@@ -40,7 +40,7 @@ def test_the_node_writes_a_column_of_its_own():
     assert len(penalize_overlong(samples.slice(0, 0), max_tokens=4, buffer_tokens=2)) == 0
 
 
-def test_the_reward_stands_at_the_last_trained_token():
+def test_the_reward_is_at_the_last_trained_token():
     rows = PackedRows.of([3, 0, 2, 2, 1], response_mask=[1, 1, 0, 0, 1, 0, 0, 1])
     kl = torch.tensor([1.0, 2.0, torch.nan, torch.nan, 3.0, torch.nan, torch.nan, 0.0])
     out = penalized_token_rewards(torch.tensor([10.0, 20.0, 30.0, 40.0, 50.0]), kl, rows, 0.5)
@@ -76,6 +76,6 @@ def test_the_node_takes_a_constant_or_an_adaptive_coefficient_and_any_estimator(
     assert of_k3[0] == pytest.approx([-(0.6065307 - 1 + 0.5), 1 - (2.7182818 - 1 - 1), 0.0])
 
 
-def test_without_a_penalty_the_reward_stands_alone():
+def test_without_a_penalty_the_reward_is_unchanged():
     samples = Batch.of(response_ids=[[1, 2, 3], [4]], response_mask=[[1, 1, 0], [0]], reward=[2.0, 5.0])
     assert outcome_rewards(samples)["token_rewards"].to_pylist() == [[0, 2, 0], [0]]

@@ -1,4 +1,4 @@
-"""Sampling: which of its log-probabilities a trainer can be compared with, and who is told where there are none."""
+"""Sampling: logprobs that a trainer can compare with, and errors where there are none."""
 
 from typing import Any
 
@@ -50,14 +50,14 @@ def handles() -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_what_is_drawn_from_a_part_of_the_distribution_has_no_logprobs(sampling: Sampling, cut_by: str):
+def test_samples_of_a_truncated_distribution_have_no_logprobs(sampling: Sampling, cut_by: str):
     assert sampling.writes == (() if cut_by else ("response_logprobs",))
     assert not cut_by or sampling.leaves_out["response_logprobs"].startswith(
         f"with {cut_by} tokens are drawn"
     )
 
 
-def test_a_loss_that_compares_with_them_is_refused_with_the_reason_and_what_to_do():
+def test_a_loss_that_needs_missing_logprobs_is_refused_with_reason_and_advice():
     with pytest.raises(UserError) as refused:
         grpo(PROMPTS, **handles(), sampling=CUT)
     assert str(refused.value) == (

@@ -1,4 +1,4 @@
-"""Surrogates: numbers and gradients by hand, and what they have in common where the policy has not moved."""
+"""Surrogates: numbers and gradients by hand, and common values for an unchanged policy."""
 
 import math
 import pickle
@@ -24,7 +24,8 @@ SURROGATES = [Clipped(), Clipped(high=0.28), Clipped(dual=3.0), Cispo(), Sapo(),
 
 
 def losses_and_gradients(surrogate: Surrogate, ratios: list[float], advantages: list[float]):
-    """Of tokens whose log-probability is that of the ratio to a policy of log-probability -1."""
+    """Return losses and gradients for tokens with these ratios to a policy of log-probability
+    -1."""
     logprobs = (torch.tensor(ratios, dtype=torch.float64).log() - 1).requires_grad_()
     made = surrogate((logprobs + 1).exp(), logprobs, torch.tensor(advantages, dtype=torch.float64))
     (gradient,) = torch.autograd.grad(made.losses.sum(), logprobs)
@@ -53,7 +54,8 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient():
     losses, gradients, clipped = losses_and_gradients(
         Cispo(low=0.5, high=1.0), [8.0, 0.25, 1.5], [1.0, -1.0, 1.0]
     )
-    assert gradients == pytest.approx([-2.0, 0.5, -1.5])  # -clip(r) A, where PPO would give 0, 0 and 0
+    # -clip(r) A, where PPO would give 0, 0 and 0
+    assert gradients == pytest.approx([-2.0, 0.5, -1.5])
     assert losses == pytest.approx(
         [-2 * (math.log(8) - 1), 0.5 * (math.log(0.25) - 1), -1.5 * (math.log(1.5) - 1)]
     )

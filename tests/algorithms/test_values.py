@@ -1,4 +1,5 @@
-"""Values: numbers by hand, a plain float64 recursion, and what padding, masks, packing and the order of rows may not change."""
+"""Values: numbers by hand, a plain float64 recursion, and invariance under padding, masks and
+packing."""
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def random_rows(
 def reference(
     rewards, values, rows: PackedRows, gamma: float, lam: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The recursion of the paper, backwards over the trained tokens of each row."""
+    """Compute the paper's recursion, backwards over the trained tokens of each row."""
     r, v, mask = (t.double().numpy() for t in (rewards, values, rows.trained))
     advantages, returns = np.zeros(len(r)), np.zeros(len(r))
     for start, end in zip(rows.cu_seqlens[:-1].tolist(), rows.cu_seqlens[1:].tolist(), strict=True):
@@ -184,7 +185,7 @@ def test_whitened_values_have_mean_zero_and_deviation_one_far_from_zero():
     assert abs(out.mean()) < 1e-5 and abs(out.std() - 1) < 1e-5
 
 
-def test_the_nodes_write_what_their_functions_say():
+def test_the_nodes_write_the_declared_columns():
     samples = Batch.of(
         token_rewards=[[0.0, 9.0, 1.0], [2.0]],
         values=[[0.5, 9.0, 0.5], [1.0]],
@@ -207,7 +208,8 @@ def test_the_nodes_write_what_their_functions_say():
 def test_the_value_loss_by_hand():
     rows = PackedRows.of([4], values=[0.0, 0.0, 0.0, 0.0], returns=[1.0, 1.0, -1.0, 0.1])
     values = torch.tensor([0.5, 0.1, 0.5, -0.1], requires_grad=True)
-    # the first would earn beyond 0.2: (0.2 - 1)^2; the third has gone the wrong way, its own error is larger than the clipped
+    # The first would gain beyond 0.2: (0.2 - 1)^2. The third moved the wrong way, so its own error
+    # is larger than the clipped one.
     loss, metrics = ValueLoss(clip=0.2)(values, rows)
     assert loss.item() == pytest.approx((0.64 + 0.81 + 2.25 + 0.04) / 2)
     assert torch.autograd.grad(loss, values)[0].tolist() == pytest.approx([0.0, -0.9, 1.5, -0.2])

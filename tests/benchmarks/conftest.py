@@ -1,4 +1,5 @@
-"""The modules of benchmarks/, which are no package: each program is a script that finds those of its room and those above it."""
+"""Imports of benchmarks/, which is no package: each program can import its own folder and the ones
+above."""
 
 import importlib
 import sys
@@ -14,7 +15,7 @@ Load = Callable[[str], ModuleType]
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Load:
-    """Imports `room/module`, or a module above the rooms."""
+    """Import `folder/module`, or a module of benchmarks/ itself."""
 
     def module(name: str) -> ModuleType:
         room, _, stem = name.rpartition("/")

@@ -1,4 +1,4 @@
-"""What the buffer's benchmark works on, and that every work comes back verified."""
+"""The buffer benchmark's data, and that every work is verified."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The benchmark of the driver: each figure that it promises has a module that measures it."""
+"""The driver benchmark: each documented figure has a module that measures it."""
 
 import json
 import runpy
@@ -9,9 +9,7 @@ import pytest
 
 
 @pytest.mark.thorough
-def test_a_row_costs_the_driver_some_time_beside_that_of_the_simulator(
-    load: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_costs_of_driver_and_simulator_are_separate(load: Any, monkeypatch: pytest.MonkeyPatch):
     row_cost, workload = load("driver/row_cost"), load("driver/workload")
     monkeypatch.setattr(row_cost, "ANSWERED", 1)
     cost = row_cost.measure(workload.Work.of(192, ranks=2))

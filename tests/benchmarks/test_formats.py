@@ -1,4 +1,4 @@
-"""Rows of common data sets and of trainers load unmodified: each format, in each of its forms."""
+"""Rows of common data sets and trainers load unmodified, in each form of each format."""
 
 from pathlib import Path
 from typing import Any

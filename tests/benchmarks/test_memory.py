@@ -1,4 +1,4 @@
-"""The figures of memory, in small."""
+"""The memory figures at small size."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def test_planned_bytes_are_near_those_of_an_engine(load: Any):
     assert load("operate/plan_memory").measure(quick=True)["plan_memory_error"] < 0.1
 
 
-def test_a_check_that_fails_is_said_in_one_line_with_the_largest_difference(load: Any):
+def test_a_failed_check_is_one_line_with_the_largest_difference(load: Any):
     models = load("memory/models")
     expected = {"a": torch.zeros(2, 3), "b": torch.full((2,), 4.0)}
     found = {"a": torch.zeros(2, 3), "b": torch.tensor([4.0, 5.0])}

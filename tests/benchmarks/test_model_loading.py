@@ -1,4 +1,4 @@
-"""What a rank reads and holds while it loads a model."""
+"""Bytes that a rank reads and holds while it loads a model."""
 
 from typing import Any
 

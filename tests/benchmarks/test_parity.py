@@ -1,4 +1,4 @@
-"""What Weft's functions are compared with the peers' on."""
+"""Inputs of the comparison with the peers' functions."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The plan beside runs: what examples take is what was planned."""
+"""Plans against runs: examples take the planned memory."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.vllm
-def test_examples_take_what_was_planned_with_two_ranks_of_each_group(load: Any):
+def test_examples_take_the_planned_memory_with_two_ranks_per_group(load: Any):
     assert load("operate/plan_runs").measure()["plan_resident_error"] < 0.1
 
 
 @pytest.mark.slow
-def test_tensors_of_an_engine_take_what_was_planned(load: Any):
+def test_tensors_of_an_engine_take_the_planned_bytes(load: Any):
     assert load("operate/plan_memory").measure()["plan_memory_error"] < 0.1

@@ -1,4 +1,4 @@
-"""The benchmark of resharding: what it counts, and that its small setting runs."""
+"""The resharding benchmark: its counts, and its small setting."""
 
 import json
 import subprocess
@@ -14,18 +14,18 @@ from weft.resharding.plan import ReshardPlan
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "resharding.py"
 
 
-def test_the_lower_bound_is_what_a_rank_needs_less_what_its_device_has(load: Any):
+def test_the_lower_bound_counts_needed_bytes_that_the_device_lacks(load: Any):
     plans = load("resharding/plans")
     source = three_dimensional(
         [Parameter("w", (8, 4), 0)], Parallelism(tp=4)
-    )  # two rows of eight bytes a rank
+    )  # two rows of eight bytes per rank
     bounds = plans.lower_bounds(source, replicas([Parameter("w", (8, 4), 0)], 2, 1))
-    assert bounds == [16, 32]  # rank 0 has two of its four rows, and rank 1 none of its own
+    assert bounds == [16, 32]  # rank 0 has two of its four rows, and rank 1 none
     elsewhere = replicas([Parameter("w", (8, 4), 0)], 2, 1, nodes_of(2, first_node=5))
     assert plans.lower_bounds(source, elsewhere) == [32, 32]
 
 
-def test_plans_of_small_layouts_move_what_must_move(load: Any):
+def test_plans_of_small_layouts_move_the_minimum(load: Any):
     found = load("resharding/plans").plan_equals_bound((1, 2))
     assert found == {"plan_equals_bound": True, "plan_pairs": 96, "hybridflow_redundant_bytes": 0}
 

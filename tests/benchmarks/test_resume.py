@@ -1,4 +1,4 @@
-"""The benchmark of a resume: what it counts is what a resumed run has read."""
+"""The resume benchmark counts exactly the bytes that a resume reads."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the schedules' benchmark gives every schedule to do, and how it reads what a run has recorded."""
+"""The schedules benchmark: the work of every schedule, and its reading of a run's records."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What `make bench` measures with: the workloads, the arithmetic of its summary, and the bound. No system is started."""
+"""Parts of `make bench`: workloads, summary and bound. No system is started."""
 
 import doctest
 import math
@@ -43,7 +43,7 @@ def test_workloads_are_those_that_are_promised(load: Any):
 
 
 @pytest.mark.parametrize("name", ["a", "c"])
-def test_a_model_stops_as_often_as_its_workload_says(load: Any, name: str, tmp_path: Path):
+def test_a_model_stops_as_often_as_its_workload_asks(load: Any, name: str, tmp_path: Path):
     workloads = load("workloads")
     workload = workloads.WORKLOADS[name].small()
     wanted = 1 / workload.mean_tokens if workload.mean_tokens else 0.0
@@ -74,7 +74,7 @@ def step(seconds: float, *calls: dict[str, Any]) -> dict[str, Any]:
 
 def test_shares_count_every_moment_once(load: Any):
     steps = [
-        # publish_weights of the start, before the step, does not count
+        # publish_weights at the start, before the step, does not count
         step(
             4.0,
             call("publish_weights", 0.0, 1.0),
@@ -113,7 +113,8 @@ def test_summary_compares_medians_with_the_bound_and_the_better_peer(load: Any):
     )
     assert (result["bound_generate_s"], result["bound_train_s"]) == (0.4, 1.2)
     assert (result["ratio_to_bound"], result["ratio_to_trl"]) == (0.8, 2.5)
-    assert result["ratio_to_trl_per_token"] == 2.0  # 0.08 s a token for TRL without vLLM, 0.04 for Weft
+    # 0.08 s per token for TRL without vLLM, 0.04 for Weft
+    assert result["ratio_to_trl_per_token"] == 2.0
     assert (result["samples_per_s"], result["tokens_per_s"]) == (32.0, 50.0)
 
 
@@ -127,7 +128,7 @@ def test_without_peers_their_ratios_are_null(load: Any):
 
 
 @pytest.mark.parametrize("wrong", [["--workloads", "a,z"], ["--steps", "-1"]])
-def test_what_is_asked_for_wrongly_is_refused(
+def test_wrong_requests_are_refused(
     load: Any, wrong: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(sys, "argv", ["grpo_step.py", *wrong])
@@ -137,7 +138,8 @@ def test_what_is_asked_for_wrongly_is_refused(
 
 
 def test_the_bound_of_an_algorithm_does_the_work_of_the_real_step(load: Any, tmp_path: Path):
-    """Its microbatches hold each row once, what it computes of their tokens is what an actor computes, and no update is left out."""
+    """Its microbatches hold each row once, its results equal an actor's, and it makes every
+    update."""
     workloads, bound = load("steps/algorithm_workloads"), load("steps/algorithm_bound")
     folder = workloads.prepare(workloads.ALGORITHM_WORKLOADS["1m"].small(), tmp_path)
     given = workloads.read(folder / "rows.jsonl")

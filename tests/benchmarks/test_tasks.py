@@ -1,4 +1,4 @@
-"""The figures of tasks: what counts as right, and what does not."""
+"""The task figures: what counts as correct."""
 
 import json
 from pathlib import Path

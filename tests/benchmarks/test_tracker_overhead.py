@@ -1,4 +1,4 @@
-"""What trackers cost a run is measured on runs that really have some."""
+"""The tracker benchmark really runs trackers."""
 
 from collections.abc import Callable
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""Runs that the tests of commands look into."""
+"""Runs for the tests of commands."""
 
 import sys
 from pathlib import Path
@@ -29,7 +29,7 @@ def train(prompts):
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with runs/tiny, of whose three rows one is done, one leased and one waiting."""
+    """A folder with runs/tiny; of its three rows one is done, one leased and one waiting."""
     recorded = train(TableSource("prompts", pa.table({"prompt": ["a", "b", "c"]})))
     buffer = SampleBuffer.create(tmp_path / "runs" / "tiny" / "buffer", {"train": recorded})
     ledger = buffer.ledgers["train"]
@@ -48,7 +48,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with runs/one and runs/two, which are done; the second had another seed and made checkpoints."""
+    """A folder with finished runs/one and runs/two; the second has another seed and checkpoints."""
     root = tmp_path_factory.mktemp("finished") / "runs"
     recorded_runs.run(root, "one")
     recorded_runs.run(root, "two", seed=1, every=2)
@@ -57,6 +57,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def done(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of these runs, in the present one."""
+    """The folder of these runs, below the working directory."""
     monkeypatch.chdir(finished.parent)
     return finished

@@ -1,4 +1,4 @@
-"""Small real runs for the tests of commands: with toy workers, in this process."""
+"""Small real runs with toy workers in this process, for the tests of commands."""
 
 import sys
 import threading
@@ -30,10 +30,10 @@ def driver(
     resume: str = "none",
     dashboard: bool = False,
 ) -> Driver:
-    """A run that is not begun.
+    """Return a run, not started.
 
     Args:
-        every: steps from one checkpoint to the next.
+        every: steps between checkpoints.
     """
     rollout, reward = group(ToyRollout), group(ToyReward)
     actor = group(SavingActor)
@@ -57,14 +57,13 @@ def driver(
 
 
 def run(root: Path, name: str, **settings: Any) -> Path:
-    """Make a run; returns its directory."""
     with driver(root, name, **settings) as made:
         made.run()
     return root / name
 
 
 class Live:
-    """A run in another thread, which goes on until it is asked to end."""
+    """A run in another thread, until it is asked to stop."""
 
     def __init__(self, root: Path, name: str, **settings: Any) -> None:
         self.path = root / name
@@ -88,7 +87,7 @@ class Live:
             self.code = left.code
 
     def join(self) -> object:
-        """Wait for the end; returns the exit code, or "returned" where the program would go on."""
+        """Wait for the end; return the exit code, or "returned" if the program would continue."""
         self._thread.join(60)
         assert not self._thread.is_alive(), "the run does not end"
         return self.code

@@ -1,4 +1,4 @@
-"""`weft buffer`: what it prints, and with which exit code it ends."""
+"""`weft buffer`: output and exit codes."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from weft.__main__ import main
 from weft.dataflow.runs.log import Log, LogReader
 
 
-def test_a_log_that_cannot_be_replayed_ends_with_what_to_do_and_no_traceback(
+def test_a_log_that_cannot_be_replayed_gives_advice_and_no_traceback(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ):
     path = runs / "tiny" / "buffer" / "ledger.log"
@@ -28,7 +28,7 @@ def test_a_log_that_cannot_be_replayed_ends_with_what_to_do_and_no_traceback(
     )
 
 
-def test_check_counts_every_row_and_says_ok(runs: Path, capsys: pytest.CaptureFixture[str]):
+def test_check_counts_every_row_and_prints_ok(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["buffer", "check", "tiny"]) == 0
     said = capsys.readouterr().out
     assert said.splitlines() == [
@@ -81,7 +81,7 @@ def test_check_refutes_a_log_that_was_changed_or_emptied(runs: Path, capsys: pyt
 
 
 @pytest.mark.parametrize(("run", "left"), [("one", 1), ("one", 12), ("two", 1)])
-def test_check_refutes_a_log_whose_end_is_lost(
+def test_check_refutes_a_log_without_its_end(
     run: str, left: int, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     cut = Path(shutil.copytree(done / run, tmp_path / "cut"))
@@ -97,7 +97,7 @@ def test_check_refutes_a_log_whose_end_is_lost(
     capsys.readouterr()
 
 
-def test_what_the_user_can_mend_ends_with_two(runs: Path, capsys: pytest.CaptureFixture[str]):
+def test_user_errors_exit_with_two(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["buffer", "check", "tinny"]) == 2
     assert "error: there is no run runs/tinny; did you mean 'tiny'?" in capsys.readouterr().err
     (runs / "empty").mkdir()
@@ -111,7 +111,7 @@ def test_what_the_user_can_mend_ends_with_two(runs: Path, capsys: pytest.Capture
     assert "error: weft buffer has no command 'chekc'; did you mean 'check'?" in capsys.readouterr().err
 
 
-def test_why_says_what_became_of_a_group(runs: Path, capsys: pytest.CaptureFixture[str]):
+def test_why_gives_the_outcome_of_a_group(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["buffer", "why", "tiny", "0"]) == main(["buffer", "why", "tiny", "1"]) == 0
     finished, flying, waits = capsys.readouterr().out.splitlines()
     assert finished.startswith(

@@ -1,4 +1,4 @@
-"""The command line `weft`: its help, its shell completion, its exit codes."""
+"""The command line `weft`: help, shell completion, exit codes."""
 
 import json
 import os
@@ -19,13 +19,12 @@ HEAVY = {
     "torch", "ray", "vllm", "transformers", "tokenizers", "datasets", "duckdb", "pyarrow", "pandas", "numpy", "matplotlib", "rich",
     "pydantic", "jinja2", "httpx", "requests", "aiohttp", "cryptography", "yaml", "jsonschema", "sympy",
 }  # fmt: skip
-"""What no help needs: each of them takes from 20 ms to seconds."""
+"""Modules that help does not need. Each takes 20 ms to seconds to import."""
 MAX_MODULES = 400
-"""That `weft --help` may load (312 when this was written): half a second is the limit."""
+"""Modules that `weft --help` may load: with more, it exceeds half a second."""
 
 
 def commands(tree: Mapping = TREE) -> Iterator[list[str]]:
-    """The words of each command."""
     for name, below in tree.items():
         yield from (
             ([name, *rest] for rest in commands(below)) if isinstance(below, Mapping) else ([name],)
@@ -52,7 +51,7 @@ def test_help_of_every_command_and_the_doctor_load_nothing_heavy():
         assert f"usage: weft {' '.join(words)} [-h]" in done.stdout
 
 
-def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixture[str]):
+def test_help_lists_every_command_with_a_description(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as end:
         main(["--help"])
     said = capsys.readouterr().out
@@ -87,7 +86,7 @@ def test_a_negative_number_is_refused(words: list[str], capsys: pytest.CaptureFi
     assert f"{words[-2]} {words[-1]}: it must be 0 or more" in capsys.readouterr().err
 
 
-def test_help_says_each_default_once(capsys: pytest.CaptureFixture[str]):
+def test_help_shows_each_default_once(capsys: pytest.CaptureFixture[str]):
     for words in commands():
         with pytest.raises(SystemExit):
             main([*words, "--help"])
@@ -104,7 +103,7 @@ def test_the_module_and_the_script_are_the_same_command(runs: Path):
     assert scripts == {"weft": f"{main.__module__}:{main.__qualname__}"}
 
 
-def test_an_error_that_nobody_thought_of_is_one_line(
+def test_an_unexpected_error_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     def damaged(self: object) -> None:

@@ -1,4 +1,4 @@
-"""Every command that takes a run says what is wrong with a damaged one, in words: no traceback, no code but 0, 1 or 2."""
+"""Every command on a damaged run explains the damage: no traceback, exit code 0, 1 or 2."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def empty(run: Path) -> None:
 
 
 def torn(run: Path) -> None:
-    """Every file is cut in half."""
+    """Cut every file in half."""
     for file in run.rglob("*"):
         if file.is_file():
             os.truncate(file, file.stat().st_size // 2)
@@ -30,7 +30,7 @@ def garbled(run: Path) -> None:
 
 
 def swapped(run: Path) -> None:
-    """Where files are expected there are folders, and the reverse."""
+    """Replace files by folders, and folders by files."""
     for inside in list(run.iterdir()):
         if inside.is_dir():
             shutil.rmtree(inside)
@@ -41,7 +41,7 @@ def swapped(run: Path) -> None:
 
 
 def of_another_shape(run: Path) -> None:
-    """Valid JSON without the expected content."""
+    """Write valid JSON without the expected content."""
     (run / "config.json").write_text(
         json.dumps({"schedule": [1], "graphs": 3, "versions": None, "groups": "many"})
     )
@@ -139,7 +139,7 @@ READERS = {
 @pytest.mark.parametrize(
     "harm", ["a line twice", "a line missing", "two lines swapped", "a byte changed"]
 )
-def test_every_reader_of_a_damaged_log_says_that_records_are_lost(
+def test_every_reader_of_a_damaged_log_reports_lost_records(
     harm: str,
     finished: Path,
     tmp_path: Path,

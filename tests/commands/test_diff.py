@@ -40,7 +40,7 @@ def test_other_data_is_seen(done: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def change(run: Path, step: int, column: str, at: int, change_one: object) -> int:
-    """Change the values of a row of a step's samples; returns the number of the sample."""
+    """Change the values of one row in a step's samples, and return its sample id."""
     [part] = [p for p in sample_files(run) if (p.graph, p.step) == ("train", step)]
     table = part.read().drop_columns(["graph", "step"])
     values = table[column].to_pylist()
@@ -69,7 +69,7 @@ def test_the_first_token_that_differs_is_found_among_the_others(
     assert marked[1] == "1" and marked[-2] == "99"
 
 
-def test_a_logprob_that_differs_is_told_where_the_tokens_are_the_same(
+def test_a_different_logprob_is_reported_where_tokens_are_equal(
     done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     other = Path(shutil.copytree(done / "one", tmp_path / "other"))
@@ -80,7 +80,7 @@ def test_a_logprob_that_differs_is_told_where_the_tokens_are_the_same(
     assert sample["tokens"][1]["logprob_b"] == -1.5
 
 
-def test_what_one_run_lacks_altogether_is_one_line():
+def test_a_part_that_one_run_lacks_is_one_line():
     held_out = {"path": "a.jsonl", "format": "rows", "rows": 3}
     settings, _, data = compare_configs(
         {"data": {"hard": held_out}, "settings": None}, {"settings": {"x": 1}}
@@ -108,7 +108,7 @@ def test_graphs_are_compared_node_by_node():
     }
 
 
-def test_versions_are_apart_and_what_a_clock_measures_is_passed_over():
+def test_versions_are_separate_and_times_are_skipped():
     a = {"versions": {"torch": "2.6"}, "schedule": {"steps": 3}, "origin": "x"}
     b = {"versions": {"torch": "2.7"}, "schedule": {"steps": 3}, "origin": "y", "seed": 1}
     settings, versions, data = compare_configs(a, b)

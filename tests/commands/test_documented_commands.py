@@ -16,7 +16,7 @@ ROWS = re.findall(
     r"^\| `(weft [\w ]+)` \| .* \| `(weft .*)` \|$", (ROOT / "docs" / "commands.md").read_text(), re.M
 )
 TRIED_ELSEWHERE = {"weft dashboard", "weft export", "weft run", "weft plan", "weft submit"}
-"""They take minutes, or need a model, a process or a cluster, and have tests of their own."""
+"""These take minutes, or need a model, a process or a cluster; other files test them."""
 HERE = [example for command, example in ROWS if command not in TRIED_ELSEWHERE and "jobs" not in command]
 
 

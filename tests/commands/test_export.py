@@ -1,4 +1,4 @@
-"""`weft export`: the model of a checkpoint, complete and under its own name."""
+"""`weft export`: a checkpoint's model, complete and under its name."""
 
 import errno
 import json
@@ -13,7 +13,7 @@ from weft.dataflow.runs.manifest import write_manifest
 
 @pytest.fixture
 def saved(done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """runs/two with a model in each of its checkpoints."""
+    """runs/two with a model in each checkpoint."""
     run = Path(shutil.copytree(done / "two", tmp_path / "runs" / "two"))
     for checkpoint in sorted((run / "checkpoints").glob("step_*")):
         (checkpoint / "actor" / "model").mkdir()
@@ -36,7 +36,9 @@ def test_the_model_of_the_last_checkpoint_or_of_a_step_is_copied(
     assert not list(Path().glob(".*")), "nothing unfinished is left"
 
 
-def test_what_cannot_be_exported_is_told(saved: Path, done: Path, capsys: pytest.CaptureFixture[str]):
+def test_models_that_cannot_be_exported_are_reported(
+    saved: Path, done: Path, capsys: pytest.CaptureFixture[str]
+):
     shutil.copytree(done / "one", "runs/one")
     Path("there").mkdir()
     damaged = saved / "checkpoints" / "step_000002" / "actor" / "model" / "config.json"

@@ -1,4 +1,4 @@
-"""`weft plan`: what a run will be; nothing is started, and nothing is written."""
+"""`weft plan`: a summary of a future run, without starting or writing anything."""
 
 import json
 import os
@@ -127,7 +127,7 @@ def test_a_machine_with_gpus_is_planned_for_without_one(folder: Path):
     )
 
 
-def test_what_a_script_prepares_is_sketched_and_said(folder: Path):
+def test_preparations_of_a_script_are_sketched_and_reported(folder: Path):
     done = plan(folder, "train.py", "--prepares")
     assert done.returncode == 0, done.stderr
     assert (
@@ -139,7 +139,7 @@ def test_what_a_script_prepares_is_sketched_and_said(folder: Path):
     assert "prepared: there" in done.stderr and "BEFORE THE RUN" not in done.stdout
 
 
-def test_a_script_that_writes_before_its_driver_is_told_where(folder: Path):
+def test_a_script_that_writes_before_its_driver_is_refused_with_the_place(folder: Path):
     done = plan(folder, "train.py", "--writes")
     assert done.returncode == 2
     assert (
@@ -150,7 +150,7 @@ def test_a_script_that_writes_before_its_driver_is_told_where(folder: Path):
 
 
 @pytest.mark.thorough
-def test_what_a_run_would_refuse_a_plan_refuses(folder: Path):
+def test_a_plan_refuses_the_same_as_a_run(folder: Path):
     done = plan(folder, "train.py", "--steps", "0")
     assert (
         done.returncode == 2
@@ -171,7 +171,7 @@ EXAMPLES = {
     "ppo_gsm8k --tiny": ("tiny_qwen3",),
     "dpo_pairs --tiny": ("tiny_qwen3",),
 }
-"""Example and flags -> what it would make first."""
+"""Example with flags -> the file it would make first."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`weft run`: a script runs as `python SCRIPT` runs it."""
+"""`weft run SCRIPT` runs a script as `python SCRIPT` does."""
 
 import json
 import subprocess
@@ -58,7 +58,7 @@ def test_a_script_gets_its_arguments_and_its_exit_code_is_passed_on(script: Path
     assert weft(script, "programs/train.py", "--stesp", "5").returncode == 2
 
 
-def test_what_is_no_script_is_told(script: Path):
+def test_a_missing_or_wrong_script_is_reported(script: Path):
     for words, says in (
         (["programs/trian.py"], "there is no script programs/trian.py; did you mean 'train.py'?"),
         (["programs"], "SCRIPT must be a Python file, such as train.py, not 'programs'"),

@@ -1,4 +1,4 @@
-"""`weft runs`: a line for each run of a folder, whatever state it is in."""
+"""`weft runs`: a line per run of a folder, in any state."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_runs_lists_each_run_with_its_state(done: Path, capsys: pytest.CaptureFi
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", "two"]
 
 
-def test_runs_says_what_ended_a_run_and_which_was_killed(
+def test_runs_shows_why_a_run_ended_and_whether_it_was_killed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     def fails(metrics: object) -> bool:

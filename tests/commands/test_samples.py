@@ -1,4 +1,4 @@
-"""`weft samples`: what a run has recorded."""
+"""`weft samples`: the recorded samples of a run."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,9 @@ def test_an_answer_in_sql_is_longer_than_the_samples_that_are_shown(
     assert capsys.readouterr().out.splitlines()[-1] == "... 27 more"
 
 
-def test_what_there_is_not_is_told_with_what_there_is(done: Path, capsys: pytest.CaptureFixture[str]):
+def test_missing_samples_are_reported_with_the_existing_ones(
+    done: Path, capsys: pytest.CaptureFixture[str]
+):
     for words, says in (
         (["--step", "9"], "no samples of step 9; it has samples of steps 1 to 3"),
         (["--graph", "evl"], "no samples of a graph 'evl'; did you mean 'eval'?"),

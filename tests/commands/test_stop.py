@@ -1,4 +1,4 @@
-"""`weft stop`: a run saves itself and ends with 0; nobody is signalled."""
+"""`weft stop`: a run saves itself and exits with 0, without signals."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def test_a_run_that_makes_checkpoints_saves_itself_and_leaves_with_0(
         assert resumed.run()[-1]["step"] == found["step"] + 1
 
 
-def test_a_run_without_checkpoints_ends_after_its_step_and_its_program_goes_on(tmp_path: Path):
+def test_a_stopped_run_without_checkpoints_finishes_its_step_and_returns(tmp_path: Path):
     live = Live(tmp_path, "live")
     assert main(["stop", str(live.path)]) == 0
     assert live.join() == "returned"
@@ -44,7 +44,7 @@ def test_a_run_that_is_over_is_left_alone(done: Path, capsys: pytest.CaptureFixt
 def test_a_run_on_another_host_is_asked_by_its_file_and_waited_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Its process id may be that of a process here, which is not touched."""
+    """Its process id may belong to another process here, which must stay untouched."""
     run = tmp_path / "run"
     (run / "lock").mkdir(parents=True)
     live = Live(tmp_path, "live")

@@ -1,4 +1,5 @@
-"""`weft submit` and `weft jobs`: whose words are whose, what is refused before a cluster is asked, and what each end means."""
+"""`weft submit` and `weft jobs`: arguments, checks before contact with a cluster, and exit
+codes."""
 
 import json
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_words_after_the_script_belong_to_it():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_makes_no_sense_ends_with_two_and_says_why(
+def test_wrong_arguments_exit_with_two_and_a_reason(
     words: list[str],
     says: str,
     tmp_path: Path,

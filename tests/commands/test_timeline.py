@@ -1,4 +1,4 @@
-"""`weft timeline`: what it prints, and where its picture goes."""
+"""`weft timeline`: its output, and the place of its picture."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from weft.dataflow.runs.directory import RunDirectory
 
 @pytest.fixture
 def timeline_run(runs: Path) -> Path:
-    """runs/tiny with a timeline: two steps of one second each, of which the actor works a quarter."""
+    """runs/tiny with a timeline: two steps of one second each; the actor is busy for a quarter."""
     directory = RunDirectory(runs / "tiny")
     for step in (0, 1):
         for name, what, start_s, end_s in (
@@ -30,7 +30,7 @@ def timeline_run(runs: Path) -> Path:
     return runs / "tiny"
 
 
-def test_timeline_says_how_busy_each_group_was_and_draws_it(
+def test_timeline_prints_and_draws_the_load_of_each_group(
     timeline_run: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert main(["timeline", "tiny"]) == 0
@@ -50,7 +50,7 @@ def test_timeline_says_how_busy_each_group_was_and_draws_it(
     assert (timeline_run / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_timeline_of_some_steps_goes_where_it_is_told(
+def test_the_timeline_of_some_steps_is_written_to_the_given_path(
     timeline_run: Path, capsys: pytest.CaptureFixture[str]
 ):
     out = timeline_run.parent.parent / "some.svg"

@@ -1,4 +1,4 @@
-"""`weft watch`: a run from another process, while it goes on and afterwards."""
+"""`weft watch`: a run of another process, while it works and afterwards."""
 
 import io
 import json

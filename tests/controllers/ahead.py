@@ -1,4 +1,5 @@
-"""Backends whose clock runs ahead while a worker hangs, so that tests wait for no deadline."""
+"""Backends with a clock that jumps ahead while a worker hangs, so that tests reach deadlines at
+once."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,18 +8,21 @@ from weft.controllers.backends.local import Local
 from weft.controllers.backends.ray_backend import RayBackend
 
 MAX_AHEAD_S = 1000.0
-"""How far a clock runs ahead: well past the default deadline of a call."""
+"""[s] How far a clock may run ahead: well past the default deadline of a call."""
 
 
 class Ahead:
-    """From the time that `hangs` is true, each wait without an answer takes 100 s, until the clock is MAX_AHEAD_S ahead."""
+    """A clock for hanging workers.
+
+    While `hangs` is true, each wait without an answer adds 100 s, up to MAX_AHEAD_S.
+    """
 
     def __init__(self, hangs: Callable[[], bool]) -> None:
         self.seconds = 0.0
         self._hangs = hangs
 
     def waited(self, wait: Callable[[float], Sequence[Event]], timeout_s: float) -> Sequence[Event]:
-        """The events that `wait` returns."""
+        """Return the events of `wait`, and advance the clock if there are none."""
         if self.seconds >= MAX_AHEAD_S or not self._hangs():
             return wait(timeout_s)
         if not (events := wait(min(timeout_s, 0.1))):

@@ -1,7 +1,8 @@
 """A script with one mistake, named on the command line, for `test_bad_input.py`.
 
-Given command lines on standard input, as JSON, it runs with each of them in turn, and prints for each a line of JSON: its exit code, what
-was said to the user, which heavy modules were imported by then, and the seconds of the processor.
+It reads command lines as JSON from standard input and runs with each of them in turn. For each it
+prints one line of JSON: exit code, message to the user, heavy modules imported so far, and CPU
+seconds.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ class Rates(weft.Config):
 
 class Settings(weft.Config):
     mistake: str = "none"
-    """What to get wrong."""
+    """The mistake to make."""
     root: Path = Path()
     learning_rate: float = 1e-3
     mode: Literal["fast", "slow"] = "fast"
@@ -52,7 +53,7 @@ def unnamed(sentence: str) -> float:
 
 @weft.node(reads=("reward",), writes=("reward_kept",))
 def best(samples: weft.Batch) -> weft.Batch:
-    """Keeps a row of four, though it is declared as a map."""
+    """Drop three rows of four, although it is declared as a map."""
     return samples.take([0]).with_columns(reward_kept=[1.0])
 
 
@@ -63,7 +64,7 @@ def scored(prompts: Any, *, rollout: Any, reward: Any, actor: Any, loses: bool) 
 
 
 anything: Any = weft
-"""No checker is to see the mistakes."""
+"""Hides the mistakes from type checkers."""
 VALUES: dict[str, Callable[[], object]] = {
     "schedule steps": lambda: anything.Synchronous(steps=0, prompts_per_step=2),
     "staleness": lambda: anything.Asynchronous(steps=1, prompts_per_step=2, max_staleness=-1),
@@ -79,7 +80,7 @@ VALUES: dict[str, Callable[[], object]] = {
     "config": lambda: anything.group(anything.ActorWorker, model="nowhere", learnin_rate=1e-3),
     "lora": lambda: anything.Lora(rank=0),
 }
-"""Mistakes in a value: what makes it."""
+"""Mistakes in a value: name -> function that makes the value."""
 DRIVER: dict[str, dict[str, Any]] = {
     "argument": {"nme": "first"},
     "name": {"name": "runs/first"},
@@ -94,7 +95,7 @@ DRIVER: dict[str, dict[str, Any]] = {
 
 
 def main(settings: Settings) -> None:
-    """A run with a mistake in it."""
+    """Make a run with one mistake."""
     wrong = settings.mistake
     if wrong in VALUES:
         VALUES[wrong]()

@@ -1,5 +1,8 @@
-"""The tests below this folder import `toy` and its neighbours; so do the processes that they start (sys.path travels with a run), and
-the programs. And there is one Ray cluster for all tests that do not end it."""
+"""Imports and the Ray cluster of these tests.
+
+Tests below this folder, their programs and the processes they start import `toy` and its neighbours
+(Weft sends sys.path along with a run). All tests that do not end the cluster share one.
+"""
 
 import logging
 import os
@@ -26,8 +29,9 @@ QUIET: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
-    """Where the cluster listens: one node, a token."""
-    # Ray reads these when it is imported. A cluster by hand makes no token, unlike ray.init.
+    """Start a Ray cluster of one node with a token, and yield its address."""
+    # Ray reads these when it is imported. Unlike ray.init, a cluster started by hand creates no
+    # token.
     assert "ray" not in sys.modules, (
         "a test module imports Ray while tests are collected, or a test before the cluster is started"
     )
@@ -47,7 +51,7 @@ def ray_address() -> Iterator[str]:
     ) as folder:  # a socket's path has at most 107 characters
         (
             Path(folder) / "ray"
-        ).mkdir()  # Ray notes the address of such a cluster there, and expects the folder
+        ).mkdir()  # Ray notes the address of such a cluster here and expects the folder to exist
         only_here = {
             "RAY_enable_worker_prestart": "0",
             "RAY_prestart_worker_first_driver": "0",
@@ -64,7 +68,7 @@ def ray_address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def cluster(ray_address: str) -> Iterator[None]:
-    """The tests of a module are connected to the cluster: runs find it up, and leave it up."""
+    """Connect the tests of a module to the cluster; runs find it up and leave it up."""
     import ray
 
     ray.init(address=ray_address, namespace="weft", **QUIET)

@@ -1,4 +1,4 @@
-"""Checks for the tests of the doctor; each is called in a process of its own."""
+"""Checks for the tests of the doctor. Each is called in a separate process."""
 
 import os
 import subprocess

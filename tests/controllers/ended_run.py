@@ -1,4 +1,4 @@
-"""A toy run under `weft.launch` that takes long enough to be ended: started by `saved_runs.begun`."""
+"""A toy run under `weft.launch`, slow enough to be ended early. `saved_runs.begun` starts it."""
 
 import time
 from pathlib import Path
@@ -34,7 +34,7 @@ class Settings(weft.Config):
 
 
 def main(settings: Settings) -> None:
-    """A toy run."""
+    """Train the toy actor slowly."""
     rollout, actor = weft.group(SlowRollout, name="rollout"), weft.group(SavingActor, name="actor")
     reward = weft.group(SlowReward, name="reward")
     rollout.follows(actor)

@@ -1,4 +1,4 @@
-"""A process that hangs in C, with Python's lock held."""
+"""A process that hangs in C while it holds the GIL."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ from weft.controllers.backends.local import SilenceWatch
 
 
 class _Clock:
-    """Replaces the module `time` in the watch. It does not move."""
+    """Replaces the module `time` in the watch, and never moves."""
 
     now_s = 0.0
 
@@ -21,7 +21,7 @@ class _Clock:
 
 
 def hang_holding_the_interpreter() -> tuple[int, str]:
-    """Fork a process that hangs; returns its exit code and what it wrote to standard error."""
+    """Fork a process that hangs, and return its exit code and its standard error."""
     said = Path(tempfile.mkstemp()[1])
     if not (child := os.fork()):
         os.dup2(os.open(said, os.O_WRONLY), 2)
@@ -31,7 +31,7 @@ def hang_holding_the_interpreter() -> tuple[int, str]:
             watch = SilenceWatch()
             with watch.over(1.0):  # waited out: the process ends after twice as long
                 clock.now_s = 0.6
-                while not watch._armed:  # until the watch has seen that it is silent
+                while not watch._armed:  # until the watch has noticed the silence
                     time.sleep(0.01)
                 ctypes.PyDLL(None).sleep(60)
         finally:

@@ -1,13 +1,15 @@
-"""Processes of Ray's workers that are forked from a server for each job on a node, which has imported what they import.
+"""Fork Ray workers from a server that has already imported their modules, to save startup time.
 
-A worker of Ray imports Ray and Weft in more than a second of a CPU; a forked one has them at once, and else is as fresh as any. Ray starts
-this file where it else starts its own program of a worker: `Cluster(head_node_args={"worker_path": forked_workers.__file__})`.
+A worker of Ray spends more than a second of CPU on importing Ray and Weft. A forked one starts at
+once and is otherwise just as fresh. Ray runs this file in place of its worker program:
+`Cluster(head_node_args={"worker_path": forked_workers.__file__})`.
 
-    this file ──the first of a job on a node──> forks the server, which imports, and forks a worker for each that connects
-        └──connects──> hands its arguments, environment, folder and streams over ──its worker has ended──> ends
+    this file ──first worker of a job on a node──> fork the server, which imports, then forks a worker per connection
+        └──connect──> send arguments, environment, folder and streams ──the worker has ended──> exit
 
-A server is that of a job and a node because Ray reads the names of both from the environment while it is imported. Clusters that Weft
-starts have workers as Ray starts them: those of `test_sockets.py`, `test_checkpoints.py` and of the examples.
+There is one server per job and node, because Ray reads the names of both from the environment when
+it is imported. Clusters that Weft starts itself keep Ray's own workers: `test_sockets.py`,
+`test_checkpoints.py` and the examples.
 """
 
 import json
@@ -20,7 +22,7 @@ import sys
 
 LENGTH = struct.Struct("!I")
 IDLE_S = 60
-"""So long a server waits for the next who connects."""
+"""[s] How long a server waits for the next connection."""
 
 
 def main() -> None:
@@ -29,7 +31,7 @@ def main() -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         try:
             listener.bind(address)
-        except OSError:  # there is a server
+        except OSError:  # the server already runs
             first = False
         else:
             listener.listen(64)
@@ -42,7 +44,7 @@ def main() -> None:
 
 
 def hand_over(address: str) -> None:
-    """Have a forked process in place of this one, and wait for its end."""
+    """Replace this process by a forked one, and wait until that one ends."""
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
         asked = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
@@ -52,16 +54,16 @@ def hand_over(address: str) -> None:
 
 
 def serve(listener: socket.socket, raylet: int) -> socket.socket | None:
-    """Fork processes until the raylet is gone, or nobody comes any more.
+    """Fork processes until the raylet is gone or no connection comes for IDLE_S.
 
     Returns:
-        In a forked process: the connection that asks for it; in the server: None.
+        The connection in a forked process, None in the server.
     """
-    os.setsid()  # Ray ends the process group of a worker that it has started
+    os.setsid()  # Ray kills the process group of a worker that it started
     import gc
     import threading
 
-    gc.disable()  # what is imported stays for good
+    gc.disable()  # imported modules are never freed
     from ray._private.workers import default_worker as default_worker
 
     import weft.controllers.backends.nodes
@@ -71,7 +73,7 @@ def serve(listener: socket.socket, raylet: int) -> socket.socket | None:
     assert threading.active_count() == 1, "a process with threads cannot be forked"
     gc.freeze()
     gc.enable()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that were forked
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap forked processes without waiting for them
     idle_s = 0
     while idle_s < IDLE_S and os.path.exists(f"/proc/{raylet}"):
         if not select.select([listener], [], [], 1.0)[0]:
@@ -88,7 +90,7 @@ def serve(listener: socket.socket, raylet: int) -> socket.socket | None:
 
 
 def become_worker(connection: socket.socket) -> None:
-    """Be the process that whoever has connected was started as."""
+    """Run Ray's worker program with the arguments and streams of the connected process."""
     import runpy
 
     from ray._private.workers import default_worker

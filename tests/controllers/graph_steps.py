@@ -1,4 +1,5 @@
-"""A graph run that a test walks by hand, without workers: it claims rows, finishes them, and asks a schedule in between."""
+"""A graph run without workers: a test claims and finishes rows, and asks the schedule in
+between."""
 
 from typing import Any
 
@@ -18,7 +19,7 @@ from weft.dataflow.tracing import graph
 
 @node(reads=("prompt_ids",), writes=("response_ids", "response_versions"))
 def answered(rows: Batch) -> Batch:
-    """Never called: a test publishes what it likes."""
+    """Placeholder that is never called: tests publish the rows themselves."""
     return rows
 
 
@@ -29,7 +30,7 @@ def kept(rows: Batch) -> Batch:
 
 @node(reads=("response_ids",))
 def watched(rows: Batch) -> None:
-    """It only looks."""
+    """Placeholder for a node that writes nothing."""
 
 
 @graph
@@ -67,7 +68,7 @@ def tokens(number: int) -> np.ndarray:
 def work(
     run: Any, name: str, number: int | None = None, *, version: int | None = None, drop: int = 0
 ) -> None:
-    """A node claims rows, publishes them (all but `drop`), and is done with them."""
+    """Claim rows for a node, publish all but the first `drop`, and finish the lease."""
     node = run.graph[name]
     limits = {"max_groups": number} if node.operation.takes_groups else {"max_rows": number}
     lease = run.ledger.claim(node, **limits)

@@ -1,4 +1,4 @@
-"""Simulated runs that are killed after any number of replies and resumed, and the steps and versions in their logs."""
+"""Simulated runs, killed after any number of replies and resumed, with the steps in their logs."""
 
 import inspect
 import random
@@ -28,17 +28,17 @@ from weft.workers.worker import remote
 
 STEPS = 12
 LONGEST = 40
-"""Tokens of the longest response."""
+"""[tokens] Length of the longest response."""
 FILE = f"{NODE}.0.000001.arrows"
-"""The file that has all columns of a simulated run."""
+"""The file with all columns of a simulated run."""
 
 
 class KilledError(BaseException):
-    """The run is killed: nothing of Weft catches this."""
+    """Kills the run. Weft catches no BaseException."""
 
 
 class SavedActor(Actor):
-    """Has a state to be saved. Nobody calls it: the runs are simulated."""
+    """An actor with checkpoints. The runs are simulated, so its methods are never called."""
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: Path) -> float:
@@ -53,16 +53,18 @@ class SavedActor(Actor):
 
 
 class SavedCritic(SavedActor, ToyCritic):
-    """A second model that is updated."""
+    """A second model with updates."""
 
 
 class Dying(Simulated):
-    """A simulation that ends after a number of replies. References to columns are references to zeros, which recovery can read.
+    """A simulation that dies after a number of replies.
+
+    References to columns point at zeros, which recovery can read.
 
     Args:
-        root: the folder of the runs.
-        life: number of this life of the run.
-        replies: number of replies before the run is killed, or None to let it finish.
+        root: folder of the runs.
+        life: index of this process; each resume starts the next one.
+        replies: replies before the kill, or None to let the run finish.
     """
 
     def __init__(self, costs: CostModel, root: Path, life: int, replies: int | None) -> None:
@@ -93,7 +95,7 @@ class Dying(Simulated):
         return Segment(NODE, FILE, self._offset, num_bytes, xxhash.xxh3_64_intdigest(bytes(num_bytes)))
 
     def _extend(self, end: int) -> None:
-        """Make the sparse file of zeros at least this long."""
+        """Grow the sparse file of zeros to at least this length."""
         if end > self._length:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._length = end + (1 << 20)
@@ -138,7 +140,7 @@ def random_costs(chance: random.Random, *, critic: bool, keep: float = 1.0) -> C
 
 
 def random_run(chance: random.Random) -> dict[str, Any]:
-    """Arguments of `lives`: a schedule, a graph, and what its groups that are too old become."""
+    """Draw arguments for `lives`: a schedule, a graph, and the policy for stale groups."""
     return {
         "schedule": random_schedule(chance),
         "graph": chance.choice([toy_grpo, toy_grpo, toy_dapo, toy_ppo]),
@@ -162,12 +164,12 @@ def lives(
     between: Callable[[Path], None] = lambda run: None,
     first: int = 0,
 ) -> None:
-    """A run that is killed after each of these numbers of replies, and then runs to its end.
+    """Kill a run after each of these numbers of replies, then let it finish.
 
     Args:
         keep: share of the groups that the filter `odd_prompts` keeps.
         between: called with the run's folder before each resume.
-        first: number of the first life; a run that is there already had those before.
+        first: index of the first life. Pass more than 0 to continue an existing run.
     """
     has_critic = "critic" in inspect.signature(graph).parameters
     for life, replies in enumerate([*kills, None], first):
@@ -201,7 +203,7 @@ def lives(
 
 
 def updates(run: Path) -> list[tuple[int, Counter[str]]]:
-    """Each step with the versions that each group made in it, as the log of a run tells."""
+    """Return (step, groups per version) of each update in the run's log."""
     steps: list[tuple[int, Counter[str]]] = []
     made: Counter[str] = Counter()
     for record in LogReader(run / BUFFER / LOG):

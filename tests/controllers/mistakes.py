@@ -1,4 +1,4 @@
-"""Ways of getting a run wrong: the words on the command line of `bad_input.py`, and what has to be said of each."""
+"""User mistakes: command lines of `bad_input.py`, and the texts that each message must contain."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Wrong:
-    """A mistake."""
-
     words: tuple[str, ...]
     says: tuple[str, ...]
-    """All of these are in the message: the place, the value, what is allowed, the nearest right name."""
+    """Texts in the message: the place, the value, the allowed values, the nearest correct name."""
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    """Files that are there then."""
+    """Files to write before the run."""
 
     def write_files(self, folder: Path) -> None:
         for name, content in self.files.items():

@@ -1,4 +1,5 @@
-"""Toy runs that save themselves, in this process and as a program: what tests of checkpoints, failures and recording begin with."""
+"""Toy runs with checkpoints, in this process or as a program, for tests of checkpoints and
+failures."""
 
 import json
 import subprocess
@@ -23,7 +24,7 @@ PROGRAM = Path(__file__).with_name("ended_run.py")
 
 
 class SavingActor(PartsActor):
-    """Its weights are all that it was ever trained on."""
+    """An actor whose weights are the list of everything it was trained on."""
 
     learnt: list[list[Any]]
 
@@ -58,7 +59,7 @@ class SavingActor(PartsActor):
 
 
 class Killed(Exception):
-    """What ends a run in the middle."""
+    """Ends a run in the middle."""
 
 
 SCHEDULES: list[Training] = [
@@ -120,7 +121,6 @@ def begun(root: Path, *more: str) -> subprocess.Popen[str]:
 
 
 def wait_for_steps(process: subprocess.Popen[str], root: Path) -> None:
-    """Until the log has heard of a few."""
     deadline = time.monotonic() + 60
     log = root / "run" / "buffer" / "ledger.log"
     while not log.exists() or log.read_bytes().count(b'"key":"step"') < 3:

@@ -1,4 +1,4 @@
-"""An update of a tiny model by FSDP2, wherever its ranks stand."""
+"""Updates of a tiny model with FSDP2, on any placement."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from weft.workers.worker import remote
 class LookingActor(ActorWorker):
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def look(self) -> dict[str, Any]:
-        """Where it stands, and the sum of the squares of each tensor of its model, which all ranks gather together."""
+        """Return the rank's place, and the squared norm of each parameter, gathered over all ranks."""
         at = self.context
         return {
             "rank": [at.rank, at.world_size, at.local_rank, at.node_rank, at.nodes],
@@ -35,7 +35,7 @@ class LookingActor(ActorWorker):
 
 
 class ReferenceElsewhere(ReferenceWorker):
-    """It believes that it is on another machine than whoever publishes."""
+    """A reference that believes it runs on another machine than the publisher."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -52,7 +52,7 @@ class ReferenceElsewhere(ReferenceWorker):
 
 
 def make_model(folder: Path) -> Path:
-    """A Qwen2 of one layer with random weights, and a file that stands for its tokenizer."""
+    """Save a Qwen2 of one layer with random weights, and a placeholder for its tokenizer."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -78,8 +78,11 @@ def compared(answers: Any, *, actor: Any, reference: Any) -> Any:
 def updated(
     root: Path, name: str, model: Path, placement: dict[str, Place], backend: Backend
 ) -> dict[str, Any]:
-    """Two updates, each on eight rows of uneven lengths: their losses and gradient norms, and what each rank sees then; also a reference,
-    if it is placed, which takes the weights over after each update."""
+    """Run two updates on eight rows each of uneven lengths, and return their results.
+
+    The results are losses, gradient norms, and the view of each rank afterwards. A reference, if
+    placed, receives the weights after each update.
+    """
     prompts = [[5 + i] * (1 + i % 3) for i in range(16)]
     responses = [[(7 * i + k) % 97 for k in range(1 + i % 5)] for i in range(16)]
     answers = TableSource("answers", pa.table({"prompt_ids": prompts, "response_ids": responses}))

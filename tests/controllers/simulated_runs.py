@@ -1,4 +1,4 @@
-"""Runs of toy workers on a fake clock, what their calls cost, and what is read off them."""
+"""Runs of toy workers on a fake clock, with the costs of their calls, and readers of their logs."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +30,7 @@ from weft.workers.worker import remote
 
 
 class Rollout(ToyRollout):
-    """Gives way, as those with engines do."""
+    """An interruptible rollout, as real engines are."""
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
@@ -44,7 +44,7 @@ class Rollout(ToyRollout):
 
 
 class Actor(ToyActor):
-    """Takes its batch in parts."""
+    """An actor that takes its batch in parts."""
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
@@ -119,20 +119,20 @@ def run(
 
 
 def times(driver: Driver) -> list[float]:
-    """When each step was over."""
+    """Return the end time of each step. [s]"""
     return [row["time_s"] for row in driver.directory.metrics[1:]]
 
 
 def trained(driver: Driver) -> list[tuple[int, ...]]:
-    """Rows of each call of the update."""
+    """Return the row ids of each update call."""
     log = LogReader(driver.directory.path / "buffer" / LOG)
     return [tuple(r["ids"]) for r in log if r["do"] == "claim" and r["node"] == "actor.update"]
 
 
 def calls(driver: Driver, node: str) -> np.ndarray:
-    """[calls, (start, end)] in the order in which they ended."""
+    """Return [calls, (start, end)] in seconds, by end time."""
     return np.array([(c["start_s"], c["end_s"]) for c in driver.directory.timeline if c["node"] == node])
 
 
 KNOWN = FixedLengths(lengths=((3, 5), (2, 7)))
-"""With prompts of 2 and 3 tokens: groups of 12 and 15."""
+"""Lengths for prompts of 2 and 3 tokens: the groups have 12 and 15 tokens."""

@@ -12,7 +12,7 @@ from weft.dataflow.metrics import Metrics
 
 class StoppingReward(ToyReward):
     def score(self, samples: Batch) -> tuple[Batch, Metrics]:
-        """The method that it overrides says which columns it reads and writes."""
+        """The overridden method declares the columns."""
         breakpoint()
         return super().score(samples)
 

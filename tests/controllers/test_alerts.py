@@ -1,4 +1,4 @@
-"""What a person has to know of a run is on the disk, whatever happens to the file."""
+"""Alerts of a run reach the disk, whatever happens to the file."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_a_line_that_a_killed_process_has_left_half_written_spoils_no_other(tmp_
     assert [alert.text for alert in read_alerts(tmp_path)] == ["one", "two"]
 
 
-def test_what_cannot_be_written_now_is_written_with_the_next(tmp_path: Path):
+def test_lines_that_cannot_be_written_are_written_with_the_next(tmp_path: Path):
     alerts = Alerts(tmp_path / "gone")
     alerts.add("disk_full", "one")
     (tmp_path / "gone").mkdir()
@@ -39,9 +39,7 @@ def test_what_cannot_be_written_now_is_written_with_the_next(tmp_path: Path):
     assert [alert.text for alert in read_alerts(tmp_path / "gone")] == ["one", "two"]
 
 
-def test_a_disk_that_takes_half_of_a_line_is_left_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_half_written_line_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     alerts = Alerts(tmp_path)
     alerts.add("replaced", "one")
     whole = module.os.writev

@@ -1,4 +1,4 @@
-"""What the user got wrong ends with exit code 2 and its place, before torch or Ray is loaded."""
+"""User mistakes end with exit code 2 and name the place, before torch or Ray is imported."""
 
 import json
 import re
@@ -16,21 +16,19 @@ OF_SAMPLES = {
     "nan": "error: worker reward[0], node 'reward.score' failed 3 times at sample ",
     "lost": "best is declared with shape=Shape.MAP: it must return every row that it was given, but lost 3 of 4 (samples ",
 }
-"""Mistakes that only show when the run goes on."""
+"""Mistakes that only show while the run works."""
 
 
 class Told(NamedTuple):
-    """What became of a mistake."""
-
     code: int
     said: str
     imported: list[str]
-    """Heavy modules that were imported by then."""
+    """Heavy modules imported until the message."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer, for the reward worker, and the files of settings."""
+    """A folder with a tokenizer for the reward worker, and the settings files."""
     tokenizers = pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("bad_input")
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(
@@ -43,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def told(folder: Path) -> dict[str, Told]:
-    """All of them in one process that begins with nothing imported."""
+    """Try all mistakes in one process that starts with no heavy imports."""
     tried = {name: list(wrong.words) for name, wrong in MISTAKES.items()}
     tried |= {name: ["--mistake", name] for name in (*OF_SAMPLES, "none")}
     lines = [["--root", str(folder), *words] for words in tried.values()]
@@ -63,7 +61,7 @@ def test_there_are_forty_of_them_at_least():
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_ends_with_exit_code_2_and_its_place(told: dict[str, Told], mistake: str):
     code, said, imported = told[mistake]
-    words = " ".join(said.replace("│", " ").split())  # what tyro says stands in a frame
+    words = " ".join(said.replace("│", " ").split())  # tyro draws a frame around its message
     assert code == 2, said
     assert all(part in words for part in MISTAKES[mistake].says), said
     assert "Traceback" not in said and imported == [], "known without them, so told at once"

@@ -1,4 +1,4 @@
-"""`Local()` runs workers in this process: a `breakpoint()` in one of them stops there, in a terminal of the user's."""
+"""With `Local()`, a `breakpoint()` in a worker stops the run in the user's terminal."""
 
 import os
 import subprocess

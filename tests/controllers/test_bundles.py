@@ -1,4 +1,4 @@
-"""How pools lie over nodes, where ranks stand, and what devices they see: pure arithmetic."""
+"""Placement arithmetic: pools over nodes, the nodes of ranks, and the devices they see."""
 
 from dataclasses import replace
 from typing import Any
@@ -42,7 +42,7 @@ def test_a_pool_gets_as_few_nodes_as_can_hold_it():
     assert nodes_of(ResourcePool("p", nodes=4, gpus_per_node=2), 8) == 4, "as the user says"
 
 
-def test_an_elastic_group_has_a_bundle_for_each_rank_and_is_refused_only_if_the_fewest_have_no_room():
+def test_an_elastic_group_has_a_bundle_per_rank_and_needs_room_for_the_minimum():
     place = Place(ResourcePool("spot", gpus=8, cpus=16), 4, min_ranks=2)
     small = Nodes([(8, 5)], "the cluster")
     pool = laid_out({"reward": place}, small)["reward"].pool
@@ -58,7 +58,7 @@ def test_an_elastic_group_has_a_bundle_for_each_rank_and_is_refused_only_if_the_
     )
 
 
-def test_what_no_node_can_hold_is_refused_by_name():
+def test_a_pool_that_no_node_can_hold_is_refused_by_name():
     with pytest.raises(
         UserError, match=r"asks for 2 CPUs \(p: 2\), but this machine has 1; make a pool smaller"
     ):
@@ -100,7 +100,7 @@ def test_a_cluster_that_grows_need_not_be_large_enough_yet():
         nodes_of(ResourcePool("p", gpus=16), 1, growing)
 
 
-def test_a_replica_never_lies_across_two_nodes_unless_it_is_larger_than_one():
+def test_a_replica_spans_nodes_only_if_it_is_larger_than_one():
     assert nodes_of(ResourcePool("p", gpus=24), 24, tensor_parallel=8) == 3
     assert nodes_of(ResourcePool("p", gpus=12), 12, tensor_parallel=4) == 3, (
         "six on each of two would cut replicas"
@@ -116,7 +116,7 @@ def test_a_replica_never_lies_across_two_nodes_unless_it_is_larger_than_one():
         nodes_of(ResourcePool("p", gpus=4), 4, tensor_parallel=3)
 
 
-def test_pools_beside_each_other_share_their_nodes_and_no_device():
+def test_adjacent_pools_share_nodes_but_no_device():
     train, rollout = ResourcePool("train", gpus=4), ResourcePool("rollout", gpus=4, beside="train")
     found = laid_out({"actor": Place(train, 4), "rollout": Place(rollout, 2)})
     (bundle,) = bundles(place.pool for place in found.values())["train"]

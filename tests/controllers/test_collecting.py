@@ -1,4 +1,4 @@
-"""Garbage collection while a run goes on."""
+"""Garbage collection during a run."""
 
 import gc
 

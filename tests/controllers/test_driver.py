@@ -1,4 +1,4 @@
-"""The driver in one process, with toy workers: what must have happened can be counted."""
+"""The driver in one process with toy workers, which count everything that happens."""
 
 import json
 import math
@@ -267,7 +267,7 @@ def test_a_ratio_of_responses_too_wants_a_generator_that_takes_over_every_versio
     )
 
 
-def test_a_generator_that_follows_nobody_may_teach(tmp_path: Path):
+def test_a_generator_that_follows_no_group_may_teach(tmp_path: Path):
     with drive(training(follow=False), tmp_path) as driver:
         assert len(driver.run()) == 4
 
@@ -298,7 +298,7 @@ HAPPENED: list[str] = []
 
 
 class NotingActor(ToyActor):
-    """Notes when its model comes to the devices, and leaves them."""
+    """Notes when its model is created, onloaded and offloaded."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -309,7 +309,7 @@ class NotingActor(ToyActor):
 
 
 class NotingRollout(ToyRollout):
-    """The same of a rollout."""
+    """Does the same for a rollout."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -319,7 +319,7 @@ class NotingRollout(ToyRollout):
         HAPPENED.append(f"{self.context.name} offloaded")
 
 
-def test_groups_that_share_devices_are_made_in_turn_and_who_follows_comes_last(tmp_path: Path):
+def test_groups_that_share_devices_start_in_turn_and_followers_last(tmp_path: Path):
     device = Place(ResourcePool("device", gpus=1))
     made: dict[str, Any] = {
         "rollout": group(NotingRollout),
@@ -336,7 +336,7 @@ def test_groups_that_share_devices_are_made_in_turn_and_who_follows_comes_last(t
         assert HAPPENED == ["actor made", "rollout made"], "who has devices of its own keeps them"
 
 
-def test_a_run_that_has_failed_says_so_when_it_is_used_again(tmp_path: Path):
+def test_a_failed_run_refuses_further_use(tmp_path: Path):
     with drive(training(rollout={"fail_on": 20}), tmp_path) as driver:
         with pytest.raises(WorkerError, match="not to my taste"):
             driver.run()
@@ -380,7 +380,7 @@ def test_a_loss_of_the_users_own_travels_as_an_argument(tmp_path: Path):
 
 
 class Drawing(ToyRollout):
-    """Notes what it would draw from."""
+    """Notes the inputs of its random generators."""
 
     seen: ClassVar[dict[int, list[list[int]]]] = {}
 
@@ -392,7 +392,7 @@ class Drawing(ToyRollout):
         writes=("response_ids",),
     )
     def say(self, prompts: Batch) -> Iterator[Batch]:
-        for k in reversed(range(len(prompts))):  # some are finished earlier than others
+        for k in reversed(range(len(prompts))):  # finish some earlier than others
             self.seen.setdefault(prompts["group_id"][k].as_py(), []).append(
                 prompts["draw_path"][k].as_py()
             )
@@ -402,9 +402,7 @@ class Drawing(ToyRollout):
 @pytest.mark.parametrize(
     "schedule", [Synchronous(prompts_per_step=4, steps=1), Pipelined(prompts_per_step=2, steps=2)]
 )
-def test_a_row_draws_from_what_no_other_of_its_group_does_under_any_schedule(
-    tmp_path: Path, schedule: Any
-):
+def test_rows_of_a_group_have_distinct_seeds_under_every_schedule(tmp_path: Path, schedule: Any):
     @graph
     def turns(prompts: Any, *, drawing: Any, actor: Any) -> Any:
         drawing.say(prompts)
@@ -418,7 +416,9 @@ def test_a_row_draws_from_what_no_other_of_its_group_does_under_any_schedule(
     assert len(drawn) == 4 and all(sorted(d) == [[], [2], [3, 0, 2], [3, 1, 2]] for d in drawn.values())
 
 
-def test_ranks_that_a_backend_does_not_give_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_ranks_that_a_backend_does_not_provide_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     pool = ResourcePool("two", cpus=2)
     placement = {"rollout": Place(pool, ranks=2), "reward": Place(pool)}
     schedule = Synchronous(steps=1, prompts_per_step=4)
@@ -476,7 +476,7 @@ def test_a_leader_that_no_graph_updates_is_refused(tmp_path: Path):
     assert "follows 'toyactor', which no node updates" in refused(tmp_path, recorded)
 
 
-def test_evaluations_have_names_of_their_own(tmp_path: Path):
+def test_evaluations_have_distinct_names(tmp_path: Path):
     made = handles()
     evaluation = toy_evaluation(prompts(), rollout=made["rollout"], reward=made["reward"])
     both = [Evaluation(evaluation), Evaluation(evaluation)]
@@ -496,7 +496,7 @@ def test_a_used_run_directory_is_refused(tmp_path: Path):
         drive(training(), tmp_path)
 
 
-# What a run leaves behind
+# Files of a run
 
 
 @pytest.fixture
@@ -598,7 +598,7 @@ def test_metrics_of_a_run_that_failed_are_on_disk(tmp_path: Path):
     assert pq.read_table(tmp_path / "run" / "metrics.parquet")["step"].to_pylist() == [0, 1]
 
 
-def test_calls_beside_the_loop_are_checked(tmp_path: Path):
+def test_calls_outside_the_loop_are_checked(tmp_path: Path):
     recorded = training()
     with drive(recorded, tmp_path) as driver:
         with pytest.raises(UserError, match="ToyActor has no remote method 'sav'"):

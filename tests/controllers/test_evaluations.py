@@ -1,4 +1,5 @@
-"""Several held-out sets in one run, each on its own schedule, and the best checkpoint by any of them."""
+"""Several held-out sets in one run, each on a separate schedule, and the best checkpoint by any of
+them."""
 
 import re
 from collections.abc import Mapping
@@ -76,11 +77,11 @@ def test_an_evaluation_that_never_happens_is_refused():
 
 @graph
 def three_answers(rows: Any, *, rollout: Any, reward: Any) -> Any:
-    """Three responses to each prompt, 1, 2 and 3 tokens long, which is their reward."""
+    """Score three responses per prompt, of 1, 2 and 3 tokens; the reward is the length."""
     return score_prompts(reward.score(rollout.generate(rows, n=3)), n=3, k=(1, 3), solved=3.0)
 
 
-def test_pass_at_k_and_its_interval_are_written_beside_the_step(tmp_path: Path):
+def test_pass_at_k_and_its_interval_are_written_with_the_step(tmp_path: Path):
     made = handles()
     held_out = three_answers(prompts(4, "held_out"), rollout=made["rollout"], reward=made["reward"])
     evaluations = [Evaluation(held_out, every=1, name="sums")]
@@ -156,10 +157,10 @@ def test_the_best_is_never_pruned_even_where_its_evaluation_comes_late(tmp_path:
     directory.lock.release()
 
 
-def test_the_best_checkpoint_is_named_at_the_end_and_when_the_run_goes_on(
+def test_the_best_checkpoint_is_named_at_the_end_and_on_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    checkpoint = CheckpointConfig(every=1, keep=1, best="time_s")  # the latest, always
+    checkpoint = CheckpointConfig(every=1, keep=1, best="time_s")  # always the latest
     with pytest.raises(Killed):
         saved_run(tmp_path, SCHEDULES[0], checkpoint=checkpoint, kill_at=5, progress="plain")
     assert "best checkpoint" not in capsys.readouterr().out
@@ -170,7 +171,7 @@ def test_the_best_checkpoint_is_named_at_the_end_and_when_the_run_goes_on(
 
 
 class Learner(SavingActor):
-    """One of its updates fails, once."""
+    """An actor that fails in one update, once."""
 
     fails_at = -1
 
@@ -187,7 +188,7 @@ GOODNESS = {0: 0.0, 2: 0.1, 4: 0.9, 6: 0.3, 8: 0.2, 9: 0.5}
 
 
 class Judge(ToyReward):
-    """Judges the weights that wrote a response."""
+    """Scores a response by the version of the weights that wrote it."""
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "response_versions"), writes=("reward",)
@@ -199,7 +200,7 @@ class Judge(ToyReward):
 
 
 def judged(root: Path, **settings: Any) -> list[dict[str, float]]:
-    """A run of nine steps, every second of which is evaluated, without anything that could end it earlier."""
+    """Run nine steps with an evaluation every two, and nothing that ends the run early."""
     rollout, reward, actor = (
         group(ToyRollout, name="rollout"),
         group(Judge, name="reward"),
@@ -213,16 +214,16 @@ def judged(root: Path, **settings: Any) -> list[dict[str, float]]:
         return driver.run()
 
 
-def test_each_evaluated_step_has_a_checkpoint_of_which_the_best_is_kept(tmp_path: Path):
+def test_each_evaluated_step_has_a_checkpoint_and_the_best_is_kept(tmp_path: Path):
     judged(tmp_path, checkpoint=CheckpointConfig(keep=1, best="eval/reward/mean"))
     steps = sorted(step_of(path) for path in complete_checkpoints(tmp_path / "run" / "checkpoints"))
     assert steps == [4, 9], "the best, though nothing but its evaluation asked for it, and the last"
 
 
 @pytest.mark.thorough
-def test_a_run_that_fails_beside_an_evaluation_goes_on_as_if_it_had_not(tmp_path: Path):
+def test_a_run_that_fails_during_an_evaluation_resumes_unchanged(tmp_path: Path):
     expected = judged(tmp_path / "whole", checkpoint=CheckpointConfig(every=1))
-    Learner.fails_at = 5  # beside the evaluation of step 4
+    Learner.fails_at = 5  # during the evaluation of step 4
     with pytest.raises(WorkerError, match="Killed"):
         judged(tmp_path / "ended", checkpoint=CheckpointConfig(every=1))
     again = judged(tmp_path / "ended", checkpoint=CheckpointConfig(every=1), resume="latest")
@@ -240,12 +241,12 @@ def test_a_best_checkpoint_by_a_metric_of_each_step_says_which_steps(tmp_path: P
         saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(best="time_s"))
 
 
-def test_a_best_checkpoint_by_what_the_run_does_not_have_is_refused(tmp_path: Path):
+def test_a_best_metric_that_the_run_does_not_have_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="no evaluation or worker group 'evla'; did you mean 'eval'"):
         saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=1, best="evla/reward/mean"))
 
 
-def test_a_best_checkpoint_by_what_its_evaluation_does_not_measure_is_said_once(tmp_path: Path):
+def test_a_best_metric_missing_from_evaluations_is_reported_once(tmp_path: Path):
     saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=2, best="eval/reward/men"))
     said = [alert.text for alert in read_alerts(tmp_path / "run") if alert.name == "mistake"]
     assert len(said) == 1 and "did you mean 'eval/reward/mean'" in said[0]

@@ -1,4 +1,4 @@
-"""The program that `weft.train(..., explain=True)` prints runs as printed, in a process that knows nothing of the script."""
+"""Programs printed by `weft.train(..., explain=True)` run unchanged, without the original script."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ TRAIN = 'steps=1, prompts_per_step=4, max_tokens=4, name="run", progress=False'
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, data of each kind, and a module with rewards."""
+    """A tiny model, one data file of each kind, and a module with rewards."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def program_of(
     folder: Path, tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch, **files: str
 ) -> str:
-    """The output of a script in a folder with the model and the data."""
+    """Run a script in a folder with the model and the data, and return its output."""
     for each in folder.iterdir():
         if not (tmp_path / each.name).exists():
             (tmp_path / each.name).symlink_to(each)
@@ -68,7 +68,7 @@ def program_of(
 
 
 def runs_as_printed(tmp_path: Path, printed: str) -> None:
-    """Check that the program trains, in a separate process."""
+    """Check that the printed program trains, in a separate process."""
     (tmp_path / "script.py").unlink()
     (tmp_path / "printed.py").write_text(printed)
     try:
@@ -80,7 +80,7 @@ def runs_as_printed(tmp_path: Path, printed: str) -> None:
 
 QUICK = {"dpo", "sft"}
 THOROUGH = {"grpo", "ppo", "online_dpo", "kto"}
-"""Together a method of each graph; the others differ in their settings."""
+"""One method per graph; the other methods differ in settings only."""
 
 
 def marks_of(method: str) -> list[pytest.MarkDecorator]:
@@ -299,7 +299,7 @@ def made(scale):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", SCRIPTS)
-def test_a_program_has_what_its_rewards_need(
+def test_a_program_contains_everything_its_rewards_need(
     case: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "lib").mkdir()

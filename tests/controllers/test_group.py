@@ -1,4 +1,4 @@
-"""A worker group as the driver sees it: what it costs to ask does not grow with what is under way."""
+"""Worker groups as the driver sees them: the cost of a question does not grow with the open calls."""
 
 import sys
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from weft.workers.dispatch import Coordinates
 
 
 def calls_made(do: Callable[[], Any]) -> int:
-    """Python functions that are called: a measure of work that no busy machine changes."""
+    """Count the Python functions that `do` calls: a measure of work that does not depend on load."""
     made = 0
 
     def count(frame: FrameType, event: str, argument: object) -> None:
@@ -44,7 +44,7 @@ def test_rows_are_spread_over_replicas_without_looking_at_all_of_them_for_each()
     assert (most - few) / 4096 < 25, "each row costs about log(replicas), not 512"
 
 
-def test_rows_go_to_those_who_have_least_left_to_do():
+def test_rows_go_to_the_least_loaded_ranks():
     loads = Loads(range(4))
     for replica, rows in enumerate((5, 0, 3, 1)):
         loads.add(replica, rows)

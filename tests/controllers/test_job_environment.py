@@ -1,4 +1,4 @@
-"""In a job of a cluster a run lies where it survives the job, and goes on if the job says so."""
+"""In a cluster job, a run lives where it survives the job, and resumes if the job asks for it."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_a_relative_root_is_never_below_the_package_of_a_job(
     assert root_of("runs", {}, tmp_path) == Path("runs"), "no job"
 
 
-def test_a_job_that_is_submitted_again_goes_on_where_the_script_does_not_say(
+def test_a_resubmitted_job_resumes_unless_the_script_sets_resume(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("WEFT_ROOT", str(tmp_path))
@@ -43,7 +43,7 @@ def test_a_job_that_is_submitted_again_goes_on_where_the_script_does_not_say(
     assert len([*(tmp_path / "runs").iterdir()]) == 2, "a run without checkpoints is none that goes on"
 
 
-def test_what_a_job_says_wrongly_is_refused():
+def test_mistakes_in_a_job_are_refused():
     with pytest.raises(
         UserError, match=r"WEFT_RESUME='lates' in the environment: .*did you mean 'latest'"
     ):

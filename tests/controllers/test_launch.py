@@ -1,4 +1,4 @@
-"""How a command or a script ends: with a message and what to do about it, and never with a traceback of a `UserError`."""
+"""How commands and scripts end: with a message and a fix, and no traceback for a `UserError`."""
 
 import os
 import subprocess
@@ -56,7 +56,7 @@ LINE = "error: Synchronous.steps: input should be greater than or equal to 1, no
 
 
 def ended(last: str, *options: str, hook: str = "", **environment: str) -> tuple[int, list[str]]:
-    """Exit code of a script, and the lines of its stderr."""
+    """Run a script, and return its exit code and the lines of its stderr."""
     command = [sys.executable, *options, "-c", SCRIPT.format(last=last, hook=hook)]
     done = subprocess.run(
         command,
@@ -99,7 +99,7 @@ def test_a_hook_of_the_script_decides_by_itself():
     )
 
 
-def test_an_interactive_session_goes_on_after_a_mistake():
+def test_an_interactive_session_continues_after_a_mistake():
     lines = f"import weft\n{SETTING}\nprint('goes', 'on')\n"
     done = subprocess.run([sys.executable, "-i"], input=lines, capture_output=True, text=True)
     assert done.returncode == 0 and "goes on" in done.stdout and "Traceback" in done.stderr

@@ -1,4 +1,4 @@
-"""A run whose first steps have no signal ends, says why, and can go on."""
+"""A run whose first steps have no signal ends, says why, and can be resumed."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -28,11 +28,11 @@ from weft.workers.worker import remote
 
 class PatientConfig(ToyConfig):
     equal_for: int = 1000
-    """Calls in which all rewards are equal."""
+    """Number of calls with equal rewards."""
 
 
 class PatientReward(ToyReward):
-    """Tells answers apart after a while."""
+    """Gives equal rewards for the first calls, and different ones afterwards."""
 
     Config = PatientConfig
     calls = 0
@@ -84,7 +84,7 @@ def run(
 
 
 @pytest.mark.parametrize("kind", [Synchronous, Pipelined, Asynchronous])
-def test_a_run_without_signal_ends_with_a_sample_and_goes_on_from_there_when_told(
+def test_a_run_without_signal_ends_with_a_sample_and_can_be_resumed(
     kind: type[Training], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     schedule, saving = kind(steps=20, prompts_per_step=3), CheckpointConfig(every=10)
@@ -131,7 +131,7 @@ def test_signal_in_the_second_step_is_enough(tmp_path: Path):
 
 
 @pytest.mark.thorough
-def test_a_run_that_went_on_without_being_mended_is_ended_again(tmp_path: Path):
+def test_a_run_resumed_without_a_fix_is_ended_again(tmp_path: Path):
     schedule, saving = Synchronous(steps=20, prompts_per_step=3), CheckpointConfig(every=10)
     for steps in ("2", "3"):
         with pytest.raises(NoSignalError, match=f"first {steps} steps"):
@@ -156,7 +156,10 @@ def test_a_script_ends_with_the_exit_code_of_a_mistake_of_its_user(
 
 
 def judged(shares: Iterable[float | None]) -> list[int]:
-    """Steps after which a run with such shares of groups without signal is ended; None: it was not measured."""
+    """Return the steps after which a run with such shares of groups without signal ends.
+
+    A share of None means that the step did not measure it.
+    """
     watch, ended = Watch(), []
     for step, share in enumerate(shares):
         row = {"step": float(step)} | ({} if share is None else {"groups_without_signal": share})

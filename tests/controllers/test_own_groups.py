@@ -1,4 +1,4 @@
-"""Which worker groups a run has beside those of its graphs."""
+"""Worker groups that a run adds to the groups of its graphs."""
 
 import pytest
 from toy import ToyActor, ToyReward, ToyRollout, centred, prompts, toy_grpo

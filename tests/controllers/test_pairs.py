@@ -1,4 +1,4 @@
-"""Pairs made of samples, through the driver: whole, best against worst, and each group without a best one replaced and counted."""
+"""Preference pairs in the driver: complete, best against worst; groups without a best are replaced."""
 
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def test_a_response_of_a_given_pair_has_the_tokens_of_its_prompt_and_its_own(tmp
 
 @node(shape=Shape.EXPAND, reads=("sum",), writes=("prompt_ids", "response_ids", "preferred"))
 def asked(sums: Batch) -> Batch:
-    """Prompts are made of the source, which has none."""
+    """Make prompts from the source, which has none."""
     ids = sums["sum"].to_pylist()
     number = len(ids)
     parents = [id for id in sums["sample_id"].to_pylist() for _ in range(2)]
@@ -82,7 +82,7 @@ def test_a_source_need_not_have_prompts(tmp_path: Path):
 
 
 class PairActor(ToyActor):
-    """Checks that it is given pairs, and counts them."""
+    """Checks that it gets pairs, and counts them."""
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,

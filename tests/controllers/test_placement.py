@@ -1,4 +1,4 @@
-"""Placements and the run directory's own rules."""
+"""Placements, and rules of the run directory."""
 
 import re
 from pathlib import Path
@@ -104,7 +104,7 @@ def test_an_impossible_elastic_group_is_refused_where_it_is_made(
     )
 
 
-def test_an_elastic_group_shares_its_pool_with_nobody():
+def test_an_elastic_group_does_not_share_its_pool():
     spot = ResourcePool("spot", cpus=2)
     with pytest.raises(
         UserError, match="group 'a' has min_ranks=1, but shares pool 'spot' with 'b'; give"
@@ -114,13 +114,13 @@ def test_an_elastic_group_shares_its_pool_with_nobody():
         resolve({"a": Place(spot, 2, 1), "b": Place(ResourcePool("p", beside="spot"))}, {"a": 0, "b": 0})
 
 
-def test_a_group_without_a_place_has_a_pool_of_its_own():
+def test_a_group_without_a_place_gets_a_separate_pool():
     shared = Place(ResourcePool("p", cpus=2))
     places = resolve({"a": shared, "b": shared}, {"a": 0, "b": 0, "c": 0})
     assert places["a"].pool is places["b"].pool and places["c"] == Place(ResourcePool("c's own"))
 
 
-def test_a_pool_lies_beside_one_that_there_is_and_not_in_a_circle():
+def test_a_pool_beside_another_needs_an_existing_one_without_cycles():
     def besides(**beside: str | None) -> dict[str, Place]:
         placement = {name: Place(ResourcePool(name, beside=other)) for name, other in beside.items()}
         return resolve(placement, placement)
@@ -179,7 +179,7 @@ def test_metrics_that_come_later_leave_holes_before(tmp_path: Path):
     )
 
 
-def test_what_local_does_not_use_of_a_placement_is_reported(
+def test_parts_of_a_placement_that_local_ignores_are_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     pool, schedule = ResourcePool("p", cpus=2, gpus=2), Synchronous(steps=1, prompts_per_step=4)
@@ -199,7 +199,7 @@ def test_what_local_does_not_use_of_a_placement_is_reported(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_more_memory_for_keys_and_values_than_the_machine_has_is_refused_before_anything_starts(
+def test_a_kv_cache_larger_than_memory_is_refused_before_anything_starts(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

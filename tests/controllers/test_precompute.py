@@ -1,4 +1,4 @@
-"""Columns computed once over a source: each row gets its own, whatever the order they were made in."""
+"""Precomputed columns: each row gets its values, in whatever order they were computed."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A secret of the environment stands in nothing that a run says or leaves behind."""
+"""Secrets of the environment appear in no message and no file of a run."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ class KeyConfig(ToyConfig):
 
 
 class TalkativeReward(ToyReward):
-    """Its error has the address that it asked."""
+    """A reward whose error contains the address it called."""
 
     Config = KeyConfig
 
@@ -48,7 +48,7 @@ def assert_nowhere(text: str) -> None:
     assert TOKEN not in text and "hf_of_nobody" not in text and "in no variable" not in text
 
 
-def test_a_failing_rank_says_it_neither_to_the_user_nor_in_any_file(
+def test_a_failing_rank_reveals_no_secret_in_messages_or_files(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     made = {

@@ -1,4 +1,4 @@
-"""Rows that are longer than the context of a model that reads them are refused, or dropped and counted, before a run starts."""
+"""Rows longer than a model's context are refused, or dropped and counted, before a run starts."""
 
 import re
 from pathlib import Path
@@ -17,12 +17,12 @@ from weft.algorithms.preference import dpo, reference_of_pairs
 from weft.workers.reference import ReferenceConfig
 
 SHORT, LONG = 16, 64
-"""Contexts of the two models."""
+"""[tokens] Contexts of the two models."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GPT-2 with learned positions, in two folders: one has a short context, one a long one."""
+    """GPT-2 with learned positions in two folders, one with a short and one with a long context."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -43,7 +43,7 @@ def words(number: int) -> str:
 
 
 def answered(models: Path, *lengths: int, **reading: Any) -> weft.Prompts:
-    """Prompts of 4 tokens with responses of these."""
+    """Prompts of 4 tokens with responses of these lengths."""
     rows = [{"prompt": words(4), "completion": f" {words(n)}"} for n in lengths]
     return weft.Prompts.from_rows(rows, str(models / "short"), **reading)
 

@@ -1,4 +1,4 @@
-"""The directory of a run: what in it is damaged, what it may be called."""
+"""The directory of a run: damaged files, names, and checkpoints to resume from."""
 
 import errno
 import json
@@ -36,7 +36,7 @@ EVERY = CheckpointConfig(every=2)
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run that was ended after a checkpoint."""
+    """The directory of a run that was killed after a checkpoint."""
     root = tmp_path_factory.mktemp("ended")
     with pytest.raises(Killed):
         run(root, SCHEDULE, kill_at=3, evaluate=False, checkpoint=EVERY)
@@ -45,7 +45,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[dict[str, float]]]:
-    """What a run that nobody ended came to."""
+    """Results of the same run without a kill."""
     return run(tmp_path_factory.mktemp("whole"), SCHEDULE, evaluate=False, checkpoint=EVERY)
 
 
@@ -98,14 +98,14 @@ def test_damage_of_files_that_are_not_needed_is_named_and_stops_no_recovery(
 
 
 @pytest.mark.parametrize("how", ["truncated", "emptied", "gone"])
-def test_a_run_that_was_killed_goes_on_from_torn_streams(
+def test_a_killed_run_resumes_from_torn_streams(
     run_dir: Path, whole: tuple[list[Any], list[dict[str, float]]], how: str
 ):
     metrics, timeline = read_metrics(run_dir), read_timeline(run_dir)
     assert metrics is not None and timeline is not None
     values = [value for row in metrics.to_pylist() for value in values_from(present(row))]
     for name, table in (("metrics", pa.Table.from_pylist(values, VALUES)), ("timeline", timeline)):
-        begin_again(run_dir, name, table)  # as a kill leaves them: no Parquet files
+        begin_again(run_dir, name, table)  # the state after a kill: no Parquet files
         DAMAGE[how](run_dir / f"{name}.arrows")
     weights, rows = go_on(run_dir)
     assert weights == whole[0] and [row["step"] for row in rows] == list(range(5))
@@ -131,10 +131,10 @@ def test_stray_files_stop_no_recovery(run_dir: Path):
 
 
 @pytest.mark.parametrize("folder", [".", "lock", "checkpoints", "samples"])
-def test_a_run_whose_folders_are_closed_to_this_user_is_refused_and_not_begun_again(
+def test_a_run_with_unreadable_folders_is_refused_and_not_restarted(
     run_dir: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ):
-    closed, access = run_dir / folder, os.access  # nothing is closed to root
+    closed, access = run_dir / folder, os.access  # root may write everywhere, so access is faked
     monkeypatch.setattr(
         os, "access", lambda path, *args, **named: path != closed and access(path, *args, **named)
     )
@@ -180,7 +180,8 @@ def test_a_checkpoint_that_is_closed_to_this_user_is_set_aside_and_an_earlier_on
     closed.mkdir()
     remove = shutil.rmtree
 
-    def removed(path: Path, *args: Any, **named: Any) -> None:  # nothing is closed to root
+    # root may write everywhere, so the error is faked
+    def removed(path: Path, *args: Any, **named: Any) -> None:
         if path == closed:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         remove(path, *args, **named)
@@ -191,7 +192,7 @@ def test_a_checkpoint_that_is_closed_to_this_user_is_set_aside_and_an_earlier_on
     assert [path.name for path in complete_checkpoints(folder)] == ["step_000004", "step_000002"]
 
 
-def test_nobody_else_may_look_into_a_run(run_dir: Path):
+def test_other_users_cannot_read_a_run(run_dir: Path):
     go_on(run_dir)
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (run_dir, *run_dir.rglob("*"))}
     wrong = {
@@ -242,7 +243,7 @@ def test_a_value_of_resume_names_no_run(tmp_path: Path, name: str, resume: str):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_name_that_is_wrong_is_told_the_nearest_right_one():
+def test_a_wrong_name_gets_the_nearest_correct_one():
     with pytest.raises(UserError, match=r"did you mean 'runs-mine'\?"):
         check_name("../runs/mine", "name")
     for name in ("my-run", "2026-11-22T04:20", "run.begun-1", "lr=1e-3, seed 1", "Übung"):
@@ -264,7 +265,7 @@ def test_names_of_groups_and_evaluations_lead_nowhere_else(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_link_in_the_place_of_a_run_is_moved_aside_and_not_what_it_leads_to(tmp_path: Path):
+def test_a_link_in_place_of_a_run_is_moved_aside_without_its_target(tmp_path: Path):
     (tmp_path / "root").mkdir()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("mine")
@@ -276,14 +277,14 @@ def test_a_link_in_the_place_of_a_run_is_moved_aside_and_not_what_it_leads_to(tm
     assert (tmp_path / "mine" / "notes").read_text() == "mine"
 
 
-# What there is to go on from
+# Resuming
 
 
 def origin(run_dir: Path) -> str:
     return json.loads((run_dir / "config.json").read_text())["origin"]
 
 
-def test_a_misspelt_name_is_said_in_the_first_line_with_the_nearest_there_is(
+def test_a_misspelt_name_is_reported_in_the_first_line_with_a_suggestion(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ):
     root = run_dir.parent
@@ -299,7 +300,7 @@ def test_a_misspelt_name_is_said_in_the_first_line_with_the_nearest_there_is(
     )
 
 
-def test_what_a_requeued_job_finds_nothing_of_it_begins_and_says_so(
+def test_a_requeued_job_without_a_run_starts_one_with_a_notice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(Killed):
@@ -315,11 +316,11 @@ def test_what_a_requeued_job_finds_nothing_of_it_begins_and_says_so(
     assert "run/checkpoints is not a folder" in said and (tmp_path / "run.begun-1").is_dir()
 
 
-def test_where_a_run_goes_on_is_kept_in_its_configuration(run_dir: Path):
+def test_the_resume_point_is_kept_in_the_configuration(run_dir: Path):
     go_on(run_dir)
     assert origin(run_dir) == f"goes on after step 2, from {run_dir / 'checkpoints' / 'step_000002'}"
 
 
-def test_a_run_path_that_is_misspelt_is_told_the_nearest_there_is(run_dir: Path):
+def test_a_misspelt_run_path_gets_the_nearest_existing_one(run_dir: Path):
     with pytest.raises(UserError, match=r"neither a run that has a checkpoint, .*did you mean 'run'\?"):
         run(run_dir.parent, SCHEDULE, evaluate=False, resume=run_dir.parent / "rum", name=None)

@@ -1,4 +1,4 @@
-"""What ends a run, and what it says: the worker, the node, the samples, and the rule that was broken."""
+"""Errors that end a run, and their messages: worker, node, samples, and the broken rule."""
 
 import re
 from pathlib import Path
@@ -76,7 +76,7 @@ WRONG_RESULTS = [
 
 
 @pytest.mark.parametrize(("function", "message"), WRONG_RESULTS)
-def test_a_node_that_returns_something_else_is_told_what_it_must_return(
+def test_a_wrong_return_value_of_a_node_is_refused_with_the_expected_one(
     tmp_path: Path, function: Any, message: str
 ):
     @node(reads=("reward",), writes=("advantages",))
@@ -156,7 +156,7 @@ class Stubborn(Synchronous):
         return None if node.name == "centred" else super().share(train, node, version)
 
 
-def test_a_run_that_cannot_go_on_says_what_its_rows_wait_for(tmp_path: Path):
+def test_a_stalled_run_names_the_nodes_its_rows_wait_for(tmp_path: Path):
     with (
         drive(training(), tmp_path, schedule=Stubborn(prompts_per_step=2)) as driver,
         pytest.raises(StalledError) as caught,
@@ -168,14 +168,14 @@ def test_a_run_that_cannot_go_on_says_what_its_rows_wait_for(tmp_path: Path):
 
 
 class Silent(Local):
-    """Workers that never answer from a certain call on."""
+    """Workers that stop answering at the first `score`."""
 
     def _submit(self, rank: int, task: Task, call: Call) -> None:
         if task.method != "score":
             super()._submit(rank, task, call)
 
 
-def test_a_wait_has_an_end_and_says_who_was_waited_for(tmp_path: Path):
+def test_a_wait_has_a_deadline_and_names_the_missing_ranks(tmp_path: Path):
     with (
         drive(
             training(), tmp_path, backend=Silent(), call_timeout_s=1e-9

@@ -1,4 +1,4 @@
-"""A run has one driver: others are refused while it lives, and it ends when another one has taken the run over."""
+"""A run has one driver: others are refused while it lives, and it ends after a takeover."""
 
 import errno
 import json
@@ -32,13 +32,13 @@ def file_of(run: Path) -> Path:
 
 
 def rewrite(path: Path, **changes: Any) -> None:
-    """Change what a holder's file says, without giving it another inode."""
+    """Change the content of a holder's file without changing its inode."""
     holder = json.loads(path.read_text().splitlines()[0])
     path.write_text(json.dumps(holder | changes) + "\n")
 
 
 def cut_off(run: Path) -> None:
-    """What the lock looks like to others when its holder is on another machine and was not heard of for too long."""
+    """Make the lock look as if its holder, on another machine, had been silent for too long."""
     rewrite(file_of(run), host="elsewhere")
     long_ago = time.time() - DEAD_AFTER_S - 1
     os.utime(file_of(run), (long_ago, long_ago))
@@ -56,7 +56,7 @@ def test_each_time_that_a_run_is_held_has_a_larger_epoch(tmp_path: Path):
     assert RunLock.take(tmp_path, after=7).epoch == 8, "and larger than what is known otherwise"
 
 
-def test_a_run_that_is_held_is_refused_with_who_holds_it_since_when_and_what_to_do(tmp_path: Path):
+def test_a_held_run_is_refused_with_holder_time_and_advice(tmp_path: Path):
     lock = RunLock.take(tmp_path / "run")
     since = str(lock.record()["since"])
     began = time.monotonic()
@@ -70,7 +70,7 @@ def test_a_run_that_is_held_is_refused_with_who_holds_it_since_when_and_what_to_
     lock.release()
 
 
-def test_of_many_that_take_a_run_at_once_one_holds_it(tmp_path: Path):
+def test_one_of_many_concurrent_drivers_gets_the_run(tmp_path: Path):
     for round in range(10):
         held: list[RunLock] = []
         refused: list[UserError] = []
@@ -107,18 +107,18 @@ def test_a_holder_of_this_machine_that_was_killed_is_known_at_once(tmp_path: Pat
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         with pytest.raises(UserError, match=rf"process {process.pid}, .*end it \(kill {process.pid}\)"):
             RunLock.take(tmp_path)
-        os.kill(process.pid, signal.SIGSTOP)  # it lives, though it shows no sign of it
+        os.kill(process.pid, signal.SIGSTOP)  # alive, but without heartbeats
         os.utime(file_of(tmp_path), (1e9, 1e9))
         with pytest.raises(UserError, match="is held by"):
             RunLock.take(tmp_path)
         os.kill(process.pid, signal.SIGKILL)
         os.waitid(
             os.P_PID, process.pid, os.WEXITED | os.WNOWAIT
-        )  # dead, and nobody has asked for its exit code
+        )  # a zombie: no process has read its exit code
         assert RunLock.take(tmp_path).epoch == 2
 
 
-def test_what_somebody_was_ended_by_before_it_was_named_is_removed(tmp_path: Path):
+def test_unfinished_lock_files_of_dead_processes_are_removed(tmp_path: Path):
     RunLock.take(tmp_path).release()
     ended, elsewhere, fresh = (tmp_path / "lock" / f".{name}" for name in ("ended", "elsewhere", "fresh"))
     for path in (ended, elsewhere, fresh):
@@ -131,7 +131,7 @@ def test_what_somebody_was_ended_by_before_it_was_named_is_removed(tmp_path: Pat
     lock.release()
 
 
-def test_a_lock_that_is_no_folder_or_holds_what_is_no_file_is_named(tmp_path: Path):
+def test_a_lock_that_is_not_a_folder_of_files_is_named(tmp_path: Path):
     (tmp_path / "lock").write_text("mine")
     with pytest.raises(UserError, match=r"cannot be held: .*lock is not a folder"):
         RunLock.take(tmp_path)
@@ -206,7 +206,7 @@ def test_a_run_that_was_moved_or_removed_is_not_held_any_more(tmp_path: Path):
         lock.check()
 
 
-def test_a_file_that_names_nobody_holds_the_run_until_it_is_old(tmp_path: Path):
+def test_a_lock_file_without_a_holder_counts_until_it_is_old(tmp_path: Path):
     (tmp_path / "lock").mkdir()
     (tmp_path / "lock" / "epoch_000004").touch()
     with pytest.raises(UserError, match=r"held by an unknown driver .*epoch_000004 is damaged"):
@@ -228,7 +228,7 @@ def test_a_file_system_without_hard_links_will_do(tmp_path: Path, monkeypatch: p
     assert RunLock.take(tmp_path).epoch == 2
 
 
-def test_a_run_that_nobody_refers_to_any_more_is_released(tmp_path: Path):
+def test_an_unreferenced_run_is_released(tmp_path: Path):
     lock = RunLock.take(tmp_path)
     del lock
     assert RunLock.take(tmp_path).epoch == 2
@@ -238,7 +238,7 @@ def test_a_run_that_nobody_refers_to_any_more_is_released(tmp_path: Path):
 
 
 @pytest.mark.parametrize("checkpoint", [NEVER, EVERY], ids=["without checkpoints", "with checkpoints"])
-def test_a_second_driver_on_a_run_that_goes_on_is_refused(tmp_path: Path, checkpoint: CheckpointConfig):
+def test_a_second_driver_on_a_live_run_is_refused(tmp_path: Path, checkpoint: CheckpointConfig):
     said: list[str] = []
 
     def second(metrics: Mapping[str, float]) -> None:
@@ -249,7 +249,8 @@ def test_a_second_driver_on_a_run_that_goes_on_is_refused(tmp_path: Path, checkp
 
     _, metrics = run(tmp_path, SCHEDULE, evaluate=False, checkpoint=checkpoint, at_step=second)
     held = sum("is held by host" in why for why in said)
-    assert held == 3 - (checkpoint is NEVER), said  # a run without checkpoints is none to go on with
+    # without checkpoints there is nothing to resume from
+    assert held == 3 - (checkpoint is NEVER), said
     assert [row["step"] for row in metrics] == list(range(5))
     assert [path.name for path in tmp_path.iterdir()] == ["run"], "nothing was moved aside"
     assert not check_log(tmp_path / "run" / "buffer").violations
@@ -292,7 +293,7 @@ def test_a_driver_that_is_refused_leaves_the_run_to_others(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_second_driver_is_refused_by_name_and_a_killed_one_is_gone_on_from_at_once(tmp_path: Path):
+def test_a_second_driver_is_refused_and_a_killed_one_replaced_at_once(tmp_path: Path):
     first = begun(tmp_path, "--every", "2")
     wait_for_steps(first, tmp_path)
     said, _ = (second := begun(tmp_path, "--resume", "latest")).communicate(timeout=60)
@@ -310,7 +311,7 @@ def test_a_second_driver_is_refused_by_name_and_a_killed_one_is_gone_on_from_at_
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Every file below a folder, with its bytes and when it was written."""
+    """Return each file below a folder with its bytes and modification time."""
     return {
         str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
         for path in folder.rglob("*")
@@ -346,7 +347,7 @@ def test_a_lock_that_is_given_back_leaves_no_folder_where_there_was_none(tmp_pat
 @pytest.mark.parametrize(
     "damage", ['"x"', "true", "0", "[" * 100_000, "1e999"], ids=lambda text: text[:5]
 )
-def test_a_lock_whose_file_is_damaged_is_refused_by_name(tmp_path: Path, damage: str):
+def test_a_lock_with_a_damaged_file_is_refused_by_name(tmp_path: Path, damage: str):
     RunLock.take(tmp_path).release()
     path = file_of(tmp_path)
     path.write_text(path.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {damage}'))

@@ -1,4 +1,4 @@
-"""Requests by file: a driver heeds one for its own epoch, once."""
+"""Requests by file: a driver obeys each request for its epoch once."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def test_a_request_is_for_one_epoch(tmp_path: Path):
     assert second.asked, "what was asked for is not forgotten"
 
 
-def test_a_file_that_says_nothing_is_passed_over(tmp_path: Path):
+def test_a_file_without_a_request_is_skipped(tmp_path: Path):
     for text in ("", "[]", "{}", '"stop"'):
         (tmp_path / STOP).write_text(text)
         assert not StopRequests(tmp_path, 1).asked

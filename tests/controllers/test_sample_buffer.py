@@ -1,4 +1,4 @@
-"""The driver over the sample buffer: what a run leaves in its log, what a killed one leaves to go on with."""
+"""The driver with the sample buffer: its log, and recovery after a kill."""
 
 import os
 import signal
@@ -95,7 +95,7 @@ def test_the_first_of_a_group_win_and_the_others_are_counted(tmp_path: Path):
     assert [len(ids) for ids in trained] == [12, 12, 12]
 
 
-def test_a_quorum_of_nobody_is_refused():
+def test_a_quorum_of_zero_is_refused():
     with pytest.raises(
         UserError, match="takes the first n=0 rows of a group; n must be an integer of at least 1"
     ):

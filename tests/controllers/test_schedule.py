@@ -1,4 +1,4 @@
-"""Schedules asked by hand: how many groups they want, what a node may claim, and when a step is over."""
+"""Schedules asked by hand: groups they want, claims they allow, and the end of a step."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from weft.controllers.schedule import Asynchronous, OnePass, Pipelined, Share, S
 from weft.dataflow.errors import UserError
 
 
-def test_a_new_step_wants_its_batch_and_later_what_a_filter_dropped():
+def test_a_new_step_wants_its_batch_and_later_replaces_filtered_groups():
     train, schedule = graph_steps.training(), Synchronous(steps=2, prompts_per_step=5)
     assert schedule.admit(train) == 5 and not schedule.over(train), "nothing is open yet"
     train.issue(5, 1)
@@ -66,7 +66,7 @@ def test_an_update_takes_parts_of_at_least_the_least_size_and_the_rest_of_its_ba
     "schedule",
     [Pipelined(prompts_per_step=8), Asynchronous(prompts_per_step=8, groups_per_part=2, max_staleness=1)],
 )
-def test_every_replica_has_a_group_of_each_part_where_the_batch_has_so_many(schedule: Training):
+def test_every_replica_gets_a_group_of_each_part_if_there_are_enough(schedule: Training):
     train = graph_steps.training()
     train.issue(12, 1)
     found: list[int] = []
@@ -111,7 +111,7 @@ def test_an_update_that_is_ready_at_once_takes_no_more_than_its_batch():
     assert graph_steps.share(schedule, train, "actor.update") == Share(3, last=True)
 
 
-def test_what_only_looks_waits_for_the_end_of_the_rows():
+def test_nodes_without_columns_wait_for_the_end_of_the_rows():
     train, schedule = graph_steps.training(), Pipelined(prompts_per_step=3)
     train.issue(5, 1)
     graph_steps.work(train, "answered")
@@ -134,7 +134,7 @@ def test_an_update_keeps_places_for_groups_that_would_be_too_old_for_the_next():
     assert graph_steps.share(schedule, train, "actor.update", version=0) == Share(3, last=False)
 
 
-def test_asynchronous_wants_what_the_rest_of_the_run_will_train_on():
+def test_asynchronous_wants_only_groups_that_the_run_will_train_on():
     train, schedule = graph_steps.training(), Asynchronous(steps=3, prompts_per_step=2, max_staleness=1)
     assert schedule.overlaps and schedule.admit(train) == 6
     train.issue(4, 1)
@@ -154,7 +154,7 @@ def test_asynchronous_wants_what_the_rest_of_the_run_will_train_on():
     assert Asynchronous(prompts_per_step=2, max_staleness=0).admit(graph_steps.training()) == 2
 
 
-def test_an_evaluation_beside_training_claims_rows_of_one_step_at_a_time():
+def test_an_evaluation_during_training_claims_rows_of_one_step_at_a_time():
     run, beside, alone = graph_steps.evaluation(), OnePass(overlaps=True), OnePass()
     node = run.graph["answered"]
     assert beside.share(run, node) is None

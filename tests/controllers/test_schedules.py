@@ -1,4 +1,5 @@
-"""One graph under every schedule: the same updates where they must be, fresh enough rows always."""
+"""One graph under every schedule: equal updates where required, and rows within the staleness
+bound."""
 
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def run(
 
 
 def steps_of(parts: list[tuple[list[int], bool]]) -> list[list[int]]:
-    """Groups of each update, whatever parts they came in."""
+    """Join the parts of each update."""
     steps: list[list[int]] = [[]]
     for ids, last in parts:
         steps[-1] += ids
@@ -137,7 +138,7 @@ def test_no_row_is_older_than_the_bound_and_every_prompt_is_trained_once(
     assert trained <= recorded
 
 
-def test_generation_goes_on_while_an_update_is_made(tmp_path: Path):
+def test_generation_continues_during_an_update(tmp_path: Path):
     _, metrics, driver = run(
         tmp_path, Asynchronous(steps=6, prompts_per_step=3, max_staleness=2), slowest=9
     )
@@ -160,13 +161,13 @@ def test_a_staleness_of_nothing_is_synchronous(tmp_path: Path):
 @pytest.mark.parametrize(
     "schedule", [Pipelined(steps=3, prompts_per_step=4), Asynchronous(steps=3, prompts_per_step=4)]
 )
-def test_what_a_filter_drops_is_made_up_for(tmp_path: Path, schedule: Training):
+def test_filtered_groups_are_replaced(tmp_path: Path, schedule: Training):
     parts, _, driver = run(tmp_path, schedule, toy_dapo)
     assert [len(step) for step in steps_of(parts)] == [4, 4, 4]
     assert driver.directory.metrics[-1]["step"] == 3
 
 
-def test_evaluations_are_made_beside_asynchronous_training(tmp_path: Path):
+def test_evaluations_run_during_asynchronous_training(tmp_path: Path):
     made = groups()
     held_out = toy_evaluation(prompts(5, "held_out"), rollout=made["rollout"], reward=made["reward"])
     schedule = Asynchronous(steps=8, prompts_per_step=3, max_staleness=3)
@@ -192,7 +193,7 @@ def test_evaluations_are_made_beside_asynchronous_training(tmp_path: Path):
         )
 
 
-def test_a_run_that_is_stopped_early_leaves_what_ran_ahead(tmp_path: Path):
+def test_a_run_stopped_early_leaves_rows_generated_ahead(tmp_path: Path):
     made = groups()
     schedule = Asynchronous(steps=50, prompts_per_step=3, max_staleness=2)
     with Driver(
@@ -255,7 +256,7 @@ def test_a_step_is_trained_on_the_groups_that_pass_if_few_do(
 
 
 @pytest.mark.parametrize("kind", [Synchronous, Pipelined, Asynchronous])
-def test_a_step_of_few_groups_stops_the_run_if_told_to(
+def test_a_step_with_few_groups_may_stop_the_run(
     kind: type[Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(admission, "MAX_REFILLS", 2)
@@ -278,7 +279,7 @@ def test_updates_behind_different_filters_are_refused_but_by_synchronous(tmp_pat
     Driver(graph, schedule=Synchronous(steps=1), root=tmp_path)
 
 
-def test_what_overlaps_needs_pools_of_its_own(tmp_path: Path):
+def test_overlapping_groups_need_separate_pools(tmp_path: Path):
     made = groups()
     pool = ResourcePool("everything", cpus=2)
     with pytest.raises(

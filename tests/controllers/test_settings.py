@@ -1,4 +1,4 @@
-"""Settings of a script: a file and flags compose, and each value knows where it comes from."""
+"""Settings of a script: a file and flags combine, and each value knows its origin."""
 
 from pathlib import Path
 from typing import Literal
@@ -53,7 +53,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path):
     assert found.values["inner.rank"] == 2
 
 
-def test_a_file_gives_what_must_be_given_and_a_flag_may(tmp_path: Path):
+def test_required_settings_may_come_from_a_file_or_a_flag(tmp_path: Path):
     toml = 'model = "m"\nform = "none"\n[inner]\nrank = 16\n'
     assert composed(tmp_path, "--config=@s.toml", s_toml=toml).settings == Settings(
         model="m", form="none", inner=Inner(rank=16)
@@ -63,7 +63,7 @@ def test_a_file_gives_what_must_be_given_and_a_flag_may(tmp_path: Path):
     )
 
 
-def test_a_file_is_not_refused_for_what_a_flag_mends(tmp_path: Path):
+def test_a_flag_may_correct_a_mistake_in_the_file(tmp_path: Path):
     text = "model: m\nsmall: true\ninner: {rank: 128}\n"
     with pytest.raises(UserError, match="small models take a rank of up to 64"):
         composed(tmp_path, "--config", "@s.yaml", s_yaml=text)
@@ -71,7 +71,7 @@ def test_a_file_is_not_refused_for_what_a_flag_mends(tmp_path: Path):
     assert composed(tmp_path, "--config", "@s.yaml", "--inner.rank", "64").values["small"] is True
 
 
-def test_help_shows_what_the_file_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_help_shows_values_from_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as end:
         composed(tmp_path, "--config", "@s.yaml", "--help", s_yaml="rate: 0.25\n")
     said = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The page of settings is made of the classes, has all of them, and says of each what it is, in which unit, and when to change it."""
+"""The settings page is generated from the classes and lists every setting with unit and advice."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ from weft.workers.rollout import RolloutConfig
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = ("algorithms", "controllers", "dataflow", "workers")
 WHEN = re.compile(r"(^|[.):] )(Raise|Lower|Set|Choose|Give|Change) ")
-"""A sentence on when to change a setting begins with what to do."""
+"""A sentence on when to change a setting begins with one of these verbs."""
 
 
 def settings() -> list[Setting]:
@@ -22,7 +22,7 @@ def settings() -> list[Setting]:
 
 
 def declared() -> set[str]:
-    """Fields of all classes of settings, as the source has them: `Class.field`."""
+    """Return every `Class.field` of the settings classes in the source."""
     classes: dict[str, tuple[list[str], list[str]]] = {}
     for file in (file for floor in FLOORS for file in (ROOT / floor).rglob("*.py")):
         for node in ast.parse(file.read_text()).body:
@@ -48,7 +48,7 @@ def test_every_field_of_a_class_of_settings_is_on_the_page_or_filled_in_by_a_run
     assert declared() == on_page | FILLED.keys()
 
 
-def test_every_setting_says_when_to_change_it_and_every_number_its_unit():
+def test_every_setting_documents_when_to_change_it_and_every_number_its_unit():
     silent = [f"{s.owner}.{s.name}" for s in settings() if not WHEN.search(s.text)]
     assert not silent, (
         f"no sentence of these begins with Raise, Lower, Set, Choose, Give or Change: {silent}"
@@ -83,7 +83,7 @@ def test_ranges_and_defaults_come_from_the_class():
         ({"max_num_seq": 1}, "no setting 'max_num_seq' (value 1); did you mean 'max_num_seqs'?"),
     ],
 )
-def test_a_name_that_is_gone_says_what_to_say_instead(given: dict[str, object], said: str):
+def test_a_removed_name_gives_its_replacement(given: dict[str, object], said: str):
     with pytest.raises(UserError) as caught:
         RolloutConfig(model="m", **given)  # pyright: ignore[reportArgumentType]
     assert said in str(caught.value)

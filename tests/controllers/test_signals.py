@@ -1,4 +1,4 @@
-"""Signals that come while nobody can be interrupted are heeded afterwards."""
+"""Signals that arrive in an uninterruptible section are handled after it."""
 
 import signal
 import subprocess
@@ -11,7 +11,7 @@ from weft.controllers.signals import endings_noted, signals_deferred
 
 
 class Ended(Exception):
-    """What the handler of a test raises."""
+    """Raised by the handler of a test."""
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def handlers():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_heeded_at_the_end_and_said_at_once(
+def test_a_deferred_signal_is_reported_at_once_and_handled_at_the_end(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ):
     went_on = False
@@ -52,7 +52,7 @@ def test_a_signal_that_is_ignored_stays_ignored():
     signal.raise_signal(signal.SIGHUP)
 
 
-def test_what_fails_meanwhile_gives_way_to_the_signal():
+def test_a_deferred_signal_wins_over_an_error():
     with pytest.raises(Ended), signals_deferred("it is up"):
         signal.raise_signal(signal.SIGTERM)
         raise ValueError("half a cluster")
@@ -89,7 +89,7 @@ print("not shown")
 """
 
 
-def test_a_run_whose_standard_streams_are_closed_goes_on_and_no_file_takes_their_place(tmp_path: Path):
+def test_closed_standard_streams_do_not_end_a_run_or_get_reused(tmp_path: Path):
     here = str(Path(__file__).parent)
     command = 'exec "$0" "$@" <&- >&- 2>&-'
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A start that fails undoes what it began, so that the same run can be started again."""
+"""A failed start cleans up, so that the same run can be started again."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class ClosedActor(ToyActor):
 
 
 class UnmadeRollout(ToyRollout):
-    """It follows the actor, so it is made after it."""
+    """Fails on construction. It follows the actor, so it is constructed second."""
 
     def __init__(self, *args: Any) -> None:
         raise UserError("the judge has no key")
@@ -57,9 +57,7 @@ def started(root: Path, rollout_class: Any = ClosedRollout, **settings: Any) -> 
     ],
     ids=["a worker cannot be made", "the first weights do not arrive"],
 )
-def test_what_a_start_that_fails_has_begun_is_ended(
-    tmp_path: Path, wrong: dict[str, Any], error: Exception
-):
+def test_a_failed_start_is_cleaned_up(tmp_path: Path, wrong: dict[str, Any], error: Exception):
     begun.clear()
     closed.clear()
     driver = started(tmp_path, **wrong)

@@ -1,4 +1,4 @@
-"""`weft.train` is the long form: the program that it prints makes the same graph and the same run."""
+"""`weft.train` prints a program with the same graph and the same run."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ ANSWERED = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True
 DATA = {"sft": "answered", "kto": "answered"} | dict.fromkeys(
     ("dpo", "rpo", "ipo", "simpo", "orpo"), "pairs"
 )
-"""Method -> the file that it is tried on; the others take prompts."""
+"""Method -> file to try it on. The other methods take prompts."""
 SAME = (
     "seed",
     "settings",
@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def even(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The reward function, in whose folder the test runs."""
+    """The reward function. The test runs in its folder."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     from my_rewards import even  # pyright: ignore[reportMissingImports]
@@ -97,7 +97,7 @@ def even(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: Any, **settings: Any) -> str:
-    """The program that stands for a call."""
+    """Return the program that a call prints."""
     capsys.readouterr()
     assert weft.train(*arguments, **settings, explain=True) == []
     return capsys.readouterr().out
@@ -159,10 +159,10 @@ def test_the_program_of_each_method_has_its_graph_with_its_settings(
         *(pytest.param(name, marks=pytest.mark.thorough) for name in ("sft", "kto", "remax", "ppo")),
     ],
 )
-def test_columns_of_a_file_do_not_change_training_whatever_their_names(
+def test_columns_of_a_file_with_reserved_names_do_not_change_training(
     method: str, even: Any, tmp_path: Path
 ):
-    """A file may have a column for every name that Weft has for something: its values train nothing."""
+    """A file may have a column with any name that Weft uses; its values never affect training."""
     own = {str(c) for c in (IMAGES, *IDENTITY)} | {
         "prompt",
         "answer",
@@ -273,7 +273,7 @@ def test_a_penalty_keeps_the_model_near_the_first_one(
         assert graph["actor.update"].arguments["loss"].kl.coefficient == 0.04
 
 
-def test_an_adapter_is_trained_beside_a_reference_that_is_the_model_itself(
+def test_an_adapter_is_trained_with_the_base_model_as_reference(
     even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     tiny: dict[str, Any] = {
@@ -371,7 +371,7 @@ def test_each_held_out_set_that_has_a_name_is_an_evaluation(
         ({"progress": "josn"}, "progress='josn'; did you mean 'json'?"),
     ],
 )
-def test_what_is_wrong_is_refused_before_anything_starts(
+def test_mistakes_are_refused_before_anything_starts(
     settings: dict[str, Any], says: str, even: Any, tmp_path: Path
 ):
     given = {
@@ -386,7 +386,7 @@ def test_what_is_wrong_is_refused_before_anything_starts(
     assert says in str(refused.value) and not (tmp_path / "runs").exists()
 
 
-def test_data_with_names_of_its_own_is_read_as_told(
+def test_data_with_other_column_names_is_read_as_configured(
     even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     rows = [{"task": row["prompt"], "gold": "4"} for row in PROMPTS[:1]] + [
@@ -408,7 +408,7 @@ def test_data_with_names_of_its_own_is_read_as_told(
     assert weft.train("model", rows, even, reading=reading, **short)[-1]["samples"] == 2
 
 
-def test_a_run_that_makes_checkpoints_goes_on(
+def test_a_run_with_checkpoints_can_be_resumed(
     even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     kept: Any = {"checkpoint": weft.CheckpointConfig(every=1), "resume": "latest", "max_tokens": 2}
@@ -425,7 +425,7 @@ def test_a_run_that_makes_checkpoints_goes_on(
 
 
 @pytest.mark.thorough
-def test_a_run_goes_on_with_the_rows_and_the_adapter_that_it_had(
+def test_a_run_resumes_with_its_rows_and_adapter(
     even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     def run(
@@ -493,7 +493,7 @@ def test_a_run_goes_on_with_the_rows_and_the_adapter_that_it_had(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [3, 16, 40])
-def test_weights_alone_go_on_with_other_rows_from_the_first_one(
+def test_a_weights_only_resume_starts_other_data_from_its_first_row(
     even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
 ):
     seen: list[str] = []
@@ -526,7 +526,7 @@ def test_weights_alone_go_on_with_other_rows_from_the_first_one(
     assert len({*seen}) == min(number, 4), "the order of the new data goes on"
 
 
-def test_a_program_refuses_an_object_that_has_no_text_and_says_how_to_give_it_one(
+def test_a_program_refuses_an_object_without_source_text_with_advice(
     even: Any, capsys: pytest.CaptureFixture[str]
 ):
     class Near:
@@ -608,7 +608,7 @@ def test_a_run_in_a_job_uses_the_cluster_of_the_job(
 
 @pytest.fixture
 def heeds_ctrl_c() -> Iterator[None]:
-    """A process that a shell started in the background ignores it."""
+    """Restore SIGINT, which a shell makes background processes ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -654,7 +654,7 @@ def test_a_signal_ends_a_run_after_its_step_and_saves_the_model(
 
 
 @pytest.mark.usefixtures("heeds_ctrl_c")
-def test_a_second_ctrl_c_ends_it_at_once_and_says_that_nothing_is_saved(
+def test_a_second_ctrl_c_ends_it_at_once_with_a_warning_that_nothing_is_saved(
     even: Any, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     def impatient(response_ids: list[int]) -> float:

@@ -1,4 +1,4 @@
-"""A leader gives its weights away, and its followers take each version once."""
+"""A leader publishes its weights, and its followers receive each version once."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from weft.workers.worker import remote
 
 
 class Middle(ToyActor):
-    """Follows one group, and is followed by another."""
+    """A follower that is also a leader."""
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def receive_weights(self, weights: ToyWeights) -> str:
@@ -33,25 +33,25 @@ class SendingConfig(ToyConfig):
 
 
 class Sending(ToyActor):
-    """Works while followers take its weights."""
+    """Sends to its followers, as a worker with NCCL transfers does."""
 
     Config = SendingConfig
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int) -> None:
-        """They take nothing."""
+        """Send nothing."""
 
 
 class Comparing(ToyActor):
-    """Compares what followers sample."""
+    """Has a method to compare the canaries of its followers."""
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def compare_canaries(self, canaries: dict[str, str], version: int) -> None:
-        """Nothing is found."""
+        """Find no difference."""
 
 
 class Sampling(SlowRollout):
-    """Samples for its leader."""
+    """Has a method to sample canaries for its leader."""
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def canary(self) -> str:
@@ -73,12 +73,12 @@ def synced(
 
 
 def over(request: CallRequest, value: Any = None) -> list[CallRequest]:
-    """What follows when every rank has answered with this value."""
+    """Return the requests that follow when every rank answers with this value."""
     return list(request.then(answer(request.call(), value)))
 
 
 def sent(publish: CallRequest) -> list[CallRequest]:
-    """What follows when one follower has taken what is published."""
+    """Return the requests that follow when one follower has received the published version."""
     version = publish.arguments["version"]
     (receive,) = over(publish, ToyWeights(version))
     (finish,) = over(receive, ToyWeights(version).checksum)
@@ -86,7 +86,7 @@ def sent(publish: CallRequest) -> list[CallRequest]:
 
 
 def generating(group: WorkerGroup) -> Call:
-    """A call of a group that generates, under way."""
+    """Return a `generate` call in progress."""
     source = prompts()
     graph = toy_reinforce(source, rollout=group.handle, actor=handle(ToyActor, name="actor"))
     call = Call(group, "generate", (0,), node=graph.nodes[0])
@@ -205,7 +205,7 @@ def test_followers_of_a_follower_take_its_weights_before_it_takes_others():
     assert (again.group.name, again.arguments["version"]) == ("actor", 1)
 
 
-def test_what_was_updated_meanwhile_is_published_when_its_followers_have_the_version_before():
+def test_later_updates_are_published_once_followers_have_the_previous_version():
     weights, groups, _ = synced()
     (publish,) = weights.publish("actor")
     groups["actor"].version = 1
@@ -213,7 +213,7 @@ def test_what_was_updated_meanwhile_is_published_when_its_followers_have_the_ver
     assert again.arguments["version"] == 1 and groups["rollout"].version == 0
 
 
-def test_a_group_whose_update_is_under_way_publishes_when_it_is_over():
+def test_a_group_publishes_after_its_running_update():
     weights, groups, _ = synced()
     groups["actor"].updating = True
     assert not weights.publish("actor") and not weights.under_way
@@ -252,7 +252,7 @@ def test_a_rank_that_is_replaced_while_others_receive_is_given_the_weights_after
     assert again.method == "publish_weights" and groups["rollout"].lacking == {0}
 
 
-def test_a_rank_is_compared_with_its_leader_after_its_first_weights_and_again_when_it_was_replaced():
+def test_a_rank_is_compared_with_its_leader_at_first_and_after_a_replacement():
     weights, groups, _ = synced()
     asked = Asked()
     groups["actor"] = asked.group("actor", ResourcePool(), Comparing)
@@ -288,7 +288,7 @@ def test_groups_that_take_turns_on_gpus_are_compared_one_after_the_other():
     turns = DeviceTurns()
 
     def run(request: CallRequest, result: Any = None) -> list[str]:
-        """The calls that this takes, turns on the devices among them."""
+        """Return the calls that the request causes, including onload and offload."""
         made: list[str] = []
         for allowed in turns.ask(request):
             made.append(f"{allowed.group.name}.{allowed.method}")

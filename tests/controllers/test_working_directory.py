@@ -1,4 +1,5 @@
-"""A reward function that changes the working directory loses nothing: relative paths are meant from where the run began."""
+"""A reward that changes the working directory breaks nothing: paths are relative to the run's
+start."""
 
 import os
 from pathlib import Path
@@ -12,7 +13,7 @@ from weft.controllers.driver import Driver
 from weft.examples import arithmetic  # pyright: ignore[reportMissingImports]
 
 
-def test_a_model_named_by_a_relative_path_is_saved_after_a_reward_has_gone_elsewhere(
+def test_a_relative_model_path_survives_a_change_of_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Small real workers without a model: they count, so that a test can say what must have happened."""
+"""Small real workers without a model. They count calls, so that tests know what must have happened."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ToyConfig(Config):
     """Prompt token at which generate raises."""
     ranks_per_replica: int = 1
     skip_update_at: int = -1
-    """Version that is received without being taken over."""
+    """Version of the weights that is received but not loaded."""
     garble: bool = False
     """Receive weights with a wrong checksum."""
     model: str | None = None
@@ -34,7 +34,7 @@ class ToyConfig(Config):
 
 
 class ToyRollout(Worker):
-    """Answers each prompt with its tokens counted up, `sample index` long."""
+    """Answers each prompt with its tokens counted up; the response has `sample index` tokens."""
 
     Config = ToyConfig
     version = 0
@@ -84,7 +84,7 @@ class ToyWeights:
 
 
 class ToyLoss(Config):
-    """A user's own loss: a value with settings, which says what it reads."""
+    """A user-defined loss: a value with settings, which declares the columns it reads."""
 
     scale: float = 1.0
     column: str = "advantages"
@@ -95,7 +95,7 @@ class ToyLoss(Config):
 
 
 class ToyActor(Worker):
-    """Remembers what it was trained on."""
+    """Remembers the rows it was trained on."""
 
     Config = ToyConfig
     seen: list[list[int]]
@@ -154,12 +154,12 @@ class ToyActor(Worker):
 
 class SlowConfig(ToyConfig):
     slowest: int = 6
-    """Most turns that a response takes."""
+    """Longest response, in turns."""
     seed: int = 0
 
 
 class SlowRollout(Worker):
-    """Answers each prompt after a number of turns of its own; every token is of the version that is held then."""
+    """Answers each prompt after a varying number of turns, with tokens of the current version."""
 
     Config = SlowConfig
     version = 0
@@ -205,7 +205,7 @@ class SlowRollout(Worker):
 
 
 class PartsActor(ToyActor):
-    """Notes what came in which part; its version is the number of its steps."""
+    """Notes the rows of each part. Its version is the number of its steps."""
 
     parts: list[tuple[list[int], bool]]
     version = 0
@@ -235,7 +235,7 @@ class PartsActor(ToyActor):
 
 
 class ToyCritic(ToyActor):
-    """A second model that is updated."""
+    """A second model with updates."""
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids",), writes=("values",))
     def values(self, samples: Batch) -> Batch:
@@ -244,7 +244,7 @@ class ToyCritic(ToyActor):
 
 
 class ToyTeacher(Worker):
-    """Scores with the version of the weights that it took over last."""
+    """Scores with the version of the weights that it received last."""
 
     Config = ToyConfig
     received: list[int]
@@ -277,7 +277,7 @@ class ToyReward(Worker):
 
 @node(shape=Shape.GROUP, reads=("reward", "response_ids"), writes=("advantages",))
 def centred(samples: Batch) -> Batch:
-    """Reward minus the mean of the group, repeated over the tokens."""
+    """Reward minus the group mean, repeated over the tokens."""
     reward = samples.numpy("reward")
     _, index = samples.groups()
     mean = np.bincount(index, reward) / np.bincount(index)
@@ -305,7 +305,10 @@ def toy_grpo(prompts, *, rollout, reward, actor, n=2, loss=ToyLoss()):
 
 @graph
 def toy_reinforce(prompts, *, rollout, actor, reward=None, n=2, column="response_logprobs"):
-    """The least that trains. It has no function, so under Ray a run of it takes fewer processes than one of `toy_grpo`."""
+    """The smallest graph that trains.
+
+    It has no function, so under Ray a run takes fewer processes than `toy_grpo`.
+    """
     samples = rollout.generate(prompts, n=n)
     if reward is None:
         return actor.update(samples, loss=ToyLoss(column=column))

@@ -1,7 +1,7 @@
-"""Imported first by processes of tests, it spares them pandas.
+"""Import this first to spare a test process the import of pandas.
 
-Arrow imports pandas, where that is installed, on the first conversion of a process, to see whether it is given any of its objects. That
-takes 0.7 s of a CPU, and nobody here gives it any.
+On the first conversion of a process, Arrow imports pandas, if installed, to check for its objects.
+That takes 0.7 s of CPU, and these tests use no pandas objects.
 """
 
 import sys
@@ -12,7 +12,7 @@ import pyarrow as pa
 
 
 class _Hides:
-    """Finds no pandas."""
+    """Import hook that finds no pandas."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
@@ -20,7 +20,8 @@ class _Hides:
             raise ModuleNotFoundError("hidden for Arrow's first conversion", name=name)
 
 
-if not {"pandas", "pytest"} & sys.modules.keys():  # the process of pytest has tests of data sets, too
+# the process of pytest also runs tests of data sets
+if not {"pandas", "pytest"} & sys.modules.keys():
     sys.meta_path.insert(0, _Hides())  # pyright: ignore[reportArgumentType]
     pa.array([0])
     del sys.meta_path[0]

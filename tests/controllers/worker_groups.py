@@ -1,4 +1,4 @@
-"""Worker groups without processes: what they are asked to do is written down, and a test answers."""
+"""Worker groups without processes: they record each call, and a test answers it."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from weft.workers.dispatch import Coordinates
 
 
 class Asked:
-    """Calls that were submitted, as `group.method`, in order."""
+    """The submitted calls as `group.method`, in order."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -33,7 +33,7 @@ def rollout_and_actor(asked: Asked) -> dict[str, WorkerGroup]:
 
 
 def answer(call: Call, value: Any = None) -> Call:
-    """Every rank of a call returns a value."""
+    """Answer a call on every rank with this value."""
     for rank in call.ranks:
         call.take(rank, Reply(done=True, value=value), 0.0)
     return call

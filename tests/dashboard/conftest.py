@@ -1,4 +1,4 @@
-"""The tests beside this file look at runs of the toy workers of the controllers' tests."""
+"""Tests in this folder look at runs of the controllers' toy workers."""
 
 import sys
 from pathlib import Path
@@ -17,7 +17,7 @@ from served import client_of  # pyright: ignore[reportMissingImports]
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the runs one and two, which are done; the second had another seed and made checkpoints."""
+    """A folder with finished runs one and two; the second has another seed and checkpoints."""
     root = tmp_path_factory.mktemp("dashboard") / "runs"
     recorded_runs.run(root, "one")
     recorded_runs.run(root, "two", seed=1, every=2)
@@ -26,7 +26,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def pages_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page waits until all samples are read, also on a busy machine."""
+    """Let pages wait until all samples are read, even on a busy machine."""
     for module in (sample_index, comparison):
         monkeypatch.setattr(module, "READ_S", 60.0)
 

@@ -1,4 +1,4 @@
-"""A browser that has opened the address of a dashboard, without a network."""
+"""A client for a dashboard, without a network."""
 
 from pathlib import Path
 
@@ -12,6 +12,6 @@ TOKEN = "a-token"
 
 
 def client_of(root: Path) -> TestClient:
-    """The browser of somebody who has the token of a dashboard over this folder."""
+    """Return a client with the token of a dashboard over this folder."""
     app = new_app(Catalogue(root), Access(TOKEN))
     return TestClient(app, base_url="http://127.0.0.1:8000", headers={"authorization": f"Bearer {TOKEN}"})

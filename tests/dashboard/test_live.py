@@ -1,4 +1,4 @@
-"""A run that goes on, seen by a dashboard that was started beside it, and what it leaves for one file."""
+"""A live run in a separate dashboard, and its export to one file."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from weft.dataflow.errors import UserError
 
 
 def until(condition, what: str, seconds: float = 20.0):
-    """The first true value of a condition, asked again and again."""
+    """Poll a condition, and return its first true value."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"{what} within {seconds} s"
@@ -26,7 +26,7 @@ def until(condition, what: str, seconds: float = 20.0):
 
 
 @pytest.mark.thorough
-def test_a_live_run_is_followed_stopped_and_asked_where_it_stands(tmp_path: Path):
+def test_a_live_run_can_be_followed_stopped_and_asked_for_its_stack(tmp_path: Path):
     run = recorded_runs.Live(tmp_path / "runs", "live", every=1000)
     client = client_of(tmp_path / "runs")
     try:
@@ -160,7 +160,7 @@ def test_modules_are_linked_in_their_order(tmp_path: Path):
         linked(tmp_path)
 
 
-def test_the_command_says_where_it_is_and_refuses_what_is_not_there(
+def test_the_command_prints_its_address_and_refuses_missing_folders(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert main(["dashboard", str(tmp_path / "none")]) == 2

@@ -1,4 +1,5 @@
-"""What run directories say: curves, samples, lanes, the buffer and workers, of whole runs and of damaged, empty and killed ones."""
+"""Reading run directories: curves, samples, lanes, buffer and workers, of intact and broken
+runs."""
 
 import errno
 import json
@@ -29,7 +30,7 @@ PAGES = ("run", "alerts", "graph", "timeline", "buffer", "workers", "weights", "
 
 
 def asked(client: TestClient, run: str) -> dict[str, dict]:
-    """What each page of a run is told."""
+    """Return the answer for each page of a run."""
     found = {page: client.get(f"/api/{page}", params={"run": run}) for page in PAGES}
     found["metrics"] = client.get("/api/metrics", params={"runs": run})
     found["curves"] = client.get("/api/curves", params={"runs": run, "names": "reward/mean,step"})
@@ -165,7 +166,7 @@ def test_a_log_that_takes_too_long_is_not_read_while_a_page_waits(
     assert refused.status_code == 400 and "weft buffer why" in refused.json()["message"]
 
 
-# What is not as it should be
+# Broken runs
 
 
 @pytest.mark.parametrize("how", ["cut", "garbage", "emptied", "gone", "a folder"])
@@ -227,9 +228,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_one_run_has_in_its_files_takes_nothing_from_the_others(
-    runs: Path, tmp_path: Path, name: str
-):
+def test_a_broken_run_does_not_affect_the_others(runs: Path, tmp_path: Path, name: str):
     shutil.copytree(runs / "one", tmp_path / "runs" / "sound")
     run = tmp_path / "runs" / "wrong, it is"
     shutil.copytree(runs / "one", run)
@@ -309,7 +308,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("kind", TEXTS)
-def test_text_of_a_model_is_data_wherever_it_stands(tmp_path: Path, kind: str):
+def test_text_of_a_model_is_escaped_everywhere(tmp_path: Path, kind: str):
     text, run = TEXTS[kind], tmp_path / "runs" / "told"
     directory = RunDirectory.create(run.parent, run.name)
     directory.add_metrics({"step": 0.0, "time_s": 0.1, text[:50]: 1.0})
@@ -356,7 +355,7 @@ def test_text_of_a_model_is_data_wherever_it_stands(tmp_path: Path, kind: str):
 # Parts
 
 
-def test_metrics_follow_a_stream_and_begin_anew_with_it(tmp_path: Path):
+def test_metrics_follow_a_stream_and_restart_with_it(tmp_path: Path):
     log, stream = MetricLog(tmp_path), TableStream(tmp_path / "metrics.arrows", VALUES)
     log.refresh()
     assert log.names == [] and log.last == {}
@@ -382,7 +381,7 @@ def test_metrics_follow_a_stream_and_begin_anew_with_it(tmp_path: Path):
     assert log.names == ["step"], "the run went back"
 
 
-def test_a_file_with_any_number_of_metrics_is_read_as_far_as_pages_can_use_and_says_so(tmp_path: Path):
+def test_metrics_beyond_the_limit_of_pages_are_cut_with_a_notice(tmp_path: Path):
     most, many = 5000, 20_000
     for name in ("parquet", "stream"):
         (tmp_path / name).mkdir()
@@ -422,7 +421,7 @@ def test_a_file_that_cannot_be_read_is_tried_again_only_when_it_has_changed(
     assert log.damage is None and log.names == ["step"]
 
 
-def test_what_the_system_refuses_once_is_read_at_the_next_look(
+def test_a_file_that_the_system_refuses_once_is_read_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     pq.write_table(pa.table({"step": [1.0]}), tmp_path / "metrics.parquet")
@@ -439,7 +438,7 @@ def test_what_the_system_refuses_once_is_read_at_the_next_look(
     assert log.damage is None and log.names == ["step"]
 
 
-def test_damage_that_is_told_again_and_again_keeps_no_more_frames(tmp_path: Path):
+def test_repeated_damage_reports_keep_no_more_frames(tmp_path: Path):
     (tmp_path / "metrics.parquet").write_bytes(b"PAR1" + b"x" * 100)
     table, frames = FollowedTable(tmp_path, "metrics"), list[int]()
     for _ in range(4):
@@ -449,9 +448,7 @@ def test_damage_that_is_told_again_and_again_keeps_no_more_frames(tmp_path: Path
     assert frames[1] == frames[2] == frames[3]
 
 
-def test_the_line_of_a_run_that_is_over_is_made_anew_only_when_its_files_change(
-    runs: Path, tmp_path: Path
-):
+def test_the_line_of_a_finished_run_is_recomputed_only_when_its_files_change(runs: Path, tmp_path: Path):
     shutil.copytree(runs / "one", tmp_path / "one")
     reader = Catalogue(tmp_path).readers["one"]
     first = reader.summary
@@ -544,7 +541,7 @@ def test_ranks_have_lanes_below_their_group_and_say_which_other_they_waited_for(
     ]
 
 
-def test_weights_and_checkpoints_have_lanes_of_their_own_and_explain_the_critical_path():
+def test_weights_and_checkpoints_have_separate_lanes_and_explain_the_critical_path():
     found = lanes(
         ("actor", "actor.update", 0.0, 1.0),
         ("actor", "publish_weights", 1.0, 1.5),
@@ -560,7 +557,7 @@ def test_weights_and_checkpoints_have_lanes_of_their_own_and_explain_the_critica
     assert waiting == ["the driver", "a checkpoint on its way to the disk"]
 
 
-def test_the_critical_path_of_a_step_is_what_it_waited_for():
+def test_the_critical_path_of_a_step_has_the_calls_it_waited_for():
     found = lanes(
         ("rollout", "generate", 0, 4), ("reward", "score", 1, 3), ("actor", "update", 4.5, 6)
     ).critical(1)
@@ -571,7 +568,7 @@ def test_the_critical_path_of_a_step_is_what_it_waited_for():
     ]
 
 
-def test_the_critical_path_goes_through_a_call_whose_rows_were_taken_while_it_went_on():
+def test_the_critical_path_includes_a_call_whose_rows_were_taken_during_it():
     after = {
         "train": {"nodes": [{"name": "update", "after": ["generate"]}, {"name": "generate", "after": []}]}
     }

@@ -1,4 +1,4 @@
-"""Who may ask the dashboard, what a page of it may do, and that no text of a run leads anywhere."""
+"""Access to the dashboard, restrictions of its pages, and escaping of a run's texts."""
 
 import json
 import re
@@ -23,7 +23,7 @@ API = (
 
 
 @pytest.mark.parametrize("address", API)
-def test_nobody_without_the_token_gets_an_answer(client: TestClient, address: str):
+def test_requests_without_the_token_are_refused(client: TestClient, address: str):
     for headers in (
         {"authorization": ""},
         {"authorization": "Bearer wrong"},
@@ -39,7 +39,7 @@ def test_nobody_without_the_token_gets_an_answer(client: TestClient, address: st
     )
 
 
-def test_the_first_visit_makes_a_cookie_and_goes_on_without_the_token(runs: Path):
+def test_the_first_visit_sets_a_cookie_and_redirects_without_the_token(runs: Path):
     visitor = client_of(runs)
     del visitor.headers["authorization"]
     first = visitor.get(f"/?token={TOKEN}&x=%22%3E%3Cscript%3E", follow_redirects=False)
@@ -69,7 +69,7 @@ def test_a_tunnel_may_have_another_port(client: TestClient, host: str):
     assert client.get("/api/runs", headers={"host": host}).status_code == 200
 
 
-def test_other_sites_may_neither_read_nor_ask(client: TestClient):
+def test_other_sites_may_not_read_or_ask(client: TestClient):
     body = {"run": "one", "query": "select 1"}
     for headers in (
         {"origin": "http://evil.example"},
@@ -187,7 +187,7 @@ def test_only_loopback_may_do_without_a_token(tmp_path: Path):
     )
 
 
-def test_what_is_asked_of_a_run_needs_a_header_that_no_form_sends(client: TestClient):
+def test_requests_to_a_run_need_a_header_that_no_form_sends(client: TestClient):
     for address, body in (("stop", {"run": "one"}), ("stacks", {"run": "one", "worker": "actor[0]"})):
         assert "x-weft-stop" in client.post(f"/api/{address}", json=body).json()["message"]
         said = client.post(f"/api/{address}", json=body, headers={"x-weft-stop": "yes"})

@@ -1,4 +1,5 @@
-"""The timeline: idle time and shares by hand, windows of steps, and pictures of few and of many calls."""
+"""The timeline: idle time and shares by hand, windows of steps, and pictures of few and of many
+calls."""
 
 from pathlib import Path
 
@@ -34,11 +35,11 @@ STEPS = [
     call(1, "rollout", "generate", 6, 7),
     call(1, "actor", "update", 7, 10),
 ]
-"""Two steps; nobody works at the same time as another."""
+"""Two steps without overlap."""
 
 
 def many(num_calls: int, groups: int = 4, nodes: int = 3) -> list[TimelineCall]:
-    """Calls in turn over all groups, 6 to a step, with a longer pause in the middle."""
+    """Calls of all groups in turn, 6 per step, with a longer pause in the middle."""
     return [
         call(
             k // 6,
@@ -52,7 +53,7 @@ def many(num_calls: int, groups: int = 4, nodes: int = 3) -> list[TimelineCall]:
 
 
 def write(calls: list[TimelineCall], root: Path) -> Path:
-    """A run directory with these calls, as the driver writes it."""
+    """Write a run directory with these calls, like the driver."""
     directory = RunDirectory.create(root, "run")
     for one in calls:
         directory.add_call(**vars(one))
@@ -61,7 +62,7 @@ def write(calls: list[TimelineCall], root: Path) -> Path:
 
 
 def pixels(path: Path, colour: str) -> float:
-    """Share of the picture that has this colour."""
+    """Return the share of the picture with this colour."""
     from matplotlib.colors import to_rgb
     from matplotlib.image import imread
 
@@ -96,7 +97,7 @@ def test_calls_that_overlap_are_one_busy_stretch():
     ]
 
 
-def test_a_window_cuts_what_hangs_over_its_ends():
+def test_a_window_cuts_calls_that_cross_its_ends():
     calls = [
         call(0, "a", "n", 0, 4),
         call(1, "b", "n", 2, 6),
@@ -139,7 +140,7 @@ def test_steps_that_the_run_does_not_have_are_named(steps: tuple[int | None, int
 # Text
 
 
-def test_the_summary_says_who_was_busy_and_what_took_the_time():
+def test_the_summary_shows_busy_groups_and_the_slowest_calls():
     assert summary(window(STEPS)).splitlines() == [
         "steps 0 to 1: 5 calls in 10.00 s",
         "",
@@ -204,7 +205,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path):
 # Files
 
 
-def test_what_a_run_writes_is_read_back(tmp_path: Path):
+def test_written_samples_are_read_back(tmp_path: Path):
     read = load_timeline(write(STEPS, tmp_path))
     assert read.calls == STEPS and isinstance(read, Timeline)
 
@@ -233,7 +234,7 @@ def test_a_real_run_accounts_for_all_of_its_time(tmp_path: Path):
     assert pixels(draw_timeline(timeline, tmp_path / "toy.png", "toy"), COLOURS[0]) > 0.005
 
 
-def test_a_run_without_a_timeline_says_so(tmp_path: Path):
+def test_a_run_without_a_timeline_is_reported(tmp_path: Path):
     (tmp_path / "toy").mkdir()
     with pytest.raises(UserError, match=r"there is no run .*tyo; did you mean 'toy'"):
         load_timeline(tmp_path / "tyo")

@@ -1,4 +1,4 @@
-"""Conversations have their turns, in the marks of every common chat template, with stretches of tokens that miss nothing."""
+"""Conversations split into turns for every common chat template, with exact token ranges."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Arguments by name: how those of a recorded call are bound, and what a wrong name is answered with."""
+"""Arguments by name: binding of recorded calls, and answers to wrong names."""
 
 import inspect
 import pickle
@@ -25,7 +25,7 @@ def test_arguments_are_bound_by_name_with_their_defaults():
     assert bind(takes, 2, (), {"n": 3, "extra": 1}) == {"n": 3, "sampling": "greedy", "extra": 1}
 
 
-def test_only_what_has_a_name_of_its_own_can_be_given_by_name():
+def test_only_importable_functions_can_be_given_by_name():
     assert parameter_names(takes, 2) == ["n", "sampling"]
     assert parameter_names(takes_any) == ["rows"]
 
@@ -39,7 +39,7 @@ def test_only_what_has_a_name_of_its_own_can_be_given_by_name():
         ((1,), {"n": 2}, "takes_no_more: multiple values for argument 'n'; it takes n"),
     ],
 )
-def test_wrong_arguments_are_answered_with_what_there_is(
+def test_wrong_arguments_are_answered_with_the_valid_ones(
     args: tuple[Any, ...], kwargs: dict[str, Any], message: str
 ):
     with pytest.raises(UserError, match=message):

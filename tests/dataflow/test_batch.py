@@ -34,7 +34,7 @@ ROWS = st.lists(
 
 
 def small() -> Batch:
-    """Four rows, the second of them empty."""
+    """Four rows; the second is empty."""
     return Batch.of(
         sample_id=[10, 11, 12, 13],
         group_id=[7, 5, 7, 5],
@@ -44,7 +44,7 @@ def small() -> Batch:
     )
 
 
-# Values in
+# Construction
 
 
 def test_declared_columns_get_their_declared_type():
@@ -96,7 +96,7 @@ def test_split_sizes_must_add_up():
         small().split([1, 2])
 
 
-def test_reading_a_column_as_what_it_is_not_says_what_it_is():
+def test_reading_a_column_as_the_wrong_kind_names_its_kind():
     pytest.importorskip("torch")
     with pytest.raises(UserError, match="column 'reward' is float, not a ragged column"):
         small().ragged("reward")
@@ -238,7 +238,7 @@ def test_padded_fills_right_or_left():
     ]
 
 
-def test_groups_need_not_stand_side_by_side():
+def test_groups_need_not_be_contiguous():
     keys, index = small().groups()
     assert keys.tolist() == [5, 7] and index.tolist() == [1, 0, 1, 0]
 
@@ -248,7 +248,7 @@ def test_selecting_no_columns_keeps_the_rows():
     assert small().select([]).with_columns(x=[1, 2, 3, 4]).columns == ("x",)
 
 
-# No copies
+# Zero copies
 
 
 def address(array: pa.Array) -> int:
@@ -289,7 +289,7 @@ def test_making_a_ragged_column_from_numpy_does_not_copy_it():
     assert address(Batch.of(response_ids=(values, offsets))["response_ids"]) == values.ctypes.data
 
 
-# Pickles: what the driver and Ray's object store see
+# Pickles, for the driver and Ray's object store
 
 
 def test_the_pickle_of_a_slice_does_not_carry_its_parent():

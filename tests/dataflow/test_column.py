@@ -5,7 +5,7 @@ import pyarrow as pa
 from weft.dataflow.column import DESCRIBED, IDENTITY, KNOWN, RESPONSE_IDS, REWARD, Column, ragged
 
 
-def test_a_column_stands_for_its_name():
+def test_a_column_formats_as_its_name():
     assert str(REWARD) == "reward" and f"{RESPONSE_IDS}" == "response_ids"
 
 
@@ -23,7 +23,7 @@ def test_ragged_columns_have_int32_offsets():
     assert all(not pa.types.is_large_list(c.type) for c in KNOWN.values())
 
 
-def test_what_is_said_of_tokens_is_said_of_known_ones():
+def test_the_per_token_columns_are_known_columns():
     said = {str(c) for columns in DESCRIBED.values() for c in columns}
     of_tokens = {
         name

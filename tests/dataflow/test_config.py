@@ -1,4 +1,4 @@
-"""Configuration: mistakes are answered with the place, the rule, the value and the nearest right name."""
+"""Configuration: errors give the place, the rule, the value and the nearest correct name."""
 
 import copy
 import math
@@ -115,7 +115,7 @@ def test_the_text_under_a_field_is_its_description():
     assert Outer.model_fields["learning_rate"].description == "Step size."
 
 
-def test_a_worker_class_that_names_no_settings_is_told_how_to():
+def test_a_worker_class_without_settings_is_refused_with_advice():
     class Bare:
         pass
 

@@ -10,7 +10,7 @@ from weft.dataflow.errors import DamagedSegment, DeadlineError, SampleError, Sta
 
 
 def tree(root: type[WeftError] = WeftError) -> dict[str, str]:
-    """Exception -> the one of the tree that it is made of."""
+    """Return exception -> base class, for the whole tree."""
     below = {one.__name__: root.__name__ for one in root.__subclasses__()}
     return below | {name: base for one in root.__subclasses__() for name, base in tree(one).items()}
 
@@ -45,7 +45,7 @@ def test_an_exception_crosses_processes_as_it_is(name: str):
     assert type(copy) is type(error) and copy.text == error.text and vars(copy) == vars(error)
 
 
-def test_the_advice_stands_below_the_message_also_in_a_traceback():
+def test_the_advice_is_below_the_message_also_in_a_traceback():
     error = StalledError("nothing can move")
     advice = "`weft buffer why RUN GROUP` shows what a group waits for, or what became of it."
     assert str(error) == "nothing can move"
@@ -53,6 +53,6 @@ def test_the_advice_stands_below_the_message_also_in_a_traceback():
     assert "".join(traceback.format_exception(error)).splitlines()[-1] == advice
 
 
-def test_exceptions_are_what_python_calls_them_too():
+def test_exceptions_subclass_the_matching_python_ones():
     assert issubclass(DeadlineError, TimeoutError) and issubclass(SampleError, ValueError)
     assert issubclass(DamagedSegment, RuntimeError)

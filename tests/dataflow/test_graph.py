@@ -1,4 +1,5 @@
-"""The graph is general: every algorithm of the design is recorded, printed, drawn and validated without running."""
+"""The graph is general: many algorithms are recorded, printed, drawn and validated without a
+run."""
 
 import re
 import subprocess
@@ -35,7 +36,7 @@ HELD_OUT = TableSource("held_out", pa.table({"prompt_ids": [[1]], "answer": ["2"
 PAIRS = TableSource("pairs", pa.table({"prompt_ids": [[1]], "chosen_ids": [[2]], "rejected_ids": [[3]]}))
 
 
-# Worker classes that Weft does not have (yet): all that a user writes.
+# Worker classes that Weft does not provide: everything a user would write.
 
 
 class ModelConfig(Config):
@@ -213,7 +214,7 @@ PARAMETERS = re.compile(r"""^  (?P<start>\w+) -\. "weights, [^"]+" \.-> (?P<end>
 
 
 def drawn(text: str) -> tuple[dict[str, str], set[tuple[str, str]], set[tuple[str, str]]]:
-    """Mermaid text as (id -> label, edges, parameter edges) by label; fails on a line that is none of them."""
+    """Parse Mermaid text into (id -> label, edges, parameter edges); fail on any other line."""
     first, *lines = text.splitlines()
     assert first == "flowchart LR"
     labels: dict[str, str] = {}
@@ -307,7 +308,7 @@ def test_online_dpo_makes_pairs_of_whole_groups_in_a_nested_graph():
     assert 'subgraph "dpo"' in recorded.mermaid()
 
 
-def test_what_follows_a_filter_waits_for_it():
+def test_nodes_after_a_filter_wait_for_it():
     recorded = GRAPHS["dapo"]
     assert "keep_informative" in recorded["centred"].after
     assert "keep_informative" in recorded["actor.update"].after
@@ -339,7 +340,7 @@ def test_groups_given_as_keywords_or_in_a_dictionary_are_named_by_their_keys():
     assert [n.name for n in recorded.nodes] == ["rollout.generate", "rule.score", "model.score"]
 
 
-def test_an_evaluation_stands_beside_the_training_over_the_same_groups():
+def test_an_evaluation_shares_the_groups_of_training():
     r, a, score = rollout(), group(ActorWorker, model="m"), reward()
     r.follows(a)
     training = grpo(PROMPTS, rollout=r, reward=score, actor=a)
@@ -389,7 +390,7 @@ def test_the_turns_of_a_dialogue_write_the_same_columns_again():
         "reward.score",
     ]
     assert recorded["rollout.generate_2"].writers == {"prompt_ids": "next_turn"}
-    shown = {"prompt_ids": "next_turn"}  # in a message about a reward that fails
+    shown = {"prompt_ids": "next_turn"}  # in the message about a failing reward
     assert recorded["reward.score"].writers == {
         "response_ids": "rollout.generate_2",
         "answer": "",
@@ -398,10 +399,10 @@ def test_the_turns_of_a_dialogue_write_the_same_columns_again():
 
 
 OF_SAMPLES = {"routes", "response_logprobs", "response_versions"}
-"""What an update also reads of samples, if they have it: a value or more for each of their tokens."""
+"""Columns that an update reads if samples have them, with at least one value per token."""
 
 
-def test_pairs_that_are_made_of_samples_do_not_have_what_is_said_of_the_tokens_of_these():
+def test_pairs_made_of_samples_have_no_per_token_columns():
     @graph
     def made_anew(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
         return preference.dpo(
@@ -444,7 +445,7 @@ def test_a_group_takes_the_name_of_its_parameter_unless_it_has_one():
     assert set(recorded.handles) == {"sampler", "reward"}
 
 
-def test_hasattr_tells_what_a_worker_can_do():
+def test_hasattr_reflects_the_methods_of_a_worker():
     handle: Any = reward()
     assert isinstance(handle, Handle) and hasattr(handle, "score") and not hasattr(handle, "logprobs")
     assert getattr(handle, "logprobs", None) is None
@@ -472,7 +473,7 @@ def test_an_unknown_column_names_node_column_and_the_nearest():
     )
 
 
-def test_an_unknown_column_with_nothing_near_lists_what_there_is():
+def test_an_unknown_column_without_a_near_match_lists_all_columns():
     bare = TableSource("bare", pa.table({"x": [1]}))
     text = mistake(lambda p, rollout: rollout.generate(p), bare, rollout=rollout())
     assert text.startswith(
@@ -611,7 +612,7 @@ def test_two_groups_cannot_share_a_name():
 # Parameter edges
 
 
-def test_follows_is_checked_where_it_is_said():
+def test_follows_is_checked_when_it_is_called():
     a, r = group(ActorWorker, model="m"), rollout()
     for every in (0, -1, 1.5):
         with pytest.raises(UserError, match=f"every={every}.: every must be an integer of at least 1"):
@@ -627,7 +628,7 @@ def test_follows_is_checked_where_it_is_said():
         r.follows(group(ActorWorker, model="m"))
 
 
-def test_following_a_group_that_nobody_updates_is_refused():
+def test_following_a_group_without_updates_is_refused():
     r, a = rollout(), group(ActorWorker, model="m", name="frozen")
     r.follows(a)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The table of metrics has every name that the library writes, and nothing else."""
+"""The table of metrics lists exactly the names that the library writes."""
 
 import ast
 from functools import cache
@@ -21,15 +21,16 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOORS = ("algorithms", "workers", "controllers")
 MAKERS = {"Mean", "Max", "Sum", "Std"}
 OF_FUNCTIONS = {"observed", "_observed"}
-"""They make metrics of a mapping's items, or of keywords."""
+"""Functions that make metrics from a mapping's items, or from keywords."""
 KEPT_IN = {"watched", "largest", "counted", "row", "metrics", "counts"}
-"""Names that the library gives mappings which become metrics."""
+"""Names of mappings in the library that become metrics."""
 NO_METRICS = {"chosen", "rejected", "over"}
-"""Keywords of these functions that are no metrics."""
+"""Keywords of these functions that are not metrics."""
 
 
 def names_in(file: Path) -> set[str]:
-    """The names of metrics that a module writes: what it gives a `Mean`, and the keys of the mappings that it keeps metrics in."""
+    """Return the metrics that a module writes: names of `Mean` values, and keys of metric
+    mappings."""
     found: set[str] = set()
     tree = ast.parse(file.read_text())
     of_metrics = [
@@ -59,7 +60,7 @@ def names_in(file: Path) -> set[str]:
 
 
 def _is_kept(made: ast.Dict, function: ast.FunctionDef) -> bool:
-    """Whether a mapping is assigned to one of the names in KEPT_IN."""
+    """Return whether a mapping is assigned to one of the names in KEPT_IN."""
     for node in ast.walk(function):
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -70,7 +71,7 @@ def _is_kept(made: ast.Dict, function: ast.FunctionDef) -> bool:
 
 @cache
 def written() -> dict[str, str]:
-    """Name of each metric that the library writes -> a module that does."""
+    """Return metric -> a module that writes it."""
     files = [file for floor in FLOORS for file in sorted((ROOT / floor).rglob("*.py"))]
     return {name: str(file.relative_to(ROOT)) for file in files for name in names_in(file)}
 
@@ -94,7 +95,7 @@ def test_every_entry_of_the_table_is_written_somewhere():
     source = "\n".join(file.read_text() for floor in FLOORS for file in (ROOT / floor).rglob("*.py"))
     measured = [
         entry.name.removesuffix("_low").removesuffix("_high") for entry in entries()
-    ]  # ends of intervals follow
+    ]  # followed by the ends of intervals
     plain = [name for name in measured if not any(c.isupper() for c in name)]
     unused = [
         name
@@ -104,7 +105,7 @@ def test_every_entry_of_the_table_is_written_somewhere():
     assert not unused, f"nothing writes these metrics: {unused}"
 
 
-def test_names_are_unique_and_each_says_what_it_is_in_which_unit():
+def test_names_are_unique_with_a_description_and_a_unit():
     names = [entry.name for entry in entries()]
     assert len(names) == len(set(names))
     assert all(entry.unit and entry.meaning for entry in entries())

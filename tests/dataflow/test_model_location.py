@@ -1,4 +1,4 @@
-"""Models and tokenizers are found by one rule: a folder, or a Hugging Face id in the local cache."""
+"""One rule finds models and tokenizers: a folder, or a Hugging Face id in the local cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "models"
 
 
-def test_a_mistyped_path_beside_a_folder_is_not_asked_of_the_hub(models: Path) -> None:
+def test_a_mistyped_path_next_to_a_folder_is_not_looked_up_on_the_hub(models: Path) -> None:
     with pytest.raises(UserError) as caught:
         find_model_folder("models/qwen-tyni", "config.json", download=["*"])
     assert (
@@ -27,14 +27,14 @@ def test_a_mistyped_path_beside_a_folder_is_not_asked_of_the_hub(models: Path) -
     )
 
 
-def test_an_id_whose_owner_is_no_folder_is_answered_with_folders_here(models: Path) -> None:
+def test_a_hub_id_with_an_unknown_owner_suggests_local_folders(models: Path) -> None:
     with pytest.raises(
         UserError, match=r"`hf download Qwen/qwen-tiny` .*; did you mean 'models/qwen-tiny'\?$"
     ):
         find_model_folder("Qwen/qwen-tiny", "config.json")
 
 
-def test_a_folder_is_taken_as_it_is_and_errors_name_the_models_below_it(models: Path) -> None:
+def test_a_folder_is_used_directly_and_errors_name_the_models_below_it(models: Path) -> None:
     assert find_model_folder(models, "config.json") == models
     assert (
         folders_near(models, "config.json") == f"; folders with a config.json here: '{models}/qwen-tiny'"

@@ -1,4 +1,4 @@
-"""Operations: what is declared beside a function, and what a call makes of it."""
+"""Operations: declarations next to functions, and the effect of calls."""
 
 import pickle
 from typing import Any
@@ -34,7 +34,7 @@ def function(rows: object, loss: object = Loss(), *, into: str = "x", n: int = 1
 def method(self: object, rows: object, loss: object = Loss(), *, epochs: int = 1) -> None: ...
 
 
-def test_what_depends_on_a_call_is_a_function_of_its_arguments():
+def test_declarations_may_be_functions_of_call_arguments():
     declaration = Declaration(
         "update",
         reads=lambda loss: ("prompt_ids", *loss.reads),
@@ -55,7 +55,7 @@ def test_what_depends_on_a_call_is_a_function_of_its_arguments():
     assert declaration.called_with(arguments | {"epochs": 1}).accumulates
 
 
-def test_what_is_declared_of_every_call_needs_no_arguments():
+def test_constant_declarations_need_no_arguments():
     declaration = Declaration("score", reads=("prompt_ids", REWARD), writes=("score",))
     assert declaration.called_with({}) == Operation(
         "score", reads=("prompt_ids", "reward"), writes=("score",)
@@ -83,7 +83,7 @@ def test_an_operation_is_plain_data():
         (Shape.MAP, TrainingBatch(whole_groups=True), True, True, True, False),
     ],
 )
-def test_what_an_operation_takes_says_how_its_rows_are_claimed(
+def test_the_input_kind_of_an_operation_determines_its_claims(
     shape: Shape, takes: Takes | None, groups: bool, whole: bool, updates: bool, behind: bool
 ):
     operation = Declaration("some", shape, takes=takes).called_with({})
@@ -93,7 +93,7 @@ def test_what_an_operation_takes_says_how_its_rows_are_claimed(
     assert not operation.accumulates
 
 
-def test_only_an_update_that_says_so_accumulates():
+def test_only_a_declared_update_accumulates():
     assert Operation("update", takes=TrainingBatch(accumulates=True)).accumulates
     assert not Operation("update", takes=GROUPS).accumulates
 
@@ -177,7 +177,7 @@ def test_a_method_also_knows_the_configuration_of_its_group():
         remote(dispatch=Dispatch.SPLIT_BY_DP, reads=lambda rows: rows)(method)
 
 
-def test_arguments_that_do_not_fit_are_shown_with_what_they_are():
+def test_wrong_arguments_are_shown_with_their_types():
     declaration = Declaration("update", reads=lambda loss: loss.reads, takes=lambda n: n)
     with pytest.raises(
         UserError,

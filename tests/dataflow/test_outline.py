@@ -1,4 +1,5 @@
-"""A graph's levels, and its outline: what the log keeps of it, from which a ledger can walk it without its code."""
+"""A graph's levels, and its outline in the log, from which a ledger works without the graph's
+code."""
 
 import json
 from dataclasses import replace
@@ -18,7 +19,7 @@ def function(rows: object, n: int = 1) -> None: ...
 
 
 def two_expansions() -> Graph:
-    """Samples of prompts, and turns of samples."""
+    """A graph that expands prompts to samples, and samples to turns."""
     drawn = Trace("train", TableSource("prompts", pa.table({"prompt": ["a"]})))
     rows = SymbolicRows(drawn, SOURCE, {"prompt": ""})
     for declaration in (
@@ -35,7 +36,7 @@ def two_expansions() -> Graph:
     return drawn.finish()
 
 
-def test_columns_lie_on_the_level_of_the_rows_that_were_written():
+def test_columns_belong_to_the_level_of_their_rows():
     graph = two_expansions()
     assert {name: graph.level_of(name) for name in ("", "clean", "generate", "score", "turns")} == {
         "": 0,

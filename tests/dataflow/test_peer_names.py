@@ -1,4 +1,4 @@
-"""Settings under the names that other libraries have for them are answered with Weft's names, wherever they are given."""
+"""Settings under other libraries' names are answered with Weft's names, in every place."""
 
 import inspect
 from pathlib import Path
@@ -18,7 +18,7 @@ TRAIN = list(inspect.signature(weft.train).parameters)
 
 
 def settings_of(owner: str) -> list[str]:
-    """The settings of a class, by its name in the table."""
+    """Return the settings of a class, by its name in the table."""
     if owner in ("PolicyLoss", "Clipped"):
         return list({"PolicyLoss": PolicyLoss, "Clipped": Clipped}[owner].model_fields)
     public: Any = getattr(weft, owner)

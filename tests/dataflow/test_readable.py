@@ -1,4 +1,4 @@
-"""Printing of untrusted text: nothing in it steers the terminal."""
+"""Printing untrusted text never controls the terminal."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Redaction: what looks like a secret is hidden, and nothing else is."""
+"""Redaction hides everything that looks like a secret, and nothing else."""
 
 import json
 
@@ -33,7 +33,7 @@ from weft.dataflow.untrusted_text import redacted, without_secrets
         ("jwt eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.sflKxwRJ", "eyJzdWIiOiIxMjM0"),
     ],
 )
-def test_what_looks_like_a_secret_is_hidden(text: str, secret: str):
+def test_text_that_looks_like_a_secret_is_hidden(text: str, secret: str):
     assert secret not in redacted(text, {}) and "[hidden]" in redacted(text, {})
 
 
@@ -50,7 +50,7 @@ def test_what_looks_like_a_secret_is_hidden(text: str, secret: str):
         "the answer is token: 5",
     ],
 )
-def test_what_is_no_secret_stays(text: str):
+def test_text_that_is_not_secret_stays(text: str):
     assert redacted(text, {}) == text
 
 

@@ -41,14 +41,14 @@ def test_a_file_that_is_too_large_is_refused(tmp_path: Path):
     ],
     ids=["deep lists", "deep objects", "too deep", "empty", "not UTF-8", "a list", "a number"],
 )
-def test_what_is_no_plain_object_is_refused_by_name(tmp_path: Path, text: str, why: str):
+def test_a_json_file_without_a_plain_object_is_refused_by_name(tmp_path: Path, text: str, why: str):
     path = tmp_path / "state.json"
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(UserError, match=f"state.json is damaged: .*{why}"):
         read_json(path)
 
 
-def test_an_object_is_read_whatever_it_holds(tmp_path: Path):
+def test_any_json_object_is_read(tmp_path: Path):
     value = {"a": [1, {"b": [None, "x", 2.5]}]}
     (tmp_path / "state.json").write_text(json.dumps(value))
     assert read_json(tmp_path / "state.json") == value

@@ -1,4 +1,4 @@
-"""What an operation takes, as it is written to a log."""
+"""What an operation takes, in the format of the log."""
 
 import json
 
@@ -28,7 +28,7 @@ from weft.dataflow.operation import (
         (TrainingBatch(whole_groups=True, accumulates=True), "training batch"),
     ],
 )
-def test_what_is_taken_survives_a_log(takes: Takes, kind: str):
+def test_takes_survive_a_round_trip_through_the_log(takes: Takes, kind: str):
     described = json.loads(json.dumps(takes_as_json(takes)))
     assert described["kind"] == kind
     assert takes_from_json(described) == takes

@@ -1,4 +1,5 @@
-"""The tests beside this file share `small`, which runs an example as a program, and one warm-started model."""
+"""Tests in this folder share `small`, which runs an example as a program, and a warm-started
+model."""
 
 import sys
 from pathlib import Path
@@ -10,5 +11,5 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the first run of an example leaves data and a warm-started model for the others."""
+    """Folder where the first example leaves data and a warm-started model for the others."""
     return tmp_path_factory.mktemp("runs")

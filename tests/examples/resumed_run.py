@@ -1,5 +1,7 @@
-"""GRPO on the examples' task with a reward for each right digit, so that a barely trained model has something to learn from: the
-program that `test_resume.py` kills and resumes."""
+"""GRPO on the examples' task, killed and resumed by `test_resume.py`.
+
+Each correct digit is rewarded, so that a barely trained model can learn.
+"""
 
 from pathlib import Path
 from typing import Literal
@@ -20,7 +22,7 @@ class Settings(weft.Config):
 
 
 def main(settings: Settings) -> None:
-    """A run that learns."""
+    """Train with GRPO."""
     task = arithmetic.prepare(settings.root, 0, small=True)
     model = str(task / "model")
     actor = weft.group(weft.ActorWorker, model=model, learning_rate=1e-3)

@@ -1,4 +1,4 @@
-"""An example as a program, in its small setting."""
+"""Runs an example as a program, in its small setting."""
 
 import json
 import subprocess
@@ -15,8 +15,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(example: str, name: str, *arguments: str, root: Path, backend: str = "local") -> str:
-    """What it prints. It keeps data and models below `root`. Under Ray it is started as a user starts it, else it is forked, and
-    every metric that it writes is in the table of metrics."""
+    """Run an example, with data and models below `root`, and return its output.
+
+    Under Ray it starts like a user's program, otherwise it is forked. Every metric must be in the
+    table of metrics.
+    """
     arguments = ("--small", "--backend", backend, "--root", str(root), "--name", name, *arguments)
     if backend == "local":
         said = forked.program(root / f"{name}.log", EXAMPLES / example, *arguments).finish()
@@ -31,5 +34,5 @@ def run(example: str, name: str, *arguments: str, root: Path, backend: str = "lo
 
 
 def summary(said: str) -> dict[str, Any]:
-    """The last line of what an example prints."""
+    """Return the last line of an example's output."""
     return json.loads(said.splitlines()[-1])

@@ -1,4 +1,5 @@
-"""The recipes for clusters name files and options that exist, and leave nothing in a folder that goes with the nodes."""
+"""Cluster recipes use existing files and options, and store nothing in folders that vanish with a
+node."""
 
 import re
 import shlex
@@ -16,12 +17,12 @@ RUNS = ("rayjob.yaml", "slurm.sh", "skypilot.yaml")
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of each call of an example."""
+    """Return the words of each call of an example."""
     return [shlex.split(found) for found in re.findall(r"python (examples/\w+\.py[^\n$]*)", text)]
 
 
 @pytest.mark.parametrize("recipe", RUNS)
-def test_a_recipe_keeps_its_runs_and_goes_on_with_a_token(recipe: str):
+def test_a_recipe_keeps_its_runs_resumes_and_uses_a_token(recipe: str):
     text = (RECIPES / recipe).read_text()
     assert f"{RESUME}" in text and re.search(rf"{ROOT}(: |=)\"?(/|\$PWD)", text), "an absolute folder"
     assert "token" in text.lower() and "RAY_AUTH_MODE=disabled" not in text

@@ -1,4 +1,4 @@
-"""The example runs in its small setting: with a reference that is computed beforehand, and without one; and, slowly, under Ray."""
+"""The small example with a precomputed reference and without one; slow tests run it under Ray."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 def check(said: str, run: Path) -> None:
-    """Three steps were made, and what is printed at the end is what was measured."""
+    """Check three steps, and that the printed summary equals the metrics."""
     found, metrics = summary(said), metrics_of(run)
     assert found["steps"] == 3 and found["pairs"] == 3 * 8
     assert [row["step"] for row in metrics] == [0, 1, 2, 3]
@@ -36,7 +36,7 @@ def test_the_example_runs_with_a_reference_that_is_computed_beforehand(root: Pat
 
 @pytest.fixture(scope="module")
 def simpo(root: Path) -> str:
-    """What the example prints in one process."""
+    """The output of the example in one process."""
     return run("dpo_preferences.py", "simpo", "--method", "simpo", root=root)
 
 

@@ -1,4 +1,4 @@
-"""The example runs in its small setting, in one process, with either engine; `.ci/run` runs it under Ray with vLLM."""
+"""The small example in one process, with either engine. `.ci/run` runs it under Ray with vLLM."""
 
 from pathlib import Path
 

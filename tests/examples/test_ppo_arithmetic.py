@@ -1,4 +1,4 @@
-"""The example runs in its small setting, in one process: with a reward model of its own, and with the exact match."""
+"""The small example in one process, with a trained reward model and with the exact match."""
 
 from pathlib import Path
 

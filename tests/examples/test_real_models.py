@@ -1,4 +1,5 @@
-"""The examples that train real models run on a tiny one of Qwen3's shape, in one process; their benchmark runs them under Ray."""
+"""Examples for real models, with a tiny Qwen3 in one process. Their benchmark runs them under
+Ray."""
 
 import json
 from pathlib import Path
@@ -29,7 +30,7 @@ def tiny(example: str, root: Path, name: str, *arguments: str) -> str:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the first of the examples leaves its tiny model for the others."""
+    """Folder where the first example leaves its tiny model for the others."""
     return tmp_path_factory.mktemp("tiny")
 
 

@@ -1,4 +1,5 @@
-"""A run of real models, killed with SIGKILL and resumed, ends with the same bits as one that was not, with either engine."""
+"""A run of a real model, killed with SIGKILL and resumed, ends with identical bits, with either
+engine."""
 
 import os
 from pathlib import Path

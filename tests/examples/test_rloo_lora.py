@@ -1,4 +1,4 @@
-"""The example runs in its small setting, in one process, and leaves an adapter beside the merged model."""
+"""The small example in one process saves both an adapter and the merged model."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The example runs in its small setting, in one process; a second run goes on with the model and the pairs of the first."""
+"""The small example in one process; a second run reuses the model and the pairs of the first."""
 
 import json
 from pathlib import Path

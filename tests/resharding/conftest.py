@@ -1,4 +1,5 @@
-"""What tests of vLLM's side share: the group that its models ask for, and models as a rank of a larger one builds them."""
+"""vLLM's process group for tests of its models, and models as a rank of a larger group builds
+them."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from vllm_groups import experts_group
 if TYPE_CHECKING:
     from vllm_models import Ranks
 
-sys.path.insert(0, str(Path(__file__).parent))  # what tests here import: `dying`, `vllm_models`
+sys.path.insert(0, str(Path(__file__).parent))  # for imports of `dying` and `vllm_models`
 
 
 @pytest.fixture(scope="module")
 def group(inspects_models_here: None) -> Iterator[Any]:
-    """vLLM's group of tensor-parallel ranks, of one rank: that of an engine in this process, if there is one."""
+    """vLLM's tensor-parallel group of one rank, shared with any engine in this process."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     set_num_threads = torch.set_num_threads
     from torch._C._distributed_c10d import HashStore

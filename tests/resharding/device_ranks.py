@@ -1,4 +1,4 @@
-"""A rank that takes weights on a GPU of its own choice, in a process of its own: for `test_device_memory.py`."""
+"""A process that receives weights on a GPU, for `test_device_memory.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.resharding.weights import whole
 
 
 def take(pipe: Pipe, device: int, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Answer each record that comes with the checksum and what has arrived, until None comes."""
+    """Answer each record with the checksum and the received tensors, until None arrives."""
     torch.cuda.set_device(device)
     while (weights := pipe.recv()) is not None:
         found = {name: torch.zeros(shape, device="cuda") for name, shape in shapes.items()}

@@ -1,7 +1,7 @@
-"""Sides of a transfer that are killed after a number of buckets: a program of its own, for `test_deaths.py`.
+"""Sides of a transfer that kill themselves after some buckets: a program for `test_deaths.py`.
 
-python dying.py publish AFTER...     # forks a publisher for each; each prints its record, and kills itself after so many buckets
-python dying.py receive AFTER        # reads a record from its input, takes so many buckets, and kills itself
+python dying.py publish AFTER...     # fork a publisher per number; each prints its record, and dies after that many buckets
+python dying.py receive AFTER        # read a record from standard input, take that many buckets, and die
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def publish(after: int) -> None:
     memory = SharedMemory(given["a"].nbytes)
     given["a"] = memory.empty(given["a"].shape, given["a"].dtype).copy_(
         given["a"]
-    )  # read where it lies; the others are copied
+    )  # read in place; the others are copied
 
     fill = transfer.Transfer._fill
 
@@ -50,12 +50,12 @@ def publish(after: int) -> None:
     weights = WeightPublisher(bucket_bytes=BUCKET_BYTES).publish(whole(given), 3)
     os.write(
         1, json.dumps(dataclasses.asdict(weights)).encode() + b"\n"
-    )  # at once: others write to the same pipe
+    )  # one write: others share the pipe
     signal.pause()
 
 
 def receive(after: int) -> None:
-    # Without torch: only the protocol counts.
+    # Without torch: only the protocol matters.
     from weft.resharding.connection import Connection
 
     weights = json.loads(sys.stdin.readline())

@@ -1,4 +1,5 @@
-"""Two ranks that give weights and two that take them, each a process, over gloo: for `test_gloo.py`. A pipe says what each does next."""
+"""Two sending and two receiving ranks over gloo, each a process controlled by a pipe, for
+`test_gloo.py`."""
 
 from __future__ import annotations
 
@@ -31,13 +32,13 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 
 
 def share(shape: tuple[int, ...], dim: int, number: int) -> Box:
-    """Half of a tensor: of its rows, or of its columns."""
+    """Return half of a tensor, by rows or by columns."""
     size = shape[dim]
     return Box.along(shape, dim, size * number // 2, size * (number + 1) // 2)
 
 
 def counted() -> list[GroupChannel]:
-    """The channels that this process opens from here on."""
+    """Record the channels that this process opens from here on."""
     channels: list[GroupChannel] = []
     made = GroupChannel.__init__
 
@@ -54,8 +55,11 @@ def die() -> None:
 
 
 def give(pipe: Pipe, number: int) -> None:
-    """Publish rows, version by version. It is sent a version, the bucket before which it dies, and the box of which it changes a bit; and
-    when the receivers are through, who of them was killed."""
+    """Publish rows, version by version.
+
+    Messages are (version, bucket to die before, box with a flipped bit). After the receivers have
+    finished, a message names a killed rank.
+    """
     channels, publisher, fill = (
         counted(),
         WeightPublisher(bucket_bytes=BUCKET_BYTES, transport="gloo"),
@@ -97,8 +101,11 @@ def give(pipe: Pipe, number: int) -> None:
 
 
 def take(pipe: Pipe, number: int) -> None:
-    """Take columns, version by version. It is sent a record, and the number of copies after which it dies. It answers with the checksum,
-    whether all is right, the bytes of each channel, and of each tensor the sum of what it has and the one that was published."""
+    """Receive columns, version by version.
+
+    Messages are (record, number of copies to die after). Answers are the checksum, correctness,
+    bytes per channel, and for each tensor the received and the published sum.
+    """
     channels = counted()
     while True:
         weights, last = pipe.recv()
@@ -133,7 +140,7 @@ def take(pipe: Pipe, number: int) -> None:
 def _published(
     incoming: IncomingWeights, parts: list[Part], sums: list[tuple[int, int]], own: np.ndarray
 ) -> np.ndarray:
-    """In place of the sums over all ranks of the receiving side, which has no group here: the test adds them up."""
+    """Return local sums: this receiver has no group, so the test adds them up."""
     published = np.array([incoming.published_sum(part.name) for part in parts], np.uint64)
     sums += zip(own.view(np.uint64).tolist(), published.tolist(), strict=True)
     return published.view(np.int64)

@@ -1,4 +1,4 @@
-"""Parts are cut into buckets: nothing is lost, nothing is twice, and no bucket is larger than it may be."""
+"""Parts are cut into buckets: no element is lost or repeated, and no bucket exceeds its limit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_element_is_in_one_bucket_and_no_bucket_is_too_large(
         assert two.bucket == one.bucket + 1 or two.offset >= one.offset + one.num_bytes
 
 
-def test_equal_parts_are_cut_alike_wherever_they_lie_so_that_their_plan_is_shared():
+def test_equal_parts_are_cut_alike_so_that_they_share_a_plan():
     entries = cut(whole({"a": torch.zeros(10, 4), "first": torch.zeros(3), "b": torch.zeros(10, 4)}), 64)
     boxes = {name: [entry.box for entry, _ in entries if entry.name == name] for name in ("a", "b")}
     assert boxes["a"] == boxes["b"] == [Box((s, 0), (min(s + 4, 10), 4)) for s in (0, 4, 8)]
@@ -57,7 +57,7 @@ def test_a_cast_part_counts_with_the_bytes_that_travel():
     assert (entry.dtype, entry.num_bytes) == ("bfloat16", 16)
 
 
-def test_a_description_is_read_as_it_was_written_and_once():
+def test_a_description_is_read_unchanged_and_once():
     entries = [entry for entry, _ in cut(whole({"a": torch.zeros(10, 4), "b": torch.tensor(1.0)}), 128)]
     read = read_description(described(entries))
     assert list(read.entries) == entries and read is read_description(described(entries))
@@ -69,7 +69,7 @@ def test_a_part_that_occurs_twice_is_refused():
         cut([*whole({"a": torch.ones(1)}), *whole({"a": torch.ones(1)})], 64)
 
 
-def test_ranks_whose_parts_do_not_make_up_a_tensor_are_refused():
+def test_parts_that_do_not_make_up_a_tensor_are_refused():
     parts = [
         Part("a", (4,), Box((start,), (stop,)), torch.ones(stop - start))
         for start, stop in ((0, 2), (2, 3))

@@ -1,4 +1,4 @@
-"""The checksum against a sum over elements in Python's own integers, and against what goes wrong on the way."""
+"""The checksum against a sum over elements in Python integers, and against transfer errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.resharding.weights import box_sum, tensor_factor
 
 
 def splitmix(number: int) -> int:
-    """SplitMix64's finaliser in unbounded integers, written down a second time."""
+    """SplitMix64's finaliser in unbounded integers, written independently."""
     mask = (1 << 64) - 1
     z = (number + 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -57,7 +57,8 @@ def test_parts_add_up_however_the_tensor_is_cut(seed: int):
         cut = rng.randint(box.starts[dim], box.stops[dim])
         first = Box(box.starts, (*box.stops[:dim], cut, *box.stops[dim + 1 :]))
         parts += [part for part in (first, *box.minus(first)) if part.numel]
-    strided = tensor.transpose(0, -1).contiguous().transpose(0, -1)  # the same values with other strides
+    # the same values with other strides
+    strided = tensor.transpose(0, -1).contiguous().transpose(0, -1)
     total = sum(box_sum(strided[part.slices], part, shape) for part in parts) % (1 << 64)
     assert total == box_sum(tensor, Box.full(shape), shape)
 

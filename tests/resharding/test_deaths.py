@@ -1,4 +1,5 @@
-"""A side of a transfer is killed at each boundary of buckets: the other says so at once, and says who and where."""
+"""One side of a transfer is killed at each bucket boundary; the other reports it at once, with name
+and place."""
 
 from __future__ import annotations
 
@@ -35,13 +36,14 @@ def received(weights: Weights) -> dict[str, torch.Tensor]:
 
 
 def end(program: subprocess.Popen[str]) -> None:
-    """Kill what is left of a program and its children, which would be waited for without an end where a test has failed."""
+    """Kill a program and its children, which would otherwise run forever after a failed test."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(program.pid, signal.SIGKILL)
 
 
-def test_a_publisher_that_is_killed_is_named_with_what_came_before():
-    # Two buckets have memory, so the publisher may be killed while the receiver reads the bucket before.
+def test_a_killed_publisher_is_named_with_the_received_buckets():
+    # Two buckets have memory, so the publisher may die while the receiver reads the previous
+    # bucket.
     before = [str(number) for number in range(BUCKETS)]
     arguments = [sys.executable, PROGRAM, "publish", *before]
     with (
@@ -86,7 +88,7 @@ def test_receivers_that_are_killed_are_named_and_the_others_get_everything():
             f"{name} is gone" in publisher.lost[name]
             and f"after {after} of {BUCKETS} buckets" in publisher.lost[name]
         )
-    again = received(weights.to("mortal[1]"))  # its successor
+    again = received(weights.to("mortal[1]"))  # its replacement
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors().items())
     assert publisher.finish() is not None
     publisher.close()

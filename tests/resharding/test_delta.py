@@ -1,4 +1,5 @@
-"""Deltas: what is coded comes out, one element in a hundred costs less than three bytes in a hundred, damage is refused."""
+"""Deltas: decoding inverts encoding, 1 % of the elements cost less than 3 % of the bytes, and
+damage is refused."""
 
 from __future__ import annotations
 
@@ -70,16 +71,16 @@ def test_positions_in_a_part_of_a_box_are_those_of_its_elements(rng: random.Rand
     np.testing.assert_array_equal(within(np.flatnonzero(marked), outer, inner), expected)
 
 
-def test_a_shadow_says_what_has_changed_since_the_version_before():
+def test_a_shadow_finds_changes_since_the_previous_version():
     shadow, tensor = Shadow(), torch.zeros(30)
-    assert shadow.changed(0, bits_of(tensor)) is None  # nothing was given before
+    assert shadow.changed(0, bits_of(tensor)) is None  # there is no previous version
     tensor[[3, 29]] *= -1
     found = shadow.changed(0, bits_of(tensor))
     assert found is not None and found.tolist() == [3, 29]  # a zero has changed its sign
     found = shadow.changed(0, bits_of(tensor))
     assert found is not None and found.tolist() == []
     tensor += 1
-    assert shadow.changed(0, bits_of(tensor)) is None  # too much of it
+    assert shadow.changed(0, bits_of(tensor)) is None  # too much has changed
     assert shadow.changed(0, bits_of(tensor.bfloat16())) is None and shadow.num_bytes == 60
     shadow.forget()
     assert shadow.num_bytes == 0

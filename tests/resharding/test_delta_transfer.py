@@ -1,4 +1,5 @@
-"""Versions that travel as deltas: receivers on other machines are sent what has changed, and everything where that is of no use."""
+"""Versions as deltas: receivers on other machines get the changes, or everything if that is
+cheaper."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Receivers believe that they are on another machine."""
+    """Make receivers believe that they are on another machine."""
     monkeypatch.setattr(receiving, "this_machine", lambda: "another machine")
     monkeypatch.setattr(held_by_receivers, "_held", {})
 
@@ -51,7 +52,7 @@ def step(model: Tensors, share: float, seed: int = 0) -> None:
 
 
 def take(weights: Weights, model: Tensors, receiver: str) -> str:
-    """Receive a version, and compare it bit for bit; returns its checksum."""
+    """Receive a version, compare it bit by bit, and return its checksum."""
     found = {name: torch.full_like(tensor, 7) for name, tensor in model.items()}
     with open_weights(weights.to(receiver)) as incoming:
         checksum = receive_parts(incoming, list(whole(found)))
@@ -63,7 +64,7 @@ def bytes_of(model: Tensors) -> int:
     return sum(tensor.nbytes for tensor in model.values())
 
 
-def test_a_step_that_changes_one_element_in_a_hundred_sends_less_than_three_bytes_in_a_hundred(
+def test_a_step_that_changes_one_percent_sends_less_than_three_percent(
     publisher: WeightPublisher, model: Tensors
 ):
     for version in range(1, 5):
@@ -80,7 +81,7 @@ def test_a_step_that_changes_one_element_in_a_hundred_sends_less_than_three_byte
         plain = WeightPublisher(LOOPBACK)
         assert (
             take(plain.publish(whole(model), version), model, "checks") == checksum
-        )  # as if all had been sent
+        )  # as if everything had been sent
         plain.close()
         step(model, 0.01, seed=version)
 
@@ -108,13 +109,12 @@ def test_who_comes_late_in_the_same_version_is_sent_everything(
         weights = publisher.publish(whole(model), version, ["early[0]", "late[0]"])
         assert take(weights, model, "early[0]") == take(weights, model, "late[0]") == publisher.finish()
         step(model, 0.01)
-    assert bytes_of(model) < publisher.sent.num_bytes < 1.05 * bytes_of(model)  # a delta, and everything
+    # a delta, and everything
+    assert bytes_of(model) < publisher.sent.num_bytes < 1.05 * bytes_of(model)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_boxes_of_which_most_has_changed_are_sent_whole(
-    publisher: WeightPublisher, model: Tensors, share: float
-):
+def test_mostly_changed_boxes_are_sent_whole(publisher: WeightPublisher, model: Tensors, share: float):
     for version in (1, 2):
         take(publisher.publish(whole(model), version), model, "one[0]")
         publisher.finish()
@@ -170,7 +170,7 @@ def test_a_delta_that_arrives_damaged_is_found_by_the_checksum(
     monkeypatch.undo()
 
 
-def test_of_a_part_of_each_row_only_its_own_changes_are_sent(publisher: WeightPublisher):
+def test_a_part_of_each_row_sends_only_its_changes(publisher: WeightPublisher):
     matrix = torch.randn(100, 50)
     for version in (1, 2):
         columns = torch.full((100, 10), 7.0)
@@ -178,7 +178,7 @@ def test_of_a_part_of_each_row_only_its_own_changes_are_sent(publisher: WeightPu
             parts = [Part("a", (100, 50), Box((0, 20), (100, 30)), columns)]
             with pytest.raises(
                 WeightSyncError, match="what other ranks"
-            ):  # it adds up a part, and calls it the whole
+            ):  # it sums a part, and reports it as the total
                 receive_parts(incoming, parts)
             for source in incoming._sources:
                 source.thank()
@@ -214,7 +214,7 @@ def test_other_entries_are_other_boxes(publisher: WeightPublisher, model: Tensor
     assert publisher.sent.num_bytes == publisher.sent.whole_bytes
 
 
-def test_what_is_held_of_another_publisher_is_dropped():
+def test_boxes_of_another_publisher_are_dropped():
     first = held_boxes("one[0]", 0, 0, "publisher")
     assert first.begin([(0, Box.full((4,)))]) is None
     first.box(0, Box.full((4,)), np.dtype("u2"))

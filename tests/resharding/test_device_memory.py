@@ -1,5 +1,7 @@
-"""Weights from GPU to GPU. None of these tests has been run yet: `test_transfer.py` has the same path with host memory in the place of a
-GPU's, but for the calls of CUDA and NCCL."""
+"""Weights from GPU to GPU. These tests have not run yet, for lack of GPUs.
+
+`test_transfer.py` tests the same path with host memory, except for the CUDA and NCCL calls.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Weights over gloo between four processes: the bytes of the plan and no others, and what happens when one of them is killed."""
+"""Weights over gloo between four processes: exactly the planned bytes, and the death of any
+process."""
 
 from __future__ import annotations
 
@@ -17,8 +18,6 @@ from weft.resharding.weights import Given
 
 
 class Four:
-    """Two ranks that give, and two that take."""
-
     def __init__(self) -> None:
         self.pipes: list[Any] = []
         self.processes: list[Any] = []
@@ -33,13 +32,13 @@ class Four:
         self.givers, self.takers = self.pipes[:2], self.pipes[2:]
 
     def publish(self, version: int, *, dies: int | None = None, wrong: int | None = None) -> Any:
-        """Have both publish; the second dies before it fills a bucket of this number, or changes a bit of a box of this number."""
+        """Publish on both; the second dies before this bucket, or flips a bit of this box."""
         for number, pipe in enumerate(self.givers):
             pipe.send((version, *((dies, wrong) if number else (None, None))))
         return reduce(add, [pipe.recv() for pipe in self.givers])
 
     def finish(self, killed: str = "") -> list[Any]:
-        """Have both finish, once they have noticed who was killed."""
+        """Finish on both, once they have noticed the killed rank."""
         for pipe in self.givers:
             pipe.send(killed)
         return [pipe.recv() for pipe in self.givers]
@@ -107,7 +106,7 @@ def test_four_processes_move_the_bytes_of_the_plan_and_name_who_was_killed(four:
 
 
 BUCKETS, BOXES = 5, 10
-"""Of the second rank that gives: what it holds is cut into so many buckets, of which each receiver takes a box of each entry."""
+"""The second sender's data has this many buckets; each receiver takes one box per entry of each."""
 
 
 @pytest.mark.slow

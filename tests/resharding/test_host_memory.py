@@ -1,4 +1,4 @@
-"""Copies in host memory by one thread."""
+"""Copies in host memory by a single thread."""
 
 from __future__ import annotations
 

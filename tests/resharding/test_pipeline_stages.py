@@ -1,4 +1,4 @@
-"""Layers of a model over the stages of a pipeline, against every way to cut it."""
+"""Layers on pipeline stages, against exhaustive search."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from weft.resharding.formulas import PipelineStages
 
 
 def all_cuts(layers: int, pieces: int) -> list[tuple[int, ...]]:
-    """Numbers of layers of all pieces, none empty."""
+    """Return the layers per stage for every cut without empty stages."""
     found = []
     for cuts in itertools.combinations(range(1, layers), pieces - 1):
         found.append(tuple(b - a for a, b in itertools.pairwise((0, *cuts, layers))))
@@ -47,14 +47,15 @@ def test_layers_know_their_piece_and_stage():
 
 
 def test_a_head_as_heavy_as_two_layers_leaves_the_last_stage_fewer():
-    # Costs in layers: an embedding of none, and a head of two, on eight layers and four stages.
+    # In units of a layer, with a free embedding and a head of cost two: eight layers on four
+    # stages.
     assert sorted(PipelineStages.balanced([1] * 7 + [3], 4).layers[:3]) == [2, 2, 3]
     assert PipelineStages.equal(8, 2, 2).layers == (2, 2, 2, 2)
     assert PipelineStages.equal(7, 3).layers == (3, 2, 2), "the first pieces have one more"
 
 
 @pytest.mark.parametrize("wrong", [(2, (1, 1, 1)), (0, (1,)), (1, ()), (1, (-1,))])
-def test_pieces_that_cannot_lie_on_the_stages_are_refused(wrong: tuple[int, tuple[int, ...]]):
+def test_pieces_that_do_not_fit_the_stages_are_refused(wrong: tuple[int, tuple[int, ...]]):
     with pytest.raises(UserError, match="cannot lie on"):
         PipelineStages(*wrong)
 

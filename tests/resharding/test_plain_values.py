@@ -1,4 +1,4 @@
-"""What transfer backends tell each other goes as JSON, and comes as it was."""
+"""Messages between transfer backends survive a round trip through JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HANDLE = (
     torch.Tensor, torch.Size([1 << 20]), (1,), 0, torch.UntypedStorage, torch.uint8, 0, b"\x00\xff" * 32, 1 << 20, 0, False,
     b"counter", 3, b"event", True,
 )  # fmt: skip
-"""As `torch.multiprocessing.reductions.reduce_tensor` says where a memory of CUDA is."""
+"""CUDA memory in the form of `torch.multiprocessing.reductions.reduce_tensor`."""
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_values_come_as_they_went(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.zeros(1), {1: 2}, {"a": object()}, int])
-def test_what_is_not_plain_is_refused_by_name(value: Any) -> None:
+def test_values_that_are_not_plain_are_refused_by_name(value: Any) -> None:
     with pytest.raises(TypeError, match="is not plain"):
         encoded(value)
 
@@ -50,6 +50,6 @@ def test_what_is_not_plain_is_refused_by_name(value: Any) -> None:
         '{"tuple": {}}',
     ],
 )
-def test_what_nobody_encodes_is_refused(said: str) -> None:
+def test_text_that_is_not_an_encoded_value_is_refused(said: str) -> None:
     with pytest.raises(ValueError, match="is not what a transfer backend says"):
         decoded(said)

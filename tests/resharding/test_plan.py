@@ -1,4 +1,5 @@
-"""The plan against brute force: every tensor is an array of its own indices, every copy is carried out on arrays."""
+"""The plan against brute force: tensors hold their own indices, and copies are executed on
+arrays."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from weft.resharding.plan import ReshardPlan
 
 
 def a_model(layers: int = 3) -> list[Parameter]:
-    """Column-parallel, row-parallel and whole parameters, with an embedding and a head. Extents are multiples of 8."""
+    """Column-parallel, row-parallel and replicated parameters, with embedding and head. Sizes are
+    multiples of 8."""
     found = [Parameter("embed", (32, 8), 0, 0)]
     for layer in range(layers):
         found += [
@@ -41,7 +43,7 @@ def a_model(layers: int = 3) -> list[Parameter]:
 
 
 def needed_and_had(plan: ReshardPlan, rank: int) -> tuple[int, int]:
-    """Bytes that a destination rank needs, and those of them that are in its device's memory already, by counting elements."""
+    """Count the bytes that a destination rank needs, and those already in its device's memory."""
     needed = had = 0
     for name, wanted in plan.destination.tensors.items():
         wants, has = np.zeros(wanted.shape, bool), np.zeros(wanted.shape, bool)
@@ -57,7 +59,7 @@ def needed_and_had(plan: ReshardPlan, rank: int) -> tuple[int, int]:
 
 
 def check_against_brute_force(plan: ReshardPlan) -> None:
-    """Carry the plan out on arrays; compare what arrives, what travels and who sends with what is counted element by element."""
+    """Execute the plan on arrays; compare results, traffic and senders with counts by element."""
     sent = np.zeros(len(plan.source.ranks), np.int64)
     for rank in range(len(plan.destination.ranks)):
         received = 0
@@ -86,7 +88,7 @@ def check_against_brute_force(plan: ReshardPlan) -> None:
 
 
 def random_cut(rng: random.Random, box: Box, parts: int) -> list[Box]:
-    """Disjoint boxes that make up a box; fewer than asked where it has too few elements."""
+    """Cut a box into disjoint boxes, or fewer if it has too few elements."""
     boxes = [box]
     while len(boxes) < parts:
         whole = max(boxes, key=lambda b: b.numel)
@@ -105,7 +107,8 @@ def random_cut(rng: random.Random, box: Box, parts: int) -> list[Box]:
 def random_layout(
     rng: random.Random, shapes: dict[str, tuple[int, ...]], ranks: int, complete: bool
 ) -> Layout:
-    """Each rank on a random device; each tensor cut at random and dealt to random ranks, some boxes to several of them."""
+    """Place ranks on random devices, cut tensors at random, and deal boxes to one or several random
+    ranks."""
     tensors: list[TensorLayout] = []
     for name, shape in shapes.items():
         held: list[list[Piece]] = [[] for _ in range(ranks)]
@@ -120,7 +123,7 @@ def random_layout(
 
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_random_layouts_are_covered_once_and_move_only_what_is_lacking(rng: random.Random):
+def test_random_layouts_are_covered_once_and_move_only_missing_bytes(rng: random.Random):
     shapes = {
         f"t{n}": tuple(rng.randint(1, 9) for _ in range(rng.randint(0, 3)))
         for n in range(rng.randint(1, 4))
@@ -145,12 +148,12 @@ def test_fully_sharded_training_gives_each_engine_its_shard(degrees: tuple[int, 
 @pytest.mark.parametrize(
     "degrees", [(1, 8, 1, 1, 2), (2, 4, 2, 1, 2), (4, 8, 2, 2, 4), (4, 2, 1, 4, 2), (8, 1, 1, 1, 1)]
 )
-def test_hybridflows_layouts_cost_what_its_table_says(degrees: tuple[int, int, int, int, int]):
+def test_hybridflows_layouts_cost_the_same_as_in_its_table(degrees: tuple[int, int, int, int, int]):
     p, t, d, p_g, t_g = degrees
     training = Parallelism(p, t, d)
     parameters = [
         Parameter(f"{layer}.w", (64, 16), 0, layer) for layer in range(8)
-    ]  # all split: the table counts no whole ones
+    ]  # all split: the table counts no replicated ones
     model_bytes = 2 * 64 * 16 * 8
     source = three_dimensional(parameters, training)
     plan = ReshardPlan(source, generation(parameters, training, p_g, t_g))
@@ -211,7 +214,7 @@ def test_layers_are_counted_up_to_the_last_one_whichever_a_parameter_is_tied_to(
     layout = three_dimensional([Parameter("a", (2,), None, layer=3, tied_layer=1)], Parallelism(pp=2))
     assert all(
         boxes for boxes in layout.tensors["a"].boxes
-    )  # four layers, two on each stage: it lies on both
+    )  # four layers, two per stage: both stages have it
 
 
 def test_a_layout_of_other_stages_or_layers_than_the_pipeline_is_refused():
@@ -255,7 +258,7 @@ def test_a_box_that_a_rank_holds_twice_travels_once():
     assert plan.received_bytes.tolist() == [64]
 
 
-def test_what_no_rank_has_is_named_with_its_box():
+def test_a_box_that_no_rank_has_is_named():
     shape = (8, 2)
     source = Layout.of(
         [TensorLayout("w", shape, "float32", ((Piece(Box((0, 0), (5, 2))),),))],
@@ -308,7 +311,7 @@ def test_mistakes_in_layouts_are_named():
         replicas([Parameter("w", (6, 4), 0)], 4, 1)
 
 
-def test_the_explanation_says_what_each_rank_receives():
+def test_the_explanation_lists_the_boxes_of_each_rank():
     parameters = [Parameter("w", (500, 1000), 0)]
     plan = ReshardPlan(
         three_dimensional(parameters, Parallelism(tp=4)), generation(parameters, Parallelism(tp=4), 1, 2)
@@ -323,7 +326,7 @@ def test_the_explanation_says_what_each_rank_receives():
         "GB",
         "1",
         "1",
-    ]  # rank 1 gives its quarter to rank 0, and rank 0 to rank 1
+    ]  # rank 1 sends its quarter to rank 0, and rank 0 to rank 1
     assert [line[:2] for line in lines[-3:]] == [
         ["all-gather", "over"],
         ["not", "regrouped"],
@@ -333,7 +336,7 @@ def test_the_explanation_says_what_each_rank_receives():
 
 @settings(max_examples=100, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_what_is_left_of_a_box_and_what_is_cut_off_make_up_the_box(rng: random.Random):
+def test_a_cut_box_and_its_remainder_make_up_the_box(rng: random.Random):
     shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(0, 3)))
 
     def any_box() -> Box:

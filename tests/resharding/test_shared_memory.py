@@ -1,4 +1,4 @@
-"""Parts that lie in memory that others can map are read there: nothing is copied into buckets, and what arrives is the same."""
+"""Parts in mappable memory are read in place, without buckets, and arrive unchanged."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def is_read_in_place(publisher: WeightPublisher, weights: Weights) -> dict[str, 
         return {entry.name: bool(entry.memory) for entry in source.parts.entries}
 
 
-def test_version_after_version_is_read_where_it_lies(shared: Tensors, publisher: WeightPublisher) -> None:
+def test_every_version_is_read_in_place(shared: Tensors, publisher: WeightPublisher) -> None:
     checksums = set[str]()
     for version in (1, 2, 3):
         found, checksum = received(publisher.publish(whole(shared), version), shared)
@@ -78,9 +78,7 @@ def test_version_after_version_is_read_where_it_lies(shared: Tensors, publisher:
     assert len(publisher._memory.of(0)) == 2 * 4096, "no bucket has more than a page"
 
 
-def test_what_is_cast_or_lies_elsewhere_is_copied_and_the_rest_is_not(
-    shared: Tensors, publisher: WeightPublisher
-) -> None:
+def test_only_cast_or_unshared_parts_are_copied(shared: Tensors, publisher: WeightPublisher) -> None:
     mixed = {**shared, "elsewhere": torch.randn(40, 30), "turned": shared["embed"].t()}
     parts = [
         part._replace(dtype=torch.bfloat16 if part.name == "deep" else None) for part in whole(mixed)
@@ -91,7 +89,7 @@ def test_what_is_cast_or_lies_elsewhere_is_copied_and_the_rest_is_not(
     assert [name for name, in_place in read.items() if in_place] == ["embed", "norm", "scalar"]
 
 
-def test_a_share_of_rows_is_read_where_it_lies_by_a_receiver_of_columns(
+def test_a_receiver_of_columns_reads_a_row_shard_in_place(
     shared: Tensors, publisher: WeightPublisher
 ) -> None:
     embed = shared["embed"]
@@ -130,7 +128,7 @@ def test_new_memory_of_the_same_tensors_is_found(shared: Tensors, publisher: Wei
     assert equal(found, moved)
 
 
-def test_memory_in_the_place_of_another_is_told_from_it_and_the_other_is_let_go(
+def test_reused_memory_is_distinguished_and_the_old_mapping_released(
     publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create, number = os.memfd_create, 200
@@ -158,7 +156,7 @@ def test_memory_in_the_place_of_another_is_told_from_it_and_the_other_is_let_go(
 
 
 @pytest.mark.thorough
-def test_threads_that_map_at_once_have_one_mapping_each_and_let_go_what_is_gone(
+def test_concurrent_threads_map_once_each_and_release_dead_mappings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gone = [SharedMemory(4096) for _ in range(4)]
@@ -222,7 +220,7 @@ def test_places_are_found_while_another_thread_makes_memory(
     memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Starts(weakref.WeakKeyDictionary[Any, Any]):
-        """Whoever goes through it is interrupted by a thread that makes memory."""
+        """While iterated, lets another thread allocate memory."""
 
         def values(self) -> Iterator[Any]:
             for value in super().values():
@@ -239,7 +237,7 @@ def test_places_are_found_while_another_thread_makes_memory(
 
 
 @pytest.mark.thorough
-def test_memory_without_room_says_so_and_is_freed_with_its_tensors() -> None:
+def test_full_memory_is_reported_and_freed_with_its_tensors() -> None:
     memory = SharedMemory(64)
     tensor = memory.empty((16,), torch.float32)
     with pytest.raises(ValueError, match="no room"):

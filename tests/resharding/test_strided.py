@@ -15,7 +15,7 @@ def view_of(tensor: torch.Tensor) -> View:
 
 
 def check(source: torch.Tensor, view: torch.Tensor, target: torch.Tensor) -> int:
-    """Copy box by box, and compare with one copy; returns the number of boxes."""
+    """Copy box by box, compare with a single copy, and return the number of boxes."""
     memory = target._base if target._base is not None else target
     pairs = paired_boxes(tuple(source.shape), view_of(view), view_of(target))
     assert sum(box.numel for box, _ in pairs) == view.numel()
@@ -29,7 +29,7 @@ def numbered(*shape: int) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel()).view(shape)
 
 
-def test_what_loaders_do_is_one_box():
+def test_views_of_loaders_are_one_box():
     weight = numbered(6, 4, 5)
     for view in (
         weight.narrow(0, 2, 3),
@@ -45,9 +45,9 @@ def test_what_loaders_do_is_one_box():
         assert check(weight, view, torch.zeros(view.shape, dtype=torch.long)) == 1
 
 
-def test_a_view_whose_parts_go_apart_falls_into_boxes():
+def test_a_view_with_separated_parts_becomes_several_boxes():
     weight = numbered(6, 4)
-    heads = weight.view(3, 2, 4)  # as a loader that interleaves the rows of several projections
+    heads = weight.view(3, 2, 4)  # like a loader that interleaves rows of several projections
     target = torch.zeros(3, 5, 4, dtype=torch.long)[:, 1:3]
     assert check(weight, heads, target) == 3
     assert check(weight, weight[::2], torch.zeros(3, 4, dtype=torch.long)) == 3
@@ -109,4 +109,5 @@ def test_any_chain_of_views_is_copied_right_or_refused(data: st.DataObject):
     except ValueError:
         assert (
             flattened
-        )  # a part of several rows in one dimension may be no box; everything else is one, or several
+            # a part of several rows in one dimension may not be a box; everything else is one or more
+        )

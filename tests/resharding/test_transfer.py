@@ -1,4 +1,5 @@
-"""A version that ranks give away arrives at receivers bucket by bucket, bit for bit, mapped and streamed."""
+"""A published version arrives at its receivers bucket by bucket and bit by bit, mapped or
+streamed."""
 
 from __future__ import annotations
 
@@ -70,8 +71,10 @@ def new_publisher(request: pytest.FixtureRequest) -> Iterator[NewPublisher]:
 
 @pytest.fixture(params=["mapped", "streamed", "gloo", "device"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whether receivers map the publisher's memory, believe that they are on another machine, or are sent everything by gloo, from buckets
-    on the host or from memory of a device, in whose place is torch's own on the host."""
+    """The transport: mapped memory, a stream as between machines, or gloo.
+
+    Gloo sends from host buckets or from "device" memory, which host memory stands in for.
+    """
     if request.param == "streamed":
         elsewhere(monkeypatch)
     if request.param == "device":
@@ -100,7 +103,7 @@ def equal(found: Tensors, wanted: Tensors) -> bool:
 
 
 def rows(of: Tensors, rank: int, ranks: int) -> list[Part]:
-    """What one of several ranks gives: a share of the rows of each tensor; what has no rows is the first rank's."""
+    """Return a rank's share of the rows of each tensor; scalars belong to the first rank."""
     parts: list[Part] = []
     for part in whole(of):
         if not part.shape:
@@ -157,7 +160,7 @@ def test_who_comes_late_gets_everything_too(
     assert equal(early, tensors()) and equal(late, tensors()) and checksum == again == publisher.finish()
 
 
-def test_receivers_that_hold_parts_add_up_what_arrived(way: str, new_publisher: NewPublisher) -> None:
+def test_receivers_of_parts_sum_the_received_data(way: str, new_publisher: NewPublisher) -> None:
     of = {name: tensor for name, tensor in tensors().items() if tensor.ndim}
     weights = new_publisher().publish(whole(of), 1)
     sums: list[np.ndarray] = []
@@ -176,7 +179,7 @@ def test_receivers_that_hold_parts_add_up_what_arrived(way: str, new_publisher: 
         assert all(torch.equal(part.tensor, of[part.name][part.box.slices]) for part in parts)
 
 
-def test_of_ranks_that_hold_equal_parts_one_is_counted(new_publisher: NewPublisher) -> None:
+def test_replicated_parts_count_once(new_publisher: NewPublisher) -> None:
     weights = new_publisher().publish(whole(tensors()), 1)
     found = empty_like(tensors())
     with open_weights(weights) as incoming:
@@ -201,7 +204,7 @@ def test_over_the_network_go_the_bytes_of_the_plan_and_no_others(
         lambda self, content: sent.append(len(content)) or real(self, content),
     )
     weights = new_publisher().publish(whole({"a": torch.arange(8000.0).view(1000, 8)}), 1)
-    columns = torch.zeros(500, 3)  # a part of each row, so that what travels is strided at its source
+    columns = torch.zeros(500, 3)  # a part of each row, so that the source is strided
     with pytest.raises(WeightSyncError, match="or what other ranks"), open_weights(weights) as incoming:
         receive_parts(incoming, [Part("a", (1000, 8), Box((10, 2), (510, 5)), columns)])
     assert sum(sent) == columns.nbytes and len(sent) > 10
@@ -228,7 +231,7 @@ def test_memory_grows_with_the_largest_bucket(new_publisher: NewPublisher) -> No
         assert equal(received(publisher.publish(whole(of), version), of)[0], of)
 
 
-def test_no_receiver_changes_what_others_are_given(new_publisher: NewPublisher) -> None:
+def test_no_receiver_changes_data_of_others(new_publisher: NewPublisher) -> None:
     publisher = new_publisher()
     with open_weights(publisher.publish(whole({"a": torch.ones(4)}), 1)) as incoming:
         for _, _, elements in incoming.slices(
@@ -274,7 +277,7 @@ def test_who_comes_in_the_middle_waits_for_longer_than_its_patience_while_others
         assert told == 5 and equal(late.result(timeout=60)[0], of)
 
 
-# What goes wrong
+# Errors
 
 
 def test_a_receiver_that_cannot_be_served_does_not_hold_up_the_others(
@@ -311,7 +314,7 @@ def test_too_many_open_files_keep_receivers_out_only_as_long_as_they_are_open(
         os.close(next_file)
         resource.setrlimit(resource.RLIMIT_NOFILE, (next_file, before[1]))
         try:
-            stray.connect((rank.host, rank.port))  # the kernel may have set a number aside for it
+            stray.connect((rank.host, rank.port))  # the kernel may have reserved a port for it
             early.connect((rank.host, rank.port))
             early.settimeout(0.3)  # waited out: the publisher cannot answer
             with pytest.raises(TimeoutError):
@@ -330,7 +333,7 @@ def test_an_address_of_another_machine_is_named() -> None:
     assert len(os.listdir("/proc/self/fd")) <= files, "none is left open"
 
 
-def test_a_late_receiver_is_told_that_the_weights_changed_before_it_is_told_a_sum(
+def test_a_late_receiver_learns_of_changed_weights_before_any_checksum(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "GRACE_S", 0.05)  # waited out: the others come late
@@ -350,7 +353,7 @@ def test_a_late_receiver_is_told_that_the_weights_changed_before_it_is_told_a_su
         received(weights.to("second"))
 
 
-def test_a_receiver_of_an_older_version_is_told(new_publisher: NewPublisher) -> None:
+def test_a_receiver_of_an_older_version_is_rejected(new_publisher: NewPublisher) -> None:
     publisher = new_publisher()
     old = publisher.publish(whole(tensors()), 1)
     publisher.publish(whole(tensors()), 2)
@@ -410,7 +413,7 @@ def test_a_wrong_sum_of_sums_is_found(
         received(weights)
 
 
-def test_a_receiver_that_stops_in_the_middle_holds_up_the_others_for_its_deadline_and_is_named(
+def test_a_stuck_receiver_delays_the_others_for_its_deadline_and_is_named(
     way: str, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, stopped = transfers.Transfer._give, threading.Event()
@@ -462,7 +465,7 @@ def test_with_more_bytes_each_side_is_more_patient(
         incoming.finish()
 
 
-def test_a_publisher_that_says_nothing_is_given_up(
+def test_a_silent_publisher_is_given_up(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -478,7 +481,7 @@ def test_a_publisher_that_says_nothing_is_given_up(
     over.set()
 
 
-def test_a_publisher_that_cannot_read_its_parts_says_so_on_both_sides(
+def test_a_publisher_that_cannot_read_its_parts_fails_on_both_sides(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*arguments: object) -> int:
@@ -528,7 +531,7 @@ def test_the_family_of_an_address_is_that_of_its_form() -> None:
         connections.listen("2001:db8::1")
 
 
-def test_whoever_answers_in_the_publishers_place_is_not_believed() -> None:
+def test_an_impostor_of_the_publisher_is_rejected() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -608,7 +611,7 @@ def test_a_receiver_that_wants_more_than_there_is_loses_its_connection(
     assert equal(received(weights)[0], tensors())
 
 
-def test_weights_of_another_machine_that_nobody_serves_are_refused(
+def test_weights_of_another_machine_without_a_server_are_refused(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = new_publisher(host="").publish(whole(tensors()), 1)
@@ -638,7 +641,7 @@ def test_versions_of_different_numbers_do_not_add_up(new_publisher: NewPublisher
 
 
 @pytest.mark.parametrize("transport", ["nccl", "ipc"])
-def test_memory_of_a_device_that_is_not_there_is_refused_with_what_to_choose(
+def test_memory_of_a_missing_device_is_refused_with_alternatives(
     transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -664,7 +667,7 @@ class _Devices:
     """Stands in for `torch.cuda` on a machine with two GPUs."""
 
     def init(self) -> None:
-        """There is nothing to do."""
+        """Do nothing."""
 
     def device_count(self) -> int:
         return 2
@@ -674,7 +677,8 @@ class _Devices:
 
 
 HANDLE = (0, b"handle", 64, 0, b"counter", 3, b"event", True)
-"""What torch gives for memory of a device: fields of `torch.multiprocessing.reductions.rebuild_cuda_tensor`."""
+"""torch's handle of device memory: fields of
+`torch.multiprocessing.reductions.rebuild_cuda_tensor`."""
 
 
 class _Memory:

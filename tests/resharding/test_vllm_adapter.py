@@ -1,4 +1,4 @@
-"""Adapters that vLLM serves: its log-probabilities are those of `peft`, and a version takes the place of the one before."""
+"""Adapters in vLLM: logprobs equal `peft`, and each version replaces the previous one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIZES = {
 
 
 def a_policy(folder: Path) -> Any:
-    """The model of the folder with an adapter of `peft`, not yet of any effect."""
+    """Return the folder's model with a new `peft` adapter, which has no effect yet."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -43,7 +43,6 @@ def a_policy(folder: Path) -> Any:
 
 
 def publish(model: Any, publisher: WeightPublisher, version: int) -> Weights:
-    """A version with random B."""
     torch.manual_seed(version)
     for name, tensor in adapter_of(model).items():
         if "lora_B" in name:
@@ -52,7 +51,7 @@ def publish(model: Any, publisher: WeightPublisher, version: int) -> Weights:
 
 
 def gap(model: Any, prompt: list[int], response: Response) -> float:
-    """The largest difference between an engine's log-probabilities and those of the model."""
+    """Return the largest logprob difference between an engine and the model."""
     ids = torch.tensor([prompt + response.token_ids.tolist()])
     with torch.no_grad():
         logprobs = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
@@ -98,7 +97,7 @@ def test_vllm_serves_each_version_of_an_adapter_and_never_two_at_once(
         for version in (
             1,
             2,
-        ):  # the second time the prompt's keys and values of the first version are in the cache
+        ):  # the second time, the prefix cache holds the first version
             assert engine.update_weights(publish(policy, publisher, version)) == publisher.finish()
             (response,) = [one for step in generate(engine, prompt) for one in step]
             assert gap(policy, prompt, response) < 1e-4 and set(response.versions.tolist()) == {version}

@@ -1,4 +1,5 @@
-"""A trainer drives the engines that take its weights by a backend of vLLM's: in order, all at once, and never without an end."""
+"""A trainer controls the engines that receive its weights by a vLLM backend: in order, together,
+and with deadlines."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ SUMS = {"a": TensorSum("float32", (2, 3), 17), "b": TensorSum("bfloat16", (4,), 
 
 
 class Engine:
-    """An engine on a thread of its own."""
+    """An engine on a separate thread."""
 
     def __init__(
         self, weights: Weights, *, ranks: int = 1, identity: str = "first", came: Any = None
@@ -64,7 +65,7 @@ def record(receivers: Receivers, receiver: str = "rollout[0]", version: int = 3)
     return Weights(version, (receivers.place(),), receiver, backend="nccl")
 
 
-def test_engines_do_what_they_are_told_and_are_numbered_one_behind_the_other(
+def test_engines_obey_and_are_numbered_consecutively(
     receivers: Receivers,
 ) -> None:
     engines = [Engine(record(receivers, f"rollout[{n}]"), ranks=2) for n in (1, 0)]
@@ -90,7 +91,7 @@ def test_engines_do_what_they_are_told_and_are_numbered_one_behind_the_other(
     assert not receivers.lost
 
 
-def test_an_engine_that_takes_the_place_of_another_is_told_from_it(receivers: Receivers) -> None:
+def test_a_replaced_engine_is_distinguished_from_its_predecessor(receivers: Receivers) -> None:
     for identity in ("first", "second"):
         engine = Engine(record(receivers), identity=identity)
         assert receivers.gather(3, ["rollout[0]"], 0) == [f"rollout[0] {identity}"]
@@ -114,7 +115,7 @@ def test_the_transfer_begins_without_an_engine_that_does_not_come(receivers: Rec
     )
 
 
-def test_an_engine_that_fails_ends_the_transfer_where_the_others_cannot_go_on_without_it(
+def test_a_failing_engine_ends_a_transfer_that_needs_it(
     receivers: Receivers,
 ) -> None:
     engines = [Engine(record(receivers, f"rollout[{n}]")) for n in range(2)]
@@ -170,7 +171,7 @@ def test_the_transfer_begins_without_an_engine_that_has_come_and_is_gone(receive
 
 
 @pytest.mark.parametrize("receivers", [False], indirect=True, ids=["each for itself"])
-def test_an_engine_that_is_gone_is_left_behind_and_the_last_one_ends_the_transfer(
+def test_a_dead_engine_is_skipped_and_the_last_one_ends_the_transfer(
     receivers: Receivers,
 ) -> None:
     engines = [Engine(record(receivers, f"rollout[{n}]")) for n in range(2)]
@@ -187,7 +188,7 @@ def test_an_engine_that_is_gone_is_left_behind_and_the_last_one_ends_the_transfe
 
 
 @pytest.mark.parametrize("after", range(4))
-def test_an_engine_whose_trainer_ends_anywhere_says_so(receivers: Receivers, after: int) -> None:
+def test_an_engine_reports_the_death_of_its_trainer(receivers: Receivers, after: int) -> None:
     engine = Engine(record(receivers))
     steps: list[Callable[[], Any]] = [
         lambda: receivers.gather(3, ["rollout[0]"], 0),
@@ -236,7 +237,9 @@ def changed(**tensors: Any) -> Mapping[str, TensorSum]:
         (changed(c=SUMS["a"]), "tensor 'c' was not published, and came to"),
     ],
 )
-def test_what_came_otherwise_is_named_with_its_rank(receivers: Receivers, came: Any, what: str) -> None:
+def test_a_tensor_that_arrived_wrong_is_named_with_its_rank(
+    receivers: Receivers, came: Any, what: str
+) -> None:
     engine = Engine(record(receivers), ranks=2, came=[SUMS, came])
     receivers.gather(3, ["rollout[0]"], 0)
     receivers.end(SUMS)

@@ -1,4 +1,4 @@
-"""vLLM's layout as recorded, and slices written by it: the same bits as vLLM's own loaders leave, for each rank.
+"""Recorded vLLM layouts: writing slices by them gives the bits of vLLM's loaders, on each rank.
 
 No test needs an engine: vLLM's model classes are built as a rank of a group would build them.
 """
@@ -50,7 +50,7 @@ def test_slices_leave_the_bits_that_vllms_own_loaders_leave(
         plain = ranks.build(tmp_path, rank, size)
         own = {
             key: tensor.clone() for key, tensor in tensors.items()
-        }  # some loaders set what they were given to zero
+        }  # some loaders set their input to zero
         plain.load_weights(own.items())  # pyright: ignore[reportCallIssue]
         model = ranks.build(tmp_path, rank, size)
         recording = record(model, tensors)
@@ -81,7 +81,7 @@ def test_slices_leave_the_bits_that_vllms_own_loaders_leave(
 
 
 @pytest.mark.parametrize("name", ["tied", "Llama"])
-def test_stages_of_a_pipeline_give_what_vllm_takes(ranks: Ranks, tmp_path: Path, name: str):
+def test_pipeline_stages_publish_the_weights_that_vllm_needs(ranks: Ranks, tmp_path: Path, name: str):
     kind, settings = MODELS[name]
     tensors = numbered(saved(make_model(kind, **settings | {"num_hidden_layers": 3}), tmp_path))
     tied = "lm_head.weight" not in tensors
@@ -107,7 +107,7 @@ def test_stages_of_a_pipeline_give_what_vllm_takes(ranks: Ranks, tmp_path: Path,
         assert_equal(parameters_of(engine), parameters_of(plain))
 
 
-def test_what_a_rank_takes_is_what_the_model_needs(ranks: Ranks, tmp_path: Path):
+def test_a_rank_reads_exactly_the_tensors_of_its_model(ranks: Ranks, tmp_path: Path):
     kind, settings = MODELS["one key head"]
     tensors = numbered(saved(make_model(kind, **settings), tmp_path))
     recording = record(ranks.build(tmp_path, 1, 2), tensors)
@@ -152,7 +152,7 @@ def test_experts_are_known_by_the_checkpoints_names_and_by_those_in_memory(ranks
     up = dict(model.named_parameters())[experts + "routed_experts.w13_weight"][3, 32:]
     assert torch.equal(
         up, fused[3, 64 + 32 : 128]
-    )  # of the up projection of the last expert, the second rank's rows
+    )  # the second rank's rows of the last expert's up projection
 
 
 def test_mixtral_is_known_by_the_checkpoints_names_alone(ranks: Ranks, tmp_path: Path):
@@ -166,7 +166,7 @@ def test_mixtral_is_known_by_the_checkpoints_names_alone(ranks: Ranks, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "experts"])
-def test_what_a_trainer_of_experts_gives_leaves_the_bits_that_its_checkpoint_leaves(
+def test_published_experts_load_to_the_same_bits_as_their_checkpoint(
     ranks: Ranks, tmp_path: Path, name: str
 ):
     kind, settings = MODELS[name]
@@ -175,7 +175,7 @@ def test_what_a_trainer_of_experts_gives_leaves_the_bits_that_its_checkpoint_lea
     held = {parameter.data_ptr() for parameter in trainer.model.parameters()}  # pyright: ignore[reportAttributeAccessIssue]
     given = {part.name: part.tensor for part in trainer.published_parts()}
     assert given.keys() == tensors.keys()
-    assert {tensor.untyped_storage().data_ptr() for tensor in given.values()} <= held  # nothing is copied
+    assert {tensor.untyped_storage().data_ptr() for tensor in given.values()} <= held  # zero copies
     for rank in range(2):
         plain, model = ranks.build(tmp_path, rank, 2), ranks.build(tmp_path, rank, 2)
         plain.load_weights(tensors.items())  # pyright: ignore[reportCallIssue]
@@ -211,7 +211,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
     assert record(model, tensors).layout.tensors.keys() == tensors.keys()
 
 
-# Loaders that do something else
+# Unusual loaders
 
 
 @pytest.mark.parametrize(

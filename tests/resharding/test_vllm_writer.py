@@ -1,4 +1,4 @@
-"""Slices written into vLLM's model: what goes wrong while they come, and what an engine generates afterwards."""
+"""Slices written into vLLM's model: errors during a transfer, and generation afterwards."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_one_layer_at_a_time_has_memory_besides_the_models_own(ranks: Ranks, tmp
     model = ranks.build(tmp_path, 1, 2)
     recording = record(
         model, dict(reversed(tensors.items()))
-    )  # in whatever order the checkpoint has them
+    )  # independent of the order in the checkpoint
     most = 0
 
     def watched() -> Iterator[tuple[str, Box, torch.Tensor]]:
@@ -122,7 +122,7 @@ def test_one_layer_at_a_time_has_memory_besides_the_models_own(ranks: Ranks, tmp
     assert most == 1
 
 
-def test_a_model_of_two_versions_says_so_until_everything_has_come():
+def test_a_model_reports_mixed_versions_until_a_transfer_is_complete():
     from weft.resharding.vllm_writer import ModelState
 
     toy = Toy(first(lambda weight, a: weight.copy_(a)))
@@ -144,7 +144,7 @@ def test_a_model_of_two_versions_says_so_until_everything_has_come():
         writer.write(*slices[1])
     with pytest.raises(WeightSyncError, match="missing"):
         writer.apply([])
-    assert writer.state is ModelState.PARTIAL  # nothing came, and it is still of two versions
+    assert writer.state is ModelState.PARTIAL  # no slice arrived, so it still mixes two versions
     writer.apply(slices)
     assert writer.state is ModelState.WHOLE
     assert_equal(parameters_of(toy), {"first.weight": TOY["a"], "second.weight": TOY["b"]})
@@ -167,11 +167,11 @@ def test_later_versions_may_come_in_other_parts_and_each_element_once():
         assert_equal(parameters_of(toy), {"first.weight": tensors["a"], "second.weight": tensors["b"]})
 
 
-# In an engine, where vLLM repacks what it has loaded
+# In an engine, where vLLM repacks loaded weights
 
 
 def check_engine(folder: Path, tensors: Tensors, *, size: int = 1) -> None:
-    """Record, write other weights, and compare what is generated with what it is after vLLM's own loading of them."""
+    """Write other weights by a recorded layout, and compare generation with vLLM's own loading."""
     import numpy as np
 
     from weft.algorithms.sampling import Sampling
@@ -195,7 +195,7 @@ def check_engine(folder: Path, tensors: Tensors, *, size: int = 1) -> None:
             for each in sorted(found, key=lambda x: x.request_id)
         ]
 
-    # vLLM calls both in each of its ranks, with the rank's worker.
+    # vLLM calls both on each of its ranks, with the rank's worker.
     def recorded(worker: Any) -> RankLayout:
         from weft.resharding.vllm_layout import record_layout
         from weft.resharding.vllm_writer import WeightWriter
@@ -234,7 +234,7 @@ def check_engine(folder: Path, tensors: Tensors, *, size: int = 1) -> None:
         other = generated()
         assert other != first
         engine._engine.collective_rpc(written, args=(1.0,))  # pyright: ignore[reportArgumentType]
-        assert generated() == first  # what updates leave is what the start has left
+        assert generated() == first  # updates must leave the same state as the start
         engine._engine.collective_rpc(reloaded, args=(0.9,))  # pyright: ignore[reportArgumentType]
         assert generated() == other
     finally:
@@ -267,7 +267,7 @@ def test_an_engine_generates_the_same_after_recording_and_after_each_update(
             t.check_engine(folder, m.saved(m.make_model(kind, **settings), folder), size=int(sys.argv[3]))
             print("done", flush=True)
     """
-    # A program of its own: vLLM's ranks are processes, and start from a main module that they can import.
+    # Run a separate program: vLLM's ranks are processes that import the main module.
     file = tmp_path / "engine.py"
     file.write_text(textwrap.dedent(program))
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Tiny models, as `transformers` saves them and as a rank of vLLM builds them, and how a test records and writes them."""
+"""Tiny models in `transformers` and in a vLLM rank, and how tests record and write them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EXPERTS = {
 
 
 def make_model(kind: str, **settings: Any) -> Any:
-    """A tiny model of `transformers`, with random weights."""
+    """Return a tiny `transformers` model with random weights."""
     import transformers
 
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def make_model(kind: str, **settings: Any) -> Any:
 
 
 def saved(model: Any, folder: Path) -> Tensors:
-    """Save a model, and read its tensors as the checkpoint names them."""
+    """Save a model, and return its tensors by checkpoint name."""
     from safetensors.torch import load_file
 
     model.save_pretrained(folder)
@@ -59,7 +59,8 @@ def saved(model: Any, folder: Path) -> Tensors:
 
 
 def numbered(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Tensors of these shapes, in which each element has bits of its own: its number over all tensors, as a float's bits."""
+    """Return tensors of these shapes with unique bits per element: its global index, as float
+    bits."""
     found, start = {}, 1
     for name, tensor in tensors.items():
         stop = start + tensor.numel()
@@ -76,7 +77,7 @@ def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int,
 
 
 def slices_of(layout: RankLayout, tensors: Mapping[str, torch.Tensor], *, rows: int = 1 << 30) -> Slices:
-    """What a rank holds, each element once, in boxes of at most so many rows."""
+    """Return the slices of a rank, each element once, in boxes of at most this many rows."""
     found: Slices = []
     for name, held in layout.tensors.items():
         boxes: list[Box] = []
@@ -98,7 +99,7 @@ MODELS = {
     "tied": (
         "Qwen2",
         {"vocab_size": 40, "tie_word_embeddings": True},
-    ),  # the last of four ranks has padding alone
+    ),  # the last of four ranks has padding only
     "biases": ("Qwen2", {"tie_word_embeddings": False}),
     "norms of heads": ("Qwen3", {}),
     "Llama": ("Llama", {"tie_word_embeddings": False}),
@@ -108,7 +109,7 @@ MODELS = {
     "odd experts": (
         "Qwen3Moe",
         EXPERTS | {"moe_intermediate_size": 48},
-    ),  # vLLM's kernel on CPU pads them
+    ),  # vLLM's CPU kernel pads them
     "transposed experts": (
         "GptOss",
         EXPERTS | {"intermediate_size": 128, "num_key_value_heads": 4, "sliding_window": 16},
@@ -127,8 +128,10 @@ MODELS = {
 
 
 class Ranks:
-    """Builds vLLM's model as one rank of a tensor-parallel group does, without the group. Nothing is repacked after loading, as
-    on a GPU, so that the loaded values can be looked at."""
+    """Builds vLLM's model like a rank of a tensor-parallel group, without the group.
+
+    As on a GPU, loading repacks nothing, so that tests can read the loaded values.
+    """
 
     def __init__(self, group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
@@ -152,7 +155,7 @@ class Ranks:
         self._monkeypatch.setattr(self._group, "rank_in_group", rank)
         model = initialize_model(EngineArgs(**arguments).create_engine_config())
         for parameter in model.parameters():
-            parameter.data.fill_(-1)  # no loader leaves that behind
+            parameter.data.fill_(-1)  # a value that no loader writes
         return model
 
 
@@ -178,7 +181,7 @@ def assert_equal(found: Tensors, wanted: Tensors) -> None:
 
 
 class Toy(torch.nn.Module):
-    """Two layers of a weight (4, 6), with a loader that a test brings."""
+    """Two layers with a weight (4, 6), and a loader from the test."""
 
     def __init__(self, load: Callable[[Toy, Tensors], object]) -> None:
         from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
@@ -194,7 +197,8 @@ class Toy(torch.nn.Module):
 
 
 def first(load: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[[Toy, Tensors], object]:
-    """A loader that does something with "a" and the first layer, and copies "b" to the second."""
+    """Return a loader that passes "a" and the first layer to `load`, and copies "b" to the second
+    layer."""
 
     def loader(toy: Toy, tensors: Tensors) -> None:
         load(toy.first.weight.data, tensors["a"])

@@ -1,4 +1,4 @@
-"""One of two tensor-parallel ranks whose copies are compared."""
+"""One of two tensor-parallel ranks with replicated tensors to compare."""
 
 from pathlib import Path
 

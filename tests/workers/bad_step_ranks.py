@@ -1,6 +1,6 @@
-"""One rank of a training group whose steps are bad: the tests start several of them.
+"""One rank of a training group with bad steps. Tests start several of them.
 
-It says of each update what it reported, whether anything that training changes was changed, and how it ended.
+For each update it reports the metrics, any change of the state, and the error.
 """
 
 import json
@@ -21,7 +21,7 @@ LOSS = PolicyLoss(old="old_logprobs")
 
 
 def state(worker: ActorWorker) -> dict[str, torch.Tensor]:
-    """This rank's part of everything that training changes: parameters, moments, and how often each was stepped."""
+    """Return this rank's shard of the training state: parameters, moments, and step counts."""
     tensors = cast(Any, worker.engine).state()
     return {n: (t.to_local() if hasattr(t, "to_local") else t).clone() for n, t in tensors.items()}
 

@@ -1,6 +1,6 @@
-"""One rank of a training group that stops and goes on: the tests start several of them.
+"""One rank of a training group that stops and resumes. Tests start several of them.
 
-It checks what each rank can see for itself, and leaves checkpoints, and on rank 0 the full tensors, for the tests to compare.
+It checks its own state, and leaves checkpoints for the tests; rank 0 also leaves the full tensors.
 """
 
 import errno
@@ -35,7 +35,7 @@ SETTINGS = {
 
 
 class FullDisk(Disk):
-    """Has room for so many bytes in each file."""
+    """A disk with room for this many bytes per file."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -54,25 +54,25 @@ def actor(
 
 
 def engine_of(worker: ActorWorker) -> Any:
-    """With what only this engine has: its steps and the schedule of its learning rate."""
+    """Untyped, for attributes that only FsdpEngine has: steps and learning rate schedule."""
     return worker.engine
 
 
 def train(worker: ActorWorker, steps: list[Batch], **how: Any) -> None:
-    """Updates of the policy; each has its rows, of which a replica takes every n-th."""
+    """Update the policy on each batch; of n replicas, each takes every n-th row."""
     replicas = worker.context.world_size // worker.config.tensor_parallel
     for rows in steps:
         worker.update(rows.take(np.arange(worker.coordinates.dp, len(rows), replicas)), loss=LOSS, **how)
 
 
 def state(worker: ActorWorker) -> dict[str, torch.Tensor]:
-    """This rank's part of everything that training changes."""
+    """Return this rank's shard of the training state."""
     tensors = cast(Any, worker.engine).state()
     return {n: (t.to_local() if hasattr(t, "to_local") else t).clone() for n, t in tensors.items()}
 
 
 def full(worker: ActorWorker) -> dict[str, torch.Tensor]:
-    """Everything that training changes, whole."""
+    """Return the complete training state."""
     tensors = cast(Any, worker.engine).state()
     return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for n, t in tensors.items()}
 

@@ -1,4 +1,4 @@
-"""One of three ranks that gather and reduce by direct collectives, and by gloo's own."""
+"""One of three ranks that compare direct collectives with gloo's."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def main(folder: Path, rank: int) -> None:
     DirectAllGather()(gathered, own, group)
     assert torch.equal(gathered, expected)
     in_place = torch.zeros(15)
-    place = in_place[5 * rank : 5 * rank + 5].copy_(own)  # as FSDP gives it
+    place = in_place[5 * rank : 5 * rank + 5].copy_(own)  # the layout that FSDP uses
     DirectAllGather()(in_place, place, group)
     assert torch.equal(in_place, expected)
 

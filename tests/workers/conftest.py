@@ -7,17 +7,18 @@ import pytest
 
 from weft.dataflow.batch import Batch
 
-sys.path.insert(0, str(Path(__file__).parent))  # what tests here and below import, and their ranks call
+sys.path.insert(0, str(Path(__file__).parent))  # for tests here and below, and their ranks
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 of 2 layers, hidden 64, tied embeddings, random weights, and a file that stands for its tokenizer."""
+    """A Qwen2 of 2 layers, hidden size 64, tied embeddings, random weights, and a placeholder
+    tokenizer."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # a tiny model gains nothing from more, and on a busy machine loses much
+    torch.set_num_threads(1)  # more threads do not help a tiny model, and hurt on a busy machine
     folder = tmp_path_factory.mktemp("models") / "tiny"
     config = Qwen2Config(
         vocab_size=97,
@@ -36,7 +37,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def rows() -> Batch:
-    """23 rows of uneven lengths, some tokens masked, two temperatures, advantages and old log-probabilities at random."""
+    """23 random rows of uneven lengths, with some masked tokens and two temperatures."""
     from training_rows import make_rows
 
     return make_rows(23)

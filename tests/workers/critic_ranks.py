@@ -1,4 +1,4 @@
-"""One rank of a group of critics that takes a step with each head: the tests start several of them."""
+"""One rank of a group of critics that takes a step with each head. Tests start several of them."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tiny models of the families of `transformers`, with the settings that a mistake would show at."""
+"""Tiny models of many `transformers` families, with settings that expose mistakes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _CAPPED = {
 }
 _WINDOW = {"sliding_window": 5}
 _SHORT = 16
-"""Rows in the tests are shorter and longer."""
+"""[tokens] Some rows in the tests are shorter, some longer."""
 
 
 def _rope(kind: str, **settings: Any) -> dict[str, Any]:
@@ -139,7 +139,6 @@ FAMILIES = WERE_WRONG | WERE_RIGHT
 
 
 def make(kind: str, settings: dict[str, Any], attention: str | None = None) -> Any:
-    """A model with random weights, in evaluation mode."""
     torch.manual_seed(0)
     settings = {**_SMALL, **settings} if "text_config" not in settings else _with_small_text(settings)
     config = transformers.CONFIG_MAPPING[kind](**settings)
@@ -155,14 +154,14 @@ def make_family(name: str) -> Any:
 
 
 def amplify(model: Any) -> Any:
-    """Far enough from uniform for a mistake to show."""
+    """Scale the weights until the outputs are far enough from uniform to expose mistakes."""
     for parameter in model.parameters():
         parameter.data.mul_(3.0)
     return model
 
 
 def agreeing_model(causal_lm: Any, *, scalar: bool = False) -> ResponseModel:
-    """The response model of a causal language model, set to the fastest way that agrees with `transformers`."""
+    """Return the response model, on the fastest path that agrees with `transformers`."""
     model = ResponseModel(causal_lm, scalar=scalar)
     find_agreement(model).put_on(model)
     return model

@@ -1,4 +1,4 @@
-"""Models of many families, what one rank computes of each, and what several ranks do that share layers or tokens."""
+"""Many model families: results of one rank, and of several ranks that share layers or tokens."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -34,7 +34,7 @@ def config_of(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
 
 
 def asked_of(request: pytest.FixtureRequest, cases: list[str], quick: Sequence[str]) -> list[str]:
-    """The cases that the tests of a module need which are to run: all, if a slow one is."""
+    """Return the cases to prepare: all if a slow test runs, otherwise the quick ones."""
     slow = any(
         item.path == request.path and item.get_closest_marker("slow") for item in request.session.items
     )
@@ -42,7 +42,7 @@ def asked_of(request: pytest.FixtureRequest, cases: list[str], quick: Sequence[s
 
 
 def write_models(folder: Path, names: Iterable[str]) -> Path:
-    """A folder with a folder for each model, that of one with an adapter included."""
+    """Save each model in a subfolder; "with LoRA" cases share the folder of their base model."""
     for name in dict.fromkeys(name.removesuffix(" with LoRA") for name in names):
         kind, settings = families.FAMILIES[name]
         model = families.amplify(families.make(kind, {"vocab_size": 98, **settings}))
@@ -54,7 +54,7 @@ def write_models(folder: Path, names: Iterable[str]) -> Path:
 def on_one_rank(
     models: Path, names: Iterable[str], rows: Batch = ROWS, **settings: Any
 ) -> dict[str, Any]:
-    """What one rank computes of each model: log-probabilities before and after a step, and its gradient."""
+    """Return what one rank computes per model: gradient, and logprobs before and after a step."""
     found = {}
     for name in names:
         worker = ActorWorker(ActorConfig(**config_of(models, name, **settings)))
@@ -78,7 +78,7 @@ def run_ranks(
     rows: Batch = ROWS,
     **settings: Any,
 ) -> list[dict[str, Any]]:
-    """What each rank found, by model; so many ranks compute the same rows."""
+    """Return the results of each rank per model. `replica` ranks compute the same rows."""
     with pa.ipc.new_file(folder / "rows.arrow", rows.record.schema) as file:
         file.write_batch(rows.record)
     configs = {name: config_of(models, name, **settings) for name in names}
@@ -92,7 +92,7 @@ def run_ranks(
 def check(
     folder: Path, name: str, ranks: list[dict[str, Any]], expected: dict[str, Any], replica: int = 2
 ) -> None:
-    """See that the ranks found what one rank did, and give the weights that they have saved."""
+    """Check the results of the ranks against one rank, and the weights that they saved."""
     replicas = len(ranks) // replica
     norm = torch.stack([g.norm() for g in expected["gradient"].values()]).norm()
     for number, rank in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""One of the ranks that share the layers of model after model, and take a step with each."""
+"""One rank that shares the layers of several models in turn, and takes a step with each."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Ranks that share the rows of a head, and what one rank makes of the complete head."""
+"""Ranks with sharded head rows, and the result of one rank with the complete head."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ CASES = {
 
 
 def outputs(case: str, *, mesh: DeviceMesh | None) -> list[Tensor]:
-    """Log-probabilities, entropies and all gradients, full."""
+    """Return log-probabilities, entropies and all gradients, gathered."""
     form, vocabulary, biased = CASES[case]
     torch.manual_seed(0)
     hidden, weight, bias, upstream = (

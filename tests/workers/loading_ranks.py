@@ -1,4 +1,4 @@
-"""One rank of a group that loads models, one after the other, and compares what it holds with what `transformers` loads."""
+"""One rank of a group that loads several models, and compares its shards with `transformers`."""
 
 import json
 from pathlib import Path
@@ -19,20 +19,23 @@ from weft.workers.worker import Context
 
 
 def loaded(folder: str) -> Any:
-    """By `transformers`, complete, in float32."""
+    """Load the complete model with `transformers` in float32."""
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
 
 
 def held_bytes(engine: Any) -> int:
-    """What the rank holds of the model, in float32."""
+    """Return the bytes of the rank's shards in float32."""
     tensors = engine.model.causal_lm.parameters()
     return 4 * sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in tensors)
 
 
 def check_alike(engine: Any, folder: str) -> None:
-    """The parameters and buffers of an engine are to the bit those that `transformers` loads, and rows share passes as they would."""
+    """Check that parameters and buffers equal `transformers` bit by bit.
+
+    Also check that rows may share passes in the same way.
+    """
     model, expected = engine.model.causal_lm, loaded(folder)
     theirs = dict(expected.named_parameters())
     assert [name for name, _ in model.named_parameters()] == list(theirs)
@@ -49,7 +52,7 @@ def check_alike(engine: Any, folder: str) -> None:
 
 
 def check_published(engine: Any, folder: str) -> None:
-    """What the ranks give is, box by box, what the files hold, and together all of it."""
+    """Check that the published boxes equal the files, and together cover them."""
     stored = {
         name: tensor
         for file in Path(folder).glob("*.safetensors")
@@ -72,7 +75,7 @@ def main(folder: Path, rank: int) -> None:
         engine = cast(Any, worker.engine)
         check_alike(engine, settings["model"])
         check_published(engine, settings["model"])
-        # A rank reads as many elements as it holds; those of a file may be half as large.
+        # A rank reads as many elements as it holds. In the file they may have half the size.
         stored = torch.finfo(getattr(torch, case["dtypes"][number])).bits // 8
         read_whole = case["converts"][number]
         assert read_whole or engine.bytes_read == held_bytes(engine) * stored // 4

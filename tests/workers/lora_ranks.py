@@ -1,6 +1,6 @@
-"""One rank of a training group with an adapter: the tests start several of them.
+"""One rank of a training group with an adapter. Tests start several of them.
 
-It asks the model without its adapter first, takes two steps, stops, goes on, and leaves on rank 0 the full tensors.
+It asks the base model first, takes two steps, stops and resumes. Rank 0 leaves the full tensors.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""Every loss of the library, and one rank of a training group that takes a step with each of them: the tests start several of them."""
+"""Every loss of the library, and one rank of a training group that takes a step with each of
+them."""
 
 import json
 from dataclasses import dataclass
@@ -38,14 +39,14 @@ from weft.workers.worker import Context
 
 @dataclass(frozen=True)
 class Case:
-    """A loss, and the head of the model that it is a loss of."""
+    """A loss with the head that it needs."""
 
     loss: Loss
     head: Head = "logprobs"
     reads_last: bool = False
-    """It reads the last token of a row, masked or not: further tokens make another row of it."""
+    """The loss reads the last token of a row even if masked, so added tokens change it."""
     tolerance: float = 1e-6
-    """Of loss and gradient; see `test_losses.py`."""
+    """Relative tolerance of loss and gradient; see `test_losses.py`."""
 
 
 HEADS: tuple[Head, ...] = ("logprobs", "values", "rewards")
@@ -102,7 +103,7 @@ def worker(
 def step(
     trained: ActorWorker | CriticWorker, rows: Batch, loss: Loss, parts: list[list[int]] | None = None
 ) -> tuple[dict[str, torch.Tensor], Metrics]:
-    """(gradient by name, metrics) of one update, after which the weights are what they were."""
+    """Return (gradient by name, metrics) of one update, and restore the weights."""
     weights = {name: tensor.clone() for name, tensor in trained.engine.named_tensors()}
     gradient, metrics = one_step(trained, rows, loss, parts)
     take_over(trained.engine, weights)

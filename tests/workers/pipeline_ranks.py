@@ -1,4 +1,5 @@
-"""A rank of the pipeline of `examples/pipeline_engine.py`: two updates, a checkpoint between them, and what this stage saw."""
+"""One rank of `examples/pipeline_engine.py`: two updates with a checkpoint in between, all
+recorded."""
 
 import json
 import sys
@@ -18,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 
 def watched(worker: ActorWorker, parameters: Any) -> list[dict[str, torch.Tensor]]:
-    """The gradient of each optimizer step to come."""
+    """Record the gradients of the next optimizer steps."""
     seen: list[dict[str, torch.Tensor]] = []
 
     def keep(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Ranks as processes: a function of a module beside this one is called in each of them."""
+"""Ranks as processes: each calls a function of a module in this folder."""
 
 import os
 import time
@@ -14,7 +14,7 @@ TIMEOUT_S = 120.0
 
 
 def rendezvous(folder: Path, rank: int, name: str = "rendezvous") -> Rendezvous:
-    """Where the ranks of a group meet: a file tells its port, as the driver would."""
+    """Return the rendezvous of a group; a file passes on its port, as the driver would."""
     told = folder / f"{name}.port"
     if rank == 0:
         meeting = Rendezvous.at(take_port(LOOPBACK), SECRET, TIMEOUT_S)
@@ -31,7 +31,7 @@ def rendezvous(folder: Path, rank: int, name: str = "rendezvous") -> Rendezvous:
 def run_processes(
     main: Callable[[Path, int], None], argument: Path, ranks: int, timeout_s: float = 240
 ) -> None:
-    """Call `main(argument, rank)` in a process for each rank, all at once; what a rank that fails has said is in the assertion."""
+    """Call `main(argument, rank)` in one process per rank; on failure, show the rank's output."""
     folder = argument if argument.is_dir() else argument.parent
     started = [Forked(folder / f"rank{rank}.log", main, argument, rank) for rank in range(ranks)]
     try:

@@ -1,4 +1,4 @@
-"""A small Qwen2.5-VL with random weights, its tokenizer and its processor, and rows that it is asked about."""
+"""A small Qwen2.5-VL with random weights, its tokenizer and processor, and rows with images."""
 
 import io
 from pathlib import Path
@@ -47,7 +47,8 @@ TEMPLATE = """\
 
 
 def save_model(folder: Path) -> Path:
-    """The folder of the model: heads of 32 (what vLLM takes on CPU), and weights large enough for images to matter."""
+    """Save the model with heads of 32, as vLLM needs on CPU, and weights that make images
+    matter."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -102,7 +103,6 @@ def save_model(folder: Path) -> Path:
 
 
 def picture(seed: int, width: int, height: int) -> bytes:
-    """A PNG file of noise."""
     file = io.BytesIO()
     colors = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     Image.fromarray(colors).save(file, "PNG")
@@ -110,7 +110,7 @@ def picture(seed: int, width: int, height: int) -> bytes:
 
 
 def asked(images: int) -> list[int]:
-    """A prompt with so many placeholders."""
+    """Return a prompt with this many image placeholders."""
     image = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
     words = [
         "<|im_start|>",
@@ -131,11 +131,12 @@ PICTURES = [
     [picture(3, 8, 8)],
     [picture(1, 16, 32)],
 ]
-"""Of each row: some of one image, one of two, one of none."""
+"""Images per row: one, two or none."""
 
 
 def make_rows() -> Batch:
-    """Rows with responses; one says the token of an image, which a policy may sample as any other."""
+    """Return rows with responses. One contains the image token, which a policy may sample like any
+    other."""
     rng = np.random.default_rng(0)
     responses = [rng.integers(0, len(ID), n).tolist() for n in (6, 9, 4, 1, 7)]
     responses[2][1] = responses[0][-1] = IMAGE

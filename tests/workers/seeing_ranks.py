@@ -1,4 +1,4 @@
-"""One rank of a group that trains a model that sees; some ranks have no rows with images."""
+"""One rank of a group that trains a vision model; some ranks have no rows with images."""
 
 from pathlib import Path
 

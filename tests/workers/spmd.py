@@ -1,6 +1,7 @@
-"""One rank of a training group: the tests start several of them.
+"""One rank of a training group. Tests start several of them.
 
-It takes one step on its share of the rows and writes, on rank 0, the full gradient, and on every rank what it saw.
+It takes one step on its share of the rows. Every rank writes its results, rank 0 also the full
+gradient.
 """
 
 import json
@@ -29,7 +30,7 @@ LOSS = PolicyLoss(aggregation=sequence_mean, kl=KlPenalty(coefficient=0.1), old=
 
 
 def take_over(engine: TrainingEngine, weights: dict[str, torch.Tensor]) -> None:
-    """Give an engine these full tensors, as if they had been published."""
+    """Load these full tensors into an engine, as if they had been published."""
     publisher = WeightPublisher()
     try:
         with open_weights(publisher.publish(whole(weights), 1)) as incoming:
@@ -44,13 +45,13 @@ def one_step(
     loss: Loss = LOSS,
     parts: list[list[int]] | None = None,
 ) -> tuple[dict, dict]:
-    """(gradient by name, metrics) of one update, its rows (by their numbers) coming in parts."""
+    """Return (gradient by name, metrics) of one update; `parts` holds row numbers per call."""
     gradient = {}
     engine = cast(Any, worker.engine)
 
     def keep(*_: object) -> None:
         for name, parameter in engine.model.causal_lm.named_parameters():
-            if parameter.grad is None:  # beside an adapter the model stands still
+            if parameter.grad is None:  # with an adapter, the base model is frozen
                 continue
             full = (
                 parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
@@ -74,7 +75,7 @@ def main(path: Path, rank: int) -> None:
     worker = ActorWorker(ActorConfig(**case["config"]), context)
     share = rows.take(case["shares"][rank])
     logprobs = worker.logprobs(share)["old_logprobs"].to_pylist() if "old_logprobs" not in share else None
-    # Each rank has its own places of the rows; of a part that is all on others it has none.
+    # Translate row numbers to positions in this rank's share. Parts on other ranks become empty.
     parts = [[k for k, row in enumerate(case["shares"][rank]) if row in part] for part in case["parts"]]
     gradient, metrics = one_step(worker, share, parts=parts or None)
     engine = cast(Any, worker.engine)

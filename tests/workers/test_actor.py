@@ -1,4 +1,4 @@
-"""ActorWorker and ReferenceWorker: updates, what they report, and where their weights go."""
+"""ActorWorker and ReferenceWorker: updates, metrics, and published weights."""
 
 import math
 import time
@@ -40,13 +40,13 @@ def values(metrics: Any) -> dict[str, float]:
 
 
 def as_generated(worker: ActorWorker, rows: Batch, version: int = 0) -> Batch:
-    """The rows, as if sampled by these weights."""
+    """Return the rows as if these weights had sampled them."""
     scored = worker.logprobs(rows, into="response_logprobs")
     logprobs, cu_seqlens = scored.ragged_numpy("response_logprobs")
     return scored.with_columns(response_versions=(np.full(len(logprobs), version), cu_seqlens))
 
 
-def test_it_learns_what_it_is_shown(tiny_model: Path, rows: Batch):
+def test_it_learns_its_training_data(tiny_model: Path, rows: Batch):
     worker = actor(tiny_model, learning_rate=3e-3)
     losses = [values(worker.update(rows, loss=NegativeLogLikelihood()))["loss"] for _ in range(30)]
     assert losses[-1] < 0.7 * losses[0]
@@ -155,7 +155,8 @@ def test_epochs_and_minibatches_are_optimizer_steps_of_one_version(tiny_model: P
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_step_that_is_not_finite_is_skipped_and_counted(tiny_model: Path, rows: Batch, poison: float):
     worker = actor(tiny_model)
-    worker.update(rows, loss=LOSS)  # moments that would move the weights even without a gradient
+    # create moments, which would move the weights even without a gradient
+    worker.update(rows, loss=LOSS)
     weights = {name: tensor.clone() for name, tensor in worker.engine.named_tensors()}
     advantages, cu_seqlens = rows.ragged_numpy("advantages")
     poisoned = advantages.copy()
@@ -167,7 +168,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tiny_model: Path, rows
     assert healthy["skipped_steps"] == 0 and math.isfinite(healthy["loss"])
 
 
-def test_what_stands_under_the_mask_changes_nothing(tiny_model: Path, rows: Batch):
+def test_masked_values_change_nothing(tiny_model: Path, rows: Batch):
     masked = rows.ragged_numpy("response_mask")[0] == 0
     results = []
     for poison in (0.0, float("nan")):
@@ -207,7 +208,7 @@ def test_a_saved_policy_loads_with_transformers_and_with_an_actor(
 ):
     worker = actor(tiny_model)
     worker.update(rows, loss=LOSS)
-    for _ in range(2):  # the second replaces the first
+    for _ in range(2):  # the second save replaces the first
         worker.save(tmp_path / "policy")
     assert {p.name for p in (tmp_path / "policy").iterdir()} >= {
         "config.json",
@@ -218,7 +219,7 @@ def test_a_saved_policy_loads_with_transformers_and_with_an_actor(
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     assert (
         loaded.config.attention_dropout == 0.1
-    )  # the engine trains without dropout and does not write that down
+    )  # the engine disables dropout for training, and does not save that
     weights = dict(worker.engine.named_tensors())
     assert all(torch.equal(parameter, weights[name]) for name, parameter in loaded.named_parameters())
     mine, theirs = worker.logprobs(rows, into="x"), actor(tmp_path / "policy").logprobs(rows, into="x")
@@ -272,11 +273,11 @@ def test_with_deltas_the_share_of_changed_elements_is_a_metric(
         shares += [metrics["changed_share"].value] if "changed_share" in metrics else []
     assert len(shares) == 2 and all(
         0.5 < share <= 1 for share in shares
-    )  # float32 changes nearly everywhere
+    )  # in float32 nearly every weight changes
     worker.close()
 
 
-def test_what_backends_of_vllms_cannot_do_is_refused_where_it_is_said():
+def test_unsupported_settings_with_a_vllm_backend_are_refused():
     with pytest.raises(
         UserError, match=r"transport=\"vllm:sharded_rdt\" is not supported.*take \"nccl\""
     ):
@@ -290,7 +291,7 @@ def test_what_backends_of_vllms_cannot_do_is_refused_where_it_is_said():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.vllm
-def test_a_backend_of_vllms_without_a_gpu_says_what_to_take(tiny_model: Path):
+def test_a_vllm_backend_without_a_gpu_suggests_an_alternative(tiny_model: Path):
     actor = ActorWorker(ActorConfig(model=tiny_model, transport="vllm:ipc"))
     with pytest.raises(
         WeightSyncError, match=r'transport="vllm:ipc" moves weights from GPU to GPU, and torch sees none'

@@ -1,4 +1,5 @@
-"""Adapters that travel alone: who decides it, and that updates arrive which merged weights lose."""
+"""Publishing adapters alone: the decision, and small updates that merged weights would round
+away."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ LORA = Lora(rank=4, alpha=8)
 
 
 def a_pair(actor: dict[str, Any], rollout: dict[str, Any]) -> tuple[Any, Any]:
-    """Handles of an actor and of a rollout that follows it."""
+    """Return handles of an actor and a rollout that follows it."""
     leader = weft.group(weft.ActorWorker, name="actor", **{"model": "folder", "lora": LORA, **actor})
     follower = weft.group(weft.RolloutWorker, name="rollout", **{"model": "folder", **rollout})
     follower.follows(leader)
@@ -50,7 +51,7 @@ def test_the_adapter_travels_alone_in_bfloat16_where_all_followers_serve_it(
     actor: dict[str, Any], rollout: dict[str, Any], published: str
 ):
     leader, follower = a_pair(actor, rollout)
-    for _ in range(2):  # deciding again begins with what was asked for
+    for _ in range(2):  # a second decision starts from the setting, so it gives the same result
         agree_on_adapters([leader, follower])
         assert leader.config.lora.published == published
         if published == "adapter":
@@ -71,7 +72,7 @@ def test_one_follower_that_takes_complete_weights_decides_for_all():
     assert leader.config.lora.published == "merged" and follower.config.adapter is None
 
 
-def test_what_cannot_be_served_is_refused_by_name_if_it_was_asked_for():
+def test_adapters_that_cannot_be_served_are_refused_by_name_on_request():
     leader, follower = a_pair({"lora": Lora(dora=True, published="adapter")}, {})
     with pytest.raises(
         UserError, match=r"of 'actor': 'rollout' cannot take the adapter alone: vLLM cannot serve.*dora"
@@ -88,7 +89,7 @@ def test_what_cannot_be_served_is_refused_by_name_if_it_was_asked_for():
 
 
 def small_update(worker: ActorWorker, rms: float) -> dict[str, torch.Tensor]:
-    """Give the adapter an update of this size; returns it by layer."""
+    """Give the adapter an update of this size, and return it by layer."""
     engine: Any = worker.engine
     torch.manual_seed(1)
     layers = {n: p for n, p in engine.model.causal_lm.named_parameters() if ".lora_" in n}
@@ -97,7 +98,7 @@ def small_update(worker: ActorWorker, rms: float) -> dict[str, torch.Tensor]:
         if ".lora_B." in name:
             a = layers[name.replace("lora_B", "lora_A")]
             b.data.normal_()
-            b.data *= rms / (2 * (b @ a)).square().mean().sqrt()  # s is alpha / rank, which is 2
+            b.data *= rms / (2 * (b @ a)).square().mean().sqrt()  # alpha / rank is 2
             updates[name.partition(".lora_B")[0]] = (2 * (b @ a)).detach()
     return updates
 
@@ -105,7 +106,7 @@ def small_update(worker: ActorWorker, rms: float) -> dict[str, torch.Tensor]:
 def arrived(
     rollout: RolloutWorker, base: dict[str, torch.Tensor], served: bool
 ) -> dict[str, torch.Tensor]:
-    """The update that a rollout computes with, by layer."""
+    """Return the update in effect in a rollout, by layer."""
     model: Any = rollout.engine.model  # pyright: ignore[reportAttributeAccessIssue]
     parameters = {name: p.detach().double() for name, p in model.named_parameters()}
     if not served:
@@ -149,7 +150,7 @@ def test_a_small_update_arrives_by_the_adapter_and_is_lost_when_merged(tiny_mode
     lost = [float((found[n] - u.double()).norm() / u.double().norm()) for n, u in updates.items()]
     if served:
         assert max(lost) < 0.01
-        assert num_bytes < 100_000  # the model has 5 times as many
+        assert num_bytes < 100_000  # the model is 5 times as large
     else:
         assert min(lost) > 0.7
     worker.close()
@@ -196,9 +197,7 @@ def even_tokens(samples: Batch) -> Batch:
 
 
 @pytest.mark.thorough
-def test_a_run_in_bfloat16_sends_adapters_and_goes_on_from_its_checkpoint(
-    tiny_model: Path, tmp_path: Path
-):
+def test_a_bfloat16_run_sends_adapters_and_resumes(tiny_model: Path, tmp_path: Path):
     prompts = weft.TableSource(
         "prompts", pa.table({"prompt_ids": [[5, 6, 7], [8, 9], [10, 11], [12, 13, 14]]})
     )

@@ -1,4 +1,4 @@
-"""The canary: trainer and generator compute the same with the same weights, or the run stops before it samples."""
+"""The canary stops a run before it samples if trainer and generator disagree on equal weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rollout_of(model: Path, **settings: Any) -> RolloutWorker:
 
 @pytest.fixture
 def other_positions(tiny_model: Path, tmp_path: Path) -> Path:
-    """The same weights with another base of the rotary embedding: every checksum agrees."""
+    """The same weights with another rotary base: all checksums agree, the outputs do not."""
     folder = tmp_path / "other"
     shutil.copytree(tiny_model, folder)
     settings = json.loads((folder / "config.json").read_text())
@@ -56,7 +56,7 @@ def test_a_generator_that_computes_something_else_is_named(tiny_model: Path, oth
     actor.close()
 
 
-def test_the_bound_depends_on_the_precision_and_what_is_no_number_is_refused():
+def test_the_bound_depends_on_the_precision_and_nan_is_refused():
     def check(gap: float, *, generator: bool, trainer: bool) -> None:
         canary = Canary(((1,),), ((2, 3),), ((-1.0, -2.0),), exact=generator)
         check_canary("rollout[0]", 1, canary, np.array([-1.0 + gap, -2.0]), exact=trainer)

@@ -1,4 +1,4 @@
-"""Conversations from the data to the gradient: only tokens of assistant turns are trained."""
+"""Conversations from data to gradient: only tokens of assistant turns are trained."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ DIALOGUES = [
 
 @pytest.fixture(scope="module")
 def letters() -> Tokenizer:
-    """One token for each character, so places in a text are places in its tokens."""
+    """A tokenizer with one token per character, so that text positions equal token positions."""
     backend = Backend(models.BPE({letter: k for k, letter in enumerate(LETTERS)}, []))
     return Tokenizer(backend, chat_template=TEMPLATE)
 
@@ -50,7 +50,7 @@ def actor(model: Path) -> ActorWorker:
 
 
 def spans(messages: Any) -> tuple[str, np.ndarray]:
-    """The text of a conversation, and for each character whether the assistant said it."""
+    """Return the text of a conversation, and per character whether it is the assistant's."""
     text, said = "", []
     for message in messages:
         header, end = f"<{message['role']}>", "." if message["role"] == "assistant" else "?"

@@ -1,4 +1,5 @@
-"""CriticWorker: what its head says, gradients that do not depend on how the work was cut, and where its weights go."""
+"""CriticWorker: outputs of its head, gradients independent of the batch split, and saved
+weights."""
 
 import json
 from pathlib import Path
@@ -26,7 +27,7 @@ def critic(model: Path, head: str = "values", **settings: Any) -> CriticWorker:
 
 @pytest.fixture
 def scored(rows: Batch) -> Batch:
-    """22 rows in 11 pairs, with what a critic and what a reward model learn from."""
+    """22 rows in 11 pairs, with the columns that critics and reward models learn from."""
     rng = np.random.default_rng(3)
     rows = rows.slice(0, 22)
     _, cu_seqlens = rows.ragged_numpy("response_ids")
@@ -40,7 +41,7 @@ def scored(rows: Batch) -> Batch:
 
 
 def straight(worker: CriticWorker, rows: Batch, *, with_it: bool) -> list[np.ndarray]:
-    """By the plain `transformers` forward pass in float64, a row at a time."""
+    """Compute the outputs with plain `transformers` in float64, row by row."""
     tensors = dict(worker.engine.named_tensors())
     head = tensors.pop("score.weight")
     model = AutoModelForCausalLM.from_pretrained(worker.config.model, dtype=torch.float64).eval()
@@ -55,7 +56,7 @@ def straight(worker: CriticWorker, rows: Batch, *, with_it: bool) -> list[np.nda
 
 
 def difference(gradient: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Of two gradients, relative to the norm of the second."""
+    """Return the difference of two gradients, relative to the norm of the second."""
     assert gradient.keys() == other.keys()
     squares = sum(float((gradient[n].double() - other[n].double()).square().sum()) for n in other)
     return (squares / sum(float(g.double().square().sum()) for g in other.values())) ** 0.5
@@ -125,7 +126,9 @@ IN_EVERY_TEST_RUN = ("two ranks, one without rows", "tensor parallel")
     "split",
     [pytest.param(name, marks=() if name in IN_EVERY_TEST_RUN else pytest.mark.slow) for name in SPLITS],
 )
-def test_nor_on_the_ranks(tiny_model: Path, scored: Batch, tmp_path: Path, split: str):
+def test_gradients_do_not_depend_on_the_ranks(
+    tiny_model: Path, scored: Batch, tmp_path: Path, split: str
+):
     shares, settings = SPLITS[split]
     with pa.ipc.new_file(tmp_path / "rows.arrow", scored.record.schema) as file:
         file.write_batch(scored.record)
@@ -152,7 +155,7 @@ def test_nor_on_the_ranks(tiny_model: Path, scored: Batch, tmp_path: Path, split
         assert np.abs(saved.engine.values(scored)[0] - after).max() < 2e-4
 
 
-def test_what_is_saved_is_loaded_by_transformers_and_by_a_critic(
+def test_saved_critics_load_in_transformers_and_in_a_critic(
     tiny_model: Path, scored: Batch, tmp_path: Path
 ):
     worker = critic(tiny_model, "rewards")

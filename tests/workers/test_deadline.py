@@ -33,18 +33,18 @@ def test_code_that_swallows_the_first_interruption_is_interrupted_again():
     assert times == 3
 
 
-def test_code_in_time_and_code_without_a_deadline_go_on():
+def test_code_in_time_and_code_without_a_deadline_complete():
     with deadline(10, "the judge"), deadline(None, "the judge"):
         pass
 
 
-def test_who_stands_in_a_debugger_has_time():
+def test_a_debugger_suspends_deadlines():
     debugger = bdb.Bdb()
     with deadline(0.02, "the judge"):
         debugger.runcall(time.sleep, 0.1)
 
 
-def test_beside_the_main_thread_a_warning_says_that_there_is_no_deadline():
+def test_outside_the_main_thread_a_missing_deadline_is_warned_of():
     said: list[str] = []
 
     def work() -> None:

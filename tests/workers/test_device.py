@@ -1,4 +1,4 @@
-"""A rank takes the device that is its own."""
+"""Each rank uses its assigned device."""
 
 import pytest
 

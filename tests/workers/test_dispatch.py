@@ -1,4 +1,4 @@
-"""Dispatch protocols: who gets which rows, and whose results are kept."""
+"""Dispatch protocols: rows per rank, and the results that are kept."""
 
 import pickle
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def sizes(tokens: Sequence[int], groups: Sequence[int] | None = None) -> RowSize
     )
 
 
-# The protocols
+# Protocols
 
 
 def test_one_to_all_gives_everybody_everything_and_keeps_one():
@@ -81,7 +81,8 @@ def test_ranks_that_generate_with_one_model_get_equal_rows_and_others_get_others
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, share in enumerate(shares):
         groups.setdefault(tuple(share or ()), []).append(rank)
-    assert sorted(row for rows in groups for row in rows) == list(range(49))  # disjoint over the groups
+    # disjoint between groups
+    assert sorted(row for rows in groups for row in rows) == list(range(49))
     assert len(groups) == d * p * t // (p_g * t_g)
     layout = generation([Parameter(f"{n}", (8, 2), 0, n) for n in range(8)], training, p_g, t_g)
     for members in groups.values():  # together they hold each element of each tensor once
@@ -139,7 +140,7 @@ def test_collected_ranks_hold_each_row_exactly_once(
         assert sum(map(len, homes)) == len(set(groups))
 
 
-# As values
+# Protocols as values
 
 
 def first_rank_only(rows: RowSizes, mesh: Sequence[Coordinates]) -> Any:
@@ -164,9 +165,9 @@ def test_a_users_protocol_survives_a_pickle_even_under_a_known_name():
         assert mine.name == name and mine.distribute(sizes([1, 2]), mesh(2)) == [[0, 1], None]
 
 
-def test_remote_leaves_the_method_what_it_is_and_an_override_inherits_the_protocol():
+def test_remote_returns_the_method_unchanged_and_overrides_inherit_the_protocol():
     def method(self: object) -> int:
-        """Says three."""
+        """Return three."""
         return 3
 
     assert remote(dispatch=Dispatch.ONE_TO_ALL)(method) is method and method(None) == 3

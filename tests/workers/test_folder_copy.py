@@ -1,4 +1,4 @@
-"""The folder of a model that another node lacks is copied there once, whole or not at all."""
+"""A model folder that another node lacks is copied there once, completely or not at all."""
 
 import os
 import shutil
@@ -65,7 +65,7 @@ def test_processes_of_a_node_that_want_one_folder_copy_it_once(
     assert copy.stat().st_mode & 0o777 == 0o700 and (copy / "config.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_tokenizer_comes_without_the_weights_beside_it(model: Path):
+def test_a_tokenizer_is_downloaded_without_the_weights(model: Path):
     assert [*list_folder(model, weights=False).files] == ["config.json", "tokenizer.json"]
     (model / "model.safetensors").unlink()
     assert "pytorch_model.bin" in list_folder(model, weights=True).files, "where there are no others"
@@ -91,7 +91,7 @@ def test_a_model_of_other_weights_is_another_folder(
     assert found.key != new.key, "samples may miss what was changed; the time tells"
 
 
-def test_what_was_not_finished_is_begun_anew_and_damage_is_told(cache: Path, model: Path):
+def test_unfinished_work_is_restarted_and_damage_reported(cache: Path, model: Path):
     listing = list_folder(model, weights=True)
 
     def damaged(name: str, size: int) -> Iterator[tuple[bytes, bytes]]:
@@ -129,7 +129,7 @@ def test_a_cache_without_room_or_right_to_write_is_named(
         copy_of(listing, sent(model))
 
 
-def test_copies_that_nobody_has_used_for_long_are_removed(cache: Path, model: Path):
+def test_copies_unused_for_long_are_removed(cache: Path, model: Path):
     old, used = cache / "old-1", cache / "used-1"
     for path in (old, used):
         path.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The worker that runs pure functions."""
+"""The worker for pure functions."""
 
 from weft.dataflow.batch import Batch
 from weft.workers.function import FunctionConfig, FunctionWorker

@@ -1,4 +1,4 @@
-"""What a model's settings say, wherever they say it, and models that are refused by name before anything starts."""
+"""Settings of models in any format, and models that are refused by name before anything starts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check(model: Path, **settings: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_the_context_is_found_wherever_a_model_says_it(
+def test_the_context_is_found_in_any_setting_of_a_model(
     tmp_path: Path, settings: dict[str, Any], engine: str
 ):
     with pytest.raises(UserError, match="together more than the context of 64"):
@@ -106,7 +106,7 @@ def test_types_of_causal_language_models_are_those_of_transformers():
     assert causal_lm_types() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def test_checking_what_is_trained_needs_neither_torch_nor_transformers(tmp_path: Path):
+def test_checks_of_training_import_no_torch_and_no_transformers(tmp_path: Path):
     model = folder_with(tmp_path, model_type="qwen2", vocab_size=9, **TEXT)
     program = (
         "import sys, types, pyarrow as pa\n"

@@ -1,4 +1,4 @@
-"""A model of the Hugging Face hub is downloaded by one process of a node; the others wait, and say for whom."""
+"""One process per node downloads a Hugging Face model; the others wait and report it."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ MODEL = "somebody/tiny"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the hub."""
+    """An empty hub cache."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(
         "huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path / "hub"), raising=False
@@ -33,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Hub:
-    """Puts files into the cache as the hub's own client lays them out, and counts how often."""
+    """Fills the cache in the layout of the hub's client, and counts the downloads."""
 
     def __init__(self, cache: Path, *files: str) -> None:
         self.cache, self.files, self.downloads = cache, files, 0
@@ -68,9 +68,7 @@ def test_processes_that_want_one_model_download_it_once(cache: Path, monkeypatch
     assert [folder.name for folder in folders] == ["abc"]
 
 
-def test_a_model_in_the_cache_whose_weights_are_lacking_is_downloaded(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_cached_model_without_weights_is_downloaded(cache: Path, monkeypatch: pytest.MonkeyPatch):
     hub(
         cache, monkeypatch, "config.json", "model.safetensors.index.json", "model-1.safetensors"
     ).snapshot_download(MODEL, [])
@@ -96,7 +94,7 @@ def test_the_snapshot_of_an_id_is_known_where_the_cache_has_all_that_is_read(
     assert node_folder.cached_folder("somebody/else", weights=False) is None
 
 
-def test_what_was_downloaded_without_weights_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_download_without_weights_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch):
     hub(cache, monkeypatch, "config.json")
     with pytest.raises(UserError, match="has no complete weights in safetensors files"):
         find(MODEL)
@@ -123,7 +121,7 @@ def test_a_path_is_never_asked_of_the_hub(cache: Path, monkeypatch: pytest.Monke
     assert find("models/own") == Path("models/own")
 
 
-def test_a_download_is_told_as_it_grows_also_by_those_who_wait(
+def test_the_progress_of_a_download_is_reported_also_by_waiting_processes(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     made = hub(cache, monkeypatch, "config.json", "model.safetensors")
@@ -169,7 +167,7 @@ def test_a_second_user_of_a_cache_downloads_into_it(monkeypatch: pytest.MonkeyPa
         assert lock.stat().st_mode & 0o777 == 0o666
         for path in (shared, shared / ".locks"):
             path.chmod(0o755)
-        for mode in (0o666, 0o644):  # as it is made, and as it was made once
+        for mode in (0o666, 0o644):  # the current mode of the file, and the one of older versions
             lock.chmod(mode)
             os.seteuid(65534)
             try:

@@ -1,4 +1,4 @@
-"""The memory of a node is what the kernel says, by the limit that is nearest."""
+"""Node memory is read from the kernel, and the tightest limit counts."""
 
 from pathlib import Path
 
@@ -49,5 +49,5 @@ def test_the_older_kind_of_cgroup_has_limits_too(tmp_path: Path):
     assert cgroup_folders(tmp_path)[-2:] == [job, job.parent]
 
 
-def test_a_kernel_that_says_nothing_gives_nothing(tmp_path: Path):
+def test_missing_kernel_files_give_no_limit(tmp_path: Path):
     assert node_memory(tmp_path) is None

@@ -1,4 +1,4 @@
-"""What one process of a node does for all of them."""
+"""Work that one process per node does for all."""
 
 import os
 from pathlib import Path
@@ -23,6 +23,6 @@ def test_a_folder_that_is_renamed_while_it_is_looked_at_ends_no_look(
         return scan(path)
 
     monkeypatch.setattr("os.scandir", rename_first)
-    with growth_told(partial, lambda: None):  # an exception in its thread is an error of this test
+    with growth_told(partial, lambda: None):  # an exception in its thread fails this test
         pass
     assert looked and whole.exists()

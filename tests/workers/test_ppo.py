@@ -1,4 +1,5 @@
-"""PPO with a critic through the driver, in one process: four models, several steps an update."""
+"""PPO with a critic in the driver, in one process: four models, several optimizer steps per
+update."""
 
 import shutil
 from pathlib import Path
@@ -40,7 +41,7 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small_share(response_ids: list[int]) -> float:
-    """Of the tokens, how many are of the lower half of the vocabulary."""
+    """Return the share of tokens in the lower half of the vocabulary."""
     return float(np.mean(np.array(response_ids) < 48))
 
 
@@ -122,7 +123,7 @@ def test_it_runs_under_other_schedules_with_the_divergence_in_the_loss(
 
 
 @pytest.mark.thorough
-def test_a_run_goes_on_from_a_checkpoint_of_actor_critic_and_coefficient(model: Path, tmp_path: Path):
+def test_a_run_resumes_actor_critic_and_coefficient(model: Path, tmp_path: Path):
     def graph() -> Graph:
         steered = AdaptiveCoefficient(value=0.1, target=0.05, horizon=100)
         return recorded(model, epochs=2, kl=group(AdaptiveKlWorker, coefficient=steered))
@@ -178,7 +179,7 @@ def test_a_trained_reward_model_is_the_reward_of_ppo(model: Path, tmp_path: Path
 
 
 def test_a_process_reward_model_learns_which_steps_are_right(model: Path, tmp_path: Path):
-    """A step is a token and the separator 7; it is right when the token is of the lower half of the vocabulary."""
+    """A step is a token and the separator 7. It is correct if the token is in the lower half."""
     rng = np.random.default_rng(2)
     rows: dict[str, list] = {"prompt_ids": [], "response_ids": [], "labels": []}
     for _ in range(256):
@@ -205,7 +206,7 @@ def test_process_rewards_go_into_advantages(model: Path):
     assert scored.ragged_numpy("token_rewards")[0] == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_head_that_says_something_else_is_refused(model: Path, tmp_path: Path):
+def test_a_model_with_the_wrong_head_is_refused(model: Path, tmp_path: Path):
     critic = group(CriticWorker, model=str(model))
     wrong = reward_accuracy(
         TableSource("pairs", pa.table({"prompt_ids": [[1]], "chosen_ids": [[2]], "rejected_ids": [[3]]})),

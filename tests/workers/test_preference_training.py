@@ -1,4 +1,4 @@
-"""Preference losses on the real engine: pairs stay whole, and a run learns them."""
+"""Preference losses on the real engine: pairs stay together, and a run learns them."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def actor(model: Path, **settings: Any) -> ActorWorker:
 
 @pytest.fixture
 def pairs(rows: Batch) -> Batch:
-    """11 pairs whose rows stand apart from each other; of one pair a response is masked whole."""
+    """11 pairs, with the rows of a pair apart. In one pair, a response is fully masked."""
     rows = rows.slice(0, 22)
     mask, cu_seqlens = rows.ragged_numpy("response_mask")
     mask = mask.copy()
@@ -45,13 +45,13 @@ def test_minibatches_keep_pairs_whole(tiny_model: Path, pairs: Batch):
     worker = actor(tiny_model)
     metrics = worker.update(
         pairs, loss=PreferenceLoss(), epochs=2, minibatches=5
-    )  # half a pair would be an error
+    )  # half a pair would raise
     assert worker.engine.steps == 10  # pyright: ignore[reportAttributeAccessIssue]
     mask, cu_seqlens = pairs.ragged_numpy("response_mask")
     trained = np.add.reduceat(mask, cu_seqlens[:-1]) > 0
     whole = 11 - len(
         set(pairs.numpy("group_id")[~trained])
-    )  # the others have a response without a trained token
+    )  # the other pairs have a response without trained tokens
     assert 0 < whole < 11 and metrics["reward_margin"].weight == 2 * whole  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -88,8 +88,8 @@ def test_groups_are_never_cut():
             assert tokens <= 3000 or len(home) == 1
 
 
-def test_a_run_learns_pairs_and_says_so(tmp_path: Path, tiny_model: Path):
-    """DPO through the driver, with a reference computed once: held-out pairs come into the right order."""
+def test_a_run_learns_pairs_and_reports_it(tmp_path: Path, tiny_model: Path):
+    """Train DPO in the driver with a precomputed reference, and rank held-out pairs correctly."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 40, 4).tolist() for _ in range(64)]
     table = pa.table(

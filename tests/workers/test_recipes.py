@@ -1,4 +1,4 @@
-"""Every recipe that the docs name is recorded, printed, and run for a step."""
+"""Every recipe in the docs can be recorded, printed, and run for a step."""
 
 import math
 import re
@@ -28,7 +28,7 @@ SAMPLING = weft.Sampling(max_tokens=3)
 
 
 def of_docs(page: str, beginning: str, **known: Any) -> dict[str, Any]:
-    """What the block of a page that has this line makes."""
+    """Run the block of a page that contains this line, and return its variables."""
     blocks = re.findall(r"^```python.*\n((?s:.*?))^```", (DOCS / page).read_text(), re.M)
     namespace = dict(known)
     exec(next(block for block in blocks if re.search(f"^{re.escape(beginning)}", block, re.M)), namespace)
@@ -83,7 +83,7 @@ def reference(model: str) -> Any:
 
 
 def step(graph: Graph, root: Path) -> dict[str, float]:
-    """The metrics of a step, in which there was something to learn."""
+    """Run one step, check that it had signal, and return its metrics."""
     assert str(graph).startswith(f"graph {graph.name}") and "actor.update" in graph.mermaid()
     schedule = weft.Synchronous(steps=1, prompts_per_step=4)
     with weft.Driver(

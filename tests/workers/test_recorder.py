@@ -1,4 +1,4 @@
-"""The worker that writes samples."""
+"""The worker that records samples."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def test_without_a_tokenizer_there_are_only_tokens(tmp_path: Path):
         assert written(tmp_path / f"train_00000{k}.7.0.arrow") == [{"group_id": 0, "response_ids": [1]}]
 
 
-def test_each_row_is_filed_under_its_own_step_and_what_is_not_kept_under_none(tmp_path: Path):
+def test_each_recorded_row_is_filed_under_its_step(tmp_path: Path):
     rows = Batch.of(group_id=[4, 4, 5, 6, 6], reward=[0.0, 1.0, 2.0, 3.0, 4.0])
     record(tmp_path, rows, {6: 2, 4: 3})
     assert {path.name: [row["reward"] for row in written(path)] for path in tmp_path.glob("*.arrow")} == {

@@ -1,4 +1,5 @@
-"""The ranks of a group meet at a store of rank 0: each proves that it has the secret, and who does not come is named."""
+"""Ranks meet at a store on rank 0: each proves that it knows the secret, and missing ranks are
+named."""
 
 import socket
 import time
@@ -13,12 +14,12 @@ from weft.workers.rendezvous import LOOPBACK, Rendezvous, take_port
 
 
 def meeting(timeout_s: float = 20.0, secret: str = "right") -> tuple[Rendezvous, Rendezvous]:
-    """The rendezvous as rank 0 has it, and as the others have it."""
+    """Return the rendezvous as rank 0 has it, and as the others have it."""
     first = Rendezvous.at(take_port(LOOPBACK), secret, timeout_s)
     return first, replace(first, taken=None)
 
 
-def test_ranks_meet_and_share_keys_that_nobody_else_guesses():
+def test_ranks_meet_and_share_secret_keys():
     first, other = meeting()
     with ThreadPoolExecutor(3) as ranks:
         joining = [

@@ -1,4 +1,4 @@
-"""A run of a mixture of experts whose trainer takes the experts that its generator took."""
+"""A mixture-of-experts run in which the trainer replays the generator's routes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def even(batch: Batch) -> Batch:
 
 
 class Even:
-    """Stands for a group of reward workers."""
+    """Stands in for a group of reward workers."""
 
     score = staticmethod(even)
 

@@ -1,4 +1,4 @@
-"""Reward functions: what they may take, what they may return, and how a mistake is told."""
+"""Reward functions: arguments, results, and error messages."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ from weft.workers.reward import RewardConfig, RewardWorker
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder with a tokenizer of one word per token; token 0 is special."""
+    """A folder with a tokenizer of one word per token. Token 0 is special."""
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.models.WordLevel({"<end>": 0, "one": 1, "two": 2, "three": 3}, unk_token="<end>")
     tokenizer = tokenizers.Tokenizer(words)
@@ -59,7 +59,7 @@ def test_columns_come_by_name_and_the_response_as_text(model: Path):
     assert RewardConfig(function=exact, tokenizer=model).reads == ("answer",)
 
 
-def test_token_ids_may_be_asked_for_and_defaults_stand_where_there_is_no_column(model: Path):
+def test_token_ids_may_be_requested_and_defaults_replace_missing_columns(model: Path):
     def length(response_ids: list[int], level: int, bonus: float = 0.5) -> float:
         return len(response_ids) * level + bonus
 
@@ -96,7 +96,7 @@ def test_keywords_get_every_column_that_is_left_and_the_response(model: Path):
     assert seen[1] == {"response": "three", "response_ids": [3], "answer": "two", "level": 0}
 
 
-def test_what_a_function_may_take_is_read_where_the_graph_has_it(model: Path):
+def test_optional_columns_of_a_function_are_read_if_the_graph_has_them(model: Path):
     def lenient(response: str, answer: str = "", style: str = "") -> float:
         return 0.0
 
@@ -135,7 +135,7 @@ def test_any_number_is_a_reward(value: Any, model: Path):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None, "1.0", [1.0, 2.0], -math.inf])
-def test_what_is_no_finite_number_is_refused_with_the_sample(value: Any, model: Path):
+def test_a_reward_that_is_not_finite_is_refused_with_the_sample(value: Any, model: Path):
     def odd(response: str) -> Any:
         return value if response == "three" else 0.0
 
@@ -186,12 +186,12 @@ def unnamed(response: str, /) -> float: ...
         ("exact", "RewardConfig.function: input should be callable, not 'exact'"),
     ],
 )
-def test_a_wrong_signature_is_told_before_anything_starts(function: Any, message: str):
+def test_a_wrong_signature_is_reported_before_anything_starts(function: Any, message: str):
     with pytest.raises(UserError, match=message):
         RewardConfig(function=function, tokenizer="m")
 
 
-def test_a_tokenizer_that_is_not_there_is_told_before_anything_starts(tmp_path: Path):
+def test_a_missing_tokenizer_is_reported_before_anything_starts(tmp_path: Path):
     config = RewardConfig(function=exact, tokenizer=tmp_path)
     with pytest.raises(UserError, match=r"tokenizer '.*' has no tokenizer.json"):
         RewardWorker.check(config, [], TableSource("s", pa.table({"x": [1]})))

@@ -1,4 +1,4 @@
-"""The rollout worker: responses as they finish, the same tokens wherever they are sampled, mistakes found early."""
+"""The rollout worker: responses as they finish, equal tokens on any rank, mistakes found early."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ Parts = Iterable[tuple[Children, Metrics] | None]
 
 
 def said(parts: Parts) -> list[tuple[Children, Metrics]]:
-    """Without the turns that were given away."""
+    """Drop the yields without responses."""
     return [part for part in parts if part is not None]
 
 
 def rows_of(parts: Parts) -> Batch:
-    """In the order of the prompts, and of their numbers."""
+    """Return the rows ordered by prompt and sample index."""
     children = [children for children, _ in said(parts)]
     rows, numbers = (
         Batch.concat([c.rows for c in children]),
@@ -65,7 +65,7 @@ def rows_of(parts: Parts) -> Batch:
 
 
 def tokens(batch: Batch) -> dict[int, list[list[int]]]:
-    """Responses by prompt, in the order of their rows."""
+    """Return the responses by prompt, in row order."""
     found: dict[int, list[list[int]]] = {}
     for parent, ids in zip(
         batch.numpy("parent_id").tolist(), batch["response_ids"].to_pylist(), strict=True
@@ -182,7 +182,7 @@ def test_a_requeued_prompt_gets_the_responses_that_it_lacks_and_no_others(worker
     assert tokens(rows_of(parts)) == {100: [every[100][0], every[100][2]], 101: every[101]}
 
 
-def test_responses_that_nobody_wants_any_more_are_not_made(worker: RolloutWorker) -> None:
+def test_cancelled_responses_are_not_generated(worker: RolloutWorker) -> None:
     sampling = Sampling(max_tokens=8, ignore_stop=True)
     every = tokens(rows_of(worker.generate(prompts_of([3, 5]), n=2, sampling=sampling)))
     steps = worker.generate(prompts_of([3, 5]), n=2, sampling=sampling)
@@ -235,7 +235,7 @@ def test_with_a_double_buffer_weights_come_while_responses_are_sampled(
     publisher.close()
 
 
-def test_weights_come_beside_the_model_where_the_node_has_twice_their_memory(
+def test_weights_are_double_buffered_if_the_node_has_twice_their_memory(
     worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs = 2 * worker.engine.weight_bytes()
@@ -293,11 +293,11 @@ def test_prompts_that_cannot_be_answered_are_named(
     assert caught.value.sample_ids == sample_ids
 
 
-# What `check` says before any process is started
+# Checks before any process starts
 
 
 class Table(SimpleNamespace):
-    """A source of rows that is only a table."""
+    """A source of rows with nothing but a table."""
 
     name = "train.parquet"
 
@@ -377,7 +377,7 @@ def test_a_config_that_fits_passes(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_said_with_the_nearest_fix(
+def test_a_plan_that_does_not_fit_suggests_the_nearest_fix(
     tmp_path: Path, settings: dict[str, Any], arguments: dict[str, Any], message: str
 ) -> None:
     config = RolloutConfig(model=folder_with(tmp_path / "m"), **settings)
@@ -430,7 +430,7 @@ def test_stop_tokens_are_those_that_generation_names(
     assert read_stop_tokens(model) == expected
 
 
-def test_checking_needs_neither_torch_nor_vllm(tmp_path: Path) -> None:
+def test_checks_import_no_torch_and_no_vllm(tmp_path: Path) -> None:
     folder_with(tmp_path / "m")
     program = (
         "import sys, types, pyarrow as pa\n"

@@ -1,4 +1,4 @@
-"""What rows cost: against torch's count of floating-point operations, and what that does to the balance of ranks."""
+"""Costs of rows, against torch's count of floating-point operations, and the balance of ranks."""
 
 import json
 from pathlib import Path
@@ -48,9 +48,9 @@ def test_costs_are_in_the_ratio_of_floating_point_operations(tmp_path: Path, kin
             attention = sum(n for op, n in found.items() if "bmm" in str(op) or "attention" in str(op))
             counted.append(
                 sum(found.values()) - attention / 2
-            )  # torch counts all pairs, and half of them are seen
+            )  # torch counts all pairs of tokens, although the mask hides half
         counted = np.array(counted)
-    else:  # by hand: attention's projections, two of four experts, and the head
+    else:  # by hand: attention projections, two of four experts, and the head
         linear = 3 * (2 * 64 * (64 + 32) + 3 * 64 * 2 * 96) + 64 * 300
         counted = lengths * (linear + 3 * 64 * lengths)
     assert cost(lengths) / cost(lengths)[0] == pytest.approx(counted / counted[0], rel=0.02)
@@ -79,7 +79,7 @@ def test_workers_that_train_know_the_cost_of_a_row_and_others_take_tokens(tmp_pa
     assert Worker.row_cost(config) == RowCost()
 
 
-def test_long_tails_are_balanced_by_what_they_cost():
+def test_long_tails_are_balanced_by_cost():
     cost = RowCost(23_000)  # Qwen2.5-0.5B
     chance, before, after = np.random.default_rng(0), [], []
     mesh = [Coordinates(dp=rank) for rank in range(8)]
@@ -89,7 +89,7 @@ def test_long_tails_are_balanced_by_what_they_cost():
             shares = Dispatch.SPLIT_BY_DP.distribute(RowSizes(tokens, np.arange(64), costs=costs), mesh)
             of_ranks = [cost(tokens[np.array(share)]).sum() for share in shares if share is not None]
             ratios.append(max(of_ranks) / np.mean(of_ranks))
-    # The largest of one row alone may be more than an equal share: nothing helps there.
+    # A single row may cost more than an equal share. Balancing cannot help then.
     assert np.mean(after) < np.mean(before) and np.median(after) < np.median(before) - 0.1, (
         before,
         after,

@@ -1,4 +1,4 @@
-"""A model stops at the token that ends its training texts, whatever its settings name."""
+"""Models stop at the token that ends their training texts, whatever their settings name."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def model(
         (7, None, "{{ raise_exception('no') }}", (7,), []),
     ],
 )
-def test_rollouts_stop_at_what_ends_training_texts_and_the_difference_is_told(
+def test_rollouts_stop_at_the_end_token_of_training_texts_with_a_notice(
     generation: Any,
     eos: str | None,
     template: str | None,

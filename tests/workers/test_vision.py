@@ -1,4 +1,4 @@
-"""Models that see: rows with images through training and generation, beside the plain `transformers` model."""
+"""Vision models in training and generation, against plain `transformers`."""
 
 import importlib.util
 import io
@@ -63,8 +63,11 @@ def plain(folder: Path) -> Any:
 
 
 def straight(model: Any, folder: Path, rows: Batch) -> list[torch.Tensor]:
-    """Log-probabilities of responses by the model's own forward pass, a row at a time. What it is given of images is worked out here,
-    and tokens of an image in a response, which it would take for a place to put one, are embedded by it alone."""
+    """Return response logprobs of the model's own forward pass, row by row.
+
+    Image inputs are computed here. An image token in a response is embedded like any other token,
+    while the model itself would take it for an image.
+    """
     processor = AutoImageProcessor.from_pretrained(folder)
     found = []
     for row in rows.to_rows():
@@ -83,7 +86,7 @@ def straight(model: Any, folder: Path, rows: Batch) -> list[torch.Tensor]:
             positions, _ = model.model.get_rope_index(ids, kinds, image_grid_thw=shown["image_grid_thw"])
         said = torch.where(
             kinds.bool(), ids, ids.masked_fill(ids == IMAGE, 0)
-        )  # without the image's token in the response
+        )  # drop image tokens in the response
         swap = (ids != said)[..., None]
 
         def embedded(module: Any, inputs: Any, output: torch.Tensor, swap: Any = swap) -> torch.Tensor:
@@ -147,7 +150,7 @@ def test_gradients_are_those_of_the_plain_model(seeing: Path, settings: dict[str
 def generated(
     worker: RolloutWorker, prompts: Batch, **asked: Any
 ) -> dict[tuple[int, int], dict[str, Any]]:
-    """Responses by the sample id of their prompt and their number."""
+    """Return responses by (sample id of the prompt, sample index)."""
     rows: dict[tuple[int, int], dict[str, Any]] = {}
     for step in worker.generate(prompts, **asked):
         if step is not None:
@@ -161,7 +164,7 @@ def generated(
 
 
 def as_samples(prompts: Batch, found: dict[tuple[int, int], dict[str, Any]]) -> Batch:
-    """The responses with the columns of their prompts, in the order of both."""
+    """Return the responses with the columns of their prompts, in this order."""
     rows = [found[key] for key in sorted(found)]
     own = prompts.take([prompt for prompt, _ in sorted(found)]).select(["prompt_ids", "images"])
     columns = ("response_ids", "response_logprobs", "response_versions", "temperature")
@@ -187,7 +190,7 @@ def test_responses_have_the_trainers_logprobs_and_follow_its_weights(seeing: Pat
         samples = as_samples(PROMPTS, found)
         assert any(
             IMAGE in response for response in samples["response_ids"].to_pylist()
-        )  # as any other token
+        )  # the policy samples the image token like any other
         assert set(samples.ragged_numpy("response_versions")[0].tolist()) == {version}
         said = trainer.logprobs(samples, into="said").ragged_numpy("said")[0]
         assert np.abs(said - samples.ragged_numpy("response_logprobs")[0]).max() < 2e-4
@@ -215,7 +218,7 @@ def test_prompts_of_different_lengths_and_images_do_not_change_each_others_respo
     rollout.close()
 
 
-def test_a_prompt_whose_images_leave_no_room_or_cannot_be_read_is_named(seeing: Path):
+def test_a_prompt_with_too_many_or_unreadable_images_is_named(seeing: Path):
     rollout = RolloutWorker(RolloutConfig(model=seeing, engine="transformers"))
     with pytest.raises(
         SampleError, match="sample 2: 27 prompt tokens and max_tokens=70 exceed the context of 96"
@@ -238,13 +241,14 @@ def test_a_run_trains_on_rows_with_images(seeing: Path, tmp_path: Path):
     )  # fmt: skip
     gaps = [step["actor/max_logprob_gap"] for step in metrics if "actor/max_logprob_gap" in step]
     assert len(gaps) == 2 and max(gaps) < 1e-3
-    saved = ImageReader("saved", tmp_path / "seeing" / "model")  # the processor is saved with the model
+    # the processor is saved with the model
+    saved = ImageReader("saved", tmp_path / "seeing" / "model")
     assert len(saved.read(np.array([IMAGE], np.int32), [picture(0, 16, 16)]).ids) == 4
 
 
 @pytest.mark.thorough
 def test_ranks_with_and_without_images_take_one_step_together(seeing: Path, tmp_path: Path):
-    """The vision tower has no gradient on a rank whose rows have no images, and FSDP would wait for it."""
+    """On a rank without images the vision tower has no gradient, and FSDP would hang."""
     expected, _ = one_step(actor(seeing), ROWS)
     (tmp_path / "model").symlink_to(seeing)
     run_processes(seeing_ranks.main, tmp_path, len(seeing_ranks.SHARES))
@@ -255,7 +259,7 @@ def test_ranks_with_and_without_images_take_one_step_together(seeing: Path, tmp_
         assert (found[name] - gradient).norm() / norm < 1e-5, name
 
 
-def test_an_image_is_turned_as_its_camera_says_and_a_program_is_not_run():
+def test_an_image_is_rotated_by_its_exif_data_and_runs_no_program():
     file, turned = io.BytesIO(), Image.Exif()
     turned[ExifTags.Base.Orientation] = 6
     Image.new("RGB", (24, 16)).save(file, "JPEG", exif=turned)
@@ -266,7 +270,7 @@ def test_an_image_is_turned_as_its_camera_says_and_a_program_is_not_run():
 
 @pytest.mark.parametrize("with_image", [False, True])
 def test_the_same_parameters_have_gradients_with_an_image_and_without(with_image: bool):
-    """LLaVA takes images before the last layer of its tower, and FSDP adds up the parameters that have a gradient."""
+    """LLaVA reads an inner layer of its tower, and FSDP reduces only parameters with a gradient."""
     small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
     text = {
         "model_type": "llama",
@@ -303,7 +307,7 @@ def test_in_bfloat16_it_computes_nearly_the_same(seeing: Path):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_what_is_saved_is_read_by_transformers_and_an_adapter_is_on_the_language_part(
+def test_saved_models_load_in_transformers_with_the_adapter_on_the_language_part(
     seeing: Path, tmp_path: Path, lora: bool
 ):
     worker = actor(seeing, **({"lora": Lora(rank=4, alpha=8), "learning_rate": 1e-2} if lora else {}))
@@ -366,7 +370,7 @@ SEEN = pa.array(PICTURES, pa.list_(pa.large_binary()))
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name_before_anything_starts(
+def test_unsupported_models_are_refused_by_name_before_anything_starts(
     seeing: Path, config: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ):
     find = importlib.util.find_spec
@@ -385,7 +389,7 @@ def test_what_is_not_supported_is_refused_by_name_before_anything_starts(
         )
 
 
-def test_a_source_whose_images_do_not_fit_the_model_is_refused_before_anything_starts(
+def test_a_source_with_unsuitable_images_is_refused_before_anything_starts(
     seeing: Path, tiny_model: Path
 ):
     prompts = ROWS["prompt_ids"]

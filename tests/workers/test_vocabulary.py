@@ -1,4 +1,5 @@
-"""A model's vocabulary is compared with all that speaks in its ids before anything starts."""
+"""Before anything starts, a model's vocabulary is compared with everything that uses its token
+ids."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ SETTINGS = {
 
 
 class Rows(SimpleNamespace):
-    """A source of rows that is only a table."""
+    """A source of rows with nothing but a table."""
 
     name = "train.parquet"
 
@@ -96,7 +97,7 @@ def test_ids_that_the_model_has_pass(tmp_path: Path):
         ({}, {"rejected_ids": [[6]]}, r"^train.parquet: column 'rejected_ids' has token id 6, "),
     ],
 )
-def test_ids_beyond_the_vocabulary_are_said_in_one_line_that_names_both(
+def test_ids_beyond_the_vocabulary_are_one_line_with_both_sizes(
     tmp_path: Path, files: dict[str, Any], rows: dict[str, Any], message: str
 ):
     folder = folder_with(tmp_path, {"vocab_size": 5}, **files)
@@ -114,7 +115,7 @@ def test_padding_that_the_model_itself_is_configured_with_is_compared(tmp_path: 
         check_vocabulary(folder, Rows())  # pyright: ignore[reportArgumentType]
 
 
-def test_a_special_token_that_only_its_own_text_would_make_may_lie_beyond(tmp_path: Path):
+def test_a_special_token_outside_the_vocabulary_is_allowed_if_no_text_makes_it(tmp_path: Path):
     folder = folder_with(
         tmp_path,
         {"vocab_size": 6},

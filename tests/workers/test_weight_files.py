@@ -1,4 +1,4 @@
-"""Weight files that are damaged, missing or of a dtype that is not trained: each is named before a process starts."""
+"""Damaged or missing weight files and unsupported dtypes are named before any process starts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_ROWS: Any = SimpleNamespace(name="rows", table=pa.table({}), columns=())
 
 
 def model_of(folder: Path, files: int) -> Path:
-    """A folder with an index and so many files, each with a norm and a matrix."""
+    """Make a folder with an index and this many files, each with a norm and a matrix."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SETTINGS))
     weight_map: dict[str, str] = {}
@@ -49,7 +49,7 @@ def model_of(folder: Path, files: int) -> Path:
 
 
 def refused(model: Path) -> str:
-    """What an actor and a rollout of this model are told, which is the same, and also what a plan says."""
+    """Return the error of an actor, a rollout and a plan, which must be equal."""
     said: list[str] = []
     rollout = RolloutConfig(model=model, engine="transformers")
     for check in (
@@ -65,7 +65,6 @@ def refused(model: Path) -> str:
 
 
 def rewrite(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the header of a file."""
     content = file.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])
@@ -117,7 +116,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str):
     assert said == f"model '{model}': {caught.value}" and str(file) in said
 
 
-def test_of_300_files_the_one_that_is_missing_or_lacks_a_tensor_is_named(tmp_path: Path):
+def test_a_missing_or_incomplete_file_of_300_is_named(tmp_path: Path):
     model = model_of(tmp_path / "model", 300)
     ActorWorker.check(ActorConfig(model=model), [], NO_ROWS)
     file = model / "model-00217-of-00300.safetensors"
@@ -146,7 +145,7 @@ def test_weights_of_integers_are_not_trained_and_may_be_sampled_from(tmp_path: P
     RolloutWorker.check(RolloutConfig(model=model, engine="transformers"), [], NO_ROWS)
 
 
-def test_files_beside_those_of_the_index_are_not_counted(tmp_path: Path):
+def test_files_outside_the_index_are_not_counted(tmp_path: Path):
     model = model_of(tmp_path / "model", 2)
     save_file({"consolidated": np.zeros((100, 100), np.float32)}, model / "consolidated.safetensors")
     assert model_size(model).parameters == 2 * (12 + 4)
@@ -174,7 +173,7 @@ def test_a_head_that_is_the_embedding_counts_once_however_it_is_stored(tmp_path:
 
 
 class Calls:
-    """Pickled, it calls a function when it is read."""
+    """Calls a function when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return print, ("executed",)

@@ -1,4 +1,4 @@
-"""Rows that a training worker takes, at random."""
+"""Random rows for training workers."""
 
 import numpy as np
 
@@ -23,7 +23,10 @@ def make_rows(num_rows: int, seed: int = 0) -> Batch:
 
 
 def make_pairs(rows: Batch) -> Batch:
-    """11 pairs with all that any loss reads; rows of a pair stand apart, and of one pair a response is masked whole."""
+    """11 pairs with the columns of every loss; the rows of a pair are apart.
+
+    In one pair, a response is fully masked.
+    """
     rng, rows = np.random.default_rng(3), rows.slice(0, 22)
     mask, cu_seqlens = rows.ragged_numpy("response_mask")
     mask, number = mask.copy(), int(cu_seqlens[-1])

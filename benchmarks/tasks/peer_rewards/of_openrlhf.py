@@ -1,4 +1,4 @@
-"""A reward file as OpenRLHF's --reward.remote_url names it."""
+"""A reward file for OpenRLHF's --reward.remote_url."""
 
 import torch
 

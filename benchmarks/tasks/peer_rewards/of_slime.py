@@ -1,4 +1,4 @@
-"""A reward file as slime's --custom-rm-path names it."""
+"""A reward file for slime's --custom-rm-path."""
 
 
 async def reward_func(args, sample, **kwargs):

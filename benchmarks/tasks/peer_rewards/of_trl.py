@@ -1,8 +1,8 @@
-"""A reward file as a user of TRL's GRPOTrainer writes it."""
+"""A reward file as users of TRL's GRPOTrainer write it."""
 
 
 def accuracy_reward(completions, solution, **kwargs):
-    """Completions are texts, or lists of one message where the prompts were messages."""
+    """Completions are texts, or lists of one message if the prompts were messages."""
     contents = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     return [
         1.0 if content.strip() == gold else 0.0 for content, gold in zip(contents, solution, strict=True)
@@ -10,7 +10,7 @@ def accuracy_reward(completions, solution, **kwargs):
 
 
 def only_sums(prompts, completions, task, **kwargs):
-    """None: not a sum, so this reward does not apply."""
+    """Return None for other tasks, which this reward does not apply to."""
     return [
         None if kind != "sum" else float("=" not in c) for c, kind in zip(completions, task, strict=True)
     ]

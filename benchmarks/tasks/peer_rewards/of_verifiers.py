@@ -1,4 +1,4 @@
-"""A reward file as a user of verifiers 0.1 to 0.3 writes it, for a `Rubric`."""
+"""A reward file as users of verifiers 0.1 to 0.3 write it, for a `Rubric`."""
 
 
 def exact(completion, answer, **kwargs) -> float:

@@ -1,4 +1,4 @@
-"""A reward file as verl's custom_reward_function.path names it."""
+"""A reward file for verl's custom_reward_function.path."""
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -1,4 +1,4 @@
-"""A reward file as a user of Weft writes it."""
+"""A reward file as users of Weft write it."""
 
 
 def exact(response: str, answer: str) -> float:

@@ -1,4 +1,4 @@
-"""Graders compare with answers that are numbers, booleans or lists in the data."""
+"""Graders accept answers that are numbers, booleans or lists in the data."""
 
 import inspect
 from typing import Any
@@ -15,7 +15,7 @@ GRADERS: tuple[Any, ...] = (Gsm8k(), Math(), Exact(), F1(), RegularExpression(pa
 
 @pytest.mark.parametrize("answer", [5, -3, 0.5, 10**30])
 @pytest.mark.parametrize("grader", GRADERS, ids=lambda grader: type(grader).__name__)
-def test_a_number_is_compared_as_it_is_written(grader: Any, answer: float) -> None:
+def test_a_number_is_compared_in_its_written_form(grader: Any, answer: float) -> None:
     assert grader(str(answer), answer) == 1.0 and grader("#### 7", answer) == 0.0
 
 

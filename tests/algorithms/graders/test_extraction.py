@@ -1,4 +1,4 @@
-"""Where the final answer of a response stands."""
+"""Finding the final answer in a response."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_the_last_box_and_those_in_one_list_with_it(text: str, found: tuple[str,
         ("I have no idea", None),
     ],
 )
-def test_what_is_said_to_be_the_answer(text: str, found: str | None):
+def test_announced_final_answers_are_found(text: str, found: str | None):
     assert after_phrase(text) == found
 
 

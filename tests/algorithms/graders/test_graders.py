@@ -1,4 +1,4 @@
-"""The graders that need no other process: answers as models write them."""
+"""Graders without a separate process: answers as models write them."""
 
 import pytest
 
@@ -193,7 +193,7 @@ def test_json_of_a_schema():
         JsonSchema(json_schema={"type": "nothing"})
 
 
-def test_tags_stand_in_their_order_once_and_are_not_empty():
+def test_tags_appear_once_in_order_and_are_not_empty():
     both = TagFormat(tags=("think", "answer"), rest=False)
     assert (
         both("<think>a</think>\n<answer>b</answer>\n") == 1

@@ -1,4 +1,5 @@
-"""Math: a few answers of each kind, and what becomes of a comparison that does not end. The labelled set is a benchmark's."""
+"""Math: some answers of each kind, and comparisons that do not end. A benchmark has the labelled
+set."""
 
 import itertools
 import os
@@ -17,7 +18,7 @@ from weft.dataflow.errors import SampleError
 
 PATIENT = Math(deadline_s=60)
 SLOW = r"\boxed{\sum_{k=1}^{10^{12}} \frac{1}{k^{3/2}}}"
-"""A sum that sympy adds up term by term."""
+"""A sum that sympy computes term by term."""
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_formulas(answer: str, right: list[str], wrong: list[str]):
         assert PATIENT(response, answer) == 0, response
 
 
-def test_a_comparison_that_does_not_end_is_no_verdict_and_the_next_one_is_made_by_another_process():
+def test_an_endless_comparison_gives_no_verdict_and_a_new_process_takes_over():
     assert PATIENT(r"\boxed{1}", "1") == 1
     before = PROCESS.pid
     began = time.monotonic()
@@ -134,7 +135,7 @@ def test_a_process_that_dies_is_no_verdict():
         PATIENT("1", "1")
 
 
-def test_what_cannot_be_compared_is_no_verdict():
+def test_answers_that_cannot_be_compared_get_no_verdict():
     with pytest.raises(SampleError, match="both answers are too large"):
         PATIENT(r"\boxed{9^{9^{9^9}}}", "8^{8^{8^8}}")
     with pytest.raises(
@@ -184,7 +185,7 @@ def test_a_grader_is_a_value_that_imports_nothing_heavy(tmp_path: Path):
         ("0", "0.0000001", 0),
     ],
 )
-def test_ways_in_which_models_write_an_answer(given: str, answer: str, right: int):
+def test_answers_in_many_notations_are_recognized(given: str, answer: str, right: int):
     assert PATIENT(rf"\boxed{{{given}}}", answer) == right
 
 

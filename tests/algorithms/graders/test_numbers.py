@@ -1,4 +1,4 @@
-"""Numbers, units and ways of writing, by hand."""
+"""Numbers, units and notations, by hand."""
 
 from fractions import Fraction
 
@@ -37,7 +37,7 @@ from weft.algorithms.graders.numbers import is_words, key, plain, quantity_of, w
         (r"1.5~\text{million dollars}", 1500000),
     ],
 )
-def test_what_is_a_number(text: str, value: int | Fraction):
+def test_numbers_are_recognized(text: str, value: int | Fraction):
     quantity = quantity_of(text)
     assert quantity is not None and quantity.value == value
 
@@ -63,7 +63,7 @@ def test_what_is_a_number(text: str, value: int | Fraction):
         "3 or 4",
     ],
 )
-def test_what_is_none(text: str):
+def test_other_texts_are_not_numbers(text: str):
     assert quantity_of(text) is None
 
 

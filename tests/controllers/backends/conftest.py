@@ -1,4 +1,4 @@
-"""A cluster of several nodes for all tests here that need one: its scenes are played once, by one program."""
+"""A cluster of several nodes, shared by all tests here: one program plays all scenes once."""
 
 import json
 import os
@@ -13,20 +13,19 @@ import pytest
 
 PROGRAM = Path(__file__).with_name("several_nodes.py")
 SCENES = ("folders", "pools", "nodes")
-"""Those of `test_folders.py` and so on."""
+"""The scenes of `test_folders.py` and so on."""
 
 
 @dataclass
 class Scenes:
-    """What was played."""
+    """Results of the scenes."""
 
     root: Path
-    """A folder, with a folder for each name."""
+    """A folder with one subfolder per scene."""
     said: str
     found: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Mapping[str, Any]:
-        """What the scenes of this name found."""
         played = self.found.get(name, {"error": self.said})
         assert "error" not in played, f"the scenes {name!r} failed: {played['error']}"
         return played["result"]
@@ -34,7 +33,7 @@ class Scenes:
 
 @pytest.fixture(scope="session")
 def scenes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scenes:
-    """The scenes of the test modules that were asked for."""
+    """Play the scenes of the collected test modules."""
     root = tmp_path_factory.mktemp("several_nodes")
     asked = {item.path.stem.removeprefix("test_") for item in request.session.items}
     environment = {
@@ -49,5 +48,6 @@ def scenes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         except subprocess.TimeoutExpired:
             said.write("\nit did not end in 600 s")
     lines = (root / "said").read_text().splitlines()
-    found = [json.loads(line) for line in lines if line.startswith('{"scenes"')]  # Ray has its say, too
+    # Ray prints other lines
+    found = [json.loads(line) for line in lines if line.startswith('{"scenes"')]
     return Scenes(root, "\n".join(lines)[-4000:], {played["scenes"]: played for played in found})

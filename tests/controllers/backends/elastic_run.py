@@ -1,6 +1,6 @@
-"""An elastic reward on a Ray cluster to which nodes are added, and from which one is taken. Prints one line of JSON.
+"""An elastic reward on a Ray cluster that gains and loses nodes. Prints one line of JSON.
 
-Run by `test_elastic_nodes.py` as a program: a process can be connected to one cluster only.
+`test_elastic_nodes.py` runs this as a program, because a process can connect to one cluster only.
 """
 
 import json
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
-os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # a cluster by hand makes none, unlike ray.init
+# unlike ray.init, a cluster started by hand creates none
+os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 import ray
 from ray.cluster_utils import Cluster
@@ -37,7 +38,7 @@ from weft.workers.worker import remote
 
 class SpotConfig(ToyConfig):
     folder: Path
-    """Where it is noted that a node is to be taken, and that rows are scored on it."""
+    """Folder for files that announce the removal of a node, and that a rank scores on it."""
 
 
 class SpotReward(ToyReward):
@@ -61,19 +62,21 @@ def read(path: Path) -> str:
 
 
 class Nodes:
-    """Adds and takes nodes as the reward gets the ranks for which it waits; a step is over when this is called.
+    """Adds and removes nodes when the reward reaches the expected number of ranks.
+
+    Instances are called after each step.
 
     Args:
-        cluster: whose first node has room for one rank.
-        reward: the handle of the reward.
-        folder: that it was given.
+        cluster: cluster whose first node has room for one rank.
+        reward: handle of the reward.
+        folder: the `folder` of the reward's settings.
     """
 
     def __init__(self, cluster: Cluster, reward: Any, folder: Path) -> None:
         self._cluster, self._reward, self._folder = cluster, reward, folder
         self.driver: Any = None
         self.looks: list[list[tuple[int, list[str], str]]] = []
-        """Where the ranks stand each time when their number is the one that is waited for."""
+        """Places of the ranks, each time the expected number is reached."""
 
     def __call__(self, metrics: Mapping[str, float]) -> bool:
         time.sleep(0.1)
@@ -92,7 +95,7 @@ class Nodes:
         return len(self.looks) == 4
 
     def _take(self) -> None:
-        """Take the node that was added, while rows are scored there."""
+        """Remove the added node while it scores rows."""
         while not (self._folder / "scoring").exists():
             time.sleep(0.01)
         self._cluster.remove_node(self._added, allow_graceful=False)

@@ -1,7 +1,8 @@
-"""Scenes of `test_folders.py`: two Ray nodes of which the second sees neither the user's modules nor the folder of the model.
+"""Scenes of `test_folders.py`: the second of two Ray nodes sees neither the user's modules nor the
+model.
 
-The model, and the cache of the hub, are below the home of the user, which is another on the second node, and the modules are below the
-folder that a process works in.
+The model and the hub's cache are below the user's home, which differs on the second node. The
+modules are below the working directory of the process.
 """
 
 import os
@@ -29,11 +30,11 @@ from weft.workers.worker import Worker, remote
 MODEL = "~/models/tiny"
 HUB_ID = "somebody/tiny"
 PROJECT = "/proc/self/cwd/project"
-"""In this process the folder of the user's modules, in a rank nothing."""
+"""The folder of the user's modules in this process; it does not exist in a rank."""
 
 
 def paths_of(worker: Worker) -> dict[str, str]:
-    """What a rank finds where."""
+    """Return the paths that a rank uses."""
     named = {
         name: str(value) for name, value in dict(worker.config).items() if name in ("model", "tokenizer")
     }
@@ -59,7 +60,7 @@ def scored(source: Any, *, rollout: Any, reward: Any, judge: Any, actor: Any) ->
 
 
 def play(root: Path, nodes: Nodes) -> dict[str, Any]:
-    """The head, and a node."""
+    """Play on the head and one more node."""
     project, home = root / "project", Path.home()
     project.mkdir()
     (project / "my_rewards.py").write_text(
@@ -83,7 +84,7 @@ def play(root: Path, nodes: Nodes) -> dict[str, Any]:
 
 
 def without(root: Path, nodes: Nodes) -> str:
-    """Why a reward does not start on a node that does not see its module."""
+    """Return the error of a reward on a node that does not see its module."""
     from my_rewards import length  # pyright: ignore[reportMissingImports]
 
     made = {"reward": group(Reward, function=length, tokenizer=MODEL), "actor": group(ToyActor)}
@@ -103,7 +104,7 @@ def without(root: Path, nodes: Nodes) -> str:
 
 
 def sent(root: Path, nodes: Nodes) -> dict[str, Any]:
-    """A run whose rollout and rewards are on the second node."""
+    """Run with rollout and rewards on the second node."""
     from my_rewards import length  # pyright: ignore[reportMissingImports]
 
     seen = str(Path.home() / "models" / "tiny")

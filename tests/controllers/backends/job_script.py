@@ -1,6 +1,7 @@
-"""GRPO with a tiny model, as a user's script: in this process, on a local Ray, or as a job of a cluster. Prints the weights' digest.
+"""GRPO with a tiny model, as a user's script for `test_job_server.py`. Prints a digest of the
+weights.
 
-Run by `test_job_server.py`.
+It runs in this process, on a local Ray, or as a job of a cluster.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ from weft.workers.worker import remote
 class Actor(ActorWorker):
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def digest(self) -> str:
-        """Of all bytes of all weights."""
+        """Hash the bytes of all weights."""
         found = hashlib.sha256()
         for name, tensor in sorted(self.engine.named_tensors()):
             found.update(name.encode())
@@ -39,15 +40,14 @@ def length(response: str) -> float:
 
 class Settings(weft.Config):
     model: Path
-    """Folder of the model."""
     until: int
-    """The step at which the run ends."""
+    """The last step of the run."""
     in_process: bool = False
-    """Without Ray."""
+    """Run without Ray."""
 
 
 def main(settings: Settings) -> None:
-    """Train."""
+    """Train with GRPO."""
     model = settings.model
     rollout: Any = weft.group(RolloutWorker, model=str(model), engine="transformers")
     reward: Any = weft.group(RewardWorker, function=length, tokenizer=str(model))

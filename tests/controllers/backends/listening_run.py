@@ -1,4 +1,5 @@
-"""A default run on Ray for `test_sockets.py`: says when it is up, then trains until it is told to end (or interrupted)."""
+"""A default run on Ray for `test_sockets.py`. It prints a line when it is up, and trains until it is told to
+end."""
 
 import select
 import signal
@@ -17,7 +18,7 @@ class Settings(weft.Config):
 
 
 def main(settings: Settings) -> None:
-    """A run with two ranks of one group. It waits for a line on standard input, and ends if that says so."""
+    """Run one group with two ranks. After each line on standard input, continue or end."""
     rollout, reward, actor = (
         weft.group(ToyRollout),
         weft.group(ToyReward),
@@ -30,7 +31,7 @@ def main(settings: Settings) -> None:
         if not told:
             print("up", flush=True)
             while not select.select([sys.stdin], [], [], 0.1)[0]:
-                pass  # a signal that came just before a read that blocks would wait for it
+                pass  # a signal just before a blocking read would be delayed by it
             told.append(sys.stdin.readline())
         return told == ["end\n"]
 
@@ -51,5 +52,5 @@ def main(settings: Settings) -> None:
 if __name__ == "__main__":
     signal.signal(
         signal.SIGINT, signal.default_int_handler
-    )  # a shell has what it starts in the background ignore it
+    )  # a shell makes background processes ignore it
     raise SystemExit(weft.launch(main))

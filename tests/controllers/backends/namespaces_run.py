@@ -1,7 +1,8 @@
-"""GRPO on a Ray cluster of two nodes that share no process, no network, no memory and no writable folder. Prints one line of JSON.
+"""GRPO on two Ray nodes that share no process, network, memory or writable folder. Prints one line
+of JSON.
 
-Run by `test_namespaces.py` on the first node, beside the head of the cluster. The model, the user's module and the run's directory lie in
-`/tmp` of this node, which no other node sees.
+`test_namespaces.py` runs this on the first node, next to the head of the cluster. The model, the
+user's module and the run's directory are in `/tmp` of this node, which no other node sees.
 """
 
 import json
@@ -37,7 +38,7 @@ STEPS = 3
 
 
 def seen_by(worker: Worker) -> dict[str, Any]:
-    """What a rank knows of where it stands."""
+    """Return what a rank knows about its place."""
     return {
         "host": os.uname().nodename,
         "model": str(getattr(worker.config, "model", "")),

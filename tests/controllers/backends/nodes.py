@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster on this machine."""
+"""Nodes of a Ray cluster on this machine."""
 
 import os
 from pathlib import Path
@@ -8,16 +8,15 @@ import forked_workers
 from ray.cluster_utils import Cluster
 
 CPUS, GPUS = 8, 3
-"""Of each node but the head; the GPUs are pretended."""
+"""Per node except the head. The GPUs are not real."""
 SETTINGS = {"worker_path": forked_workers.__file__, "include_log_monitor": False}
-"""Of every node."""
 
 
 class Nodes:
-    """The head, which has two CPUs, and nodes that are added with `CPUS` and `GPUS` each.
+    """The head with two CPUs, and added nodes with `CPUS` and `GPUS` each.
 
     Args:
-        root: folder with the folder in which processes of added nodes work ("elsewhere"); they get their home there, too.
+        root: folder with "elsewhere", the working directory and home of processes on added nodes.
     """
 
     def __init__(self, root: Path) -> None:
@@ -44,15 +43,15 @@ class Nodes:
             os.chdir(folder)
 
     def grow_to(self, number: int) -> None:
-        """Add nodes until there are so many beside the head."""
+        """Add nodes until there are this many besides the head."""
         while len(self.added) < number:
             self.add()
 
     def lose(self, id: str) -> None:
-        """End a node as a machine ends that is taken away.
+        """Kill a node abruptly, as when its machine is taken away.
 
         Args:
-            id: Ray's.
+            id: Ray's id of the node.
         """
         self.cluster.remove_node(next(n for n in self.added if n.node_id == id), allow_graceful=False)
 

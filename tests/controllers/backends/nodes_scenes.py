@@ -1,4 +1,4 @@
-"""Scenes of `test_nodes.py`: runs on a Ray cluster of three nodes, each with files of its own."""
+"""Scenes of `test_nodes.py`: runs on a Ray cluster of three nodes with separate files."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ from weft.workers.worker import remote
 
 
 def play(root: Path, nodes: Nodes) -> dict[str, object]:
-    """Two nodes beside the head; another one comes, and one is lost."""
+    """Start with two nodes besides the head. A third joins, and one is lost."""
     nodes.grow_to(2)
     address = nodes.address
     return {
@@ -41,7 +41,7 @@ def play(root: Path, nodes: Nodes) -> dict[str, object]:
 
 
 def pools(ranks: int) -> dict[str, Place]:
-    """Two pools that fit on no node together."""
+    """Two pools that do not fit on one node together."""
     return {
         "rollout": Place(ResourcePool("generation", cpus=5), ranks=ranks),
         "reward": Place(ResourcePool("scoring", cpus=5), ranks=ranks),
@@ -54,10 +54,11 @@ def run(root: Path, address: str) -> dict[str, object]:
     graph = toy_reinforce(prompts(8), **made)
     schedule = Synchronous(steps=2, prompts_per_step=4)
     killed: list[int] = []
-    others = {*segment_servers()}  # of other runs, which may still be ending
+    others = {*segment_servers()}  # servers of other runs, which may still be shutting down
 
     def kill_servers(metrics: Mapping[str, float]) -> bool:
-        """Once, between two steps: those who read the rows of other nodes wait until there are others."""
+        """Kill the segment servers once, between two steps; readers on other nodes wait for new
+        ones."""
         if metrics["step"] == 1:
             killed.extend({*segment_servers()} - others)
             for process in killed:
@@ -100,7 +101,7 @@ def run(root: Path, address: str) -> dict[str, object]:
 
 
 def watched(backend: RayBackend, processes: int) -> dict[str, list[str]]:
-    """Node -> the processes whose memory is known, once so many are."""
+    """Wait until the memory of this many processes is known; return the processes by node."""
     deadline = time.monotonic() + 60
     while True:
         backend.wait(0.1)
@@ -110,13 +111,12 @@ def watched(backend: RayBackend, processes: int) -> dict[str, list[str]]:
 
 
 def segment_servers() -> list[int]:
-    """Processes of the servers of segments."""
     commands = {int(p.parent.name): p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline")}
     return [process for process, command in commands.items() if command.startswith(b"ray::SegmentHost")]
 
 
 class Apart(RayBackend):
-    """Its ranks do not see that the directory of the run is the driver's."""
+    """Ranks that do not see the driver's run directory."""
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
         (setup.run_dir / "buffer" / "scratch.json").unlink()
@@ -124,7 +124,7 @@ class Apart(RayBackend):
 
 
 class Talking(ToyReward):
-    """Says something, and dies."""
+    """Prints a line and dies."""
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "answer"), writes=("reward",))
     def score(self, samples: Batch) -> tuple[Batch, Metrics]:
@@ -134,7 +134,7 @@ class Talking(ToyReward):
 
 
 def apart(root: Path, address: str) -> dict[str, object]:
-    """A rank dies on a machine that does not see the run's directory."""
+    """Kill a rank on a machine that does not see the run's directory."""
     graph = toy_reinforce(
         prompts(8), rollout=group(ToyRollout), reward=group(Talking), actor=group(ToyActor)
     )
@@ -166,7 +166,8 @@ def apart(root: Path, address: str) -> dict[str, object]:
 
 
 def hidden(root: Path, address: str) -> str:
-    """A group with checkpoints to write is on a machine that does not see the run's directory."""
+    """Return the error when a group with checkpoints runs where the run's directory is not
+    visible."""
     rollout, actor = group(ToyRollout), group(SavingActor)
     rollout.follows(actor)
     pool = ResourcePool("apart", cpus=5)
@@ -198,7 +199,6 @@ class Standing(ToyReward):
 
 
 def lost(root: Path, nodes: Nodes) -> dict[str, object]:
-    """A node is gone in the middle of a run."""
     nodes.grow_to(3)
     rollout, reward, actor = group(SlowRollout), group(Standing), group(SavingActor)
     rollout.follows(actor)
@@ -209,7 +209,7 @@ def lost(root: Path, nodes: Nodes) -> dict[str, object]:
         if metrics["step"] == 3 and len(nodes.added) == 3:
             (stands_on,) = driver.call(reward, "node")
             nodes.lose(stands_on)
-            time.sleep(3)  # its processes end when they find it gone
+            time.sleep(3)  # its processes end when they notice the loss
         return False
 
     driver = Driver(

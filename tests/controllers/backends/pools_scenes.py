@@ -1,4 +1,4 @@
-"""Scenes of `test_pools.py`: pools over several Ray nodes, with GPUs that are pretended."""
+"""Scenes of `test_pools.py`: pools over several Ray nodes, with GPUs that are not real."""
 
 import os
 import time
@@ -24,7 +24,7 @@ from weft.workers.worker import Worker, remote
 
 
 def seen_by(worker: Worker) -> dict[str, Any]:
-    """What a rank knows of where it stands."""
+    """Return what a rank knows about its place."""
     at = worker.context
     return {
         "rank": [at.rank, at.world_size, at.local_rank, at.node_rank, at.nodes],
@@ -36,7 +36,7 @@ def seen_by(worker: Worker) -> dict[str, Any]:
 
 
 class Noting:
-    """Notes when a worker is made and offloaded, in a file that all share."""
+    """Notes in a shared file when a worker is created and offloaded."""
 
     context: Any
 
@@ -88,7 +88,7 @@ class LookingReward(Noting, ToyReward):
 
 
 def play(root: Path, nodes: Nodes) -> dict[str, Any]:
-    """Begins with one node beside the head, and ends with two."""
+    """Start with one node besides the head, and end with two."""
     return {
         **grows(root, nodes),
         "shared": shared(root, nodes.address),
@@ -99,7 +99,10 @@ def play(root: Path, nodes: Nodes) -> dict[str, Any]:
 def drive(
     root: Path, name: str, placement: dict[str, Place], backend: RayBackend, *, follows: bool = True
 ) -> dict[str, Any]:
-    """A run of two steps; what each rank saw, and in which order workers were made. There is a reward if it is placed."""
+    """Run two steps; return the view of each rank and the order of worker creation.
+
+    There is a reward if it is placed.
+    """
     made: dict[str, Any] = {"rollout": group(LookingRollout), "actor": group(LookingActor)}
     if "reward" in placement:
         made["reward"] = group(LookingReward)
@@ -124,14 +127,15 @@ def drive(
 
 
 def shared(root: Path, address: str) -> dict[str, Any]:
-    """Two groups on one pool with GPUs, and a third on a GPU of its own beside them."""
+    """Place two groups on one GPU pool, and a third on a separate GPU of the same node."""
     pool, beside = ResourcePool("both", gpus=2), ResourcePool("score", gpus=1, beside="both")
     placement = {"actor": Place(pool, 2), "rollout": Place(pool, 2), "reward": Place(beside)}
     return drive(root, "shared", placement, RayBackend(address))
 
 
 def trained(root: Path, address: str) -> dict[str, Any]:
-    """Two FSDP2 ranks on two nodes, and a reference on another pool, which believes that it is on another machine."""
+    """Train two FSDP2 ranks on two nodes, with a reference that believes it is on a third
+    machine."""
     pools = [ResourcePool("train", nodes=2, cpus_per_node=1), ResourcePool("compare", cpus=1)]
     placement = {"actor": Place(pools[0], 2), "reference": Place(pools[1])}
     return updated(root, "trained", make_model(root / "model"), placement, RayBackend(address))
@@ -146,7 +150,7 @@ def error_of(root: Path, name: str, placement: dict[str, Place], backend: RayBac
 
 
 class GrowingRay(RayBackend):
-    """A cluster to which a node is added when the user is told what is missing."""
+    """A backend that adds a node when it tells the user what is missing."""
 
     def __init__(self, nodes: Nodes) -> None:
         super().__init__(nodes.address, wait_s=60.0)
@@ -162,8 +166,10 @@ class GrowingRay(RayBackend):
 
 
 def grows(root: Path, nodes: Nodes) -> dict[str, Any]:
-    """A pool that is larger than the cluster, to which a node is added while it is waited for: two GPUs of each node, a rank on each, and
-    a CPU pool over both."""
+    """Wait for a pool larger than the cluster while a node joins.
+
+    The pool has two GPUs and two ranks per node; a CPU pool spans both nodes.
+    """
     four = {"actor": Place(ResourcePool("train", gpus=4), 4)}
     too_large = error_of(root, "too_large", four, RayBackend(nodes.address))
     train = {"actor": Place(ResourcePool("train", nodes=2, gpus_per_node=2), 4)}

@@ -1,12 +1,13 @@
-"""A Ray cluster of several nodes on this machine, and the scenes that are played on it. Prints a line of JSON for each.
+"""A Ray cluster of several nodes on this machine, and scenes that run on it. Prints one JSON line
+per scene.
 
-Run by the fixture `scenes` as a program: a process can be connected to one cluster only. The nodes differ in what their paths lead to:
-those that are added have a home, and a folder that processes work in, of their own, and so see neither the user's modules nor what lies in
-his home.
+The fixture `scenes` runs this as a program, because a process can connect to one cluster only.
+Added nodes have a different home and working directory, so they see neither the user's modules nor
+the files in the user's home.
 
-    folders   the head, and a node
-    pools     another node comes while a pool waits for it
-    nodes     a third comes, and one is lost
+    folders   the head and one node
+    pools     a second node joins while a pool waits for it
+    nodes     a third node joins, and one is lost
 """
 
 import json
@@ -23,8 +24,9 @@ os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token
 os.environ |= {
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
-}  # those would serve nobody
-os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # a cluster by hand makes none, unlike ray.init
+}  # those settings belong to other clusters
+# unlike ray.init, a cluster started by hand creates none
+os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 import folders_scenes
 import nodes_scenes
@@ -44,7 +46,7 @@ for module in (
     folders_scenes,
     pools_scenes,
     nodes_scenes,
-):  # ranks need not import what the scenes are played with
+):  # ranks need not import the modules of the scenes
     cloudpickle.register_pickle_by_value(module)  # pyright: ignore[reportPrivateImportUsage]
 
 

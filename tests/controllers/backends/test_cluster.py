@@ -1,4 +1,4 @@
-"""A cluster that is not there, or not ours: one clear line, soon."""
+"""A missing or foreign cluster leads to one clear line, soon."""
 
 import socket
 import time
@@ -11,7 +11,7 @@ from weft.controllers.placement import Place, ResourcePool
 from weft.dataflow.errors import UserError
 
 
-def test_an_address_in_another_form_is_refused_by_the_name_of_where_it_stands(
+def test_a_malformed_address_is_refused_with_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setenv("RAY_ADDRESS", "http://ray-head:8265")
@@ -38,7 +38,7 @@ def test_a_local_cluster_is_asked_for_in_rays_own_word(monkeypatch: pytest.Monke
     assert RayBackend().address is None and RayBackend("auto").address == "auto"
 
 
-def test_a_cluster_that_is_gone_is_named_before_ray_is_imported():
+def test_a_missing_cluster_is_named_before_ray_is_imported():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(UserError) as caught:
@@ -52,7 +52,7 @@ def test_a_cluster_that_is_gone_is_named_before_ray_is_imported():
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_somebody_who_listens_but_is_no_cluster_is_not_waited_for():
+def test_a_listener_that_is_not_a_cluster_is_not_waited_for():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         started = time.monotonic()
@@ -63,7 +63,7 @@ def test_somebody_who_listens_but_is_no_cluster_is_not_waited_for():
 
 @pytest.mark.thorough
 @pytest.mark.ray
-def test_a_cluster_names_the_token_that_it_misses_and_what_no_node_of_it_has(
+def test_a_missing_token_and_resources_that_no_node_has_are_named(
     ray_address: str, monkeypatch: pytest.MonkeyPatch
 ):
     too_large = {"actor": Place(ResourcePool("pool", cpus=17))}

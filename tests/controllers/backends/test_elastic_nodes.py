@@ -1,4 +1,4 @@
-"""An elastic group on Ray: its ranks join when a node comes, and leave when one is killed."""
+"""An elastic group on Ray: ranks join when a node joins, and leave when a node is killed."""
 
 import json
 import subprocess

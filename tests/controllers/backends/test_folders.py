@@ -1,4 +1,5 @@
-"""What lies on the driver's node only (models, tokenizers, the user's modules) reaches the others; what all see stays where it is."""
+"""Files on the driver's node (models, tokenizers, modules) reach other nodes; shared files stay in
+place."""
 
 import json
 import os
@@ -14,7 +15,7 @@ from weft.dataflow.errors import UserError
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_a_node_that_sees_neither_model_nor_modules_gets_both(scenes: Any):
+def test_a_node_without_model_and_modules_gets_both(scenes: Any):
     result = scenes["folders"]
     assert result["without"].startswith(
         "worker reward[0]: its node cannot import 'my_rewards', which the driver has from "
@@ -45,7 +46,7 @@ def test_a_node_that_sees_neither_model_nor_modules_gets_both(scenes: Any):
     assert {look["tokenizer"] for look in looks["judge"]} == {seen}, "both nodes see this path"
 
 
-def test_what_is_to_be_sent_is_checked_before_anything_starts(
+def test_folders_to_send_are_checked_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -63,8 +64,8 @@ def test_what_is_to_be_sent_is_checked_before_anything_starts(
 
 
 @pytest.mark.ray
-@pytest.mark.usefixtures("ray_address")  # Ray reads a setting of that cluster when it is imported
-def test_a_folder_that_is_too_large_to_send_is_refused_with_what_is_largest_in_it(tmp_path: Path):
+@pytest.mark.usefixtures("ray_address")  # Ray reads a setting of that cluster on import
+def test_a_folder_too_large_to_send_is_refused_with_its_largest_files(tmp_path: Path):
     for name in ("data/x.bin", "runs/y.bin", ".venv/z.bin", "small.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -81,7 +82,7 @@ def test_a_folder_that_is_too_large_to_send_is_refused_with_what_is_largest_in_i
     UserCode.of(tmp_path, (), ()).check()
 
 
-def test_what_a_submitted_job_has_sent_is_not_sent_again(tmp_path: Path):
+def test_files_of_a_submitted_job_are_sent_once(tmp_path: Path):
     code = UserCode.of(tmp_path, (tmp_path,), ["data/"])
     assert code.runtime_env({}) == {
         "working_dir": str(tmp_path),

@@ -1,4 +1,7 @@
-"""Jobs on a real Ray head with a token: what is sent, where runs lie, how they stop and go on; results are those of one process."""
+"""Jobs on a real Ray head with a token: uploads, run directories, stop and resume.
+
+Results equal a run in one process.
+"""
 
 import json
 import os
@@ -25,17 +28,17 @@ HERE = Path(__file__).parent
 
 @dataclass
 class Head:
-    """The head of a cluster, with a job server, and a user's machine beside it."""
+    """The head of a cluster with a job server, and a user's machine."""
 
     address: str
     environment: Mapping[str, str]
     home: Path
-    """Of the user who started Ray."""
+    """Home of the user who started Ray."""
     project: Path
     model: Path
 
     def weft(self, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        """Run the command line as the user does, in the project."""
+        """Run the command line in the project, as the user does."""
         done = subprocess.run(
             [sys.executable, "-m", "weft", *words],
             cwd=self.project,
@@ -109,8 +112,10 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
 def started(
     log: Path, temporary: Path, environment: Mapping[str, str]
 ) -> tuple[str, subprocess.Popen[bytes]]:
-    """The address of a head's job server, and its process. Ray gives a node 30 s to start, which a busy machine may exceed: it is then
-    tried again."""
+    """Start a head, and return the address of its job server and its process.
+
+    Ray gives a node 30 s to start. A busy machine may need longer, so this tries three times.
+    """
     for _ in range(3):
         dashboard, agent, client = free_ports(3)
         command = f"start --head --block --disable-usage-stats --port=0 --node-ip-address=127.0.0.1 --num-cpus=4 --temp-dir={temporary} "
@@ -176,7 +181,7 @@ def test_a_job_that_is_stopped_is_resumed(head: Head):
     assert head.runs("long") == [run], "it went on in the same directory"
 
 
-def test_a_job_that_fails_says_so(head: Head):
+def test_a_failed_job_is_reported(head: Head):
     failed = head.submit("--json", "--name", "fails", script=["--until", "no"], code=1)
     answer = json.loads(failed.stdout)
     assert answer["status"] == "FAILED" and "exit code" in answer["message"]

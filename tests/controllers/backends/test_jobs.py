@@ -1,11 +1,14 @@
-"""Jobs are checked before a cluster is asked."""
+"""Jobs are checked before a cluster is contacted."""
 
+from collections.abc import AsyncIterator
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from weft.controllers.backends import jobs as backend_jobs
 from weft.controllers.backends.jobs import JobRequest, Jobs, server_address
 from weft.dataflow.errors import UserError
 
@@ -63,7 +66,7 @@ def test_the_words_of_a_script_reach_it_as_they_are(project: Path):
     assert other.entrypoint == "python3.11 train.py"
 
 
-def test_a_job_knows_where_its_runs_lie_and_that_it_goes_on(project: Path):
+def test_a_job_knows_its_run_folder_and_that_it_resumes(project: Path):
     request = JobRequest(
         script=Path("train.py"), working_dir=project, name="a", root="/shared/", resume=True
     )
@@ -94,3 +97,41 @@ def test_an_address_that_is_none_of_a_job_server_is_refused_with_the_nearest(
     assert server_address(None) == "https://head"
     with pytest.raises(UserError, match=r"no job server answers at http://127.0.0.1:1 .*ray\[default\]"):
         Jobs("http://127.0.0.1:1")
+
+
+class Server:
+    """A job server whose connections break off after each piece of the log but the last."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces, self.connections = pieces, 0
+
+    async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+        self.connections += 1
+        for piece in self.pieces[: self.connections]:
+            yield piece
+        if self.connections < len(self.pieces):
+            raise RuntimeError("the connection broke")
+
+    def list_jobs(self) -> list[Any]:
+        status = JobStatus.SUCCEEDED if self.connections >= len(self.pieces) else JobStatus.RUNNING
+        return [
+            SimpleNamespace(
+                submission_id="a",
+                status=status,
+                metadata={},
+                runtime_env={},
+                message="",
+                start_time=0,
+                entrypoint="",
+            )
+        ]
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_address")  # which has to be there before Ray is imported
+def test_a_log_whose_connection_breaks_off_is_passed_on_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(backend_jobs, "POLL_S", 0.0)
+    jobs, said = object.__new__(Jobs), list[str]()
+    jobs.address, jobs._client = "http://head:8265", Server(["one\n", "two\n", "three\n"])
+    assert jobs.follow("a", said.append).status == "SUCCEEDED"
+    assert said == ["one\n", "two\n", "three\n"] and jobs._client.connections == 3

@@ -1,4 +1,4 @@
-"""Memory is what the kernel says, by the limit that is nearest."""
+"""Memory is read from the kernel, and judged by the tightest limit."""
 
 import mmap
 from pathlib import Path
@@ -12,9 +12,9 @@ def write(file: Path, text: str) -> None:
     file.write_text(text)
 
 
-def test_own_memory_and_shared_memory_of_this_process_are_told_apart():
+def test_private_and_shared_memory_of_this_process_are_distinguished():
     before = memory_of("self")
-    # Mapped, since the C library may have as much that was freed.
+    # Use mmap: the C library may serve other allocations from memory that was freed.
     with mmap.mmap(-1, 32 << 20) as shared, mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE) as own:
         own[:] = bytes(64 << 20)
         shared[:] = bytes(32 << 20)
@@ -24,7 +24,7 @@ def test_own_memory_and_shared_memory_of_this_process_are_told_apart():
     assert 30 << 20 < after.shared_bytes - before.shared_bytes < 40 << 20
 
 
-def test_what_rays_object_store_holds_is_the_shared_memory_of_its_process(tmp_path: Path):
+def test_the_object_store_is_the_shared_memory_of_rays_process(tmp_path: Path):
     status = "Name: x\nRssAnon:\t 100 kB\nRssFile:\t 10 kB\nRssShmem:\t 2048 kB\n"
     for number, name in (("7", "raylet"), ("8", "python")):
         write(tmp_path / f"proc/{number}/comm", f"{name}\n")
@@ -32,7 +32,7 @@ def test_what_rays_object_store_holds_is_the_shared_memory_of_its_process(tmp_pa
     assert object_store(tmp_path) == 2 << 20
 
 
-def test_a_kernel_that_says_nothing_gives_nothing(tmp_path: Path):
+def test_missing_kernel_files_give_no_limit(tmp_path: Path):
     assert memory_of(1, tmp_path) is None and object_store(tmp_path) == 0
 
 

@@ -1,4 +1,5 @@
-"""Complete Ray nodes in process, mount and network namespaces of their own, as containers are: GRPO over two of them."""
+"""GRPO over two complete Ray nodes in separate process, mount and network namespaces, like
+containers."""
 
 import json
 import os
@@ -17,18 +18,18 @@ import pytest
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 SHARED = "mount -t tmpfs none /tmp && mount -t tmpfs none /dev/shm && mkdir -m 1777 /tmp/home && hostname {name} && exec {command}"
-"""What a container begins with: files in memory of its own where processes write, and its name."""
+"""Setup of a container: in-memory files where processes write, and a host name."""
 PORT = 6379
 
 
 class Container:
-    """A command in namespaces of its own.
+    """A command in separate namespaces.
 
     Args:
-        network: the name of its network namespace.
-        command: for a shell.
-        environment: of the command.
-        output: where it writes.
+        network: name of the network namespace.
+        command: shell command.
+        environment: environment of the command.
+        output: file for its output.
     """
 
     def __init__(self, network: str, command: str, environment: dict[str, str], output: IO[str]) -> None:
@@ -54,14 +55,14 @@ class Container:
         )
 
     def close(self) -> None:
-        """End it; the kernel ends all of its processes with the first of them."""
+        """Kill the first process; the kernel then kills all others of the namespace."""
         self.process.kill()
         self.process.wait(30)
 
 
 @pytest.fixture
 def networks() -> Iterator[list[tuple[str, str]]]:
-    """Two network namespaces with a wire between them: the name and address of each."""
+    """Create two connected network namespaces, and yield the name and address of each."""
     if os.geteuid() or shutil.which("ip") is None or shutil.which("unshare") is None:
         pytest.skip("namespaces take root, `ip` and `unshare`")
     tag = f"{os.getpid() % 100_000:05d}"
@@ -125,7 +126,7 @@ def test_grpo_trains_over_two_nodes_that_share_nothing(networks: list[tuple[str,
     )
     drive = f"sh -c '{first} && {sys.executable} {program} {head}:{PORT}'"
     second = f"{start} --address={head}:{PORT} --node-ip-address={other} --num-cpus=4 --block"
-    # The second node tries to join until the head is there, and the driver waits for the second node.
+    # The second node retries until the head is up, and the driver waits for the second node.
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as of_second:
         driver = Container(here, drive, environment, said)
         node: Container | None = None

@@ -1,4 +1,4 @@
-"""Nodes whose servers of segments do not start: a wait has an end, names the node, and keeps nobody from working."""
+"""Segment servers that do not start: the wait ends, names the node, and blocks no other work."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ from weft.dataflow.errors import WorkerDied, WorkerError
 
 
 class Mute(SegmentServers):
-    """Servers that start and never report their address. Each look takes at least a second."""
+    """Servers that start but never report an address. Each look takes at least a second."""
 
     now_s = 0.0
 
@@ -33,7 +33,7 @@ class Mute(SegmentServers):
 
 
 class Actor:
-    """A rank that nobody calls."""
+    """A rank without calls."""
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def links() -> NodeLinks:
 
 
 def until(links: NodeLinks) -> list[Event]:
-    """What `take` returns first; each call returns at once."""
+    """Return the first events of `take`, which never blocks."""
     for _ in range(2 * int(CONNECT_TIMEOUT_S)):
         if events := links.take():
             return events
@@ -66,9 +66,7 @@ def test_a_start_ends_with_an_error_that_names_the_nodes_and_the_deadline(
         links.begin(Files(tmp_path), tmp_path, {"1": "a", "2": "b"}, 60.0)
 
 
-def test_a_node_with_which_the_run_goes_on_ends_it_when_its_server_does_not_start_again(
-    links: NodeLinks, tmp_path: Path
-):
+def test_a_used_node_whose_server_does_not_restart_ends_the_run(links: NodeLinks, tmp_path: Path):
     links.begin(Files(tmp_path), tmp_path, {"1": "a"}, 60.0)
     links.came_up(registered(), 0, Reply(done=True))
     links.stands_on["reward", 0] = "a"
@@ -84,9 +82,7 @@ def test_a_node_with_which_the_run_goes_on_ends_it_when_its_server_does_not_star
         until(links)
 
 
-def test_a_rank_on_a_node_that_nobody_can_reach_fails_and_the_run_goes_on_without_the_node(
-    links: NodeLinks, tmp_path: Path
-):
+def test_a_run_continues_without_an_unreachable_node(links: NodeLinks, tmp_path: Path):
     links.begin(Files(tmp_path), tmp_path, {"1": "a"}, 60.0)
     links._used["2"] = "b"  # pyright: ignore[reportPrivateUsage]
     links.servers.start(Files(tmp_path), {"2": "b"}, tmp_path)

@@ -1,4 +1,5 @@
-"""Logs of other machines come into the run's directory piece by piece, and no more than fits of one that grows too fast."""
+"""Logs of other machines arrive in the run's directory in pieces; a log that grows too fast is
+cut."""
 
 import time
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ def brought(there: Path, logs: NodeLogs, known: dict[str, int]) -> None:
     known |= {name: begin + len(text) for name, (begin, text) in found.items()}
 
 
-def test_what_is_new_is_appended_once(tmp_path: Path):
+def test_new_values_are_appended_once(tmp_path: Path):
     there, here, known = tmp_path / "there", tmp_path / "here", dict[str, int]()
     logs = NodeLogs(here)
     brought(there, logs, known)
@@ -36,7 +37,7 @@ def test_what_is_new_is_appended_once(tmp_path: Path):
     ).stat().st_mode & 0o777 == 0o600
 
 
-def test_the_middle_of_a_log_that_grows_too_fast_is_left_out_and_that_is_said(tmp_path: Path):
+def test_the_middle_of_a_fast_growing_log_is_left_out_with_a_notice(tmp_path: Path):
     there, here, known = tmp_path / "there", tmp_path / "here", {}
     there.mkdir()
     (there / "x_0.log").write_bytes(b"a" * 100 + b"b" * MAX_BYTES)
@@ -47,7 +48,7 @@ def test_the_middle_of_a_log_that_grows_too_fast_is_left_out_and_that_is_said(tm
     )
 
 
-def test_what_two_answers_hold_is_written_once(tmp_path: Path):
+def test_overlapping_answers_are_written_once(tmp_path: Path):
     logs = NodeLogs(tmp_path)
     logs.add("n1", {"x_0.log": (0, b"one ")})
     logs.add("n1", {"x_0.log": (0, b"one two ")})
@@ -56,7 +57,7 @@ def test_what_two_answers_hold_is_written_once(tmp_path: Path):
 
 
 @pytest.mark.ray
-@pytest.mark.usefixtures("ray_address")  # which has to be there before Ray is imported
+@pytest.mark.usefixtures("ray_address")  # must be up before Ray is imported
 def test_logs_that_cannot_be_written_end_no_run_and_come_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -72,12 +73,12 @@ def test_logs_that_cannot_be_written_end_no_run_and_come_later(
 
 
 class Answer(dict[str, tuple[int, bytes]]):
-    """What has come from a node; a promise is a key."""
+    """The answer of a node, keyed by its promise."""
 
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
 
-def test_a_name_that_leads_elsewhere_is_passed_over(tmp_path: Path):
+def test_a_name_that_leads_elsewhere_is_skipped(tmp_path: Path):
     NodeLogs(tmp_path / "here").add("n1", {"../x.log": (0, b"mine")})
     assert not (tmp_path / "x.log").exists()
 
@@ -97,7 +98,7 @@ def test_a_machine_that_sees_the_directory_of_the_run_writes_into_it(tmp_path: P
 
 
 class Host:
-    """The server of a node that answers when a file is there."""
+    """A node's server that answers once a file exists."""
 
     def __init__(self, answers: Path) -> None:
         self._answers = answers
@@ -125,7 +126,7 @@ def test_a_node_that_does_not_answer_is_waited_for_once_and_the_others_bring_the
     ray.get(hosts["n1"].new_text.remote({}), timeout=60)
 
     class OfOne(NodeLogs):
-        """Goes on when one of the nodes has answered."""
+        """Continues when one of the nodes has answered."""
 
         def _ask(self, hosts: Mapping[str, Any]) -> None:
             super()._ask(hosts)
@@ -136,7 +137,7 @@ def test_a_node_that_does_not_answer_is_waited_for_once_and_the_others_bring_the
     logs.bring(hosts)
     assert logs.silent == {"n2"} and (tmp_path / "logs" / "x_0.log").read_bytes() == b"one two "
     monkeypatch.setattr(nodes, "BRING_S", 600.0)
-    logs.bring(hosts)  # it would take ten minutes
+    logs.bring(hosts)  # waiting for both would take ten minutes
     logs._clock = lambda: 20.0
     logs.look(hosts)
     assert "n1" in logs._asked.values(), "a node that is silent keeps the others from nothing"

@@ -1,4 +1,5 @@
-"""A run over several Ray nodes: the columns of rows travel by Arrow Flight, once a node, and the results are the same."""
+"""A run over several Ray nodes: columns travel by Arrow Flight, once per node, and results are
+equal."""
 
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.ray
 
 
 def until_empty(folder: Path) -> None:
-    """Wait until nothing is left in a folder: the last processes of a run may still be ending."""
+    """Wait until a folder is empty: the last processes of a run may still be shutting down."""
     deadline = time.monotonic() + 60
     while list(folder.iterdir()):
         assert time.monotonic() < deadline, list(folder.iterdir())

@@ -1,4 +1,4 @@
-"""A process that was ended for want of memory is told from one that crashed."""
+"""Processes killed for lack of memory are distinguished from crashed ones."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def test_the_older_kind_of_cgroup_and_the_machine_are_read_too(tmp_path: Path):
     assert kills(tmp_path / "nothing") == {}
 
 
-def test_rays_memory_monitor_is_named_with_what_was_in_use():
+def test_rays_memory_monitor_is_named_with_the_memory_in_use():
     said = said_by_ray(
         "ActorDiedError: The actor died because of memory pressure. Memory on the node (IP: 10.0.0.1, ID: 1f) where the actor was running "
         "was 15.20GB / 16.00GB (0.95), which exceeds the memory usage threshold of 0.95."

@@ -1,4 +1,5 @@
-"""Another training engine under the driver: a pipeline of two ranks takes the steps that FsdpEngine takes alone."""
+"""A user's training engine in the driver: a pipeline of two ranks takes the same steps as
+FsdpEngine."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def steps(root: Path, model: Path, backend: Any, ranks: int, **engine: Any) -> list[tuple[float, float]]:
-    """Loss and norm of the gradient in each step of supervised training."""
+    """Return loss and gradient norm of each step of supervised training."""
     ragged = pa.list_(pa.int32())
     columns = {
         "prompt_ids": [[1, 3 + n % 5, 9] for n in range(8)],

@@ -1,4 +1,5 @@
-"""Pools over several Ray nodes: ranks stand and see devices where the arithmetic says, groups that share GPUs start in turn."""
+"""Pools over several Ray nodes: places and devices of ranks, and groups on shared GPUs start in
+turn."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -94,7 +95,7 @@ def test_groups_that_share_gpus_start_in_turn_on_the_same_devices(result: Mappin
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_pools_beside_each_other_are_on_one_node_with_separate_devices(result: Mapping[str, Any]):
+def test_adjacent_pools_are_on_one_node_with_separate_devices(result: Mapping[str, Any]):
     looks = result["shared"]["looks"]
     assert column(looks["actor"], "visible") == ["0", "1"] and column(looks["reward"], "visible") == ["2"]
     assert len({*column(looks["actor"], "node"), *column(looks["reward"], "node")}) == 1
@@ -111,7 +112,7 @@ def test_weights_travel_between_nodes(result: Mapping[str, Any]):
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_a_cluster_that_grows_is_waited_for_and_the_user_is_told_what_is_missing(
+def test_a_run_waits_for_a_growing_cluster_and_reports_missing_resources(
     result: Mapping[str, Any],
 ):
     assert "asks for 4 GPUs (train: 4), but the cluster at" in result["too_large"]

@@ -1,4 +1,4 @@
-"""The process of a rank has its environment before it imports anything that reads it."""
+"""A rank's process has its environment before it imports modules that read it."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ class Seeing:
     def seen(self): return SEEN
 """
 RANK = b"(cseeing\nSeeing\nt."
-"""The class of `seeing.py` alone, pickled."""
+"""The class of `seeing.py`, pickled by reference."""
 BEGIN = """
 import pickle, sys
 process, environment, rank = pickle.load(open(sys.argv[1], "rb"))
@@ -25,15 +25,15 @@ print(*process(environment, rank).seen())
 
 
 class Seeing:
-    """What the ranks of `seeing.py` are."""
+    """Interface of the ranks in `seeing.py`."""
 
     def seen(self) -> tuple[str, bool, bool]:
         raise NotImplementedError
 
 
 @pytest.mark.ray
-@pytest.mark.usefixtures("ray_address")  # Ray reads a setting of that cluster when it is imported
-def test_what_a_rank_imports_finds_its_environment_and_its_path(tmp_path: Path):
+@pytest.mark.usefixtures("ray_address")  # Ray reads a setting of that cluster on import
+def test_imports_of_a_rank_see_its_environment_and_path(tmp_path: Path):
     from ray import cloudpickle
 
     (tmp_path / "seeing.py").write_text(SEEING)
@@ -51,7 +51,7 @@ def test_what_a_rank_imports_finds_its_environment_and_its_path(tmp_path: Path):
     assert done.stdout == "3 False False\n", done.stderr
 
 
-def test_a_process_in_which_a_task_has_imported_torch_computes_with_the_threads_of_its_rank(
+def test_a_rank_sets_its_threads_even_if_a_task_imported_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     import torch

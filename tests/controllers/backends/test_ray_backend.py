@@ -1,4 +1,5 @@
-"""The driver on Ray: the same results as in one process, small messages, honest failures, nothing left behind."""
+"""The driver on Ray: the same results as in one process, small messages, precise errors, clean
+exit."""
 
 import ctypes
 import io
@@ -62,7 +63,7 @@ def handles(**rollout: Any) -> dict[str, Any]:
 
 
 def drive(root: Path, made: dict[str, Any], source: TableSource, **settings: Any) -> Driver:
-    """A run of as few processes as can be: one for each group that is given."""
+    """Start a run with as few processes as possible: one per group."""
     schedule = Synchronous(steps=settings.pop("steps", 2), prompts_per_step=4)
     settings = {"backend": RayBackend(), "root": root, "progress": False, "record_every": 0, **settings}
     return Driver(toy_reinforce(source, **made), schedule=schedule, **settings)
@@ -73,7 +74,7 @@ def bare(**rollout: Any) -> dict[str, Any]:
 
 
 class Weighing(RayBackend):
-    """Weighs what passes through the driver, each reference as what it is: a name."""
+    """Measures the messages of the driver; a reference counts as its name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ def weight(message: object) -> int:
 
 
 class Patient(ToyRollout):
-    """Generates until new weights come, when it is given no prompts."""
+    """Without prompts, generates until new weights arrive."""
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
@@ -148,7 +149,7 @@ class Computing(ToyActor):
 
 @dataclass
 class Done:
-    """A run that is over, whose processes are still there."""
+    """A finished run with live processes."""
 
     driver: Driver
     backend: Backend
@@ -157,30 +158,30 @@ class Done:
     actor: Any
     metrics: list[dict[str, float]]
     processes: tuple[int, ...] = ()
-    """Of the reward and of the actor."""
+    """Process ids of the reward and the actor."""
     tasks: tuple[int, ...] = ()
     replies: tuple[int, ...] = ()
-    """Weights of the messages of the run."""
+    """[B] Sizes of the messages in the run."""
 
     @property
     def results(self) -> Any:
-        """Metrics without the clock, and the rows that were trained on."""
+        """Metrics without times, and the rows that were trained on."""
         numbers = [untimed(row) for row in self.metrics]
         return numbers, self.driver.call(self.actor, "seen_groups")
 
     @property
     def samples(self) -> Any:
-        """Those that were kept, which are all there when the run is closed."""
+        """The recorded samples, which are complete when the run is closed."""
         files = recorded_parts(self.driver.directory.path)
         return [(part.graph, part.step, rows(part.path)) for part in files]
 
 
 @contextmanager
 def whole_run(root: Path, name: str, backend: Backend, length: int | None = None) -> Iterator[Done]:
-    """A script with all that a run has: rewards, a function, an evaluation, samples that are kept.
+    """A complete script: rewards, a function, an evaluation, recorded samples.
 
     Args:
-        length: tokens of each prompt.
+        length: tokens per prompt.
     """
     made = {
         "rollout": group(Patient, name="rollout"),
@@ -212,7 +213,7 @@ def whole_run(root: Path, name: str, backend: Backend, length: int | None = None
 
 @pytest.fixture(scope="module")
 def under_ray(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
-    """What the tests look at until one of them closes it."""
+    """The run that tests inspect until one of them closes it."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("HF_TOKEN", TOKEN)
         with whole_run(tmp_path_factory.mktemp("runs"), "ray", Weighing()) as done:
@@ -235,7 +236,7 @@ def test_the_same_script_gives_the_same_results_with_and_without_ray(
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
-    """Samples in the order of their prompts; ids differ where calls set numbers aside."""
+    """Return samples in the order of their prompts, without ids, which differ between runs."""
     with pa.OSFile(str(file)) as source:
         table = pa.ipc.open_file(source).read_all()
     kept = table.drop_columns(["sample_id", "parent_id"]).to_pylist()
@@ -247,7 +248,8 @@ def test_the_drivers_bytes_do_not_grow_with_the_batch(under_ray: Done, tmp_path:
     short = under_ray
     with whole_run(tmp_path, "long", Weighing(), length=100_000) as long:
         assert long.metrics[1]["actor/prompt_tokens"] == 2 * 4 * 100_000
-    # Prompts of one of the long run's messages would be a megabyte. Rows that come at another moment make a message more or less of 2 kB.
+    # The prompts in one message of the long run would be a megabyte. Timing changes a message by 2
+    # kB.
     for sent in (short.tasks, short.replies, long.tasks, long.replies):
         assert sum(sent) < 90_000 and max(sent) < 20_000
 
@@ -264,7 +266,6 @@ def test_a_rank_on_a_pool_without_gpus_sees_none_and_talks_over_its_nodes_interf
 
 
 def session_logs() -> Path:
-    """Where the cluster of these tests writes its logs."""
     from ray._private import worker
 
     node = worker.global_worker.node
@@ -273,7 +274,7 @@ def session_logs() -> Path:
 
 
 def content(path: Path) -> bytes:
-    """None of a folder, or of a file that was replaced or deleted since it was listed."""
+    """Return the bytes of a file; empty for folders and for files that have vanished."""
     with suppress(FileNotFoundError):
         return path.read_bytes() if path.is_file() else b""
     return b""
@@ -420,7 +421,7 @@ class Unwilling(ToyActor):
         raise FileNotFoundError("/no/such/model")
 
 
-def test_a_worker_that_cannot_start_says_why(tmp_path: Path):
+def test_a_worker_that_cannot_start_reports_the_reason(tmp_path: Path):
     actor, rollout = group(Unwilling, name="actor"), group(ToyRollout)
     rollout.follows(actor)
     with (
@@ -434,7 +435,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path):
 
 
 class Stuck(ToyReward):
-    """Hangs in C, where no thread of Python gets a turn."""
+    """Hangs in C while it holds the GIL."""
 
     def score(self, samples: Batch) -> Any:
         assert self.context.run_dir is not None
@@ -444,7 +445,7 @@ class Stuck(ToyReward):
 
 
 @pytest.mark.thorough
-def test_a_rank_that_hangs_is_named_with_its_node_its_rows_and_where_it_stands(tmp_path: Path):
+def test_a_hanging_rank_is_named_with_node_rows_and_stack(tmp_path: Path):
     made = {**handles(), "reward": group(Stuck, name="reward")}
     backend = RayAhead((tmp_path / "stuck" / "hangs").exists)
     with (
@@ -464,7 +465,7 @@ def test_a_rank_that_hangs_is_named_with_its_node_its_rows_and_where_it_stands(t
 
 
 class SlowActor(ToyActor):
-    """An update takes longer than a rank may be silent, and is not silent."""
+    """An update that takes longer than a rank may be silent, but reports progress."""
 
     def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss()) -> Metrics:
         for _ in range(15):
@@ -482,7 +483,7 @@ def test_an_update_may_take_longer_than_a_rank_may_be_silent(tmp_path: Path):
 
 
 class Fetching(ToyReward):
-    """Takes longer to be made than the start may take, as with a model that is downloaded, and says that it goes on."""
+    """Starts more slowly than the deadline, like a model download, but reports progress."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -497,7 +498,8 @@ class Asking(RayBackend):
     def _some_advanced(self, ranks: Iterable[tuple[str, int]]) -> bool:
         asked = [*ranks]
         fetching, told = (self._run_dir / name for name in ("fetching", "asked"))
-        if asked != [("reward", 0)] or not fetching.exists() or told.exists():  # a busy machine is slow
+        # a busy machine may be slow here
+        if asked != [("reward", 0)] or not fetching.exists() or told.exists():
             return True
         answer = super()._some_advanced(asked)
         told.touch()

@@ -1,4 +1,4 @@
-"""Prometheus reads the metrics of a run at the endpoint of its Ray cluster."""
+"""Prometheus reads the metrics of a run from its Ray cluster."""
 
 import json
 import re
@@ -19,7 +19,7 @@ QUERY = re.compile(r'(\w+)\{run="\$run",evaluation(=|!=)""\}')
 
 
 def endpoint(port: int) -> dict[tuple[str, str], float]:
-    """(gauge, evaluation) -> value, of the run."""
+    """Return (gauge, evaluation) -> value for the run."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
     found = {}
@@ -31,7 +31,7 @@ def endpoint(port: int) -> dict[tuple[str, str], float]:
 
 
 def unanswered(shown: dict[tuple[str, str], float]) -> list[str]:
-    """The queries of the Grafana dashboard to which the endpoint has nothing."""
+    """Return the queries of the Grafana dashboard that the endpoint cannot answer."""
     panels = json.loads((Path(__file__).resolve().parents[3] / "docs" / "grafana.json").read_text())[
         "panels"
     ]
@@ -42,7 +42,7 @@ def unanswered(shown: dict[tuple[str, str], float]) -> list[str]:
     return [query for query, (name, sign) in asked.items() if (name, sign == "!=") not in there]
 
 
-@pytest.mark.slow  # Ray brings metrics to its endpoint every 10 s
+@pytest.mark.slow  # Ray updates its endpoint every 10 s
 @pytest.mark.ray
 @pytest.mark.usefixtures("cluster")
 def test_the_endpoint_shows_the_latest_step_and_evaluation(tmp_path: Path):
@@ -60,7 +60,7 @@ def test_the_endpoint_shows_the_latest_step_and_evaluation(tmp_path: Path):
         of_others = {
             metric: 0.5 for _, _, names in PANELS for metric in names if metric not in metrics[-1]
         }
-        RayGauges().report(RUN, of_others)  # what workers with a model measure
+        RayGauges().report(RUN, of_others)  # metrics of workers with a model
         deadline = time.monotonic() + 120
         while ((shown := endpoint(port)).get(("ray_weft_step", "")) != 2.0 or unanswered(shown)) and (
             time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""A call that hangs in the driver's own process ends the run, and says where it stood."""
+"""A call that hangs in the driver's process ends the run, with its stack in the message."""
 
 import signal
 import sys
@@ -35,11 +35,11 @@ class Clock:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.readings = 0
-        """Readings by the watch's thread, a few per look."""
+        """Times that the watch's thread has read the clock, a few per look."""
         self.until_s = 0.0
 
     def hang(self, limit_s: float) -> None:
-        """Each reading of that thread is a second later, until this limit is over."""
+        """Advance one second per reading of that thread, until this limit has passed."""
         self.until_s = self.now_s + limit_s + 1.0
 
     def monotonic(self) -> float:
@@ -47,7 +47,8 @@ class Clock:
             self.readings += 1
             if self.now_s < self.until_s:
                 self.now_s += 1.0
-                if self.now_s >= self.until_s:  # this look interrupts the call; the next one comes late
+                # this look interrupts the call, so delay the next one
+                if self.now_s >= self.until_s:
                     local.LOOK_S = 30.0
         return self.now_s
 
@@ -67,7 +68,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Hanging(ToyReward):
-    """Waits for what never comes."""
+    """Waits for an event that never comes."""
 
     clock: Clock
 
@@ -128,7 +129,7 @@ def wait(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
-def test_a_call_that_goes_on_is_left_alone(watch: SilenceWatch, clock: Clock):
+def test_a_call_that_makes_progress_is_left_alone(watch: SilenceWatch, clock: Clock):
     with watch.over(LIMIT_S):
         while clock.now_s < 3 * LIMIT_S:
             clock.now_s += 4.0
@@ -172,6 +173,6 @@ def test_in_another_thread_python_code_is_interrupted(clock: Clock):
 
 
 @pytest.mark.thorough
-def test_a_process_that_hangs_outside_of_python_ends_and_says_where():
+def test_a_process_hanging_in_c_is_killed_with_its_stack():
     code, said = forked_hang.hang_holding_the_interpreter()
     assert code == 1 and "Timeout (" in said and "hang_holding_the_interpreter" in said

@@ -1,4 +1,4 @@
-"""What a default run on Ray opens, seen from outside: loopback only, and nothing is left when it is over."""
+"""Sockets of a default run on Ray, seen from outside: loopback only, and none after the run."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ class Listener:
 
 
 def processes(mark: str) -> list[Path]:
-    """Processes that inherited this environment variable."""
+    """Return the processes that inherited this environment variable."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -48,7 +48,11 @@ def state(process: Path) -> str:
 
 
 def descriptors(process: Path) -> Iterator[str]:
-    """What they lead to. One that is closed meanwhile hides none of the others: in a list of its own, a process finds that of the list."""
+    """Yield the targets of the open descriptors.
+
+    A process that lists its own descriptors finds the descriptor of the listing, closed by the time
+    it is read. Skip it, and keep the others.
+    """
     with contextlib.suppress(OSError):  # the process has just ended
         for descriptor in (process / "fd").iterdir():
             with contextlib.suppress(OSError):
@@ -56,7 +60,7 @@ def descriptors(process: Path) -> Iterator[str]:
 
 
 def listeners(owners: list[Path]) -> list[Listener]:
-    """Listening TCP sockets of these processes, from /proc/net/tcp and tcp6."""
+    """Return the listening TCP sockets of these processes, from /proc/net/tcp and tcp6."""
     commands = {}
     for process in owners:
         for target in descriptors(process):
@@ -73,7 +77,7 @@ def listeners(owners: list[Path]) -> list[Listener]:
 
 
 def readable(address: str) -> str:
-    """/proc writes addresses as 32-bit words in the machine's byte order."""
+    """Format an address from /proc, which writes 32-bit words in the machine's byte order."""
     words = b"".join(struct.pack("=I", int(address[k : k + 8], 16)) for k in range(0, len(address), 8))
     return socket.inet_ntop(socket.AF_INET if len(words) == 4 else socket.AF_INET6, words)
 
@@ -89,7 +93,7 @@ def shared_memory(owners: list[Path]) -> set[Path]:
 
 @contextlib.contextmanager
 def piped(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A process that does not outlive the test, whatever happens in it."""
+    """A process that is killed with the test, whatever happens."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
@@ -114,7 +118,7 @@ def test_a_run_in_one_process_listens_nowhere(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as seen:
         os.close(
             lower
-        )  # the list of descriptors gets this number, and is closed itself before it is read
+        )  # the listing of descriptors reuses this number, and closes it before the test reads it
         before = own()
         assert seen.getsockname() in before, "the test sees sockets of this process"
         with drive(training(), tmp_path) as driver:
@@ -135,7 +139,7 @@ def test_a_run_in_one_process_listens_nowhere(tmp_path: Path):
 def test_a_run_listens_on_loopback_alone_and_leaves_nothing_behind(
     tmp_path: Path, ending: str, code: int
 ):
-    """SIGTERM goes to the process group of the run, as a batch system sends it."""
+    """SIGTERM goes to the process group of the run, as batch systems send it."""
     mark = f"WEFT_TEST_RUN={uuid.uuid4()}"
     name, _, value = mark.partition("=")
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))
@@ -166,12 +170,12 @@ def test_a_run_listens_on_loopback_alone_and_leaves_nothing_behind(
             and find_checkpoint(tmp_path / "run") is not None
         )
     deadline = time.monotonic() + 30
-    while processes(mark) and time.monotonic() < deadline:  # Ray's own processes end in their own time
+    while processes(mark) and time.monotonic() < deadline:  # Ray's processes take a moment to exit
         os.sched_yield()
     left = [(p / "cmdline").read_bytes().replace(b"\0", b" ")[:200] for p in processes(mark)]
     assert not left
     assert [f for f in memory if f.exists()] == []
-    temporary.rmdir()  # Ray's folder in it is gone
+    temporary.rmdir()  # fails unless Ray has removed its folder
     assert sorted(p.name for p in (tmp_path / "run" / "logs").iterdir()) == [
         "actor_0.log",
         "actor_1.log",

@@ -1,4 +1,4 @@
-"""The token of a cluster is for its owner alone."""
+"""Only the owner can read the token of a cluster."""
 
 import os
 from pathlib import Path

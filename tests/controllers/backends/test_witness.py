@@ -1,4 +1,4 @@
-"""How processes ended, and where they stand, is seen from outside, of processes that are no children of ours."""
+"""Exit reasons and stacks of processes that are not children, read from outside."""
 
 import os
 import platform
@@ -32,7 +32,7 @@ def process(*arguments: str, log: Path | None = None) -> Iterator[subprocess.Pop
 
 
 def python(does: str) -> tuple[str, ...]:
-    """A program that waits for a line first."""
+    """Return the command of a program that waits for a line, then runs `does`."""
     return sys.executable, "-S", "-c", f"import os, sys\nsys.stdin.readline()\n{does}"
 
 
@@ -52,7 +52,7 @@ DEATHS = {
 
 @pytest.mark.parametrize("does", DEATHS)
 @pytest.mark.parametrize("reaped", [False, True])
-def test_a_process_that_ended_says_how(does: str, reaped: bool, tmp_path: Path):
+def test_a_dead_process_is_reported_with_its_exit_reason(does: str, reaped: bool, tmp_path: Path):
     if reaped and KERNEL < (6, 15):
         pytest.skip("this kernel keeps the exit status for the parent alone")
     witness = Witness(tmp_path)
@@ -66,7 +66,7 @@ def test_a_process_that_ended_says_how(does: str, reaped: bool, tmp_path: Path):
 
 
 def test_memory_that_ran_out_is_named_with_how_it_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The kernel's files are pretended; the process is real."""
+    """The kernel's files are fake; the process is real."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
     events = tmp_path / "sys/fs/cgroup/job/memory.events"
@@ -90,7 +90,7 @@ def test_memory_that_ran_out_is_named_with_how_it_went(tmp_path: Path, monkeypat
     assert "smaller microbatches" in said and said.endswith("s: 1.0 GiB, 2.0 GiB, 7.0 GiB")
 
 
-def test_a_process_that_ended_by_itself_is_not_said_to_have_run_out_of_memory(tmp_path: Path):
+def test_a_process_that_exits_by_itself_is_not_reported_as_out_of_memory(tmp_path: Path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/vmstat").write_text("oom_kill 2\n")
     witness = Witness(tmp_path, root=tmp_path)
@@ -119,7 +119,7 @@ sys.stdin.readline()
 """
 
 
-def test_where_a_process_stands_is_read_from_its_log(tmp_path: Path):
+def test_the_stack_of_a_process_is_read_from_its_log(tmp_path: Path):
     log = tmp_path / "actor_0.log"
     witness = Witness(tmp_path)
     with process(sys.executable, "-c", WAITING, log=log) as started:
@@ -132,7 +132,7 @@ def test_where_a_process_stands_is_read_from_its_log(tmp_path: Path):
     assert log.read_text().count("hread 0x") == 2, "the log has all of them"
 
 
-def test_a_process_that_cannot_say_where_it_stands_says_why(tmp_path: Path):
+def test_a_missing_stack_is_explained(tmp_path: Path):
     witness = Witness(tmp_path)
     with process(*python("")) as started:
         witness.watch({"actor[0]": started.pid})
@@ -152,7 +152,7 @@ def test_a_process_that_cannot_say_where_it_stands_says_why(tmp_path: Path):
         assert witness.stacks(["actor[0]"], 0.2) == {"actor[0]": "its process is gone"}
 
 
-def test_a_worker_that_waits_for_a_call_is_said_to_do_so():
+def test_a_waiting_worker_is_shown_as_waiting():
     text = """Thread 0x01 (most recent call first):
   File "/weft/controllers/ranks/executor.py", line 9 in _serve
   File "/weft/controllers/ranks/executor.py", line 8 in _work

@@ -1,11 +1,11 @@
-"""A model that is as small as can be, with a tokenizer."""
+"""The smallest model with a tokenizer."""
 
 from pathlib import Path
 from typing import Any
 
 
 def save_model(folder: Path) -> None:
-    """Save a Qwen2 of one layer with random weights, always the same, and a tokenizer of words."""
+    """Save a Qwen2 of one layer with fixed random weights, and a word tokenizer."""
     import tokenizers
     import torch
     from tokenizers import models, pre_tokenizers

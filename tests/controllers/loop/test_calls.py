@@ -1,4 +1,4 @@
-"""How much of a step each group stood idle is what the timeline says."""
+"""Idle times per group follow from the timeline."""
 
 import random
 from itertools import pairwise
@@ -15,7 +15,7 @@ from weft.dataflow.runs.tables import CALLS, begin_again, calls_kept, read_timel
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_busy_time_is_that_of_the_moments_at_which_any_call_went_on(seed: int):
+def test_busy_time_is_the_time_with_any_open_call(seed: int):
     draw = random.Random(seed)
     times, spans = BusyTimes(), []
     for _ in range(draw.randrange(12)):
@@ -57,7 +57,7 @@ def test_the_idle_share_of_a_step_is_that_of_its_timeline(tmp_path: Path, schedu
     assert "functions/idle_share" not in rows[1] and "rollout/idle_share" not in rows[0]
 
 
-def test_the_timeline_says_when_each_rank_of_a_call_had_answered(tmp_path: Path):
+def test_the_timeline_has_the_answer_time_of_each_rank(tmp_path: Path):
     driver = run(tmp_path, Synchronous(steps=2, prompts_per_step=4), Simulated(costs(KNOWN)), apart(2, 1))
     table = read_timeline(driver.directory.path)
     assert table is not None
@@ -77,7 +77,7 @@ def test_the_timeline_says_when_each_rank_of_a_call_had_answered(tmp_path: Path)
     )
 
 
-def test_a_timeline_from_before_ranks_were_noted_is_read_and_goes_on(tmp_path: Path):
+def test_a_timeline_without_ranks_is_read_and_continued(tmp_path: Path):
     driver = run(tmp_path, Synchronous(steps=1, prompts_per_step=4), Simulated(costs(KNOWN)), apart(2, 1))
     table = read_timeline(driver.directory.path)
     assert table is not None

@@ -1,4 +1,4 @@
-"""Groups on one pool with GPUs take turns on its devices."""
+"""Groups on one GPU pool take turns on its devices."""
 
 from worker_groups import Asked
 
@@ -15,7 +15,7 @@ def named(requests: list[CallRequest]) -> list[str]:
 
 
 def ended(turns: DeviceTurns, request: CallRequest) -> list[CallRequest]:
-    """What may be called when a request's call is over."""
+    """End a request's call, and return the requests that may follow."""
     return [
         ready
         for after in request.then(Call(request.group, request.method, (0,)))
@@ -36,7 +36,7 @@ def test_the_holder_is_offloaded_before_the_next_is_onloaded():
     assert named([onload]) == ["b.onload"] and named(ended(turns, onload)) == ["b.generate"]
 
 
-def test_requests_wait_in_the_order_in_which_they_came_while_devices_change_hands():
+def test_requests_wait_in_order_while_devices_change_hands():
     asked, turns = Asked(), DeviceTurns()
     a, b = asked.group("a", GPUS), asked.group("b", GPUS)
     (onload,) = turns.ask(CallRequest(a, "first", on_device=True))

@@ -1,4 +1,4 @@
-"""Rows that come one by one wait for others of their groups, and never longer than they should."""
+"""Single rows wait for others of their groups, up to the batching delay."""
 
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ def raced(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
 
 
 class Generation:
-    """A graph whose prompts are being answered, response by response, on a clock that a test sets."""
+    """A graph with prompts in generation, and a clock that the test sets."""
 
     def __init__(self, made: Graph, number: int = 3) -> None:
         self.now = 100.0
@@ -112,7 +112,7 @@ def test_where_many_ranks_bring_rows_complete_groups_wait_for_more_unless_a_quor
     assert not run.holds()
 
 
-def test_rows_that_nobody_adds_to_do_not_wait():
+def test_rows_that_get_no_additions_do_not_wait():
     run = generation()
     run.answer(0)
     run.under_way = UnderWay()

@@ -1,4 +1,4 @@
-"""Who takes how much memory is among the metrics of each step."""
+"""The metrics of each step list the memory of each process."""
 
 from pathlib import Path
 

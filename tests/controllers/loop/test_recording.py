@@ -1,4 +1,4 @@
-"""Samples are written behind the run, each row once and under the step that trained it."""
+"""Samples are recorded asynchronously: each row once, under the step that trained it."""
 
 import json
 import re
@@ -40,13 +40,13 @@ from weft.workers.worker import remote
 
 
 def filed(run: Path, graph: str = "train") -> list[tuple[int, int]]:
-    """(sample id, step) of every row that a reader of the samples gets."""
+    """Return (sample id, step) of every recorded row."""
     tables = [part.read() for part in recorded(run) if part.graph == graph]
     return sorted((row["sample_id"], row["step"]) for table in tables for row in table.to_pylist())
 
 
 def trained(run: Path) -> list[tuple[int, int]]:
-    """(sample id, step) of every row that an update was finished with, by the log."""
+    """Return (sample id, step) of every trained row in the log."""
     rows: dict[int, list[int]] = {}
     found: list[tuple[int, int]] = []
     for record in LogReader(run / "buffer" / LOG):
@@ -57,7 +57,7 @@ def trained(run: Path) -> list[tuple[int, int]]:
     return sorted(found)
 
 
-# Where a row is filed
+# Files of rows
 
 
 @pytest.mark.parametrize(
@@ -112,13 +112,13 @@ def test_samples_of_some_steps_are_kept(tmp_path: Path):
     assert not check_log(tmp_path / "run" / "buffer").violations
 
 
-# What `weft buffer check` says of them
+# `weft buffer check`
 
 
 def doubled(run: Path) -> None:
     part = recorded(run)[0]
     read = part.read().drop_columns(["graph", "step"])
-    table = pa.Table.from_pylist(read.to_pylist(), read.schema)  # a copy: the file is written over
+    table = pa.Table.from_pylist(read.to_pylist(), read.schema)  # copy it: the file is overwritten
     with pa.ipc.new_file(part.path, table.schema) as writer:
         writer.write_table(pa.concat_tables([table, table]))
 
@@ -156,7 +156,7 @@ def with_lists_beyond_its_end(run: Path) -> None:
         (with_lists_beyond_its_end, "samples: .* cannot be read"),
     ],
 )
-def test_samples_that_are_not_what_the_log_says_refute_it(
+def test_samples_that_contradict_the_log_refute_it(
     tmp_path: Path, harm: Callable[[Path], object], says: str
 ):
     saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig())
@@ -203,7 +203,7 @@ def test_a_part_of_a_lease_that_was_never_finished_counts_for_nothing(tmp_path: 
     ]
 
 
-# Behind the run
+# Asynchronous recording
 
 
 def with_cost(node: str, cost: LinearCost) -> CostModel:
@@ -227,7 +227,7 @@ def test_no_step_waits_for_its_record_until_recording_is_far_behind(tmp_path: Pa
     assert slow[-1] == pytest.approx(4 * without[1]), "then a step takes as long as its record"
 
 
-def test_updates_beside_generation_do_not_wait_for_records_either(tmp_path: Path):
+def test_updates_during_generation_do_not_wait_for_records(tmp_path: Path):
     def end(record_s: float) -> float:
         simulated = Simulated(with_cost("recorder.record", LinearCost(fixed_s=record_s)))
         schedule = Asynchronous(steps=6, prompts_per_step=2, max_staleness=2)
@@ -236,7 +236,7 @@ def test_updates_beside_generation_do_not_wait_for_records_either(tmp_path: Path
     assert end(4.0) == pytest.approx(end(0.0))
 
 
-def test_functions_have_a_place_and_as_many_ranks_as_it_says(tmp_path: Path):
+def test_functions_get_the_ranks_of_their_place(tmp_path: Path):
     pool = ResourcePool("beside", cpus=4)
 
     def end(ranks: int) -> float:
@@ -286,8 +286,6 @@ def test_a_group_that_was_trained_on_is_not_issued_again_when_its_columns_are_lo
 
 
 class PartedReward(ToyReward):
-    """A reward that is the sum of two."""
-
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
         reads=("response_ids",),
@@ -297,7 +295,7 @@ class PartedReward(ToyReward):
         return samples, {}
 
 
-def test_what_a_reward_is_made_of_is_recorded_with_it():
+def test_parts_of_a_reward_are_recorded_with_it():
     graph = toy_grpo(
         prompts(2), rollout=group(ToyRollout), reward=group(PartedReward), actor=group(ToyActor)
     )

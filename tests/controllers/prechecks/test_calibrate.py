@@ -1,4 +1,4 @@
-"""The costs of a run, found again in its timeline."""
+"""Calibration recovers the costs of a run from its timeline."""
 
 from pathlib import Path
 

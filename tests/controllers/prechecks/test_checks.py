@@ -1,4 +1,4 @@
-"""What is checked of a run as a whole, before a process is started; test_driver.py has the checks of graphs."""
+"""Checks of a whole run before any process starts. Checks of graphs are in test_driver.py."""
 
 import re
 from collections.abc import Mapping

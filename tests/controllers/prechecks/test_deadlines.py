@@ -1,4 +1,4 @@
-"""Deadlines that nobody set follow the size of the largest model."""
+"""Default deadlines follow the size of the largest model."""
 
 import json
 from pathlib import Path

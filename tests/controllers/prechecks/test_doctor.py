@@ -1,4 +1,4 @@
-"""The doctor: each check has a process, a deadline and a record of its own."""
+"""The doctor: each check has its process, deadline and record."""
 
 import os
 import sys
@@ -36,11 +36,9 @@ def test_a_check_that_fails_or_crashes_stops_no_other(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.thorough
-def test_a_check_that_hangs_is_ended_with_what_it_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_hanging_check_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DOCTORED", str(tmp_path / "child"))
-    for deadline_s in (3, 12, 60):  # the first that is long enough for the check to have begun
+    for deadline_s in (3, 12, 60):  # retry until the check has had time to begin
         record = try_check(check(doctored.hangs, deadline_s), False)
         assert (record.outcome, record.why) == ("failed", f"it did not end in {deadline_s} s")
         if (tmp_path / "child").exists():
@@ -49,12 +47,12 @@ def test_a_check_that_hangs_is_ended_with_what_it_started(
     deadline = time.monotonic() + 20
     while child.exists() and not child.read_text().split(") ")[1].startswith(
         "Z"
-    ):  # a signal takes its time on a busy machine
+    ):  # signals take time on a busy machine
         assert time.monotonic() < deadline, f"the child of the check lives on: {child.read_text()}"
         time.sleep(0.05)
 
 
-def test_without_a_gpu_the_command_says_so(
+def test_without_a_gpu_the_command_reports_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

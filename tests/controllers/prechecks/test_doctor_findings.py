@@ -1,4 +1,4 @@
-"""What the doctor sees without starting anything: each mistake of a machine is found, with what to do about it."""
+"""Findings of the doctor without any start: each fault of a machine is found, with a fix."""
 
 import resource
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from weft.dataflow.config import GIB
 
 
 def bad(findings: Iterable[Finding]) -> dict[str, tuple[str, str]]:
-    """Name -> (outcome, what was found) of those that are not as they should be; each says what to do."""
+    """Return name -> (outcome, finding) of all problems; each must suggest a fix."""
     wrong = [finding for finding in findings if finding.outcome != "ok"]
     assert all(finding.todo for finding in wrong)
     return {finding.name: (finding.outcome, finding.found) for finding in wrong}
@@ -39,7 +39,7 @@ def test_this_machine_is_looked_at(tmp_path: Path):
 
 
 def there(**changes: Package | None) -> dict[str, Package | None]:
-    """An environment that fits, with changes."""
+    """A compatible environment with some changes."""
     fitting = {
         "weft": Package("weft", "0.1.0", ("torch>=2.6", "duckdb>=1.1; extra == 'inspect'"), ("inspect",)),
         "torch": Package("torch", "2.13.0+cpu"),
@@ -225,9 +225,7 @@ def test_gpus_are_judged(
     assert {name: outcome for name, (outcome, _) in found.items()} == expected
 
 
-def test_what_torch_is_built_for_is_read_and_not_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_build_of_torch_is_read_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert machine_packages.cuda_of_torch() is not None, "the tests have a torch"
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = '12.8'\n")

@@ -1,4 +1,4 @@
-"""What a script prepares before its run: made once, and sketched where the run is planned."""
+"""Preparations of a script before its run: made once, or sketched for a plan."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from weft.controllers.prechecks.dry_run import planning, prepared
 
 
-def test_what_is_there_is_taken_and_what_is_not_is_made_once(tmp_path: Path):
+def test_existing_preparations_are_reused_and_missing_ones_made_once(tmp_path: Path):
     made = tmp_path / "model"
     assert prepared(made, make=made.touch, sketch=lambda path: pytest.fail()) == made
     assert prepared(made, make=pytest.fail, sketch=lambda path: pytest.fail()) == made
@@ -15,7 +15,7 @@ def test_what_is_there_is_taken_and_what_is_not_is_made_once(tmp_path: Path):
         prepared(tmp_path / "other", make=lambda: None, sketch=lambda path: None)
 
 
-def test_a_plan_has_sketches_that_go_by_the_names_of_what_they_stand_for(tmp_path: Path):
+def test_sketches_in_a_plan_have_the_names_of_the_real_files(tmp_path: Path):
     task = tmp_path / "task"
     with planning() as plan:
         model = prepared(task / "model", make=pytest.fail, sketch=lambda path: path.mkdir())

@@ -1,4 +1,4 @@
-"""What to expect of GPUs: which way of training is the first that fits, and the tables of the docs."""
+"""Hardware expectations: the first training layout that fits, and the tables in the docs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from weft.workers.training.memory import ModelSize, training_memory
 DOCS = Path(__file__).parents[3] / "docs" / "gpu.md"
 MODEL = "Qwen2.5-0.5B"
 PARAMETERS = 494_032_768
-"""Of it, as its card says."""
+"""Parameters of the model, from its model card."""
 
 
 def without_activations(*_: Any) -> int:
@@ -54,7 +54,7 @@ def test_the_largest_gradients_of_one_rank_come_when_its_activations_and_weights
     )
 
 
-def test_the_first_way_that_fits_is_taken_and_none_where_none_does(monkeypatch: pytest.MonkeyPatch):
+def test_the_first_layout_that_fits_is_used_if_any(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_activations", without_activations)
     roomy, tight = (first_that_fits(MODEL, Machine(1, gib, 4096), None) for gib in (24, 9))
     assert roomy is not None and roomy.settings == {}
@@ -76,7 +76,7 @@ def test_the_docs_have_a_row_of_each_model_on_each_machine():
 
 
 @pytest.mark.slow
-def test_the_docs_have_what_the_command_says(monkeypatch: pytest.MonkeyPatch):
+def test_the_docs_match_the_commands_output(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "MODELS", {MODEL: MODELS[MODEL]})
     docs = DOCS.read_text()
     for machine in MACHINES:

@@ -1,4 +1,4 @@
-"""Training nodes that are pipelines: seconds by hand, by the schedule, and in a simulated run."""
+"""Costs of pipeline-parallel training: by hand, by the schedule, and in a simulated run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,11 +33,13 @@ from weft.workers.training.pipeline_schedule import interleaved, one_forward_one
 
 
 def test_equal_microbatches_take_the_ideal_time_and_the_bubble():
-    # 1,000 tokens at 1 ms are 1 s for the whole model; in 10 microbatches on 4 stages 0.25 s and 3 / 10 of it.
+    # 1,000 tokens at 1 ms take 1 s on the whole model: 0.25 s on each of 4 stages. With 10
+    # microbatches, the bubble adds 3 / 10.
     cost = PipelineCost(fixed_s=5, stages=4, microbatch_tokens=100, per_token_s=1e-3)
     assert cost.seconds(10, 1000) == pytest.approx(5 + 0.25 * 1.3)
     assert cost.seconds(0, 0) == 5
-    # Interleaved, 12 microbatches are three rounds of four stages, with a bubble of 3 / 24; without the last two, these are empty.
+    # Interleaved: 12 microbatches are three rounds of four, with a bubble of 3 / 24. With 10, the
+    # last two slots are empty.
     two = cost.model_copy(update={"chunks": 2})
     assert two.seconds(12, 1200) == pytest.approx(5 + 0.3 * (1 + 3 / 24))
     assert 5 + 0.25 < two.seconds(10, 1000) < two.seconds(12, 1200)
@@ -88,11 +90,11 @@ def test_no_lengths_beat_the_least_time(lengths: list[int], stages: int, chunks:
 def test_rows_are_cut_as_the_engine_cuts_them():
     lengths = np.array([90, 60, 30, 10, 100])
     cost = PipelineCost(stages=2, microbatch_tokens=100, per_token_s=1e-2, per_row_s=0.1, transfer_s=1e-3)
-    # The longest first, packed: [100], [90], [60, 30, 10].
+    # Packed by decreasing length: [100], [90], [60, 30, 10].
     times, tokens = np.array([1.1, 1.0, 1.3]), np.array([100, 90, 100])
     played = run(one_forward_one_backward(2, 3), times / 6, times / 3, tokens * 1e-3)
     assert cost.seconds_of_steps(lengths, [np.arange(5)]).tolist() == [pytest.approx(played.seconds)]
-    # In rounds of two stages there is a fourth one, which is empty.
+    # Rounds of two need a fourth microbatch, which is empty.
     times, tokens = np.append(times, 0), np.append(tokens, 0)
     played = run(interleaved(2, 4, 2), times / 12, times / 6, tokens * 1e-3)
     assert cost.model_copy(update={"chunks": 2}).seconds_of_steps(lengths, [np.arange(5)]).tolist() == [
@@ -106,7 +108,7 @@ def test_a_stage_with_the_head_holds_up_the_others():
     assert even.seconds(8, 80) == pytest.approx(4.0 * (1 + 1 / 8))
     assert uneven.seconds(8, 80) == pytest.approx(
         6.0 + 0.25
-    )  # the first stage's first and last passes come before and after
+    )  # the first and last passes of the first stage come before and after
     for wrong in ((1.0,), (0.0, 0.0), (-1.0, 2.0)):
         with pytest.raises(UserError, match="shares must be 2 numbers"):
             PipelineCost(stages=2, microbatch_tokens=10, shares=wrong)
@@ -119,7 +121,10 @@ def several_steps(source: Any, *, rollout: Any, reward: Any, actor: Any, n: int)
 
 
 def seconds_of_an_update(root: Path, cost: LinearCost, ranks: int, tokens: Sequence[int]) -> float:
-    """Of four optimizer steps on one replica, on four rows of each of two prompts, which with their responses have so many tokens."""
+    """Return the seconds of four optimizer steps on one replica.
+
+    Each of two prompts has four rows. `tokens` are the lengths of prompt plus response.
+    """
     lengths = zip(num_tokens(Batch.of_table(prompts(2).table)).tolist(), tokens, strict=True)
     known = costs(FixedLengths(lengths=tuple((whole - prompt,) for prompt, whole in lengths)))
     backend = Simulated(
@@ -136,7 +141,8 @@ def seconds_of_an_update(root: Path, cost: LinearCost, ranks: int, tokens: Seque
 def test_each_optimizer_step_fills_and_drains_the_pipeline_in_plan_and_simulation(tmp_path: Path):
     cost = PipelineCost(fixed_s=3, stages=2, microbatch_tokens=20, per_token_s=0.1)
     seconds = seconds_of_an_update(tmp_path, cost, 2, (20, 20))
-    # Two epochs of two steps of 4 rows, each of them a microbatch: 4 s on each stage, and a quarter of that idle.
+    # Two epochs of two steps with 4 rows, one per microbatch: 4 s per stage plus a quarter of idle
+    # time.
     assert seconds == pytest.approx(3 + 4 * 4 * 1.25)
     sizes = UpdateSizes("actor.update", 8, 1, 8, 160, 1, 16, 4, epochs=2)
     known = CostModel(nodes={"actor.update": cost})
@@ -145,11 +151,12 @@ def test_each_optimizer_step_fills_and_drains_the_pipeline_in_plan_and_simulatio
     assert cost.seconds(8, 160, sizes.steps) == pytest.approx(seconds)
 
 
-def test_groups_of_ranks_are_chosen_anew_for_each_optimizer_step(tmp_path: Path):
+def test_groups_of_ranks_are_chosen_for_each_optimizer_step(tmp_path: Path):
     cost = SequenceParallelCost(
         fixed_s=3, ranks=4, memory_tokens=100, per_token_s=0.01, exchange_s={2: 0.01, 4: 0.03}
     )
-    # All rows at once: long ones of 2 s each on two groups of two ranks. In steps of four rows, some steps have more long rows than others.
+    # In one step, each of two groups of two ranks has long rows of 2 s each. In steps of four rows,
+    # some steps have more long rows than others.
     seconds = seconds_of_an_update(tmp_path, cost, 4, (200, 20))
     cuts = OptimizerSteps(2, 2).cut(np.arange(8), key=(0, 0))
     lengths = np.repeat([200, 20], 4)

@@ -1,4 +1,4 @@
-"""Sizes, bytes and seconds of a plan, worked by hand on toys."""
+"""Sizes, bytes and seconds of a plan, computed by hand for toys."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -55,10 +55,10 @@ def planned(**settings: Any) -> Plan:
     return plan_of(made.spec)
 
 
-def test_a_step_takes_what_its_calls_take_one_after_the_other():
+def test_a_step_takes_the_sum_of_its_sequential_calls():
     time = planned().time
     assert time is not None and not time.at_best
-    # 24 rows, 12 on each of two rollouts; all of them on the one actor.
+    # 24 rows: 12 on each of two rollouts, all of them on the one actor.
     assert time.nodes == pytest.approx(
         {"rollout.generate": 1 + 12 * 0.1, "actor.update": 24 * 0.05, "rollout.receive_weights": 0.25}
     )
@@ -77,7 +77,7 @@ def test_costs_with_lengths_give_the_bound_of_the_simulation():
     assert time is not None and time.at_best and time.seconds == pytest.approx(24 * 10 * 0.5 / 4 / 2)
 
 
-def test_a_step_has_its_rows_updates_and_memory_beside_the_machine():
+def test_a_step_lists_rows_updates_memory_and_machine():
     plan = planned()
     assert (plan.sizes.prompts, plan.sizes.rows) == (6, 24)
     [update] = plan.updates
@@ -101,7 +101,7 @@ def test_a_step_has_its_rows_updates_and_memory_beside_the_machine():
     )
 
 
-def test_groups_that_take_turns_on_gpus_need_the_largest_of_them_there_and_the_others_on_the_host():
+def test_groups_that_share_gpus_need_memory_for_the_largest_and_host_memory_for_others():
     pool = ResourcePool("gpus", gpus=2)
     with OtherMachine(2, 80).assumed():
         plan = planned(placement={name: Place(pool, ranks=2) for name in ("rollout", "actor")})
@@ -129,7 +129,7 @@ def test_a_model_without_safetensors_files_is_not_refused_since_a_run_reads_othe
     assert "has no safetensors files" in found.unknown and not found.phases
 
 
-def test_files_that_are_not_those_of_the_model_are_refused_by_a_plan_unless_another_engine_reads_them(
+def test_a_plan_refuses_wrong_weight_files_unless_another_engine_reads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 4}')

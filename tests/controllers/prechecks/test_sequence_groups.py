@@ -1,4 +1,5 @@
-"""Groups of different sizes for rows of uneven lengths, against every way to choose groups and deal rows."""
+"""Sequence-parallel groups of several sizes for rows of uneven length, against exhaustive
+search."""
 
 import itertools
 import math
@@ -24,7 +25,6 @@ COST = SequenceCost(
 
 
 def best_of_all(lengths: list[int], ranks: int, cost: SequenceCost) -> float:
-    """The quickest makespan, by trying everything."""
     sizes = range(1, ranks + 1)
     ways = {
         way
@@ -46,7 +46,7 @@ def best_of_all(lengths: list[int], ranks: int, cost: SequenceCost) -> float:
 
 
 def check(plan: SequenceGroups, lengths: list[int], ranks: int, cost: SequenceCost) -> None:
-    """What is true of every plan."""
+    """Check the invariants of every plan."""
     assert sum(plan.degrees) == ranks
     assert sorted(row for own in plan.rows for row in own) == list(range(len(lengths)))
     for degree, own, seconds in zip(plan.degrees, plan.rows, plan.group_s, strict=True):
@@ -85,7 +85,7 @@ def test_no_plan_exceeds_memory_or_beats_the_bound(lengths: list[int], ranks: in
 
 @pytest.mark.parametrize("ranks", [3, 5, 6, 7, 12, 24])
 def test_a_row_may_need_all_ranks_of_any_number(ranks: int):
-    """Groups of one size never beat the bound, nor the plan."""
+    """One long row: groups of one size beat neither the bound nor the plan."""
     cost = SequenceCost(memory_tokens=3000, per_token_s=1e-3, exchange_s={2: 1e-4, 4: 3e-4})
     longest = 3000 * ranks
     plan = plan_groups([longest], ranks, cost)
@@ -114,12 +114,13 @@ def test_by_hand():
     assert cost.seconds(np.array([100, 50]), 1).tolist() == pytest.approx([2.0, 0.75])
     assert cost.seconds(np.array([100]), 4).tolist() == pytest.approx(
         [(2.0 + 1.0) / 4]
-    )  # as of the next smaller degree
+    )  # the exchange time of the next smaller degree
     assert replace(cost, exchange_s={1: 1.0}).seconds(np.array([100]), 1).tolist() == [2.0], (
         "one rank exchanges nothing"
     )
     plan = plan_groups([200, 40, 40], 4, cost)
-    # 200 tokens need two ranks: (6 + 2) / 2 s; on all four ranks 2 s, and the others then 2 * (0.56 + 0.4) / 4 s more.
+    # 200 tokens need two ranks: (6 + 2) / 2 s. On all four ranks they take 2 s, and the other rows
+    # 2 * (0.56 + 0.4) / 4 s more.
     assert (plan.degrees, plan.rows) == ((4,), ((0, 1, 2),))
     assert plan.seconds == pytest.approx(2.0 + 2 * 0.24)
     assert plan_groups([], 4, cost).seconds == 0 == plan_groups([], 4, cost).gap
@@ -129,7 +130,7 @@ def test_rows_are_exchanged_where_the_longest_first_is_not_the_best():
     cost = SequenceCost(memory_tokens=1000, per_token_s=0.01, exchange_s={2: 0.01})
     plan = plan_groups(
         [300, 300, 200, 200, 200], 2, cost
-    )  # the longest first: 300 + 200 + 200 beside 300 + 200
+    )  # longest first gives 300 + 200 + 200 and 300 + 200
     assert (
         plan.degrees == (1, 1)
         and plan.group_s == pytest.approx((6, 6))
@@ -137,7 +138,7 @@ def test_rows_are_exchanged_where_the_longest_first_is_not_the_best():
     )
 
 
-def test_what_fits_nowhere_is_named():
+def test_layouts_that_fit_nowhere_are_named():
     with pytest.raises(
         UserError, match="a row of 8,001 tokens does not fit on 8 ranks of 1,000 tokens each"
     ):

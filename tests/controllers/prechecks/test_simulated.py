@@ -1,4 +1,4 @@
-"""Runs on a fake clock: what they take is what the costs say, and what is trained is what any backend would train."""
+"""Runs on a fake clock: times follow from the costs, and training is the same as on any backend."""
 
 import math
 from dataclasses import replace
@@ -40,7 +40,8 @@ from weft.workers.actor import ActorWorker
 def test_synchronous_by_hand(tmp_path: Path):
     schedule = Synchronous(steps=2, prompts_per_step=2, shuffle=False)
     driver = run(tmp_path, schedule, Simulated(costs(KNOWN)), number=2)
-    # Weights pass until 0.75; the longest response takes 7 steps, the reward 1 s, the update 2 + 2.7 s, the weights 0.75 s.
+    # Weights take until 0.75 s. The longest response takes 7 s, the reward 1 s, the update 2 + 2.7
+    # s, the next weights 0.75 s.
     assert calls(driver, "rollout.generate")[0] == pytest.approx((0.75, 7.75))
     assert calls(driver, "reward.score")[0] == pytest.approx((7.75, 8.75))
     assert calls(driver, "actor.update")[0] == pytest.approx((8.75, 13.45))
@@ -50,8 +51,9 @@ def test_synchronous_by_hand(tmp_path: Path):
 def test_pipelined_by_hand(tmp_path: Path):
     schedule = Pipelined(steps=1, prompts_per_step=2, shuffle=False)
     driver = run(tmp_path, schedule, Simulated(costs(KNOWN)), number=2)
-    # Responses come at 2.75, 3.75, 5.75 and 7.75, groups with the last two: the first two wait a quarter of a second for the others
-    # of their groups. The fixed part of the update comes with its last rows.
+    # Responses arrive at 2.75, 3.75, 5.75 and 7.75 s, and groups complete with the last two. The
+    # first two wait a quarter of a second for the rest of their groups. The fixed cost of the
+    # update falls on its last rows.
     scored = np.array([(3.0, 4.0), (4.0, 5.0), (5.75, 6.75), (7.75, 8.75)])
     assert calls(driver, "reward.score") == pytest.approx(scored)
     assert calls(driver, "actor.update") == pytest.approx(np.array([(6.75, 7.95), (8.75, 12.25)]))
@@ -61,8 +63,8 @@ def test_pipelined_by_hand(tmp_path: Path):
 def test_asynchronous_by_hand(tmp_path: Path):
     schedule = Asynchronous(steps=2, prompts_per_step=2, shuffle=False)
     driver = run(tmp_path, schedule, Simulated(costs(KNOWN)), number=2)
-    # Both steps are generated at once; the two groups that are done at 5.75 make the first update. The second begins when the
-    # weights of the first have arrived.
+    # Both steps are generated together. The first update uses the two groups that complete at 5.75
+    # s. The second begins when the weights of the first have arrived.
     assert calls(driver, "rollout.generate") == pytest.approx(np.array([(0.75, 7.75)]))
     assert calls(driver, "actor.update") == pytest.approx(np.array([(6.75, 11.15), (11.9, 16.9)]))
     assert times(driver) == pytest.approx([11.15, 16.9])
@@ -75,7 +77,8 @@ def test_weights_go_in_between_two_steps_and_the_oldest_token_counts(tmp_path: P
     )
     schedule = Asynchronous(steps=3, prompts_per_step=1, shuffle=False)
     driver = run(tmp_path, schedule, Simulated(cost), number=2, n=1)
-    # Weights come at 4.25, go in at 4.75, and what was half done ends a quarter of a second later: at 11.
+    # Weights arrive at 4.25 s and are loaded at 4.75 s. Partial responses end a quarter of a second
+    # later, at 11 s.
     assert calls(driver, "rollout.generate") == pytest.approx(np.array([(5.0, 6.0), (0.75, 11.0)]))
     assert calls(driver, "receive_weights")[1] == pytest.approx((4.25, 5.0))
     assert times(driver) == pytest.approx([3.75, 13.0, 15.75])
@@ -83,11 +86,11 @@ def test_weights_go_in_between_two_steps_and_the_oldest_token_counts(tmp_path: P
     assert [r["versions"] for r in log if r["do"] == "publish" and "versions" in r] == [[0], [1], [0]]
 
 
-def test_what_exceeds_the_batch_queues_and_prompts_are_read_first(tmp_path: Path):
+def test_extra_responses_queue_and_prompts_are_prefilled_first(tmp_path: Path):
     schedule = Synchronous(steps=1, prompts_per_step=2, shuffle=False)
     cost = costs(KNOWN, ((0, 0.5), (2, 1.5)), max_num_seqs=2, prefill_s=0.25)
     driver = run(tmp_path, schedule, Simulated(cost), number=2)
-    # 2 tokens are read; 3 steps of two responses; 3 tokens are read; 2 steps of two; 7 steps of one.
+    # Prefill 2 tokens; 3 steps of two responses; prefill 3 tokens; 2 steps of two; 7 steps of one.
     assert calls(driver, "rollout.generate") == pytest.approx(
         np.array([(0.75, 0.75 + 0.5 + 4.5 + 0.75 + 3.0 + 7.0)])
     )
@@ -232,7 +235,7 @@ def test_replicas_of_several_ranks_and_evaluations(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("partial_rollouts", "mixed"), [("continue", True), ("finish", False)])
-def test_an_evaluation_every_step_costs_asynchronous_training_what_its_rows_cost(
+def test_an_evaluation_every_step_costs_asynchronous_training_only_its_rows(
     tmp_path: Path, partial_rollouts: Any, mixed: bool
 ):
     schedule = Asynchronous(
@@ -267,7 +270,7 @@ def slow_updates() -> CostModel:
 def evaluated(
     root: Path, schedule: Training, rows: int, cost: CostModel | None = None, **settings: Any
 ) -> Driver:
-    """A run with an evaluation of so many rows after each step; 0: none."""
+    """A run with an evaluation of this many rows after each step, or none for 0."""
     made = groups()
     graph = toy_evaluation(prompts(rows or 1), rollout=made["rollout"], reward=made["reward"])
     driver = Driver(
@@ -292,7 +295,8 @@ def test_an_evaluation_takes_the_rollout_while_it_would_be_idle_and_changes_no_u
 ):
     schedule = kind(steps=6, prompts_per_step=4)
     alone, driver = evaluated(tmp_path, schedule, 0), evaluated(tmp_path, schedule, 3)
-    # A step is 10 s of generation, 1 of rewards, 20 of the update; 11 of an evaluation go beside the update.
+    # A step takes 10 s of generation, 1 s of rewards, 20 s of update. An evaluation of 11 s runs
+    # during the update.
     assert times(driver)[-1] == pytest.approx(times(alone)[-1]), (
         "training waits for none but the last, after its end"
     )
@@ -306,7 +310,7 @@ def test_an_evaluation_takes_the_rollout_while_it_would_be_idle_and_changes_no_u
     assert not check_log(driver.directory.path / "buffer").violations
 
 
-def test_a_run_that_may_stop_by_what_is_measured_begins_no_step_before_it_is(tmp_path: Path):
+def test_a_run_with_a_stop_condition_waits_for_its_metrics_before_each_step(tmp_path: Path):
     schedule = Synchronous(steps=6, prompts_per_step=4)
     driver = evaluated(
         tmp_path, schedule, 3, stop=lambda row: "eval/rollout/response_length" in row and row["step"] == 3
@@ -382,7 +386,7 @@ def test_256_devices_are_simulated(tmp_path: Path, steps: int):
 
 
 class Counting(Simulated):
-    """Counts how often rows that were generated came, and how many of these replies."""
+    """Counts rows with prompts that were generated, and the replies that bring them."""
 
     def __init__(self, costs: CostModel) -> None:
         super().__init__(costs)
@@ -418,7 +422,7 @@ class Replaceable(Rollout):
 
 
 class Mortal(Simulated):
-    """The process of a replica ends at a time, and another takes long to come up."""
+    """The process of a replica dies at a given time, and its replacement starts slowly."""
 
     has_processes = True
 
@@ -426,7 +430,7 @@ class Mortal(Simulated):
         super().__init__(costs)
         self._at = at
         self.told: list[tuple[str, int, int | None]] = []
-        """What the second rank was asked to do, and the version of weights that it was given."""
+        """Calls to the second rank, with the version of any weights it received."""
 
     def start(self, setup: Any) -> dict[str, Any]:
         self._groups = super().start(setup)
@@ -461,7 +465,7 @@ class Mortal(Simulated):
 
 
 @pytest.mark.parametrize("partial_rollouts", [None, "continue", "finish", "requeue"])
-def test_the_siblings_of_a_rank_that_died_go_on_while_another_comes_up(
+def test_the_siblings_of_a_dead_rank_continue_during_its_replacement(
     tmp_path: Path, partial_rollouts: Any
 ):
     cost = costs(FixedLengths(lengths=((10,),)))

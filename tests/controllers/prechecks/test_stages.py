@@ -1,4 +1,4 @@
-"""Pipelines in a plan: what each stage holds, and how long it is idle."""
+"""Pipelines in a plan: memory and idle time of each stage."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +43,7 @@ def a_pipeline(stages: int, **settings: Any) -> ActorConfig:
 
 
 UPDATE = UpdateSizes("actor.update", 64, 2, 32, 6400, 4, 8, 1)
-"""8 microbatches on each replica."""
+"""8 microbatches per replica."""
 ABOUT: dict[str, Any] = {"ranks": 4, "activations": 1200, "trains": True, "lora": None, "saves": False}
 
 
@@ -52,13 +52,14 @@ def test_each_stage_has_its_layers_and_the_ends_of_the_model():
         first, last = a_model(3, tied=tied).of_stages(2)
         assert (first.layers, last.layers) == (2, 1)
         assert first.parameters == 800 + 2 * OF_LAYER
-        assert last.parameters == OF_LAYER + 8 + 800  # its own head, or a copy of the embedding
+        assert last.parameters == OF_LAYER + 8 + 800  # an untied head, or a copy of the embedding
         assert ("model.embed_tokens.weight" in last.shapes) is tied
 
 
 def test_memory_of_stages_by_hand():
     found = stage_memory(a_model(4), a_pipeline(2), UPDATE, chunks=1, **ABOUT)
-    # 1F1B keeps two microbatches on the first stage and one on the second, each half of the model; two ranks share a stage.
+    # 1F1B keeps two microbatches on the first stage and one on the second, each with half of the
+    # model. Two ranks share a stage.
     assert [stage.in_flight for stage in found] == [2, 1]
     assert [stage.activations for stage in found] == [1200, 600]
     held = [800 + 2 * OF_LAYER, 800 + 8 + 2 * OF_LAYER]
@@ -69,10 +70,11 @@ def test_memory_of_stages_by_hand():
         found[0].peak
         == made.weights + made.gradients + made.moments + made.gathered + made.exchanged + 1200
     )
-    # Interleaved, the first keeps 2 (p - 1) + (v - 1) p + 1 = 5 chunks of a quarter of the model.
+    # Interleaved, the first stage keeps 2 (p - 1) + (v - 1) p + 1 = 5 chunks of a quarter of the
+    # model.
     interleaved = stage_memory(a_model(4), a_pipeline(2), UPDATE, chunks=2, **ABOUT)
     assert [stage.in_flight for stage in interleaved] == [2.5, 1.5]
-    # A fifth microbatch fills up a third round of two: there are six, though more are never in flight.
+    # A fifth microbatch completes a third round of two. That makes six, with no more in flight.
     odd = stage_memory(
         a_model(4), a_pipeline(2), replace(UPDATE, microbatches_per_replica=5), chunks=2, **ABOUT
     )
@@ -107,7 +109,7 @@ def test_the_bubble_is_megatrons_unless_costs_are_known():
     assert played.bubble == pytest.approx(cost.played(32, 3200).bubble) and played.bubble > 3 / 16
 
 
-def test_groups_for_drawn_rows_are_beside_groups_of_one_size():
+def test_groups_for_random_rows_are_compared_with_groups_of_one_size():
     shared = SequenceParallelCost(
         ranks=8, memory_tokens=100, per_token_s=0.01, exchange_s={2: 0.01, 4: 0.02, 8: 0.05}
     )
@@ -117,7 +119,8 @@ def test_groups_for_drawn_rows_are_beside_groups_of_one_size():
     update = UpdateSizes("actor.update", 8, 1, 8, 3360, 1, 8, 1)
     found = sequence_plan(update, sizes, CostModel(nodes=nodes), ranks=8)
     assert found is not None and (found.equal_degree, found.degrees) == (4, (7, 1))
-    assert found.seconds < found.equal_s  # seven ranks for two rows of 400 tokens, one for six short ones
+    # seven ranks for two rows of 400 tokens, one for six short rows
+    assert found.seconds < found.equal_s
     assert sequence_plan(update, sizes, None, ranks=8) is None
     assert (
         sequence_plan(replace(update, node="reward.score"), sizes, CostModel(nodes=nodes), ranks=8)
@@ -131,7 +134,7 @@ def test_groups_for_drawn_rows_are_beside_groups_of_one_size():
     assert several is not None and several.optimizer_steps == 4
     assert several.seconds == pytest.approx(sum(shared.groups(of_step).seconds for of_step in rows))
     assert several.degrees in [shared.groups(of_step).degrees for of_step in rows]
-    # On two replicas each has one of the long rows.
+    # Each of two replicas has one of the long rows.
     halves = sequence_plan(update, sizes, CostModel(nodes=nodes), ranks=16)
     assert (
         halves is not None

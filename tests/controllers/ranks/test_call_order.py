@@ -1,4 +1,5 @@
-"""How calls take turns, by hand and against a model: of the calls that may go first, the one goes that has waited longest."""
+"""The order of calls on a rank, by hand and against a model: the longest-waiting runnable call is
+next."""
 
 import random
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ def interruptible(number: int) -> Call:
 
 
 def numbers_of(order: CallOrder[Call], steps: int) -> list[int]:
-    """Numbers of the calls that make the next steps; exclusive ones are over after one."""
+    """Return the call numbers of the next steps; exclusive calls take one step."""
     numbers = []
     for _ in range(steps):
         call = order.next
@@ -61,10 +62,10 @@ def test_a_call_that_is_cancelled_before_it_comes_is_over_when_it_does():
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_random_histories_go_as_a_model_says(seed: int):
+def test_random_histories_agree_with_a_model(seed: int):
     chance = random.Random(seed)
     order: CallOrder[Call] = CallOrder()
-    waiting: dict[Call, int] = {}  # call -> when it came, or gave way last
+    waiting: dict[Call, int] = {}  # call -> time of its arrival, or of its last turn
     cancelled: set[int] = set()
     for time in range(200):
         ready = sorted(waiting, key=lambda c: (c.interruptible, waiting[c]))

@@ -1,4 +1,4 @@
-"""The executor of a rank: which call goes on, and what is replied."""
+"""The executor of a rank: the order of its calls, and its replies."""
 
 import collections.abc as steps
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from weft.workers.worker import Children, Worker, remote
 
 
 class Generator(Worker):
-    """Notes what it does; a call that generates makes three steps."""
+    """Notes its steps; a call of `generate` takes three."""
 
     Config = ToyConfig
 
@@ -94,7 +94,7 @@ def test_a_method_without_rows_may_give_way_and_returns_its_metrics(tmp_path: Pa
     assert reply.done and reply.value == "stage 1" and reply.metrics["pause_s"].value == 0.5
 
 
-def test_a_call_that_is_cancelled_ends_where_it_stands_or_before_it_begins(tmp_path: Path):
+def test_a_cancelled_call_ends_at_its_current_step_or_never_starts(tmp_path: Path):
     worker = Generator()
     executor = Executor(worker, Files(tmp_path).access("here", "executor"))
     replies: dict[int, list[Any]] = {1: [], 2: []}
@@ -116,7 +116,7 @@ def test_a_failure_is_replied_with_the_traceback_of_the_worker_alone(tmp_path: P
     assert not executor.busy and reply.failure.kind is FailureKind.EXCEPTION
 
 
-def test_a_call_that_makes_steps_says_so_when_it_has_been_silent_for_long(tmp_path: Path):
+def test_a_call_that_makes_steps_reports_progress_after_a_silence(tmp_path: Path):
     now, replies = [100.0], []
     executor = Executor(Generator(), Files(tmp_path).access("here", "executor"), clock=lambda: now[0])
     executor.add(generating(0), replies.append)
@@ -132,7 +132,7 @@ def test_a_call_that_makes_steps_says_so_when_it_has_been_silent_for_long(tmp_pa
 
 
 class Answering(Worker):
-    """Yields an answer to its prompt in each of three steps, and then fails."""
+    """Yields part of its answer in each of three steps, then fails."""
 
     Config = ToyConfig
 
@@ -153,9 +153,7 @@ class Answering(Worker):
 
 @pytest.mark.parametrize("gather_s", [0.0, 60.0])
 @pytest.mark.parametrize("ends", ["cancelled", "failed"])
-def test_rows_that_are_finished_are_published_whatever_ends_the_call(
-    tmp_path: Path, gather_s: float, ends: str
-):
+def test_finished_rows_are_published_however_the_call_ends(tmp_path: Path, gather_s: float, ends: str):
     declaration = declaration_of(Answering.generate)
     assert declaration is not None
     one = np.array([5])
@@ -168,7 +166,7 @@ def test_rows_that_are_finished_are_published_whatever_ends_the_call(
     )
     executor.add(Task("generate", {"who": "me"}, rows, number=1, gather_s=gather_s), replies.append)
     steps = 2 if ends == "cancelled" else 4
-    for _ in range(steps if gather_s else 2 * steps):  # a reply ends a turn, and so does a step
+    for _ in range(steps if gather_s else 2 * steps):  # both a reply and a step end a turn
         executor.take_turn()
     executor.take_turn() if ends == "failed" else executor.cancel(1)
     published = [reply.published.ids.tolist() for reply in replies if reply.published is not None]

@@ -1,4 +1,4 @@
-"""A worker on a thread of its own: calls from other threads, workers that cannot start, and how work is told from silence."""
+"""A worker on its thread: calls from other threads, failed starts, and progress against silence."""
 
 import queue
 import threading
@@ -13,7 +13,7 @@ from weft.workers.worker import Worker
 
 
 class Threads(Worker):
-    """Says on which threads it is made, called and closed."""
+    """Reports the threads that create, call and close it."""
 
     Config = ToyConfig
 
@@ -41,7 +41,7 @@ def test_a_worker_is_made_called_and_closed_on_one_thread(tmp_path: Path):
     assert len(seen) == 3 and len(set(seen)) == 1 and seen[0] is not threading.current_thread()
 
 
-def test_a_worker_that_cannot_be_made_says_why_to_every_call(tmp_path: Path):
+def test_a_worker_that_cannot_be_constructed_fails_every_call_with_the_reason(tmp_path: Path):
     def broken() -> Worker:
         raise SystemExit(3)
 
@@ -53,7 +53,7 @@ def test_a_worker_that_cannot_be_made_says_why_to_every_call(tmp_path: Path):
     thread.close()
 
 
-def test_a_worker_that_works_says_so_and_one_that_is_silent_does_not():
+def test_a_working_worker_reports_progress_and_a_silent_one_does_not():
     activity, replies = Activity(), queue.SimpleQueue()
     coming = replies_of(replies, activity, poll_s=0.001)
     for _ in range(3):

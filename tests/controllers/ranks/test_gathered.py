@@ -1,4 +1,4 @@
-"""What a rank keeps for a moment, on a clock that the test moves."""
+"""Replies that a rank holds back briefly, on a fake clock."""
 
 import numpy as np
 
@@ -34,7 +34,7 @@ def test_rows_wait_until_the_first_of_them_has_waited_long_enough():
     assert made.numbers.tolist() == [1, 2]
 
 
-def test_what_is_not_made_of_children_is_published_at_once_behind_what_waits():
+def test_rows_that_are_not_children_are_published_at_once_after_waiting_ones():
     gathered = Gathered(1.0, lambda: 0.0)
     batch = Batch.of(parent_id=np.array([1]))
     first = children(3, 0)

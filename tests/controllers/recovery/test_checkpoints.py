@@ -1,4 +1,4 @@
-"""A run that is ended anywhere goes on from its last checkpoint, and nothing is lost or trained on twice."""
+"""A run killed at any point resumes from its last checkpoint; no row is lost or trained twice."""
 
 import itertools
 import json
@@ -39,14 +39,14 @@ from weft.workers.worker import remote
 
 
 class EndlessActor(SavingActor):
-    """Never says that its part of a checkpoint is on the disk."""
+    """Never reports that its part of a checkpoint is on disk."""
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
         return False
 
 
-def test_a_checkpoint_that_does_not_grow_has_a_deadline_that_says_who_was_waited_for(
+def test_a_checkpoint_that_does_not_grow_hits_a_deadline_that_names_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     clock = itertools.count(0.0, 20.0).__next__  # each reading is 20 s later
@@ -71,7 +71,7 @@ def test_a_checkpoint_that_does_not_grow_has_a_deadline_that_says_who_was_waited
         driver.run()
 
 
-def test_an_evaluation_that_was_under_way_at_a_checkpoint_is_given_up_and_that_of_its_step_made_again(
+def test_an_evaluation_interrupted_by_a_kill_is_repeated_for_its_step(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     every = CheckpointConfig(every=1)
@@ -94,9 +94,7 @@ def test_an_evaluation_that_was_under_way_at_a_checkpoint_is_given_up_and_that_o
 @pytest.mark.parametrize(
     "kill_at", [1, 3, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 6, 8))]
 )
-def test_a_synchronous_run_goes_on_as_if_it_had_never_been_ended(
-    tmp_path: Path, schedule: Training, kill_at: int
-):
+def test_a_synchronous_run_resumes_as_if_never_stopped(tmp_path: Path, schedule: Training, kill_at: int):
     expected, metrics = run(tmp_path / "whole", schedule)
     with pytest.raises(Killed):
         run(tmp_path / "ended", schedule, kill_at=kill_at)
@@ -135,7 +133,7 @@ def test_the_latest_checkpoints_are_kept_and_the_best(tmp_path: Path):
     assert not list(folder.glob(".*")), "nothing unfinished is left"
 
 
-def test_a_run_without_a_checkpoint_begins_again_and_what_it_left_is_moved_aside(tmp_path: Path):
+def test_a_run_without_a_checkpoint_restarts_and_old_files_are_moved_aside(tmp_path: Path):
     with pytest.raises(Killed):
         run(tmp_path, SCHEDULES[0], kill_at=1)
     _, metrics = run(tmp_path, SCHEDULES[0], resume="latest")
@@ -212,12 +210,12 @@ def test_checkpoints_that_a_run_went_back_behind_are_kept_until_it_has_others(tm
     assert not later.exists()
 
 
-def test_a_run_that_finds_no_sound_checkpoint_says_both_that_and_why_it_had_to_go_on_from_one(
+def test_a_run_without_an_intact_checkpoint_reports_that_and_why_it_needed_one(
     tmp_path: Path,
 ):
     def kill() -> NoReturn:
         for path in (tmp_path / "run" / "checkpoints").glob("step_*/run.json"):
-            path.unlink(missing_ok=True)  # an older checkpoint may just be removed
+            path.unlink(missing_ok=True)  # an older checkpoint may be disappearing right now
         raise WorkerDied("rank 1 of 'rollout' is gone")
 
     with pytest.raises(UserError, match=r"(?s)run\.json.*rank 1 of 'rollout' is gone"):
@@ -238,7 +236,7 @@ def test_a_log_that_ends_too_early_is_named_and_an_earlier_checkpoint_used(
     assert "ledger.log" in said and "after step 4" in said
 
 
-def test_a_log_that_is_damaged_before_the_checkpoint_is_named_and_its_rows_are_known_all_the_same(
+def test_damage_before_a_checkpoint_is_named_and_its_rows_are_still_known(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(Killed):
@@ -253,7 +251,7 @@ def test_a_log_that_is_damaged_before_the_checkpoint_is_named_and_its_rows_are_k
     assert len(metrics) == 10 and len(weights) == 2 * len(trained(weights)) == 2 * 27
 
 
-def test_what_cannot_be_resumed_is_refused(tmp_path: Path):
+def test_a_run_that_cannot_be_resumed_is_refused(tmp_path: Path):
     with pytest.raises(Killed):
         run(tmp_path, SCHEDULES[0], kill_at=3)
     with pytest.raises(UserError, match="used already"):
@@ -270,10 +268,10 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("schedule", [SCHEDULES[0], SCHEDULES[2]], ids=lambda s: type(s).__name__)
-def test_a_run_that_is_asked_to_end_saves_itself_wherever_it_is(
+def test_a_stopped_run_saves_itself_at_any_point(
     tmp_path: Path, schedule: Training, monkeypatch: pytest.MonkeyPatch
 ):
-    """In the middle of a step: what was generated of it is in the buffer."""
+    """The stop comes in the middle of a step, whose generated rows are in the buffer."""
     waits = 0
     settle = Run._settle
 
@@ -297,7 +295,7 @@ def test_a_run_that_is_asked_to_end_saves_itself_wherever_it_is(
     assert not check_log(tmp_path / "run" / "buffer").violations
 
 
-def test_a_run_that_was_ended_while_a_checkpoint_took_the_place_of_another_has_that_other_one(
+def test_a_run_killed_while_it_replaced_a_checkpoint_keeps_the_old_one(
     tmp_path: Path,
 ):
     run(tmp_path, SCHEDULES[0])
@@ -320,7 +318,7 @@ def test_a_run_outside_of_launch_heeds_signals_as_well(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """A notebook, or a script that calls its driver itself."""
+    """This covers notebooks, and scripts that call the driver directly."""
     usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
     before = signal.signal(number, usual)
     settle = Run._settle
@@ -391,7 +389,7 @@ def test_a_signal_ends_a_run_without_checkpoints_at_once_with_a_word(
     )
 
 
-def test_a_run_whose_terminal_is_closed_saves_itself(tmp_path: Path):
+def test_a_run_with_a_closed_terminal_saves_itself(tmp_path: Path):
     terminal, inside = pty.openpty()
     script = str(PROGRAM)
     command = [
@@ -451,11 +449,11 @@ def test_a_signal_while_ray_starts_ends_the_run_cleanly_with_one_code_and_a_word
     assert not left
 
 
-# Weights alone
+# Weights only
 
 
 def issued(log: Path) -> list[int]:
-    """Rows of the source that were issued for training, in order."""
+    """Return the source rows issued for training, in order."""
     records = (r for r in LogReader(log) if r["do"] == "issue" and r["graph"] == "train")
     return [position for record in records for position in record["positions"]]
 
@@ -464,7 +462,7 @@ def issued(log: Path) -> list[int]:
 @pytest.mark.parametrize(
     "loss", ["gone", *(pytest.param(loss, marks=pytest.mark.thorough) for loss in ("emptied", "folder"))]
 )
-def test_a_run_whose_log_is_lost_goes_on_from_weights_and_its_place_in_the_data(
+def test_a_run_without_its_log_resumes_weights_and_data_position(
     tmp_path: Path, schedule: Training, loss: str, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(Killed):
@@ -495,7 +493,7 @@ def test_a_run_whose_log_is_lost_goes_on_from_weights_and_its_place_in_the_data(
     assert not check_log(tmp_path / "run" / "buffer").violations
 
 
-def test_a_run_under_another_kind_of_schedule_is_told_how_to_go_on(tmp_path: Path):
+def test_a_run_under_another_schedule_explains_how_to_resume(tmp_path: Path):
     with pytest.raises(Killed):
         run(tmp_path, SCHEDULES[0], kill_at=3)
     with pytest.raises(
@@ -504,7 +502,7 @@ def test_a_run_under_another_kind_of_schedule_is_told_how_to_go_on(tmp_path: Pat
         run(tmp_path, SCHEDULES[1], resume="latest")
 
 
-def test_weights_alone_issue_what_was_in_flight_once_more_also_when_that_is_interrupted():
+def test_a_weights_only_resume_reissues_rows_in_flight_also_after_an_interruption():
     order = [3, 1, 4, 0, 2]
 
     def rest(cursor: Cursor, issued: int, number: int) -> list[int]:
@@ -523,13 +521,13 @@ def test_weights_alone_issue_what_was_in_flight_once_more_also_when_that_is_inte
     assert cursor.after(5, untrained=[0, 3]) == Cursor(7, (0, 3))
 
 
-def test_weights_alone_are_followed_by_a_checkpoint_of_their_own_and_go_with_another_schedule(
+def test_a_weights_only_resume_makes_a_checkpoint_and_allows_another_schedule(
     tmp_path: Path,
 ):
     with pytest.raises(Killed):
         run(tmp_path, SCHEDULES[2], kill_at=5)
     (tmp_path / "run" / "buffer" / "ledger.log").unlink()
-    with pytest.raises(Killed):  # before a step of its own is over
+    with pytest.raises(Killed):  # before its first step is over
         run(tmp_path, SCHEDULES[0], resume="weights", kill_at=5)
     found = find_checkpoint(tmp_path / "run")
     assert found is not None and found.state.schedule == "Synchronous"

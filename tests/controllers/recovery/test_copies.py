@@ -1,4 +1,5 @@
-"""Checkpoints are copied to another place while the run goes on, and a run goes on from there where nothing is left of it here."""
+"""Checkpoints are copied to remote storage during the run, and a run without local files resumes
+there."""
 
 import os
 import re
@@ -24,7 +25,7 @@ from weft.dataflow.runs.log import Log, LogReader, Position
 
 
 class Bucket(pf.FileSystemHandler):
-    """A file system in a folder of this machine, which fails when it is told to."""
+    """A local folder as a file system that fails on demand."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.local = folder, pf.LocalFileSystem()
@@ -87,7 +88,7 @@ class Bucket(pf.FileSystemHandler):
     def open_output_stream(self, path: str, metadata: Any) -> Any:
         lost = self.loses(path)
         stream = self.local.open_output_stream(self.at(path), compression=None)
-        if lost:  # what is written goes nowhere
+        if lost:  # writes are lost
             return pa.PythonFile(open(os.devnull, "wb"), mode="w")
         return stream
 
@@ -115,7 +116,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES[:3], ids=lambda schedule: type(schedule).__name__)
-def test_a_run_goes_on_from_a_copy_where_nothing_is_left_of_it(
+def test_a_run_without_local_files_resumes_from_a_copy(
     tmp_path: Path, schedule: Any, capsys: pytest.CaptureFixture[str]
 ):
     every = CheckpointConfig(every=2, copy_to=str(tmp_path / "copies"))
@@ -142,7 +143,7 @@ def test_a_run_goes_on_from_a_copy_where_nothing_is_left_of_it(
     assert not private
 
 
-def test_what_was_begun_here_without_a_checkpoint_makes_way_for_the_copy(tmp_path: Path):
+def test_a_local_run_without_a_checkpoint_is_replaced_by_the_copy(tmp_path: Path):
     every = CheckpointConfig(every=2, copy_to=str(tmp_path / "copies"))
     run(tmp_path, SCHEDULES[0], checkpoint=every)
     (tmp_path / "run").rename(tmp_path / "first")
@@ -158,7 +159,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_copy_that_fails_is_said_and_tried_again_until_it_is_there(tmp_path: Path, bucket: Bucket):
+def test_a_failed_copy_is_reported_and_retried_until_it_succeeds(tmp_path: Path, bucket: Bucket):
     here = saved(tmp_path)
     left = [3]
 
@@ -178,7 +179,7 @@ def test_a_copy_that_fails_is_said_and_tried_again_until_it_is_there(tmp_path: P
     assert remote_of(bucket).steps() == [9] and copies.take_notes() == []
 
 
-def test_a_service_that_is_gone_holds_nobody_up(tmp_path: Path, bucket: Bucket):
+def test_a_dead_service_delays_no_run(tmp_path: Path, bucket: Bucket):
     here = saved(tmp_path)
     answers = threading.Event()
     bucket.fails = lambda path: answers.wait(60)
@@ -219,7 +220,7 @@ def test_a_copy_is_not_made_again_because_an_old_one_cannot_be_removed(tmp_path:
     assert copies.copied == [9]
 
 
-def test_the_end_says_what_it_waits_for(tmp_path: Path, bucket: Bucket):
+def test_the_end_reports_pending_work(tmp_path: Path, bucket: Bucket):
     bucket.fails = lambda path: True
     copies, said = (
         Copies(saved(tmp_path), remote_of(bucket), first_pause_s=0.01),
@@ -343,7 +344,7 @@ def test_copies_of_checkpoints_that_are_not_kept_go(tmp_path: Path, bucket: Buck
     assert len(list((bucket.folder / "runs" / "run" / "buffer").glob("*.checkpoint"))) == 2
 
 
-def test_a_start_copies_what_an_earlier_one_did_not_come_to(tmp_path: Path, bucket: Bucket):
+def test_a_start_makes_copies_that_an_earlier_one_missed(tmp_path: Path, bucket: Bucket):
     copies = Copies(saved(tmp_path), remote_of(bucket))
     copies.resume()
     copies.close(30.0)
@@ -400,7 +401,7 @@ def test_a_run_that_has_its_checkpoint_here_does_not_ask_elsewhere(tmp_path: Pat
 
 
 def copied(tmp_path: Path) -> CheckpointConfig:
-    """A run whose last checkpoint lies elsewhere; what is here was begun without one."""
+    """A run whose last checkpoint is remote; the local run started without one."""
     every = CheckpointConfig(every=3, copy_to=str(tmp_path / "copies"))
     run(tmp_path, SCHEDULES[0], checkpoint=every)
     shutil.rmtree(tmp_path / "run")
@@ -410,7 +411,7 @@ def copied(tmp_path: Path) -> CheckpointConfig:
 
 
 def while_fetching(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
-    """Something happens when the last file of a copy has been read."""
+    """Call `happens` after the last file of a copy was read."""
     fetch = RemoteRun.fetch
 
     def fetched(self: RemoteRun, into: Path, *more: Any) -> int | None:
@@ -454,7 +455,7 @@ def test_a_fetch_that_fails_moves_nothing_that_is_here(tmp_path: Path, monkeypat
     run(tmp_path, SCHEDULES[0], checkpoint=every, resume="latest")
 
 
-def test_the_epochs_of_a_fetched_run_go_on_from_its_own(tmp_path: Path):
+def test_the_epochs_of_a_fetched_run_continue(tmp_path: Path):
     every = copied(tmp_path)
     held = hold(tmp_path / "run")
     with pytest.raises(UserError, match="is held by"):
@@ -513,12 +514,12 @@ def test_a_file_of_an_earlier_copy_of_the_same_step_does_not_make_the_new_one_un
     here, remote = saved(tmp_path), remote_of(bucket)
     remote.copy(here, 9)
     at = bucket.folder / "runs" / "run" / CHECKPOINTS / "step_000009"
-    (at / "actor" / "rank_1.json").write_text("[]")  # the run had two ranks then
+    (at / "actor" / "rank_1.json").write_text("[]")  # a leftover of a run with two ranks
     remote.copy(here, 9)
     assert not (at / "actor" / "rank_1.json").exists() and remote.fetch(tmp_path / "again") == 9
 
 
-def test_copies_of_what_a_run_gave_up_are_not_gone_on_from(tmp_path: Path, bucket: Bucket):
+def test_copies_of_abandoned_checkpoints_are_not_resumed_from(tmp_path: Path, bucket: Bucket):
     here, remote = saved(tmp_path), remote_of(bucket)
     remote.copy(here, 6)
     remote.copy(here, 9)

@@ -1,4 +1,5 @@
-"""Elastic groups, on a fake clock: ranks join when there is room for them, leave with the rows that they held, and are waited for."""
+"""Elastic groups on a fake clock: ranks join when there is room, and leave with their leased
+rows."""
 
 import itertools
 import re
@@ -23,7 +24,7 @@ from weft.dataflow.errors import DeadlineError, UserError
 from weft.dataflow.graph import group
 
 Room = Callable[[int, float], bool]
-"""Whether there is room for a rank at a time."""
+"""(rank, time) -> whether the cluster has room for the rank."""
 
 
 class Independent(Rollout):
@@ -31,7 +32,7 @@ class Independent(Rollout):
 
 
 class Spot(Simulated):
-    """A cluster on which ranks of the rollout have room at some times and not at others; without room their processes end."""
+    """A cluster with varying room for ranks of the rollout. Without room, a rank's process ends."""
 
     has_processes = True
 
@@ -48,7 +49,7 @@ class Spot(Simulated):
         super().__init__(CostModel(nodes={**cost.nodes, **own}))
         self._room, self.wait_s = room, wait_s
         self.told: dict[int, list[tuple[str, int, int | None]]] = {}
-        """Rank -> what it was asked to do, the version that its group was at, and the version that it was given."""
+        """Rank -> its calls, with the version of its group and the version that it received."""
         self.starts: list[tuple[float, int]] = []
 
     def start(self, setup: Any) -> dict[str, WorkerGroup]:
@@ -96,7 +97,7 @@ class Spot(Simulated):
 
 
 class Dying(Spot):
-    """Processes end in calls of one method, on ranks other than the first."""
+    """Ranks other than the first die in calls of one method."""
 
     def __init__(self, room: Room, method: str, **settings: Any) -> None:
         super().__init__(room, **settings)
@@ -112,7 +113,7 @@ class Dying(Spot):
 
 
 class Silent(Spot):
-    """The second rank does not answer any more."""
+    """The second rank stops answering."""
 
     def wait(self, timeout_s: float) -> list[Event]:
         return [
@@ -167,7 +168,7 @@ def run(
 
 
 def numbers(driver: Driver) -> list[float]:
-    """Ranks of the rollout that were up at the end of each step."""
+    """Return the live ranks of the rollout at the end of each step."""
     return [row["rollout/ranks"] for row in driver.directory.metrics]
 
 
@@ -214,7 +215,8 @@ def test_a_rank_that_leaves_costs_its_leased_rows_and_may_join_again(
 def test_ranks_may_come_and_go_at_any_moment_of_a_step_and_of_a_weight_sync(
     tmp_path: Path, schedule: Any
 ):
-    """A step takes some ten seconds, a sync 0.75 of them: rank 1 goes and comes, and rank 2 does so as soon as it is up."""
+    """A step takes about ten seconds, a sync 0.75 s. Rank 1 leaves and returns, and rank 2 joins as
+    soon as it is up."""
     for number in range(24):
         leaves, back = 12.0 + 0.45 * number, 25.0 + 0.7 * number
 
@@ -226,7 +228,7 @@ def test_ranks_may_come_and_go_at_any_moment_of_a_step_and_of_a_weight_sync(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("partial_rollouts", ["finish", "requeue"])
-def test_ranks_may_come_and_go_whatever_becomes_of_partial_rollouts(
+def test_ranks_may_come_and_go_under_any_policy_for_partial_rollouts(
     tmp_path: Path, partial_rollouts: Any
 ):
     for number in range(8):
@@ -255,13 +257,13 @@ def test_a_group_without_any_rank_is_waited_for(
     assert "'rollout' has enough ranks again" in said
 
 
-def test_the_others_go_on_while_a_rank_is_waited_for(tmp_path: Path):
+def test_the_others_continue_while_a_rank_is_missing(tmp_path: Path):
     backend = Spot(lambda rank, now: rank == 0 or not 20.0 <= now < 60.0)
     driver = run(tmp_path, backend, ranks=2, min_ranks=2)
     assert any(row["rollout/ranks"] == 1 for row in driver.directory.metrics)
 
 
-def test_a_group_with_too_few_ranks_for_too_long_ends_the_run_and_names_those_that_are_missing(
+def test_too_few_ranks_for_too_long_end_the_run_and_are_named(
     tmp_path: Path,
 ):
     said = (
@@ -306,10 +308,10 @@ def test_a_rank_that_falls_silent_leaves(tmp_path: Path, capsys: pytest.CaptureF
     assert re.search(left, capsys.readouterr().out)
 
 
-# What cannot be
+# Refused settings
 
 
-def test_a_group_whose_ranks_compute_together_cannot_be_elastic(tmp_path: Path):
+def test_a_group_with_cooperating_ranks_cannot_be_elastic(tmp_path: Path):
     made = groups()
     with pytest.raises(
         UserError, match=r"group 'actor' has min_ranks=1, but the ranks of a Actor compute together and"

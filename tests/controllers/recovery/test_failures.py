@@ -1,4 +1,4 @@
-"""Samples at which a worker fails: retried, then dropped with their reason and counted; too many of them end the run."""
+"""Failing samples are retried, then dropped and counted; too many end the run."""
 
 import math
 import pdb
@@ -28,7 +28,7 @@ from weft.workers.reward import RewardWorker
 
 @node(shape=Shape.GROUP, reads=("reward", "response_ids"), writes=("advantages",))
 def advantages(samples: Batch) -> Batch:
-    """Reward minus the mean of what is left of the group."""
+    """Reward minus the mean of the remaining group."""
     reward = samples.numpy("reward")
     _, index = samples.groups()
     mean = np.bincount(index, reward) / np.bincount(index)
@@ -85,7 +85,7 @@ def run(
 
 @pytest.mark.parametrize("schedule", [SYNCHRONOUS, Asynchronous(steps=4, prompts_per_step=4)])
 @pytest.mark.parametrize("how", ["raises", "is not finite", "exits"])
-def test_a_sample_that_always_fails_is_dropped_with_its_reason_and_the_run_goes_on(
+def test_a_sample_that_always_fails_is_dropped_with_its_reason(
     tmp_path: Path, model: Path, schedule: Training, how: str
 ):
     asked: list[int] = []
@@ -115,9 +115,7 @@ def test_a_sample_that_always_fails_is_dropped_with_its_reason_and_the_run_goes_
     assert all("eval/reward/mean" in row for row in metrics[::2])
 
 
-def test_what_fails_at_all_samples_ends_the_run_and_shows_prompt_and_response(
-    tmp_path: Path, model: Path
-):
+def test_a_failure_at_all_samples_ends_the_run_with_prompt_and_response(tmp_path: Path, model: Path):
     def broken(response: str, answer: str) -> float:
         return 1 / 0
 
@@ -149,7 +147,7 @@ def test_a_result_that_is_no_reward_ends_the_run_at_the_first_sample(
     assert len(asked) == 1 and "Traceback" not in str(caught.value)
 
 
-def test_rows_that_failed_are_among_those_that_the_message_says_were_seen(tmp_path: Path, model: Path):
+def test_failed_rows_count_among_the_rows_in_the_message(tmp_path: Path, model: Path):
     def broken(response_ids: list[int], answer: str) -> float:
         return 1 / (len(response_ids) - 1)
 
@@ -180,7 +178,7 @@ def test_with_max_failed_of_nothing_the_first_that_fails_for_good_ends_the_run(
 
 
 class PickyRollout(ToyRollout):
-    """Cannot read one of the prompts."""
+    """Fails to read one of the prompts."""
 
     replaceable = True
 
@@ -225,7 +223,7 @@ def test_prompts_that_the_generator_cannot_read_are_left_out_by_choice_and_count
 
 
 class Stops(ToyActor):
-    """It is not replaceable: what it raises ends the run."""
+    """Exits. It is not replaceable, so this ends the run."""
 
     def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss()) -> Any:
         sys.exit(7)
@@ -246,14 +244,14 @@ def test_sys_exit_in_a_worker_ends_the_run_with_a_message(tmp_path: Path, model:
         driver.run()
 
 
-def test_a_breakpoint_without_a_terminal_says_what_it_needs(
+def test_a_breakpoint_without_a_terminal_explains_how_to_get_one(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with Path("/dev/null").open() as nothing:
         monkeypatch.setattr("sys.stdin", nothing)
 
         def stopping(response: str) -> float:
-            pdb.Pdb(nosigint=True).set_trace()  # as breakpoint() does, but where pytest has its own
+            pdb.Pdb(nosigint=True).set_trace()  # breakpoint() itself opens pytest's debugger
             return 1.0
 
         with pytest.raises(

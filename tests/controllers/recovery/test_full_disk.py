@@ -1,4 +1,4 @@
-"""A disk without room pauses a run, and nothing is lost: on a small file system of its own, filled while the run goes on."""
+"""A full disk pauses a run without loss, on a small file system that fills up during the run."""
 
 import errno
 import os
@@ -31,7 +31,7 @@ from weft.dataflow.runs.files import is_full
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A file system of 4 MiB, where a write that did not fit is soon tried again."""
+    """A file system of 4 MiB, with fast retries of failed writes."""
     for module in (full_disk, row_io):
         monkeypatch.setattr(module, "PAUSE_S", 0.05)  # waited out, as often as it takes
     folder = tmp_path / "small"
@@ -46,7 +46,6 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> None:
-    """Leave no room."""
     ballast = folder / "ballast"
     with ballast.open("ab", buffering=0) as file:
         for size in (1 << 20, 1 << 12, 1):
@@ -58,7 +57,7 @@ def fill(folder: Path) -> None:
 
 
 class FillingReward(ToyReward):
-    """Takes all the room while it scores."""
+    """Fills the disk while it scores."""
 
     filled = False
 
@@ -70,7 +69,10 @@ class FillingReward(ToyReward):
 
 
 class BigActor(SavingActor):
-    """Writes its checkpoint when it is asked whether it has, as a thread of its own would; the first time there is no room."""
+    """Writes its checkpoint when asked whether it is written, as a background thread would.
+
+    The first time, the disk is full.
+    """
 
     tried = 0
     path = Path()

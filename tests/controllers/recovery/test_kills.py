@@ -1,4 +1,4 @@
-"""Real processes of a run are killed at random moments: no sample is lost, and none is trained on twice."""
+"""Real processes are killed at random moments: no sample is lost or trained twice."""
 
 import os
 import random
@@ -23,7 +23,7 @@ VICTIMS = ("driver", "rollout", "actor", "reward")
 
 
 def rank(run: Path, name: str) -> psutil.Process:
-    """The worker process whose standard output is this log."""
+    """Return the worker process that writes this log."""
     for process in psutil.process_iter():
         with suppress(OSError, psutil.NoSuchProcess):
             if os.readlink(f"/proc/{process.pid}/fd/1") == str((run / "logs" / f"{name}.log").resolve()):
@@ -56,7 +56,7 @@ def test_kills_at_random_moments_lose_no_sample_and_none_is_trained_on_twice(
     process = begun(tmp_path, *settings)
     wait_for_step(
         process, run, 2
-    )  # the first checkpoint: without one, the death of an actor ends the run
+    )  # wait for the first checkpoint: before it, the death of an actor ends the run
     for victim in chance.sample(VICTIMS, len(VICTIMS)):
         wait_for_step(process, run, last_step(run) + chance.randint(1, 3))
         time.sleep(chance.uniform(0, 0.3))

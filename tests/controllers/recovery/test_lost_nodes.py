@@ -1,4 +1,4 @@
-"""Nodes that are gone, on a fake clock: their ranks are replaced as soon as it is known, and each line counts those of its own node."""
+"""Lost nodes on a fake clock: their ranks are replaced at once, with one log line per node."""
 
 import math
 import re
@@ -27,7 +27,7 @@ class Independent(Rollout):
 
 
 class Nodes(Simulated):
-    """Ranks 1, 2 and 3 of the rollout stand on nodes "b" and "c", all others on the driver's; from a time on "b" and "c" are gone."""
+    """A rollout with ranks 1 to 3 on nodes "b" and "c", which are lost at a given time."""
 
     has_processes = True
 
@@ -47,7 +47,7 @@ class Nodes(Simulated):
         return {1: "b", 2: "c", 3: "c"}.get(rank, NODE) if rank in self._dead else NODE
 
     def lost_nodes(self, *, look: bool) -> Collection[str]:
-        """Known by itself if it says so, else when it is looked at."""
+        """Report the loss without a look if `says` is set, otherwise on a look."""
         return ("b", "c") if self.clock() >= self._gone_at and (look or self._says) else ()
 
     def wait(self, timeout_s: float) -> list[Event]:
@@ -112,7 +112,7 @@ def test_ranks_of_lost_nodes_are_replaced_together_and_each_line_counts_its_own(
     ]
 
 
-def test_a_node_that_is_known_to_be_gone_is_not_looked_for_a_second_time(tmp_path: Path):
+def test_a_node_known_to_be_lost_is_looked_up_once(tmp_path: Path):
     backend = Nodes(15.0, says=True)
     run(tmp_path, backend)
     assert len(backend.replaced) == 3 and backend.clock() > 50
@@ -126,7 +126,7 @@ def test_a_rank_that_cannot_be_replaced_takes_the_run_back_to_its_checkpoint(tmp
     assert not backend.replaced, "and nothing is replaced before"
 
 
-def test_nothing_is_done_as_long_as_no_node_is_gone(tmp_path: Path):
+def test_nothing_happens_while_no_node_is_lost(tmp_path: Path):
     backend = Nodes(math.inf, says=True)
     run(tmp_path, backend)
     assert not backend.replaced

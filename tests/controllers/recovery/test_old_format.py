@@ -1,6 +1,7 @@
-"""A run of an earlier version of Weft: its log is refused by name, and its model goes on.
+"""A run of an earlier version of Weft: its log is refused by name, and its model can be loaded.
 
-`old_format/run.tar.xz` is a toy run with a log of format 1: asynchronous, killed after step 5, with checkpoints of the steps 2 and 4.
+`old_format/run.tar.xz` is a toy run with a log of format 1: asynchronous, killed after step 5, with
+checkpoints of steps 2 and 4.
 """
 
 import tarfile
@@ -19,7 +20,6 @@ OLD = "the log cannot be read: graph 'train' is described in format 1, by an ear
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A folder with the run."""
     with tarfile.open(Path(__file__).parent / "old_format" / "run.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     return tmp_path
@@ -43,7 +43,7 @@ def test_no_reader_takes_a_log_of_an_old_format(root: Path):
     ],
     ids=" ".join,
 )
-def test_every_command_says_which_format_a_log_has_and_what_to_do(
+def test_every_command_names_the_format_of_an_old_log_with_advice(
     root: Path, question: list[str], capsys: pytest.CaptureFixture[str]
 ):
     command, *more = question
@@ -62,7 +62,7 @@ def test_metrics_and_timeline_of_an_old_run_are_read_as_before(
     assert main(["timeline", str(root / "run")]) == 0
 
 
-def test_an_old_run_goes_on_with_its_weights_and_not_with_its_rows(root: Path):
+def test_an_old_run_resumes_its_weights_without_its_rows(root: Path):
     with pytest.raises(
         UserError, match=rf"no checkpoint of the run is sound: .*{OLD}.*resume='weights' "
     ):

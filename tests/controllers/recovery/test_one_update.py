@@ -79,7 +79,7 @@ def test_short_steps_of_killed_runs_are_one_update(
         try:
             lives(run.parent, chance, kills, keep=chance.choice([0.25, 0.35]), **settings)
             one_update_a_step(run, updated)
-        except StalledError:  # no group of a step has passed, or none to complete a batch that was begun
+        except StalledError:  # no group of a step passed, or too few to complete a batch
             stalled += 1
             assert all(dict(made) == dict.fromkeys(updated, 1) for _, made in updates(run))
         report = check_log(run / "buffer")
@@ -89,7 +89,8 @@ def test_short_steps_of_killed_runs_are_one_update(
 
 
 def faulty_run(root: Path, name: str) -> None:
-    """A run of an earlier version of Weft, which made a second update of one step. Logs of that version have format 5."""
+    """Unpack a run with two updates in one step. An earlier version of Weft made it, with log
+    format 5."""
     with tarfile.open(Path(__file__).parent / "second_update" / f"{name}.tar.xz") as archive:
         archive.extractall(root, filter="data")
 
@@ -107,7 +108,7 @@ FAULTY: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("on_stale", ["wait", "mask", "requeue", "drop"])
 @pytest.mark.parametrize(("name", "step"), [("grpo", 9), ("ppo", 4)])
-def test_a_run_with_a_second_update_of_a_step_goes_on_by_a_plain_resume(
+def test_a_run_with_a_second_update_of_a_step_resumes_normally(
     tmp_path: Path, name: str, step: int, on_stale: str
 ):
     faulty_run(tmp_path, name)

@@ -1,4 +1,5 @@
-"""A worker process that dies is replaced, gets the present weights, and its rows are requeued; under Ray, with real deaths."""
+"""Dead worker processes are replaced and get the current weights; their rows are requeued. With
+real deaths on Ray."""
 
 import os
 import time
@@ -33,17 +34,17 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 class DyingConfig(SlowConfig):
     folder: Path = Path()
-    """Where it is noted how often it has died."""
+    """Folder for one file per death."""
     dies_at: int = -1
-    """First token of the prompt,"""
+    """Die at a prompt with this first token."""
     dies_at_version: int = -1
-    """or version of the weights that it is given."""
+    """Die when weights of this version arrive."""
     deaths: int = 1
     max_failed: float = 0.0
 
 
 def die(folder: Path, what: str, times: int) -> None:
-    """Once for each file of this name that is not there yet."""
+    """Exit the process, up to `times` times per `what`."""
     number = len(list(folder.glob(f"{what}_*")))
     if number < times:
         (folder / f"{what}_{number}").touch()
@@ -90,7 +91,7 @@ def run(
     *,
     whole: bool = False,
 ) -> Any:
-    """A run with two ranks that generate; with a reward, and with a function that sees whole groups, where the test needs them."""
+    """Run with two generating ranks, and a reward or a group function where the test needs one."""
     folder = tmp_path / "deaths"
     folder.mkdir()
     made = {
@@ -209,7 +210,7 @@ def test_an_actor_that_dies_ends_a_run_without_checkpoints(tmp_path: Path):
 
 
 class FrailActor(MortalActor):
-    """Dies once, and hangs once when it comes there again."""
+    """Dies once, and hangs once when it reaches the same place again."""
 
     def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> Any:
         if version == 3:
@@ -221,7 +222,7 @@ class FrailActor(MortalActor):
 
 
 @pytest.mark.thorough
-def test_a_run_with_checkpoints_goes_on_when_its_actor_dies_and_when_it_hangs(tmp_path: Path):
+def test_a_run_with_checkpoints_survives_a_dead_and_a_hanging_actor(tmp_path: Path):
     every = CheckpointConfig(every=1)
     with mortal(tmp_path, ASYNCHRONOUS, FrailActor, checkpoint=every) as driver:
         metrics = driver.run()
@@ -235,7 +236,7 @@ def test_a_run_with_checkpoints_goes_on_when_its_actor_dies_and_when_it_hangs(tm
 
 @pytest.mark.slow
 @both
-def test_a_run_with_checkpoints_goes_on_when_its_actor_dies(tmp_path: Path, schedule: Training):
+def test_a_run_with_checkpoints_survives_the_death_of_its_actor(tmp_path: Path, schedule: Training):
     with mortal(tmp_path, schedule, checkpoint=CheckpointConfig(every=1)) as driver:
         metrics = driver.run()
         (actor,) = (g.handle for g in driver.groups.values() if g.name == "actor")
@@ -255,11 +256,11 @@ def test_an_actor_that_dies_again_and_again_ends_the_run(tmp_path: Path):
     assert len(list((tmp_path / "deaths").iterdir())) == 4
 
 
-# Failures that are not deaths
+# Failures without deaths
 
 
 def flaky(folder: Path, *, at: str, times: int, how: str) -> Any:
-    """A reward function that fails so often at one answer."""
+    """Return a reward function that fails `times` times at one answer."""
 
     def length(response_ids: list[int], answer: str) -> float:
         number = len(list(folder.iterdir()))
@@ -275,7 +276,7 @@ def flaky(folder: Path, *, at: str, times: int, how: str) -> Any:
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer, which the functions here do not need."""
+    """A folder with a tokenizer, which these functions do not use."""
     tokenizers = pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("words")
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"<end>": 0}, unk_token="<end>")).save(
@@ -366,7 +367,7 @@ def test_a_sample_at_which_the_reward_always_fails_ends_the_run_and_is_named(tmp
 
 
 class StumblingReward(ToyReward):
-    """Scores a row at a time, and fails before the last one, twice."""
+    """Scores row by row, and fails before the last one, twice."""
 
     replaceable = True
     failed = 0
@@ -379,7 +380,7 @@ class StumblingReward(ToyReward):
             yield super().score(samples.slice(k, 1))[0], {"scored": Sum(1.0)}
 
 
-def test_what_was_measured_before_a_failure_counts_as_often_as_its_rows(tmp_path: Path):
+def test_metrics_before_a_failure_count_as_often_as_their_rows(tmp_path: Path):
     rollout, actor = group(SlowRollout, name="rollout"), group(SavingActor, name="actor")
     reward = group(StumblingReward, name="reward")
     rollout.follows(actor)
@@ -392,7 +393,7 @@ def test_what_was_measured_before_a_failure_counts_as_often_as_its_rows(tmp_path
 
 
 class Watcher(ToyReward):
-    """Looks at rows and writes nothing; fails once, after it has said what it saw of some of them."""
+    """Reads rows and writes none. It fails once, after it has reported metrics of some."""
 
     replaceable = True
     failed = False
@@ -413,7 +414,7 @@ def watched_grpo(prompts: Any, *, rollout: Any, reward: Any, watcher: Any, actor
     return actor.update(centred(reward.score(samples)))
 
 
-def test_what_a_node_measured_that_writes_nothing_counts_once_when_its_rows_are_asked_again(
+def test_metrics_of_a_node_without_columns_count_once_after_a_retry(
     tmp_path: Path,
 ):
     made = {"rollout": group(SlowRollout), "actor": group(SavingActor)}
@@ -436,7 +437,7 @@ class HangingActor(MortalActor):
 
 
 @pytest.mark.slow
-def test_an_actor_that_hangs_has_the_run_go_on_from_its_checkpoint(tmp_path: Path):
+def test_a_run_with_a_hanging_actor_resumes_from_its_checkpoint(tmp_path: Path):
     every = CheckpointConfig(every=1)
     with mortal(tmp_path, SYNCHRONOUS, HangingActor, checkpoint=every) as driver:
         metrics = driver.run()

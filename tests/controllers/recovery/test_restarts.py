@@ -1,4 +1,4 @@
-"""A driver starts its run again from the last checkpoint, a bounded number of times."""
+"""A driver restarts its run from the last checkpoint, a bounded number of times."""
 
 import time
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from weft.dataflow.runs.files import CHECKPOINTS
 
 
 @pytest.mark.parametrize(("checkpoints", "deaths"), [(0, 1), (1, 1 + MAX_RESTARTS)])
-def test_a_run_whose_worker_always_dies_starts_again_so_many_times_from_one_checkpoint(
+def test_a_run_with_a_dying_worker_restarts_a_bounded_number_of_times(
     tmp_path: Path, checkpoints: int, deaths: int
 ):
     died = 0

@@ -1,4 +1,5 @@
-"""Saving is a state machine: its states, deadlines and full disks are tried by hand, without workers and on a clock of the test."""
+"""Checkpointing is a state machine: states, deadlines and full disks, without workers, on a fake
+clock."""
 
 import errno
 import os
@@ -31,7 +32,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "manifest.json")
 
 
 class Failing(CheckpointFolder):
-    """Cannot complete a checkpoint, as often as it is told to."""
+    """Fails to complete a checkpoint while `error` is set."""
 
     error: Exception | None = None
 
@@ -53,7 +54,7 @@ def all_are_closed() -> Iterator[None]:
 
 
 class Saved:
-    """A run that saves itself: two groups that have a state, and the time."""
+    """A run with checkpoints: two groups with state, and a fake clock."""
 
     def __init__(self, root: Path, every: int, every_s: float | None = None) -> None:
         self.now = 100.0
@@ -86,7 +87,7 @@ class Saved:
             over(request, 0.5)
 
     def write(self) -> None:
-        """Every group says that its part is on the disk."""
+        """Report from every group that its part is on disk."""
         self.now += ASK_S
         self.advance()
         for request in self.asked:
@@ -238,23 +239,23 @@ def test_a_driver_without_room_at_the_end_of_a_run_saves_at_once_again(run: Save
         ),
     ],
 )
-def test_what_else_goes_wrong_when_it_is_named_ends_the_run(run: Saved, error: Exception, said: str):
+def test_other_errors_while_a_checkpoint_completes_end_the_run(run: Saved, error: Exception, said: str):
     run.folder.error = error
     with pytest.raises(RunError, match=said):
         run.save(3)
 
 
-def test_a_checkpoint_that_stops_growing_has_a_deadline_that_names_who_was_waited_for(run: Saved):
+def test_a_checkpoint_that_stops_growing_hits_a_deadline_that_names_the_ranks(run: Saved):
     requests = run.begin(3)
     run.now += 1000
-    run.advance()  # whoever copies has the deadline of its call
+    run.advance()  # copying has the deadline of its call
     run.copy(requests)
     (file := run.folder.unfinished(3) / "big").write_bytes(b"1")
     for size in range(2, 20):
         run.now += 50
         run.advance()
         file.write_bytes(bytes(size))
-    run.now += 1000  # the driver itself waited
+    run.now += 1000  # the driver itself was delayed
     run.advance()
     run.now += 50
     run.advance()
@@ -265,7 +266,7 @@ def test_a_checkpoint_that_stops_growing_has_a_deadline_that_names_who_was_waite
         run.advance()
 
 
-def test_a_run_that_goes_on_removes_later_and_unfinished_checkpoints(run: Saved):
+def test_a_resumed_run_removes_later_and_unfinished_checkpoints(run: Saved):
     for step in (3, 6):
         run.save(step)
     run.begin(9)

@@ -1,4 +1,4 @@
-"""The tests here import `fake_trackers`, and so do the processes that they start."""
+"""Let the tests here, and the processes they start, import `fake_trackers`."""
 
 import sys
 from pathlib import Path

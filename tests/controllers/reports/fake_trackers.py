@@ -1,4 +1,5 @@
-"""Trackers that write what they get to a file of the run's directory, and trackers that misbehave."""
+"""Trackers that write their inputs to a file in the run's directory, and trackers that
+misbehave."""
 
 import json
 import os
@@ -10,7 +11,7 @@ from weft.controllers.reports.trackers import TrackedRun
 
 
 class Kept:
-    """Appends to `kept.jsonl`: a line for each call."""
+    """Appends one line per call to `kept.jsonl`."""
 
     overwrites = False
     keeps_in = "kept.jsonl"
@@ -47,11 +48,11 @@ class Overwriting(Kept):
 
 class Misbehaving(Kept):
     keeps_in = "misbehaving.jsonl"
-    """Apart from the lines of the others, which may be complete before this one begins."""
+    """A separate file: others may finish theirs before this one starts."""
 
 
 class Raising(Misbehaving):
-    """It says a secret of the environment, too."""
+    """Raises an error that contains a secret of the environment."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         raise ConnectionError(f"refused with the key {os.environ.get('TRACKER_API_KEY')}")

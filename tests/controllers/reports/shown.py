@@ -1,4 +1,4 @@
-"""What the tests of displays have in common: steps of a run that was never made, a file of samples, streams that keep what they get."""
+"""Fixtures for displays: steps of an imaginary run, a file of samples, and streams in memory."""
 
 import io
 from collections.abc import Callable
@@ -25,7 +25,7 @@ ROW = {
 
 
 def write_samples(path: Path, **columns: object) -> Path:
-    """A file of samples with one row."""
+    """Write a file of samples with one row."""
     table = pa.table({name: pa.array([value]) for name, value in columns.items()})
     with pa.ipc.new_file(str(path), table.schema) as writer:
         writer.write_table(table)
@@ -38,7 +38,7 @@ def run(
     steps: int,
     then: Callable[[Progress, int], object] = lambda progress, step: None,
 ) -> None:
-    """Show a run of so many steps, and an evaluation of it."""
+    """Show a run of this many steps, with one evaluation."""
     progress, rows = Progress(steps, folder, display), []
     for step in range(steps + 1):
         evaluated = {"eval/reward/mean": step / 10, "eval/reward/std": 0.5, "eval/reward/scored": 101.0}
@@ -49,11 +49,9 @@ def run(
 
 
 def stream(encoding: str = "utf-8") -> io.TextIOWrapper:
-    """A stream that keeps what is written to it."""
     return io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
 
 
 def written(to: io.TextIOWrapper) -> str:
-    """What was written to such a stream."""
     assert isinstance(to.buffer, io.BytesIO)
     return to.buffer.getvalue().decode(to.encoding)

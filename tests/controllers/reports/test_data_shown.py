@@ -1,4 +1,4 @@
-"""What a run shows of its data when it begins."""
+"""The summary of its data that a run shows at the start."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from weft.dataflow.prompts.prompts import Prompts
 from weft.dataflow.prompts.tokenizer import Tokenizer
 
 
-def test_what_was_understood_of_the_data_is_printed_once_and_kept_with_the_run(
+def test_the_summary_of_the_data_is_printed_once_and_kept_with_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     rows = [{"prompt": f"t{k}", "answer": f"It is #### t{k}"} for k in range(4)] + [{"prompt": "t1 t2"}]

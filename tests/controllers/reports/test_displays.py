@@ -1,4 +1,4 @@
-"""Each display shows a run completely, on whatever terminal there is, and shows text of a model as text."""
+"""Each display shows the complete run on any terminal, and escapes text of models."""
 
 import io
 import json
@@ -20,7 +20,7 @@ every_display = pytest.mark.parametrize("display", DISPLAYS)
 
 
 @every_display
-def test_a_run_is_shown_with_every_figure_a_sample_and_where_it_lies(display: str, tmp_path: Path):
+def test_a_run_is_shown_with_every_figure_a_sample_and_its_folder(display: str, tmp_path: Path):
     file = write_samples(
         tmp_path / "s.arrow",
         prompt="2+2=",
@@ -144,7 +144,7 @@ def test_names_do_not_steer_a_terminal_and_json_has_finite_numbers():
         )
 
 
-def test_a_stream_that_is_closed_meanwhile_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_closed_stream_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     standard = io.StringIO()
     monkeypatch.setattr(sys, "stdout", standard)
     progress = Progress(3, tmp_path, display_for("plain"))

@@ -27,7 +27,7 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 
 def scripted(*doing: Callable[[], object], last: str = FINISHED) -> Callable[[float], str | None]:
-    """A driver that does something between two looks of the follower, and then says how the run ended."""
+    """A driver that acts between two looks of the follower, and then reports how the run ended."""
     todo = list(doing)
 
     def said_within(seconds: float) -> str | None:
@@ -59,7 +59,7 @@ def test_metrics_are_sent_as_they_come_and_the_run_is_closed(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("tracker", "again"), [("Kept", []), ("Overwriting", [(3, 3.5), (4, 4.5)])])
-def test_a_run_that_goes_back_sends_its_steps_again_only_where_they_replace_the_earlier_ones(
+def test_a_run_that_goes_back_resends_steps_only_to_trackers_that_replace_them(
     tmp_path: Path, tracker: str, again: list[tuple[int, float]]
 ):
     name, first = f"fake_trackers:{tracker}", stream(tmp_path)
@@ -84,7 +84,7 @@ def test_a_run_that_goes_back_sends_its_steps_again_only_where_they_replace_the_
     ]
 
 
-def test_what_was_not_sent_before_a_kill_is_sent_when_the_run_goes_on(tmp_path: Path):
+def test_metrics_unsent_at_a_kill_are_sent_on_resume(tmp_path: Path):
     writer = stream(tmp_path)
     add(writer, *rows(1, 2, 3))
     writer.close()
@@ -94,7 +94,7 @@ def test_what_was_not_sent_before_a_kill_is_sent_when_the_run_goes_on(tmp_path: 
 
 
 @pytest.mark.parametrize("damage", ["", "[]", '{"id": 1}', "{"])
-def test_a_damaged_note_of_what_was_sent_counts_as_none(tmp_path: Path, damage: str):
+def test_a_damaged_record_of_sent_metrics_counts_as_none(tmp_path: Path, damage: str):
     path = path_of(tmp_path, "wandb")
     path.parent.mkdir()
     path.write_text(damage)
@@ -123,7 +123,7 @@ def test_a_tracker_of_ones_own_is_any_class_with_these_methods():
 
 
 def record(run: Path, step: int, *responses: str) -> None:
-    """Samples of a step, as the recorder writes them."""
+    """Write samples of a step as the recorder does."""
     path = run / "samples" / sample_file_name("train", step, step, 0)
     path.parent.mkdir(exist_ok=True)
     rewards = pa.array([float(n) for n in range(len(responses))], pa.float32())
@@ -157,7 +157,7 @@ def test_samples_of_the_latest_step_are_sent_once_cut_escaped_and_without_secret
 
 
 @pytest.mark.parametrize(("tracker", "samples"), [("Sampled", 0), ("Kept", 2)])
-def test_no_samples_are_sent_where_none_are_wanted_or_taken(tracker: str, samples: int, tmp_path: Path):
+def test_no_samples_are_sent_unless_wanted_and_supported(tracker: str, samples: int, tmp_path: Path):
     writer = stream(tmp_path)
     record(tmp_path, 1, "first")
     add(writer, *rows(1))

@@ -1,4 +1,4 @@
-"""The dashboard for Grafana asks for metrics that runs write, by the names that Prometheus knows them under."""
+"""The Grafana dashboard queries metrics that runs write, by their Prometheus names."""
 
 import json
 import re

@@ -1,6 +1,7 @@
-"""The real trackers: what each keeps of a run that is killed after step 4 and goes on after step 2.
+"""The real trackers and their record of a run that is killed after step 4 and resumes after step 2.
 
-TensorBoard's is tried always. The others are heavy: their tests are `slow`, and skipped where their packages are not installed.
+The TensorBoard test always runs. The others are heavy: they are `slow`, and skipped where their
+packages are missing.
 """
 
 import importlib.util
@@ -38,7 +39,8 @@ def needs(package: str) -> Any:
 
 
 def tracked(tmp_path: Path, name: str) -> Path:
-    """A run that is killed after step 4 and goes on after step 2; an evaluation of step 3 comes after step 5."""
+    """Track a run killed after step 4 and resumed after step 2. An evaluation of step 3 comes after
+    step 5."""
     run = tmp_path / "sums"
     run.mkdir()
     (run / "config.json").write_text(json.dumps(CONFIG))
@@ -60,7 +62,7 @@ def tracked(tmp_path: Path, name: str) -> Path:
 
 
 def events(folder: Path) -> list[Any]:
-    """The events of all files, in the order in which they were made."""
+    """Return the events of all files, by creation time."""
     from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
     found = []
@@ -78,9 +80,7 @@ def test_tensorboard_forgets_the_steps_that_are_made_again(tmp_path: Path):
     shown: defaultdict[str, dict[int, float]] = defaultdict(dict)
     starts = []
     for event in events(run / "tensorboard"):
-        if (
-            event.HasField("session_log") and event.session_log.status == 1
-        ):  # what TensorBoard does with it
+        if event.HasField("session_log") and event.session_log.status == 1:  # TensorBoard does the same
             starts.append(event.step)
             for curve in shown.values():
                 for step in [step for step in curve if step >= event.step]:
@@ -97,7 +97,7 @@ def test_tensorboard_forgets_the_steps_that_are_made_again(tmp_path: Path):
 
 @pytest.mark.slow
 @needs("tensorboard")
-def test_the_curves_that_tensorboard_itself_reads_go_on(tmp_path: Path):
+def test_tensorboard_reads_continuous_curves(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import (  # pyright: ignore[reportMissingImports]
         EventAccumulator,
     )
@@ -108,7 +108,8 @@ def test_the_curves_that_tensorboard_itself_reads_go_on(tmp_path: Path):
 
 
 def leveldb_records(data: bytes) -> list[bytes]:
-    """The records of a log of W&B: after its own header, blocks of 32 KiB of pieces (checksum, length, kind)."""
+    """Return the records of a W&B log: a header, then blocks of 32 KiB of (checksum, length, kind)
+    pieces."""
     found, at, parts = [], 7, b""
     while at + 7 <= len(data):
         left = 32768 - at % 32768
@@ -117,7 +118,7 @@ def leveldb_records(data: bytes) -> list[bytes]:
             continue
         length, kind = struct.unpack_from("<HB", data, at + 4)
         parts, at = parts + data[at + 7 : at + 7 + length], at + 7 + length
-        if kind in (1, 4):  # whole, or the last piece
+        if kind in (1, 4):  # a complete record, or its last piece
             found.append(parts)
             parts = b""
     return found
@@ -125,7 +126,7 @@ def leveldb_records(data: bytes) -> list[bytes]:
 
 @pytest.mark.slow
 @needs("wandb")
-def test_wandb_goes_on_offline_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wandb_continues_offline_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportMissingImports]
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -157,7 +158,7 @@ def test_wandb_goes_on_offline_under_its_id(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 @needs("mlflow")
-def test_mlflow_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_mlflow_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
@@ -175,7 +176,7 @@ def test_mlflow_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 @needs("trackio")
-def test_trackio_goes_on_under_its_name(tmp_path: Path):
+def test_trackio_continues_under_its_name(tmp_path: Path):
     program = "from test_kinds import tracked, Path; import sys; tracked(Path(sys.argv[1]), 'trackio')"
     read = (
         "import json; from trackio.sqlite_storage import SQLiteStorage as store; "

@@ -26,7 +26,7 @@ def read(values: NewValues) -> list[dict[str, float]]:
     return [{"step": float(step), **metrics} for step, metrics in values]
 
 
-def test_each_value_is_read_once_as_it_is_added(tmp_path: Path):
+def test_each_new_value_is_read_once(tmp_path: Path):
     values, writer = NewValues(tmp_path), stream(tmp_path)
     assert read(values) == [], "nothing is there yet"
     add(writer, *ROWS[:2])

@@ -1,4 +1,4 @@
-"""When something is shown of a run, and that showing it never ends one."""
+"""Progress reports: their times, and that a failing display never ends a run."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from weft.controllers.reports.progress import Progress
 from weft.controllers.reports.records import Step, ending_of, score_of
 
 
-def test_each_step_has_a_line_and_the_end_says_what_the_evaluations_came_to(tmp_path: Path):
+def test_each_step_has_a_line_and_the_end_summarizes_evaluations(tmp_path: Path):
     to = stream()
     run(PlainLines(to), tmp_path, 4)
     lines = written(to).splitlines()
@@ -51,7 +51,7 @@ def test_a_sample_follows_its_step_and_one_that_cannot_be_read_is_left_out(tmp_p
         if step != 15:
             progress.recorded(
                 step, [torn, file] if step == 10 else [torn]
-            )  # of several ranks the first that has some
+            )  # of several ranks, the first with samples
         progress.stepped({"step": float(step)})
         if step == 15:
             progress.recorded(15, [file])
@@ -61,7 +61,7 @@ def test_a_sample_follows_its_step_and_one_that_cannot_be_read_is_left_out(tmp_p
     assert lines[9].startswith("step 10/") and lines[10] == "sample of step 10: reward 1"
 
 
-def test_a_display_whose_reader_is_gone_does_not_end_the_run(tmp_path: Path):
+def test_a_display_without_a_reader_does_not_end_the_run(tmp_path: Path):
     program = (
         "from weft.controllers.reports.displays import display_for\n"
         "from weft.controllers.reports.progress import Progress\n"
@@ -88,11 +88,11 @@ def test_a_display_whose_reader_is_gone_does_not_end_the_run(tmp_path: Path):
         ({"eval/reward/mean": 0.5}, []),
     ],
 )
-def test_what_a_graph_does_not_measure_is_not_shown(row: dict[str, float], labels: list[str]):
+def test_unmeasured_metrics_are_not_shown(row: dict[str, float], labels: list[str]):
     assert [figure.label for figure in Step(1, 9, row).figures] == labels
 
 
-def test_a_score_says_what_it_is_and_how_many_prompts_it_is_of():
+def test_a_score_shows_its_meaning_and_number_of_prompts():
     rows = {"eval/avg@1": 0.6, "eval/avg@1_low": 0.5, "eval/avg@1_high": 0.7, "eval/prompts_lost": 0.0}
     assert str(score_of("eval", 1, rows).text) == "mean reward 0.600 (95 %: 0.500 to 0.700)"  # pyright: ignore[reportOptionalMemberAccess]
     rows |= {"eval/pass@1": 0.5, "eval/prompts_lost": 8.0, "eval/prompts_asked": 16.0}

@@ -1,4 +1,4 @@
-"""What a run tells when it cannot learn: once, in words, with what to try."""
+"""Warnings of a run that cannot learn: once, with a remedy."""
 
 import functools
 import math
@@ -47,7 +47,7 @@ class RatedActor(ToyActor):
 
 
 class SampledRollout(ToyRollout):
-    """It says how it samples."""
+    """Reports its sampling settings."""
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
@@ -60,7 +60,7 @@ class SampledRollout(ToyRollout):
 
 
 class ConstantReward(ToyReward):
-    """Likes everything."""
+    """Gives every response the same reward."""
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "answer"), writes=("reward",))
     def score(self, samples: Batch) -> tuple[Batch, Metrics]:
@@ -161,15 +161,13 @@ def test_a_quorum_of_one_response_is_refused_like_one_response(tmp_path: Path):
         ),
     ],
 )
-def test_a_mistake_that_shows_before_the_start_is_said_with_what_to_try(
-    settings: dict[str, Any], says: str
-):
+def test_a_mistake_found_before_the_start_is_reported_with_advice(settings: dict[str, Any], says: str):
     made = recorded(**settings)
     (said,) = mistakes(made, made.handles)
     assert said.startswith(says) and "Try " in said
 
 
-def test_what_is_right_is_not_warned_of():
+def test_correct_code_gets_no_warning():
     made = recorded()
     assert mistakes(made, made.handles) == []
 
@@ -192,7 +190,7 @@ def seen(*rows: dict[str, float]) -> list[str]:
     ]
 
 
-def test_rewards_that_are_equal_from_the_first_step_on_are_said_once():
+def test_rewards_equal_from_the_first_step_are_reported_once():
     none, some = {"groups_without_signal": 1.0}, {"groups_without_signal": 0.9}
     (said,) = seen({}, *[none] * 10)
     assert (
@@ -207,7 +205,7 @@ def test_rewards_that_are_equal_from_the_first_step_on_are_said_once():
     )
 
 
-def test_responses_that_are_all_truncated_are_said_once():
+def test_fully_truncated_responses_are_reported_once():
     (said,) = seen({}, *[{"rollout/truncation_rate": 1.0}] * 10)
     assert "every response is truncated at its limit of tokens" in said and "max_tokens" in said
     assert seen({}, *[{"rollout/truncation_rate": 0.99}] * 10) == []
@@ -218,7 +216,7 @@ def test_responses_that_are_all_truncated_are_said_once():
     assert seen({}, cut, cut, {"rollout/truncation_rate": 0.5}, cut, cut) == []
 
 
-def test_groups_that_have_lost_their_signal_are_said_with_the_reward():
+def test_groups_that_lost_their_signal_are_reported_with_the_reward():
     some, none = (
         {"groups_without_signal": 0.2},
         {"groups_without_signal": 0.96, "reward/mean": 0.99},
@@ -229,7 +227,7 @@ def test_groups_that_have_lost_their_signal_are_said_with_the_reward():
     assert seen({}, some, *[none] * 4, some, *[none] * 4) == []
 
 
-def test_rewards_that_are_equal_over_all_responses_are_said_where_no_group_compares_them():
+def test_equal_rewards_are_reported_where_no_group_compares_them():
     equal = {"reward/mean": 0.5, "reward/std": 0.0}
     (said,) = seen({}, *[equal] * 10)
     assert said.startswith("steps 1 to 3: all rewards are equal (all are 0.5)") and "Try " in said
@@ -237,7 +235,7 @@ def test_rewards_that_are_equal_over_all_responses_are_said_where_no_group_compa
     assert seen({}, *[{"eval/reward/std": 0.0}] * 10) == [], "an evaluation may well be perfect"
 
 
-def test_an_entropy_that_collapses_is_said_beside_what_it_was():
+def test_a_collapsing_entropy_is_reported_with_its_earlier_value():
     undecided, decided = {"actor/entropy": 2.0}, {"actor/entropy": 0.09}
     (said,) = seen({}, *[undecided] * 3, *[decided] * 5)
     assert (
@@ -247,7 +245,7 @@ def test_an_entropy_that_collapses_is_said_beside_what_it_was():
     assert seen({}, *[{"actor/entropy": 0.001}] * 10) == [], "it began so"
 
 
-def test_a_gap_that_drifts_is_said_beside_what_it_was():
+def test_a_drifting_logprob_gap_is_reported_with_its_earlier_value():
     def gap(value: float) -> dict[str, float]:
         return {"actor/mean_logprob_gap": value}
 
@@ -269,7 +267,7 @@ def test_a_gap_that_drifts_is_said_beside_what_it_was():
         ({"actor/mean_logprob_gap": 7.5}, "step 2: actor/mean_logprob_gap is 7.5 nats a token. "),
     ],
 )
-def test_numbers_that_are_absurd_are_said_at_once_and_once(row: dict[str, float], says: str):
+def test_absurd_numbers_are_reported_at_once_and_only_once(row: dict[str, float], says: str):
     usual = {
         "actor/loss": 0.1,
         "actor/grad_norm": 2.0,
@@ -289,7 +287,7 @@ def memory(resident: float, free: float) -> dict[str, float]:
     }
 
 
-def test_memory_that_is_nearly_used_up_is_said_with_who_takes_it():
+def test_nearly_full_memory_is_reported_with_its_users():
     (said,) = seen({}, memory(40 * GIB, 20 * GIB), *[memory(55 * GIB, 5 * GIB)] * 5)
     assert said.startswith(
         "step 2: 5.0 GiB of the 64.0 GiB of host memory of a node are left (reward 55.0 GiB, driver 1.0 GiB). "
@@ -297,7 +295,7 @@ def test_memory_that_is_nearly_used_up_is_said_with_who_takes_it():
     assert seen({}, *[memory(GIB, 5 * GIB)] * 5) == [], "others take it"
 
 
-def test_memory_that_grows_step_by_step_is_said_with_how_long_it_lasts():
+def test_growing_memory_is_reported_with_the_time_left():
     (said,) = seen({}, *[memory((2 + 0.1 * k) * GIB, (50 - 0.1 * k) * GIB) for k in range(60)])
     assert "step 32: the host memory of reward grows by 102 MiB a step" in said
     assert said.count("lasts for about 469 steps. ") == 1 and "resume='latest'" in said
@@ -309,7 +307,7 @@ def test_memory_that_grows_step_by_step_is_said_with_how_long_it_lasts():
     )
 
 
-def test_a_run_says_why_it_cannot_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_reports_why_it_cannot_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with Driver(
         recorded(reward=ConstantReward, rate=1000.0),
         schedule=Synchronous(steps=5, prompts_per_step=4),
@@ -334,7 +332,7 @@ def test_a_run_says_why_it_cannot_learn(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 class DivergingActor(RatedActor):
-    """Its loss is lost in the third step."""
+    """Returns a loss of nan in the third step."""
 
     steps = 0
 

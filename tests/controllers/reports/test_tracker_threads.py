@@ -1,4 +1,4 @@
-"""A run never notices its trackers: those that raise, hang or die are said once, and the run goes on."""
+"""A run survives trackers that raise, hang or die, and reports each problem once."""
 
 import json
 import time
@@ -22,7 +22,7 @@ ENDING = [f"fake_trackers:{name}" for name in ("Kept", "Raising", "Leaving")]
 HANGING = [f"fake_trackers:{name}" for name in ("Hanging", "HangingAtOnce")]
 
 
-def test_a_run_comes_to_its_end_whatever_its_trackers_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_no_tracker_stops_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRACKER_API_KEY", "k3y-of-a-service")
     monkeypatch.setattr(tracker_threads, "FINISH_S", 600.0)
     with drive(training(), tmp_path / "plain") as driver:
@@ -66,7 +66,7 @@ def test_a_run_does_not_wait_for_trackers_that_hang(tmp_path: Path, monkeypatch:
     )
 
 
-def test_a_run_that_is_killed_and_goes_on_sends_each_step_once(tmp_path: Path):
+def test_a_killed_and_resumed_run_sends_each_step_once(tmp_path: Path):
     trackers = ("fake_trackers:Kept",)
     with pytest.raises(Killed):
         saved_run(tmp_path, SCHEDULES[0], kill_at=5, trackers=trackers)
@@ -110,7 +110,7 @@ def test_a_tracker_that_shows_no_sign_of_life_is_said_once(
     assert len(said) == 1 and "has not responded for 60 s. The run continues" in said[0]
 
 
-def test_an_endpoint_that_fails_is_said_once_and_left_alone(tmp_path: Path):
+def test_a_failing_endpoint_is_reported_once_and_left_alone(tmp_path: Path):
     said: list[str] = []
     asked: list[str] = []
 

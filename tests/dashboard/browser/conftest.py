@@ -1,4 +1,4 @@
-"""A headless Chromium that looks at a dashboard of real runs, and fails a test whose page complains."""
+"""A headless Chromium on a dashboard of real runs. Complaints in a page's console fail the test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ START_S = 60
 
 @pytest.fixture(scope="package")
 def chromium() -> Iterator[Any]:
-    """The browser of the system, driven by Playwright."""
+    """The system's browser, driven by Playwright."""
     binary = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if binary is None:
         pytest.skip("there is no Chromium on this machine (Debian: apt-get install chromium)")
@@ -46,7 +46,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture(scope="package")
 def folder(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs: one that is done, one that was killed, one without a step, and one whose texts are wicked."""
+    """Runs: finished, killed, without a step, and with malicious texts."""
     root = tmp_path_factory.mktemp("runs")
     program(root / ".data.txt", DEMO_RUNS, str(root), "--only", "nothing", "--here").process.join(120)
     made = [
@@ -61,7 +61,7 @@ def folder(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def under_way(folder: Path) -> Iterator[Forked]:
-    """A run that has no end. It is stopped, since it would take half a CPU from tests that do not look at it."""
+    """An endless run. It is paused between tests, because it would use half a CPU."""
     run = program(folder / ".live.txt", DEMO_RUNS, str(folder), "--only", "live", "--here")
     _until(lambda: (folder / "live" / "metrics.arrows").exists(), "the live run has no metrics", run)
     run.signal(signal.SIGSTOP)
@@ -71,7 +71,7 @@ def under_way(folder: Path) -> Iterator[Forked]:
 
 @pytest.fixture
 def live(under_way: Forked) -> Iterator[str]:
-    """The name of a run that goes on during a test."""
+    """The name of a run that works during the test."""
     under_way.signal(signal.SIGCONT)
     yield "live"
     under_way.signal(signal.SIGSTOP)
@@ -79,14 +79,14 @@ def live(under_way: Forked) -> Iterator[str]:
 
 @pytest.fixture(scope="package")
 def address(folder: Path) -> Iterator[str]:
-    """Where a dashboard of these runs answers, with its token."""
+    """The address of a dashboard of these runs, with its token."""
     with Serving(folder) as where:
         yield where
 
 
 @pytest.fixture(scope="module")
 def modules(chromium: Any, address: str) -> Iterator[Look]:
-    """A window for tests that call what the modules of the pages export, and look at no page."""
+    """A window for tests that call exports of the pages' modules, and need no page."""
     window = Look(chromium, address, 1280, dark=False)
     yield window
     window.close()
@@ -95,7 +95,8 @@ def modules(chromium: Any, address: str) -> Iterator[Look]:
 
 @pytest.fixture
 def look(chromium: Any, address: str) -> Iterator[Callable[..., Look]]:
-    """Opens the dashboard in a window of a given size and scheme. At its end no page may have complained."""
+    """Opens dashboard windows of a size and colour scheme; afterwards no page may have
+    complained."""
     opened: list[Look] = []
 
     def new(width: int = 1280, dark: bool = False, where: str = address) -> Look:

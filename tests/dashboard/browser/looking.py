@@ -1,4 +1,4 @@
-"""One window of a browser on a dashboard."""
+"""A browser window on a dashboard."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from typing import Any
 from urllib.parse import urlencode
 
 PAGES = ("curves", "graph", "timeline", "samples", "buffer", "workers", "weights", "alerts")
-"""Those of a run."""
 TIMEOUT_MS = 20_000
-"""For one page, on a machine that does other things as well."""
+"""Limit for one page on a busy machine."""
 
 
 class Look:
-    """A window, and what its console complained of.
+    """A window, and the complaints of its console.
 
     Args:
-        browser: of Playwright.
-        address: of the dashboard, with its token.
-        width: of the window, in pixels.
-        dark: it asks for dark colours.
+        browser: Playwright's browser.
+        address: address of the dashboard, with its token.
+        width: width of the window in pixels.
+        dark: prefer dark colours.
     """
 
     def __init__(self, browser: Any, address: str, width: int, dark: bool) -> None:
@@ -28,7 +27,7 @@ class Look:
         self.page.set_default_timeout(TIMEOUT_MS)
         self.complaints: list[str] = []
         self.forgiven: list[str] = []
-        """Beginnings of paths that may be answered with an error."""
+        """Prefixes of paths that may respond with an error."""
         self.page.on("console", self._said)
         self.page.on("pageerror", lambda error: self.complaints.append(f"{self.page.url}: {error}"))
         self.page.on(
@@ -47,7 +46,7 @@ class Look:
             self.complaints.append(f"{self.page.url}: {message.text} ({place})")
 
     def show(self, page: str, **params: object) -> Any:
-        """Go to a page as a link does, and wait until it shows its data. Returns its `main`."""
+        """Follow a link to a page, wait until it shows its data, and return its `main`."""
         asked = f"#{page}?{urlencode(params)}" if params else f"#{page}"
         self.page.evaluate("asked => { delete main.dataset.shows; location.hash = asked; }", asked)
         return self.shown(page)
@@ -58,13 +57,13 @@ class Look:
         return self.page.locator("#main")
 
     def open(self, page: str, **params: object) -> Any:
-        """The same with a fresh document, as a link that somebody was sent."""
+        """Do the same with a fresh document, like a shared link."""
         self.page.goto("about:blank")
         self.page.goto(f"{self.home}#{page}?{urlencode(params)}")
         return self.shown(page)
 
     def too_wide(self) -> int:
-        """Pixels by which the document is wider than the window."""
+        """Return by how many pixels the document is wider than the window."""
         return self.page.evaluate("document.documentElement.scrollWidth - innerWidth")
 
     def close(self) -> None:

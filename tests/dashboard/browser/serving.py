@@ -1,4 +1,4 @@
-"""A dashboard in a process of its own."""
+"""A dashboard in a separate process."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class Serving:
-    """A `weft dashboard` of its own process."""
+    """A `weft dashboard` process."""
 
     def __init__(self, folder: Path, port: int = 0) -> None:
         command = [

@@ -1,4 +1,4 @@
-"""The modules of the pages by themselves: numbers as text, differences, smoothing, layout, and text that is made visible."""
+"""Modules of the pages: number formats, differences, smoothing, layout, and escaping."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.thorough]
 
 @pytest.fixture(scope="module")
 def ask(modules: Look) -> Callable[[str, str], Any]:
-    """Evaluates an expression with the names that a module exports."""
+    """Evaluates an expression with the exports of a module."""
 
     def evaluate(module: str, expression: str) -> Any:
         return modules.page.evaluate(f"import('/static/{module}.js').then(m => {expression})")
@@ -85,7 +85,7 @@ def test_runs_are_averaged_where_they_have_values(ask):
     assert both["high"] == [pytest.approx(1 + 2**0.5), 1, pytest.approx(3 + 2**0.5)]
 
 
-def test_each_node_stands_behind_all_that_it_reads_from(ask):
+def test_each_node_comes_after_all_its_inputs(ask):
     size = "{width: 10, height: 5, gapAlong: 2, gapAcross: 1}"
     edges = "[['a', 'b'], ['a', 'c'], ['b', 'd'], ['c', 'd'], ['a', 'd']]"
     found = ask("layout", f"m.layout(['a', 'b', 'c', 'd'], {edges}, {size})")

@@ -1,4 +1,4 @@
-"""Every page of every kind of run, light and dark, wide and narrow: it is there, its console is silent, and it fits its window."""
+"""Every page for every kind of run, light and dark, wide and narrow: shown, quiet, and fitting."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ RUNS = ("first", "killed", "nothing", "live")
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest) -> str:
-    """Its name; the live one goes on meanwhile."""
+    """The name of a run; the live one works meanwhile."""
     return request.getfixturevalue("live") if request.param == "live" else request.param
 
 
@@ -56,7 +56,7 @@ def test_two_runs_are_laid_over_one_another_and_compared(look):
 
 
 def altered(folder: Path, name: str, **files: Callable[[Any], Any]) -> str:
-    """A copy of the run `first` whose JSON files are changed by functions. Returns its name."""
+    """Copy the run `first`, change its JSON files with functions, and return the copy's name."""
     run = copytree(folder / "first", folder / name)
     for file, change in files.items():
         path = run / f"{file}.json"
@@ -113,7 +113,7 @@ def test_the_last_alert_of_a_run_is_read_whole_in_the_list(look, folder: Path):
     rmtree(folder / name)
 
 
-def test_a_link_shows_the_same_to_somebody_else(look):
+def test_a_shared_link_shows_the_same_page(look):
     window = look()
     window.show("samples", run="first")
     window.page.keyboard.press("j")
@@ -157,7 +157,7 @@ def test_an_exported_run_is_looked_at_without_a_server(look, folder: Path, tmp_p
         assert main.get_attribute("data-shows") != "problem", main.inner_text()
 
 
-def test_a_run_that_is_removed_while_it_is_looked_at_is_said_to_be_gone(look, folder: Path):
+def test_a_run_removed_during_a_visit_is_reported_as_gone(look, folder: Path):
     copytree(folder / "first", folder / "leaving")
     window = look()
     window.show("curves", run="leaving")

@@ -1,4 +1,4 @@
-"""What people do with the pages: keys alone, assistive technology, a run that goes on, a dashboard that dies and comes back."""
+"""Using the pages: keyboard, assistive technology, a live run, and a dashboard that restarts."""
 
 import re
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.thorough]
 WAITS = re.compile(
     r".+: \d+ of \d+ rows to do; (\d+ leased|waits for .+|ready, not claimed|too old, .+; waits for a larger bound)"
 )
-"""What a node has still to do with a group that is in flight."""
+"""Remaining work of a node for a group in flight."""
 ENDS = re.compile(
     r"group 288 was never issued; groups 0 to \d+ were|group 288 of graph .+\) was finished at byte .+"
 )
@@ -57,7 +57,7 @@ def test_everything_is_reached_by_keys_alone(look):
     window.shown("runs")
 
 
-def test_what_has_the_focus_is_seen_and_the_tab_key_goes_through_all(look):
+def test_the_focus_is_visible_and_tab_reaches_everything(look):
     window = look()
     window.show("runs")
     seen = set()
@@ -126,7 +126,7 @@ def test_only_a_second_yes_stops_a_run(look, folder, live: str):
     assert not list((folder / live).glob("*stop*"))
 
 
-def test_a_mistake_in_a_filter_is_answered_beside_it(look):
+def test_a_mistake_in_a_filter_is_reported_next_to_it(look):
     window = look()
     window.forgiven.append("/api/groups")
     window.show("samples", run="first", filter="rewrd > 0.5")
@@ -137,7 +137,7 @@ def test_a_mistake_in_a_filter_is_answered_beside_it(look):
     window.page.wait_for_selector(".entry")
 
 
-def test_the_timeline_goes_to_a_step(look):
+def test_the_timeline_can_jump_to_a_step(look):
     window = look()
     window.show("timeline", run="first", t="0~0.1")
     window.page.get_by_label("show one step").fill("12-13")
@@ -145,7 +145,7 @@ def test_the_timeline_goes_to_a_step(look):
     window.page.get_by_text("Steps 12 to 13").wait_for()
 
 
-def test_a_zoom_goes_along_from_page_to_page(look):
+def test_a_zoom_is_kept_between_pages(look):
     window = look()
     window.show("curves", run="first", x="10~14")
     window.page.keyboard.press("3")
@@ -164,7 +164,7 @@ def test_a_zoom_goes_along_from_page_to_page(look):
     window.page.wait_for_function("!location.hash.includes('x=')")
 
 
-def test_a_conversation_is_shown_as_its_turns_and_what_was_unfolded_stays_so(look, folder):
+def test_a_conversation_is_shown_as_turns_and_unfolded_turns_stay_open(look, folder):
     run = folder / "talk"
     RunDirectory.create(folder, "talk").close()
     (run / "samples").mkdir(exist_ok=True)
@@ -196,18 +196,18 @@ def test_a_conversation_is_shown_as_its_turns_and_what_was_unfolded_stays_so(loo
     assert not window.page.get_by_text('"name": "calculator"').is_visible()
     call.click()
     assert window.page.get_by_text('"name": "calculator"').is_visible()
-    window.page.evaluate("dispatchEvent(new Event('theme'))")  # everything is drawn again
+    window.page.evaluate("dispatchEvent(new Event('theme'))")  # redraw everything
     assert window.page.get_by_text('"name": "calculator"').is_visible()
 
 
-def test_a_group_that_was_not_recorded_says_what_it_waits_for(look):
+def test_an_unrecorded_group_shows_the_nodes_it_waits_for(look):
     window = look()
-    window.show("samples", run="killed", group="288")  # in flight when it was killed, or not issued yet
+    window.show("samples", run="killed", group="288")  # in flight at the kill, or not issued yet
     window.page.get_by_text("not recorded yet").wait_for()
     first, *waits = window.page.locator(".detail .notice").all_inner_texts()
     if ENDS.fullmatch(first):
         assert not waits
-    else:  # the driver said it last, or the log does, below the group's place
+    else:  # from the driver's last report, or from the log
         waits = (
             waits
             if first.startswith("group 288 of graph") and first.endswith("is in flight")

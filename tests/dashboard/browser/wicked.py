@@ -1,4 +1,4 @@
-"""A run whose texts do harm where somebody takes them for more than text."""
+"""A run with malicious texts."""
 
 import json
 from pathlib import Path
@@ -15,13 +15,13 @@ TERMINAL = "\x1b[2J\x1b[31mred\x1b[0m\x07\x08\r\x00"
 REVERSED = "\u202egnp.exe\u2066\u200b\ufeff"
 WICKED = f"{MARKUP}{TERMINAL}{REVERSED}"
 RAW = "\x1b\x07\x08\x00\u202e\u2066\u200b\ufeff"
-"""Characters that must not be in a page as they are."""
+"""Characters that a page must escape."""
 LONG = 5_000_000
 NAME = "wicked <img src=x onerror=window.harmed=1>"
 
 
 def make_wicked(run: Path, root: Path) -> None:
-    """Copy a run, and put such texts wherever a run holds text of a model, of a data set or of a worker."""
+    """Copy a run, and put such texts wherever it has text of a model, a data set or a worker."""
     copied = root / NAME
     copytree(run, copied)
     written = sorted((copied / "samples").glob("train_*.arrow"))[-1]

@@ -1,4 +1,4 @@
-"""The graphs of the runs in the tests of the sample buffer."""
+"""Graphs for the tests of the sample buffer."""
 
 import pyarrow as pa
 
@@ -23,7 +23,7 @@ def first_of_each_group(rows: object, n: int, deadline_s: float | None = None) -
 
 
 def train_graph(samples: int = 3, *, scorer: str = "score", quorum: bool = True) -> Graph:
-    """generate, score, the first samples of each group, keep, advantages, update."""
+    """A graph that generates, scores, takes the first samples per group, filters, and updates."""
     drawn = Trace("train", PROMPTS)
     rows = SymbolicRows(drawn, SOURCE, {"prompt": ""})
     generate = Declaration("generate", Shape.EXPAND, reads=("prompt",), writes=("response",))

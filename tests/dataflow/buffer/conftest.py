@@ -1,4 +1,4 @@
-"""The tests in this folder import `played_ledgers`, `ledgers`, `ledger_model` and `recorded_run`."""
+"""Imports of the tests here: `played_ledgers`, `ledgers`, `ledger_model` and `recorded_run`."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture
 def run(tmp_path: Path):
-    """A `Run` in `runs/one` that nothing was done in yet."""
+    """A new `Run` in `runs/one`."""
     from recorded_run import PROMPTS, Run, train
 
     made = Run(tmp_path / "runs" / "one", train(PROMPTS))

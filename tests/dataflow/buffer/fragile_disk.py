@@ -1,4 +1,4 @@
-"""A disk that fails a test's process at a moment of its choice, and forgets what was not synced when the power is gone."""
+"""A disk that crashes a test's process on demand, and loses unsynced data when the power fails."""
 
 import random
 from dataclasses import dataclass, field
@@ -8,27 +8,27 @@ from weft.dataflow.runs.files import Disk
 
 
 class Crash(BaseException):
-    """The process is killed, or the power is gone: nobody catches it."""
+    """The process is killed, or the power fails. No code may catch it."""
 
 
 @dataclass
 class FragileDisk(Disk):
-    """Crashes before or after its n-th operation, or in the middle of it; on `lose_power` it forgets what was not synced.
+    """Crashes before, during or after its n-th operation; `lose_power` undoes everything unsynced.
 
-    It only remembers what was synced: the real disk is spared the work.
+    It only records which data is synced, and leaves the real disk unsynced.
     """
 
     crash_at: int | None = None
     when: str | float = "before"
-    """"before", "after", or how much of a write is done."""
+    """Either "before", "after", or the share of a write that is done."""
     operations: list[str] = field(default_factory=list)
     dead: bool = False
     paths: dict[int, Path] = field(default_factory=dict)
     synced: dict[Path, int] = field(default_factory=dict)
     renames: list[tuple[Path, Path, bytes | None]] = field(default_factory=list)
-    """Those that may be undone, with what was there before."""
+    """Renames that may be undone, with the replaced content."""
     cut: dict[Path, bytes] = field(default_factory=dict)
-    """What was in files whose truncation may be undone."""
+    """Content of files whose truncation may be undone."""
 
     def _reach(self, what: str) -> str | float | None:
         if self.dead:
@@ -95,7 +95,7 @@ class FragileDisk(Disk):
             raise Crash
 
     def bury(self) -> None:
-        """What the kernel does for a process that is gone."""
+        """Close the descriptors, as the kernel does for a dead process."""
         for descriptor in list(self.paths):
             self.close(descriptor)
 

@@ -1,4 +1,4 @@
-"""What the nodes of a ledger can claim, worked out from the sets of the independent checker, which reads the ledger's log."""
+"""A model of the rows that each node can claim, from the independent checker's states."""
 
 import math
 
@@ -10,19 +10,23 @@ from weft.dataflow.runs.log import Log, LogReader, graph_record
 
 
 class Model:
-    """The checker knows the state of each row and refuses what breaks the law. What is ready follows from these states; only the
-    deadlines of quorums do not stand in the log."""
+    """The checker knows the state of each row, and rejects illegal records. This follows the log.
+
+    Readiness follows from these states, except for deadlines of quorums, which the log does not
+    contain.
+    """
 
     def __init__(self, graph: Graph, log: Log) -> None:
         self.checker = Checker()
         self.checker.feed(graph_record(graph.name, graph.outline()))
         self.graph = self.checker.graphs[graph.name]
         self.short: set[tuple[int, str]] = set()
-        """Group and node with a quorum -> the deadline has passed, and it takes what there is."""
+        """(Group, node) with a quorum whose deadline has passed, so that it takes the rows that are
+        ready."""
         self._log, self._reader = log, LogReader(log.path)
 
     def read(self) -> None:
-        """Take in what the ledger has noted; it must break no rule."""
+        """Read new records of the ledger, which must break no rule."""
         self._log.commit()
         for record in self._reader:
             violations = self.checker.feed(record, self._reader.end.offset)
@@ -56,8 +60,10 @@ class Model:
         return bool(group.levels[node.level] & (node.leased | node.done))
 
     def ready(self, group: CheckedGroup, n: Node) -> tuple[int, list[int]]:
-        """How many rows of a group a claim can get, and from which: a quorum leaves some, and which were ready first is the checker's
-        to judge."""
+        """Return how many rows of a group a claim gets, and the candidates.
+
+        A quorum leaves some rows. The checker judges which of them were ready first.
+        """
         node, todo = self.states(n), self.todo(group, n)
         if group.id in node.held_back or not todo:
             return 0, []
@@ -71,7 +77,7 @@ class Model:
         return (len(ready), ready) if complete or not node.takes_groups else (0, [])
 
     def oldest(self, ids: list[int]) -> float:
-        """Oldest policy version in these rows."""
+        """Return the oldest policy version in these rows."""
         versions = (self.rows[id].version for id in ids)
         return min((v for v in versions if v is not None and v >= 0), default=math.inf)
 

@@ -1,4 +1,4 @@
-"""Graphs by hand and by chance, and verbs for ledgers of them; what the tests of the ledger begin with."""
+"""Hand-made and random graphs, and operations on their ledgers, for tests of the ledger."""
 
 import random
 from typing import Any
@@ -38,7 +38,7 @@ class Trainer(Worker):
 
 
 class Drawing:
-    """A graph made node by node."""
+    """Builds a graph node by node."""
 
     def __init__(self, name: str = "drawn") -> None:
         self.recording = Trace(name, PROMPTS)
@@ -48,7 +48,7 @@ class Drawing:
         updates = isinstance(rule.get("takes"), TrainingBatch)
         rule.setdefault("writes", () if shape is Shape.FILTER or updates else (f"{name}_c",))
         declaration = Declaration(name, shape, **rule)
-        if updates:  # on a worker group of its own
+        if updates:  # updating nodes have a separate worker group
             return self.recording.add(
                 rows, Handle(Trainer, Config(), f"{name}r"), method, declaration, (), {}
             )
@@ -73,7 +73,7 @@ def grpo() -> Graph:
 
 
 def dapo(*, quorum: int = 0) -> Graph:
-    """generate, score, keep, advantages, update; with a quorum of its samples."""
+    """A graph that generates, scores, filters, and updates, with a quorum of samples per group."""
     draw = Drawing()
     samples = draw.add(draw.prompts, "generate", Shape.EXPAND, reads=("prompt",))
     samples = draw.add(samples, "score", reads=("generate_c",))
@@ -86,10 +86,11 @@ def dapo(*, quorum: int = 0) -> Graph:
 
 
 def random_graph(chance: random.Random, name: str = "drawn") -> Graph:
-    """Maps, groups, filters, quorums, expansions and updates on branches that part and join."""
+    """A random graph of maps, groups, filters, quorums, expansions and updates on several
+    branches."""
     draw = Drawing(name)
     branches = [draw.prompts]
-    if chance.random() < 0.2:  # rows come late for a quorum, and some of them are under way to it
+    if chance.random() < 0.2:  # let rows arrive late for a quorum, or be in progress when it closes
         turns = draw.add(draw.add(draw.prompts, "dialogues", Shape.EXPAND), "turns", Shape.EXPAND)
         scored = draw.add(turns, "score", reads=("turns_c",))
         draw.add(
@@ -183,7 +184,7 @@ def first_two(deadline_s: float | None = None, *, dialogues: bool = False) -> Gr
 
 
 def aged(versions: list[int]) -> Ledger:
-    """A ledger with a group of one row, ready for its update, of each of these versions."""
+    """A ledger with one group per version, each with one row ready for its update."""
     ledger = Ledger(grpo())
     ledger.issue(range(len(versions)), [1] * len(versions), step=0)
     lease = claim(ledger, "generate")
@@ -195,7 +196,7 @@ def aged(versions: list[int]) -> Ledger:
 
 
 def forgotten(ledger: Ledger) -> bool:
-    """Nothing of any row is left."""
+    """Check that the ledger holds nothing of any row."""
     nothing = Readiness(ledger.live.wiring)
     return not (ledger.live.rows or ledger.live.groups or ledger.leases) and vars(
         ledger.readiness
@@ -203,7 +204,7 @@ def forgotten(ledger: Ledger) -> bool:
 
 
 def readiness_state(ledger: Ledger, readiness: Readiness) -> dict[str, Any]:
-    """All that can be asked of what is ready of a ledger's rows; entries of queues that count for nothing are left out."""
+    """Return everything observable about ready rows; obsolete queue entries do not count."""
     state = {name: value for name, value in vars(readiness).items() if not name.endswith("_queues")}
     del state["_wiring"]
     groups = ledger.live.groups

@@ -1,4 +1,4 @@
-"""Runs of a sample buffer that are played by chance, ended, and gone on with."""
+"""Random runs of a sample buffer that are ended and resumed."""
 
 import json
 import random
@@ -22,7 +22,7 @@ from weft.dataflow.runs.log import LogReader
 
 @dataclass
 class Driver:
-    """Does whatever can be done, by chance: the same from the same state."""
+    """Makes random moves, the same from the same state."""
 
     buffer: SampleBuffer
     chance: random.Random
@@ -30,9 +30,9 @@ class Driver:
     name: str
     prompts: int = 7
     committed: int = 0
-    """Bytes of the log for which `commit` has returned."""
+    """[B] Committed bytes of the log."""
     snapshots: dict[int, str] | None = None
-    """Position -> what the ledgers were there, when they are wanted."""
+    """Position -> state of the ledgers there, if recorded."""
 
     def __post_init__(self) -> None:
         self.seen()
@@ -133,13 +133,13 @@ class Driver:
 
 
 def state_of(buffer: Any) -> str:
-    """Of a buffer, or of a history: all that must come back."""
+    """Return the complete state of a buffer or a history, which must survive recovery."""
     ledgers = {name: list(save(ledger)) for name, ledger in buffer.ledgers.items()}
     return json.dumps([ledgers, buffer.notes, buffer.ids.next_id, buffer.ids.next_group])
 
 
 def fine(segment: Segment) -> None:
-    """In these runs the segments are names alone."""
+    """Accept any segment: segments in these runs have no files."""
 
 
 def start(folder: Path, disk: Disk | None = None, seed: int = 5, **options: Any) -> Driver:
@@ -163,7 +163,8 @@ def conserved(buffer: SampleBuffer) -> None:
 
 
 def consumed_once(folder: Path) -> None:
-    """By the log alone: no row went through a node twice, and in the end every row has gone through or was dropped."""
+    """Check from the log alone that each row passes each node once, and ends consumed or
+    dropped."""
     leases: dict[tuple[str, int], dict[str, Any]] = {}
     used: Counter[tuple[str, str, int]] = Counter()
     waits_for_the_end = {n.name for g in GRAPHS.values() for n in g.nodes if n.operation.takes_groups}

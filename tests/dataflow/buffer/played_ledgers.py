@@ -1,4 +1,4 @@
-"""Ledgers that are driven over graphs: true logs for the tests of the checker."""
+"""Random operations on ledgers over graphs: valid logs for tests of the checker."""
 
 import json
 import random
@@ -25,7 +25,8 @@ def children(ids: Any, versions: Any, parents: Any, finished: Any) -> Published:
 
 
 class Play:
-    """Drives the ledgers of a run by chance: claims, publications in parts, releases, deadlines, losses, restarts."""
+    """Makes random moves in a run: claims, partial publications, releases, deadlines, losses,
+    restarts."""
 
     def __init__(self, folder: Path, graphs: dict[str, Graph], chance: random.Random) -> None:
         self.folder, self.graphs, self.chance = folder, graphs, chance
@@ -84,7 +85,7 @@ class Play:
         self.buffer.publish(ledger, lease, made, self.written(lease, len(ids)))
 
     def written(self, lease: Lease, rows: int) -> Written:
-        """Where so many rows lie: in one segment, or in those of two ranks, one of which may have written nothing."""
+        """Place rows in one segment, or split them over segments of two ranks; one may be empty."""
         if not lease.node.writes:
             return None
         self.segments += 2
@@ -123,7 +124,7 @@ class Play:
             )
 
     def fail(self) -> None:
-        """A node fails at what it has claimed, and does without it."""
+        """Fail a node at its claimed rows, and continue without them."""
         ledger = self.ledger
         node = self.chance.choice(ledger.graph.nodes)
         lease = None if node.operation.quorum else ledger.claim(node, max_rows=2, max_groups=1)
@@ -180,7 +181,10 @@ class Play:
 
 
 def drive(folder: Path, graph: Graph, *, prompts: int = 2, samples: int = 3) -> SampleBuffer:
-    """A run of one graph in which everything was done: filters keep the first row of each lease, and a lease was lost."""
+    """Process all rows of a run with one graph.
+
+    Filters keep the first row of each lease, and one lease is lost.
+    """
     buffer = SampleBuffer.create(folder, {"train": graph}, clock=lambda: 0.0)
     ledger = buffer.ledgers["train"]
     ledger.issue(range(prompts), [2] * prompts, step=0)
@@ -217,7 +221,7 @@ Records = list[dict[str, Any]]
 
 
 def report_of(records: Records, folder: Path) -> Report:
-    """The report of a log with these records, whose checksums are right."""
+    """Return the report on a log with these records and correct checksums."""
     place = folder / f"told-{len(list(folder.iterdir()))}"
     place.mkdir()
     log = Log(place / "ledger.log")
@@ -228,7 +232,7 @@ def report_of(records: Records, folder: Path) -> Report:
 
 
 def at(records: Records, do: str, node: str | None = None, number: int = 0) -> int:
-    """Where a record stands: of this kind, and of a lease of this node."""
+    """Return the index of the n-th record of this kind, for a lease of this node."""
     of = {r["lease"]: r["node"] for r in records if r["do"] == "claim"}
     found = [
         i for i, r in enumerate(records) if r["do"] == do and (node is None or of[r["lease"]] == node)

@@ -1,4 +1,4 @@
-"""A run whose buffer goes as far as a test asks it to, for what a person asks of a run."""
+"""A run whose buffer advances as far as a test needs, for tests of inspection commands."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def train(prompts, learn=advantages):
 
 
 class Run:
-    """A run with two prompts and two samples of each."""
+    """A run with two prompts and two samples per prompt."""
 
     def __init__(self, path: Path, recorded: Graph) -> None:
         self.path = path
@@ -96,7 +96,6 @@ class Run:
 
 
 def write_samples(run: Path) -> None:
-    """Two files of samples, of two graphs."""
     (run / "samples").mkdir(parents=True)
     for name, table in {
         "train_000001": pa.table({"sample_id": [1, 2], "reward": pa.array([0.5, 1.0], pa.float32())}),

@@ -1,4 +1,4 @@
-"""How many groups may be issued: every bound is kept, and the run goes on."""
+"""Capacity for new groups: all bounds hold, and the run never stalls."""
 
 import random
 from dataclasses import dataclass
@@ -18,7 +18,10 @@ from weft.dataflow.buffer.segments import Segment
 
 @dataclass
 class Stream:
-    """A producer that issues all that it may, workers, and a trainer that takes the oldest groups, several at a time."""
+    """A producer that issues all it may, workers, and a trainer.
+
+    The trainer takes the oldest groups, several at a time.
+    """
 
     folder: Path
     chance: random.Random
@@ -28,13 +31,13 @@ class Stream:
     samples: int
     group_bytes: int
     shared: int
-    """How many prompts are generated, and lie in a segment, together."""
+    """Number of prompts that are generated together, into one segment."""
     prompts: int
     version: int = 0
     issued: int = 0
     trained: int = 0
     blind: int = -1
-    """Last group that was let in before the size of any was known."""
+    """Last group that was admitted before the size of any group was known."""
     training: Lease | None = None
     oldest: int = 0
 
@@ -46,7 +49,7 @@ class Stream:
         self.ledger = self.buffer.ledgers["train"]
         self.generate, self.score, self.advantages, self.update = graph.nodes
         self.at_work: list[tuple[Lease, int]] = []
-        """With the version of the policy that they were claimed with."""
+        """Leases with the policy version of their claim."""
 
     def run(self) -> None:
         idle = 0
@@ -146,7 +149,7 @@ class Stream:
 
 
 @pytest.mark.parametrize(("runs", "prompts"), [(25, 30), pytest.param(200, 60, marks=pytest.mark.slow)])
-def test_what_is_let_in_keeps_every_bound_and_the_run_goes_on(
+def test_admission_keeps_every_bound_and_the_run_never_stalls(
     tmp_path_factory: pytest.TempPathFactory, runs: int, prompts: int
 ):
     @settings(max_examples=runs, deadline=None, database=None)

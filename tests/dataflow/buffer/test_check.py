@@ -1,4 +1,4 @@
-"""The check of a run: its log, and what checkpoints and samples beside it say."""
+"""The check of a run: its log, against its checkpoints and samples."""
 
 import shutil
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def test_a_started_run_holds_no_lease_of_the_run_before(tmp_path: Path):
     buffer.log.close()
 
 
-def test_a_checkpoint_that_is_not_what_the_log_says_is_found(tmp_path: Path):
+def test_a_checkpoint_that_contradicts_the_log_is_found(tmp_path: Path):
     buffer = SampleBuffer.create(tmp_path / "run", {"train": dapo()}, clock=lambda: 0.0)
     ledger = buffer.ledgers["train"]
     ledger.issue([0, 1], [2, 2], step=0)
@@ -64,7 +64,7 @@ def test_a_checkpoint_that_is_not_what_the_log_says_is_found(tmp_path: Path):
     buffer.log.close()
 
 
-def test_a_torn_tail_and_what_was_cut_off_are_reported_and_are_no_violation(tmp_path: Path):
+def test_a_torn_tail_and_cut_records_are_reported_without_violation(tmp_path: Path):
     drive(tmp_path / "run", dapo()).log.close()
     log = tmp_path / "run" / "ledger.log"
     log.write_bytes(log.read_bytes()[:-5])
@@ -82,7 +82,7 @@ def test_a_torn_tail_and_what_was_cut_off_are_reported_and_are_no_violation(tmp_
 
 @dataclass
 class Epoch:
-    """A writer of the log."""
+    """One writer of the log."""
 
     number: int
 
@@ -174,7 +174,7 @@ def test_no_reader_takes_a_log_of_another_format(tmp_path: Path, number: int, wh
 
 
 def test_a_log_of_the_format_before_is_read_as_it_is(tmp_path: Path):
-    """All rows of one of its records lie in one segment, as they may now, too."""
+    """All rows of one of its records are in one segment, which is still allowed."""
     drive(tmp_path / "true", dapo()).log.close()
     (tmp_path / "run").mkdir()
     log = Log(tmp_path / "run" / LOG)

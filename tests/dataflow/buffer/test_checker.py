@@ -1,4 +1,5 @@
-"""The checker: true logs of the real ledger keep the law, and a log with one thing wrong breaks a rule at the right place."""
+"""The checker accepts logs of the real ledger, and finds the broken rule and place in a corrupted
+log."""
 
 import ast
 import importlib
@@ -25,7 +26,7 @@ from weft.dataflow.runs.log import LogReader
 
 
 @pytest.mark.parametrize("runs", [25, pytest.param(300, marks=pytest.mark.slow)])
-def test_whatever_a_ledger_does_keeps_the_law_and_is_counted_as_it_counts_itself(
+def test_random_ledger_operations_keep_the_rules_and_the_counts(
     tmp_path_factory: pytest.TempPathFactory, runs: int
 ):
     @settings(max_examples=runs, deadline=None, database=None)
@@ -55,12 +56,12 @@ def agree(play: Play) -> None:
     assert report.leases["open"] == sum(len(g.leases) for g in play.buffer.ledgers.values())
 
 
-# A log with one thing wrong in it
+# Corrupted logs
 
 
 @pytest.fixture
 def true(tmp_path: Path) -> Records:
-    """The records of a run of `dapo` in which everything was done."""
+    """The log records of a complete run of `dapo`."""
     drive(tmp_path / "true", dapo()).log.close()
     records = list(LogReader(tmp_path / "true" / "ledger.log"))
     assert not report_of(records, tmp_path).violations
@@ -86,7 +87,7 @@ def twice(do: str, node: str | None = None) -> Callable[[Records], int]:
 
 
 def changed(do: str, of: str | None, number: int = 0, /, **values: Any) -> Callable[[Records], int]:
-    """The record with other values, each worked out from the one that it has."""
+    """Change values of a record; each new value is a function of the old one."""
 
     def mutate(records: Records) -> int:
         index = at(records, do, of, number)
@@ -98,7 +99,7 @@ def changed(do: str, of: str | None, number: int = 0, /, **values: Any) -> Calla
 
 
 def moved(do: str, node: str | None, after: str, of: str | None) -> Callable[[Records], int]:
-    """The record put behind another."""
+    """Move a record behind another."""
 
     def mutate(records: Records) -> int:
         record = records.pop(at(records, do, node))
@@ -139,7 +140,7 @@ def no_update(records: Records) -> int:
 
 
 def youngest_first(records: Records) -> int:
-    """The first group is younger than the second, and the update takes it alone."""
+    """Make the first group younger than the second, so that the update takes it out of order."""
     index = at(records, "publish", "generate")
     records[index] = records[index] | {"versions": [1, 1, 1, 0, 0, 0]}
     index = at(records, "claim", "updater.update")
@@ -148,7 +149,7 @@ def youngest_first(records: Records) -> int:
 
 
 def not_set_aside(records: Records) -> int:
-    """The update takes one group, and does not say that the other is too old."""
+    """Let the update take one group without setting the stale one aside."""
     index = at(records, "publish", "generate")
     records[index] = records[index] | {"versions": [1, 1, 1, 0, 0, 0]}
     index = at(records, "claim", "updater.update")
@@ -331,7 +332,10 @@ WRONG: dict[Rule, dict[str, tuple[Callable[[Records], int], str]]] = {
         ),
     },
 }
-"""Rule -> what is wrong with a log -> how the true one is changed (returning the record that breaks the rule, or -1), and what is said."""
+"""Rule -> fault -> (change to a valid log, message).
+
+The change returns the index of the record that breaks the rule, or -1.
+"""
 
 
 @pytest.mark.parametrize(
@@ -350,13 +354,13 @@ def test_a_log_with_one_thing_wrong_breaks_a_rule_at_its_place(
 
 
 def test_a_log_breaks_every_rule_in_one_test_or_another():
-    elsewhere = {Rule.QUORUM, Rule.ACCOUNTED}  # below
+    elsewhere = {Rule.QUORUM, Rule.ACCOUNTED}  # tested below
     of_files = {
         Rule.ONE_WRITER,
         Rule.SOUND_LOG,
         Rule.CHECKPOINT,
         Rule.SAMPLES,
-    }  # test_check.py, test_recording.py
+    }  # tested in test_check.py and test_recording.py
     assert {*WRONG, *elsewhere, *of_files} == set(Rule)
 
 
@@ -373,7 +377,7 @@ def test_a_row_in_no_state_or_in_two_is_not_accounted_for(true: Records):
 
 
 def test_the_checker_shares_no_code_with_the_ledger():
-    """Only the constant of how many ids are set aside, which is part of the format of a log."""
+    """They share only the size of id blocks, which is part of the log format."""
     pending, seen = ["weft.dataflow.buffer.checker"], set[str]()
     while pending:
         module = importlib.import_module(name := pending.pop())
@@ -407,8 +411,9 @@ def test_a_quorum_takes_the_first_that_were_ready_and_cancels_the_others(tmp_pat
 
 
 @pytest.mark.parametrize(("fate", "issued"), [("wait", 14), ("mask", 14), ("requeue", 16), ("drop", 14)])
-def test_groups_that_are_too_old_go_where_their_fate_says(tmp_path: Path, fate: Any, issued: int):
-    """Two prompts with three samples each were made of version 0; an update to version 5 wants them no older than 3."""
+def test_stale_groups_follow_the_policy(tmp_path: Path, fate: Any, issued: int):
+    """Two prompts have three samples each of version 0; an update to version 5 accepts version 3 or
+    newer."""
     buffer = SampleBuffer.create(tmp_path / "run", {"train": dapo()}, clock=lambda: 0.0)
     ledger = buffer.ledgers["train"]
     ledger.issue([0, 1], [2, 2], step=0)
@@ -424,7 +429,7 @@ def test_groups_that_are_too_old_go_where_their_fate_says(tmp_path: Path, fate: 
     lease = ledger.claim(update, staleness=Staleness(5, 3, fate))
     assert (lease is not None) == (fate == "mask")
     buffer.commit()
-    ledger.issue([0] * 6, [2] * 6, step=1)  # the ids go on behind those that were issued again
+    ledger.issue([0] * 6, [2] * 6, step=1)  # ids continue after the reissued groups
     buffer.commit()
     report = check_log(tmp_path / "run")
     assert not report.violations, report.violations
@@ -440,7 +445,7 @@ def test_a_row_that_comes_after_its_quorum_was_chosen_is_dropped_and_so_is_work_
     samples = draw.add(rows, "generate", Shape.EXPAND, reads=("chunk_c",))
     draw.add(
         samples, "length", reads=("generate_c",)
-    )  # wants all samples, so the quorum does not end generation
+    )  # takes all samples, so the quorum does not end generation
     rows = draw.add(samples, "score", reads=("generate_c",))
     draw.add(rows, "first", Shape.FILTER, reads=("score_c",), takes=Quorum(1))
     buffer = SampleBuffer.create(tmp_path / "run", {"train": draw.graph()}, clock=lambda: 0.0)

@@ -1,4 +1,4 @@
-"""Events and their records: what is written of an event is read as the same event."""
+"""Events and their records: reading a record gives the same event."""
 
 import json
 
@@ -50,7 +50,7 @@ EVENTS: list[Event] = [
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: str(event)[:60])
-def test_an_event_is_read_as_it_was_written(event: Event):
+def test_an_event_is_read_unchanged(event: Event):
     text = to_json(event, 'a "graph"')
     assert "\n" not in text and " " not in text.replace("a \\", "").replace("file \\", "").replace(
         "it failed", ""
@@ -64,7 +64,7 @@ def test_ids_that_follow_each_other_and_equal_values_are_written_once():
     assert '"ids":[[4,16],[30,2]],"tokens":0,"versions":7' in text
 
 
-def test_what_has_its_default_is_left_out():
+def test_default_values_are_left_out():
     assert json.loads(to_json(Claim(3, "score", [4]), "train")) == {
         "do": "claim",
         "graph": "train",

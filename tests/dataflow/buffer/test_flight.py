@@ -1,4 +1,4 @@
-"""Segments between nodes: fetched once per node, proved by checksum, refused to strangers."""
+"""Segments between nodes: fetched once per node, verified by checksum, refused to strangers."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def some(n: int = 1000) -> Batch:
 
 
 class CountingServer(SegmentServer):
-    """Counts the messages that it sends."""
+    """Counts its outgoing messages."""
 
     num_fetches = 0
 
@@ -102,7 +102,7 @@ def test_each_node_fetches_for_itself(server, segment, tmp_path):
 
 
 def test_a_message_of_several_pieces_arrives_whole(server, tmp_path):
-    batch = some(5 << 20)  # 40 MiB, in pieces of 16
+    batch = some(5 << 20)  # 40 MiB, in pieces of 16 MiB
     segment = SegmentWriter(server.folder, "n0", "large").append(batch)
     assert reader_of(server, tmp_path).read(segment) == batch
 
@@ -128,7 +128,7 @@ def test_processes_of_a_node_that_want_the_same_message_fetch_it_once(server, se
     ]
     for process in processes:
         assert process.stdout and process.stdout.readline() == "ready\n"
-    for process in processes:  # all have imported everything: now at once
+    for process in processes:  # imports are done: start all at once
         assert process.stdin
         process.stdin.write("\n")
         process.stdin.flush()
@@ -164,8 +164,8 @@ def test_damage_at_the_node_of_a_message_is_named_and_nothing_is_kept(server, se
     assert not list((tmp_path / "n1" / "fetched" / "n0").glob("*/*[0-9]"))
 
 
-def test_what_changes_on_the_way_is_found(server, segment, tmp_path):
-    """A server that says otherwise than the reference: the receiver compares for itself."""
+def test_corruption_in_transit_is_found(server, segment, tmp_path):
+    """The receiver verifies the checksum of the reference itself."""
     lie = Segment.from_json([*segment.to_json()[:4], segment.checksum ^ 1])
     copy = fetched_path(tmp_path / "n1", lie)
     copy.parent.mkdir(parents=True)
@@ -227,14 +227,12 @@ def test_the_store_of_the_driver_deletes_a_file_on_another_node(server, segment,
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """A peer that takes a connection, and never says anything."""
+    """A peer that accepts a connection and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield f"grpc://127.0.0.1:{listening.getsockname()[1]}"
 
 
-def test_a_peer_that_hangs_or_is_gone_or_refuses_keeps_nobody_from_deleting(
-    server, segment, silent, tmp_path, caplog
-):
+def test_a_hanging_dead_or_refusing_peer_blocks_no_deletion(server, segment, silent, tmp_path, caplog):
     other = SegmentServer(tmp_path / "n0", "n0", token="another's")
     peers = {
         "silent": silent,
@@ -259,7 +257,7 @@ def test_a_peer_that_hangs_or_is_gone_or_refuses_keeps_nobody_from_deleting(
 
 
 class FailsOnce(SegmentServer):
-    """Counts the files of each message; the first one fails, after a while."""
+    """Counts the files per message, and fails the first one after a delay."""
 
     told: ClassVar[list[int]] = []
     answers = threading.Event()
@@ -272,7 +270,7 @@ class FailsOnce(SegmentServer):
         return super().do_action(context, action)
 
 
-def test_a_peer_that_comes_back_is_told_of_everything_in_one_message(tmp_path):
+def test_a_returning_peer_gets_all_deletions_in_one_message(tmp_path):
     server = FailsOnce(tmp_path / "n0", "n0", token=TOKEN)
     told = FailsOnce.told = []
     writer = SegmentWriter(server.folder, "n0", "w", file_bytes=10_000)
@@ -284,7 +282,7 @@ def test_a_peer_that_comes_back_is_told_of_everything_in_one_message(tmp_path):
     while not told and time.monotonic() < deadline:
         time.sleep(0.001)
     for s in segments[1:]:
-        deletions("n0", s.file)  # the peer has not answered, and this does not wait for it
+        deletions("n0", s.file)  # the peer has not answered, but this does not block
     server.answers.set()
     deletions.close(60)
     server.close()
@@ -360,7 +358,7 @@ def test_between_hosts_messages_travel_encrypted_and_are_read_and_deleted(encryp
     assert not (server.folder / segment.file).exists()
 
 
-def test_whoever_has_another_certificate_or_none_reads_nothing_and_shows_no_token(encrypting, tmp_path):
+def test_peers_without_the_certificate_read_nothing_and_get_no_token(encrypting, tmp_path):
     server, _ = encrypting
     segment = SegmentWriter(server.folder, "n0", "w").append(some())
     plain = server.location.replace("grpc+tls", "grpc")
@@ -376,8 +374,8 @@ def test_whoever_has_another_certificate_or_none_reads_nothing_and_shows_no_toke
 
 def test_it_listens_on_this_machine_alone(server):
     assert server.location == f"grpc://127.0.0.1:{server.port}"
-    # /proc/net/tcp and tcp6 list the sockets with addresses in hexadecimal; state 0A is listening. gRPC's own are tcp6
-    # sockets bound to ::ffff:127.0.0.1.
+    # /proc/net/tcp and tcp6 list sockets with hexadecimal addresses; state 0A is listening. gRPC
+    # uses tcp6 sockets bound to ::ffff:127.0.0.1.
     rows = [
         line.split()
         for name in ("tcp", "tcp6")
@@ -405,7 +403,7 @@ def test_a_server_that_was_closed_is_named(server, segment, tmp_path):
 
 
 class GoneServer(SegmentServer):
-    """Counts what it is asked, and answers as one that cannot be reached."""
+    """Counts requests, and answers like an unreachable server."""
 
     asked = 0
 
@@ -458,7 +456,7 @@ server.wait()
         client_of(location, 2).fetch(segment)  # waited out
 
 
-# Two hosts, as far as one machine can be two
+# Two hosts, simulated on one machine
 
 
 @pytest.mark.thorough
@@ -506,7 +504,7 @@ sys.stdin.readline()
             ["ip", "netns", "exec", there, *read], input="\n", capture_output=True, text=True
         )
         assert done.stdout == "ready\n499500\n", done.stderr
-        ip("-n", here, "link", "set", f"va{tag}", "down")  # the wire is cut
+        ip("-n", here, "link", "set", f"va{tag}", "down")  # cut the wire
         cut = Segment.from_json([*segment[:2], segment[2] + 8, *segment[3:]])
         read = [
             sys.executable,

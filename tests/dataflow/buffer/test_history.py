@@ -1,4 +1,4 @@
-"""The history of the rows of a run, and what a group waits for."""
+"""The history of a run's rows, and the reason why a group waits."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from weft.dataflow.buffer.leases import Staleness
 from weft.dataflow.errors import UserError
 
 
-def test_history_says_of_every_row_where_it_stands_while_the_run_goes_on(run: Run):
+def test_history_gives_the_state_of_every_row_of_a_live_run(run: Run):
     run.generate()
     run.claim("score", max_rows=1)
     run.commit()
@@ -64,7 +64,7 @@ def test_history_keeps_finished_and_dropped_rows(run: Run):
     assert run.ledger.live.counts() == {"issued": 6, "waiting": 0, "leased": 0, "done": 5, "dropped": 1}
 
 
-def test_why_says_what_a_group_waits_for(run: Run):
+def test_why_explains_the_wait_of_a_group(run: Run):
     run.generate()
     run.claim("score", max_rows=1)
     run.commit()
@@ -76,7 +76,7 @@ def test_why_says_what_a_group_waits_for(run: Run):
     ]
 
 
-def test_why_says_when_a_group_was_finished_and_which_was_never_issued(run: Run):
+def test_why_reports_finished_and_never_issued_groups(run: Run):
     run.generate()
     run.map("score", "reward")
     run.buffer.note("step", 12)

@@ -1,4 +1,4 @@
-"""A run may be killed, or lose power, at any moment, and goes on."""
+"""A run that is killed or loses power at any moment can be resumed."""
 
 import json
 import random
@@ -23,7 +23,7 @@ STEPS = 330
 
 @dataclass
 class Reference:
-    """The run as it goes when nothing happens to it."""
+    """The run without interruption."""
 
     folder: Path
     log: bytes
@@ -40,7 +40,7 @@ class Reference:
                 yield number, chance.random()
 
     def crash(self, folder: Path, number: int, when: str | float) -> tuple[FragileDisk, int]:
-        """The run, ended there; returns its disk and the bytes of the log that were committed."""
+        """Crash the run there; return its disk and the committed bytes of its log."""
         disk, driver = FragileDisk(number, when), None
         with pytest.raises(Crash):
             driver = start(folder, disk)
@@ -50,7 +50,7 @@ class Reference:
         return disk, driver.committed if driver else 0
 
     def check(self, folder: Path, at_least: int) -> None:
-        """What is on the disk is the state at some moment that is not before what was safe."""
+        """Check that the disk holds a state of the run, no older than its last committed one."""
         if not (folder / LOG).exists():
             assert at_least == 0
             return
@@ -63,7 +63,7 @@ class Reference:
             assert end < min(self.states) or not self.between(end)
 
     def between(self, end: int) -> bool:
-        """Every record of this run leads to a state that was looked at, but those of `expire`."""
+        """Check for states inside `expire`, the only ones that the reference did not record."""
         reader = LogReader(self.folder / LOG)
         record = next(r for r in reader if reader.end.offset >= end)
         return record["do"] not in ("offer", "release", "graph")
@@ -84,7 +84,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def recovered(folder: Path, disk: Disk | None = None, name: str = "second") -> Driver:
-    """The run goes on, if it had begun."""
+    """Resume the run if it had begun, otherwise start it."""
     if not (folder / LOG).exists():
         clock = [1e6]
         return Driver(
@@ -100,11 +100,11 @@ def recovered(folder: Path, disk: Disk | None = None, name: str = "second") -> D
 
 
 every_moment = pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])
-"""Test one moment in this many. One in 23 falls before, in the middle of, or after each kind of operation many times."""
+"""Test one moment in this many. Even 1 in 23 hits each kind of operation many times."""
 
 
 @every_moment
-def test_a_run_that_is_killed_at_any_moment_goes_on(tmp_path: Path, reference: Reference, every: int):
+def test_a_run_killed_at_any_moment_can_be_resumed(tmp_path: Path, reference: Reference, every: int):
     for k, (number, when) in enumerate(list(reference.points(random.Random(1)))[::every]):
         folder = tmp_path / str(k)
         disk, committed = reference.crash(folder, number, when)
@@ -115,7 +115,9 @@ def test_a_run_that_is_killed_at_any_moment_goes_on(tmp_path: Path, reference: R
 
 
 @every_moment
-def test_a_run_that_loses_power_at_any_moment_goes_on(tmp_path: Path, reference: Reference, every: int):
+def test_a_run_that_loses_power_at_any_moment_can_be_resumed(
+    tmp_path: Path, reference: Reference, every: int
+):
     chance = random.Random(2)
     for k, (number, when) in enumerate(list(reference.points(chance))[::every]):
         folder = tmp_path / str(k)
@@ -129,7 +131,7 @@ def test_a_run_that_loses_power_at_any_moment_goes_on(tmp_path: Path, reference:
 
 @pytest.mark.parametrize("power", [False, True])
 @pytest.mark.parametrize("every", [311, pytest.param(13, marks=pytest.mark.slow)])
-def test_a_run_that_ends_again_while_it_is_recovered_goes_on(
+def test_a_run_killed_during_recovery_can_be_resumed(
     tmp_path: Path, reference: Reference, every: int, power: bool
 ):
     chance, crashes = random.Random(3), 0
@@ -154,7 +156,7 @@ def test_a_run_that_ends_again_while_it_is_recovered_goes_on(
             if power:
                 second.lose_power(chance)
             second.bury()
-            # Leases were given back and graphs named perhaps, and nothing else: what was safe is there.
+            # Recovery may have returned leases and named graphs, but committed data must be intact.
             assert not (folder / LOG).exists() or restore(folder, GRAPHS).end.offset >= safe
             third = recovered(folder, FragileDisk())
             assert all(
@@ -170,7 +172,7 @@ def notes_at(reference: Reference, offset: int) -> str:
     return json.dumps(json.loads(reference.states[max(known)])[1]) if known else "{}"
 
 
-def test_what_a_killed_process_wrote_is_safe_from_the_loss_of_power_once_the_next_has_recovered(
+def test_records_of_a_killed_process_survive_power_loss_once_recovered(
     tmp_path: Path, reference: Reference
 ):
     writes = [k for k, what in enumerate(reference.operations) if what == "write"]
@@ -178,7 +180,7 @@ def test_what_a_killed_process_wrote_is_safe_from_the_loss_of_power_once_the_nex
         folder = tmp_path / str(number)
         disk, _ = reference.crash(folder, number, "after")
         disk.bury()
-        disk.crash_at, disk.dead = None, False  # the same machine, with what it has not synced yet
+        disk.crash_at, disk.dead = None, False  # same machine: unsynced data is still there
         driver = go_on(folder, disk)
         position, size = driver.buffer.checkpoint(), (folder / LOG).stat().st_size
         disk.lose_power(random.Random(number))

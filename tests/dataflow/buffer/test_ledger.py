@@ -1,4 +1,4 @@
-"""The ledger: claims and leases, filters and losses, and what is given free, each rule by itself."""
+"""The ledger, rule by rule: claims and leases, filters and losses, and freed segments."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ from weft.dataflow.operation import Shape
 # Claims and readiness
 
 
-def test_rows_are_offered_when_what_they_wait_for_is_done():
+def test_rows_are_offered_when_their_inputs_are_done():
     ledger = generated(grpo())
     assert (
         ledger.readiness.ready(node(ledger, "score")) == 6
@@ -72,7 +72,7 @@ def test_groups_are_streamed_as_their_parents_finish():
     assert ledger.live.counts() == {"issued": 4, "waiting": 1, "leased": 3, "done": 0, "dropped": 0}
 
 
-def test_rows_that_several_ranks_wrote_are_published_together_and_each_lies_where_its_rank_wrote_it():
+def test_rows_of_several_ranks_are_published_together_in_the_segments_of_their_ranks():
     ledger = generated(grpo())
     ranks = [segment("first rank"), segment("second rank"), segment("of a rank without rows")]
     publish(ledger, claim(ledger, "score"), into=Spread(ranks, [2, 4, 0]))
@@ -88,7 +88,7 @@ def test_rows_that_several_ranks_wrote_are_published_together_and_each_lies_wher
     assert {"first rank", "second rank"} <= {s.file for s in ledger.parts.take_freed()}
 
 
-def test_what_comes_of_parents_that_were_given_up_leaves_the_segments_of_the_other_rows():
+def test_rows_of_abandoned_parents_can_be_removed_from_a_spread():
     ranks = Spread([segment("first rank"), segment("second rank")], [2, 2])
     assert ranks.only(np.array([True, False, False, False])).counts == [1, 0]
     assert Spread.from_json(ranks.to_json()).segments == ranks.segments
@@ -147,7 +147,7 @@ def test_only_rows_of_the_lease_can_be_published_and_only_once():
         publish(ledger, lease, [1001, 1001])
 
 
-def test_children_need_parents_of_the_lease_and_ids_of_their_own():
+def test_children_need_parents_of_the_lease_and_new_ids():
     ledger = Ledger(grpo())
     ledger.issue([0, 1], [2, 2], step=0)
     lease = claim(ledger, "generate", max_rows=1)
@@ -199,10 +199,10 @@ def test_columns_of_different_lengths_are_refused_before_they_are_noted():
     ledger.finish(lease)
 
 
-# Losses, and what is given free
+# Losses, and freed segments
 
 
-def test_a_lost_group_is_issued_again_unless_somebody_works_on_it():
+def test_a_lost_group_is_reissued_unless_a_lease_holds_it():
     ledger = generated(grpo())
     lease = claim(ledger, "score", max_rows=1)
     with pytest.raises(
@@ -251,7 +251,7 @@ def test_rows_that_a_filter_leaves_out_are_dropped_and_counted():
     assert ledger.live.counts() == {"issued": 8, "waiting": 0, "leased": 0, "done": 4, "dropped": 4}
 
 
-def test_rows_that_come_after_what_they_wait_for_was_dropped_are_dropped_too():
+def test_rows_whose_inputs_were_dropped_are_dropped():
     draw = Drawing()
     prompts = draw.add(draw.prompts, "difficulty", reads=("prompt",))
     samples = draw.add(prompts, "generate", Shape.EXPAND, reads=("prompt",))
@@ -272,7 +272,7 @@ def test_rows_that_come_after_what_they_wait_for_was_dropped_are_dropped_too():
     assert len(ledger.live.groups) == 0
 
 
-def test_a_parent_of_which_nothing_was_made_is_done():
+def test_a_parent_without_children_is_done():
     ledger = Ledger(grpo())
     ledger.issue([0, 1], [2, 2], step=0)
     lease = claim(ledger, "generate")
@@ -310,7 +310,7 @@ def test_settled_and_exhausted_say_whether_more_can_come():
     )
 
 
-# Where columns are
+# Columns and their segments
 
 
 def test_pieces_lead_to_the_ancestor_that_has_the_column():
@@ -344,7 +344,7 @@ def test_pieces_lead_to_the_ancestor_that_has_the_column():
 # Inspection
 
 
-def test_why_names_what_a_group_waits_for():
+def test_why_names_the_nodes_a_group_waits_for():
     ledger = Ledger(grpo())
     ledger.issue([0], [1], step=0)
     assert waits_for(ledger, 0).splitlines() == [
@@ -400,7 +400,7 @@ def test_the_work_of_an_event_does_not_grow_with_the_number_of_rows():
                 ledger.finish(lease)
                 assert ledger.readiness.settled(where) or ledger.readiness.exhausted(where)
 
-    for size in (200, 1_800):  # prompts, four samples each
+    for size in (200, 1_800):  # prompts, with four samples each
         made[size] = calls_of(lambda size=size: work(size))[1] / size
         assert forgotten(ledger)
     assert made[1_800] < 1.1 * made[200], made

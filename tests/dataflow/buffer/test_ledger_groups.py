@@ -1,4 +1,4 @@
-"""The ledger: quorums, children that come one by one, and groups that are too old, each rule by itself."""
+"""The ledger, rule by rule: quorums, streamed children, and stale groups."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def test_the_first_rows_that_are_ready_win_and_the_others_are_cancelled():
     assert ledger.claim(node(ledger, "score")) is None, "nobody works for a row that was cancelled"
 
 
-def test_after_the_deadline_a_quorum_takes_what_there_is():
+def test_after_the_deadline_a_quorum_takes_the_ready_rows():
     clock = Clock()
     ledger = Ledger(first_two(5.0), clock=clock)
     ledger.issue([0], [1], step=0)
@@ -100,7 +100,7 @@ def test_a_late_row_of_two_quorums_in_a_row_is_dropped_once():
     assert forgotten(ledger)
 
 
-def test_a_quorum_that_is_there_gives_up_what_is_still_to_be_made_for_it_alone():
+def test_a_complete_quorum_gives_up_work_that_only_it_needed():
     ledger = Ledger(first_two())
     ledger.issue([0, 1], [1, 1], step=0)
     lease = claim(ledger, "generate")
@@ -110,7 +110,7 @@ def test_a_quorum_that_is_there_gives_up_what_is_still_to_be_made_for_it_alone()
     assert claim(ledger, "first").ids.tolist() == [1000, 1001]
     assert ledger.leases.take_given_up() == [(lease.token, 0)] and ledger.leases.take_given_up() == []
     assert list(lease.open) == [1]
-    expand(ledger, lease, 1, first=3000, only=[0], finished=[0])  # it was under way
+    expand(ledger, lease, 1, first=3000, only=[0], finished=[0])  # it was in progress
     expand(ledger, lease, 1, first=4000, only=[0, 1])
     assert claim(ledger, "score").ids.tolist() == [4001], "what comes all the same is let go"
     ledger.finish(lease)
@@ -133,7 +133,7 @@ def test_a_parent_that_was_requeued_is_finished_by_a_quorum_too():
     assert ledger.leases.take_given_up() == [] and len(ledger.live.groups) == 0
 
 
-# Children come one by one
+# Streamed children
 
 
 def test_children_are_there_before_their_parent_is_finished():

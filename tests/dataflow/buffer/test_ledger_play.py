@@ -1,4 +1,5 @@
-"""The ledger, played by chance, against the checker that reads its log and a model of what is ready."""
+"""Random operations on the ledger, against the checker that reads its log and a model of
+readiness."""
 
 import json
 import random
@@ -29,12 +30,12 @@ from weft.dataflow.operation import Shape
 from weft.dataflow.runs.log import Log, LogReader
 
 COUNTED = ("open", "behind", "claimed", "complete", "rested")
-"""What is counted of a group, and follows from the states of its rows."""
+"""Counters of a group that follow from the states of its rows."""
 
 
 @dataclass
 class Play:
-    """The ledger and the model, played against each other by chance."""
+    """Random moves on the ledger and the model."""
 
     graph: Graph
     chance: random.Random
@@ -45,19 +46,19 @@ class Play:
     deadlines: dict[int, float] = field(default_factory=dict)
     void: list[Lease] = field(default_factory=list)
     staged: dict[int, list[tuple[list[int], list[int], str]]] = field(default_factory=dict)
-    """Token -> what was published of a lease that does not count yet, with its file."""
+    """Token -> publications of a lease that do not count yet, with their files."""
     stored: dict[str, dict[int, dict[str, str]]] = field(default_factory=dict)
     """File of a segment -> sample id -> its columns."""
     segments: dict[str, Segment] = field(default_factory=dict)
     lies_in: dict[str, list[int]] = field(default_factory=dict)
-    """File of a segment that counts -> rows that have columns in it."""
+    """File of a counted segment -> rows with columns in it."""
     void_files: set[str] = field(default_factory=set)
-    """Of what was published and never counted."""
+    """Files of publications that never counted."""
     freed: list[str] = field(default_factory=list)
     since: dict[tuple[int, str], float] = field(default_factory=dict)
-    """Group and node with a quorum -> when its first row was ready."""
+    """Group and node with a quorum -> time its first row was ready."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Reason -> how often a row was dropped for it."""
+    """Reason -> number of rows dropped for it."""
     policy: int = 0
     step: int = 0
 
@@ -77,13 +78,13 @@ class Play:
         self.saw()
         groups = [
             self.model.groups.get(first + k) for k in range(number)
-        ]  # None: the graph had nothing to do with it
+        ]  # None: the graph had no node for it
         assert [(g.position, g.issued_in) for g in groups if g] == [
             (p, self.step) for p, g in zip(positions, groups, strict=True) if g
         ]
 
     def saw(self) -> None:
-        """An operation was done: the checker takes in what the ledger noted of it."""
+        """Let the checker read the records of the last operation."""
         self.operations += 1
         self.model.read()
 
@@ -128,7 +129,10 @@ class Play:
     def expect_claim(
         self, n: Node, limit: int | None, staleness: Staleness | None
     ) -> tuple[list[tuple[int, list[int]]], set[int]]:
-        """How many rows the claim gets, from which, group by group (row by row of a node that takes rows), and the masked among them."""
+        """Return the expected claim as (number of rows, candidates) per group, and the masked rows.
+
+        Nodes that take rows have one entry per row.
+        """
         model, masked, node = self.model, set[int](), self.model.states(n)
         groups = list(model.groups.values())
         if staleness is not None:
@@ -221,7 +225,7 @@ class Play:
         )
         wanted = [
             k for k, parent in enumerate(held) if parent not in lease.given_up
-        ]  # the others are let go
+        ]  # drop the children of rows that were given up
         ids, held = [ids[k] for k in wanted], [held[k] for k in wanted]
         if n.operation.takes_groups:
             self.staged[lease.token].append((ids, held, into.file))
@@ -230,7 +234,7 @@ class Play:
         self.saw()
 
     def count(self, n: Node, ids: list[int], held: list[int], file: str) -> None:
-        """What was published counts: where it lies, and the rows that come too late for a quorum."""
+        """Record a publication that counts: its file, and rows too late for a quorum."""
         if n.writes:
             self.lies_in[file] = ids
         else:
@@ -265,7 +269,7 @@ class Play:
             self.released(lease)
 
     def give_some_back(self) -> None:
-        """Some rows of a lease are ready again, and it holds the others."""
+        """Return some rows of a lease, which keeps the others."""
         leases = [lease for lease in self.leases if lease.open]
         if not leases:
             return
@@ -279,7 +283,7 @@ class Play:
         self.saw()
 
     def drop(self) -> None:
-        """A node has failed at some rows that are ready for it, and does without them."""
+        """Fail a node at some of its ready rows, and continue without them."""
         n = self.chance.choice(self.graph.nodes)
         found = [(g, *self.model.ready(g, n)) for g in self.model.groups.values()]
         ready = [(rows, id) for _, _, rows in found for id in rows]
@@ -306,7 +310,7 @@ class Play:
         self.saw()
 
     def wait(self) -> None:
-        """Time passes, and what is due is done."""
+        """Advance the clock, and process deadlines."""
         self.note_arrivals()
         self.clock.now += self.chance.choice([0.5, 1.0, 3.0])
         due = {token for token, deadline in self.deadlines.items() if deadline <= self.clock.now}
@@ -322,7 +326,7 @@ class Play:
         self.saw()
 
     def note_arrivals(self) -> None:
-        """For which quorums the first row of a group has become ready since time passed last."""
+        """Note the quorums whose first row became ready since the last advance."""
         for group in self.model.groups.values():
             for quorum, arrived in group.arrived.items():
                 if arrived:
@@ -360,7 +364,7 @@ class Play:
         self.policy += 1
 
     def restart(self) -> None:
-        """Go on with a copy: one that the log was played to, or one of what is saved of the ledger."""
+        """Continue with a copy, from a replay of the log or from a saved state."""
         self.log.commit()
         self.take_freed()
         replayed = Ledger(self.graph, ids=Ids(), source=segment(), clock=self.clock)
@@ -369,7 +373,7 @@ class Play:
             replay(replayed, record)
         assert reader.damage is None and reader.end == self.log.position
         assert [s.file for s in replayed.parts.take_freed()] == self.freed
-        replayed.leases.take_given_up()  # said before
+        replayed.leases.take_given_up()  # already reported
         state = json.loads(json.dumps(list(save(self.ledger))))
         ids = Ids(self.ledger.ids.next_id, self.ledger.ids.next_group)
         loaded = Ledger(self.graph, ids=ids, clock=self.clock)
@@ -404,7 +408,7 @@ class Play:
         assert len(copy.parts.segments) == len(one.parts.segments)
 
     def check_derived(self) -> None:
-        """The counts of groups, and what is ready, are what the states of the rows make them."""
+        """Check that counters and ready rows follow from the states of the rows."""
         live = self.ledger.live
         for group in live.groups.values():
             kept = {name: deepcopy(getattr(group, name)) for name in COUNTED}
@@ -471,7 +475,7 @@ class Play:
 
 
 def play(seed: int, number: int) -> int:
-    """So many operations, and then until nothing is left."""
+    """Make this many moves, then finish all rows."""
     chance = random.Random(seed)
     graph = random_graph(chance)
     with tempfile.TemporaryDirectory() as folder:
@@ -508,14 +512,14 @@ def play(seed: int, number: int) -> int:
         play.log.close()
     assert [play.ledger.claim(n) for n in graph.nodes] == [None] * len(
         graph.nodes
-    )  # offers of rows taken away go
+    )  # removes offers of rows that were taken away
     assert forgotten(play.ledger)
     assert not play.model.checker.end()
     return play.operations
 
 
 @pytest.mark.parametrize("histories", [20, pytest.param(340, marks=pytest.mark.slow)])
-def test_the_ledger_agrees_with_a_model_that_has_no_state_whatever_is_done(histories: int):
+def test_the_ledger_agrees_with_a_stateless_model_after_any_operation(histories: int):
     operations = 0
 
     @settings(max_examples=histories, deadline=None, database=None)

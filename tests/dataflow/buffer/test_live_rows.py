@@ -1,4 +1,4 @@
-"""What a ledger answers about the rows and groups in flight, in numbers worked out by hand."""
+"""Queries of a ledger about its rows and groups in flight, with numbers worked out by hand."""
 
 import gc
 
@@ -31,7 +31,7 @@ from weft.dataflow.operation import FINISHED_GROUPS, Shape, TrainingBatch
 
 
 def recorded() -> Graph:
-    """generate, keep, update, and a node that follows behind."""
+    """A graph that generates, filters and updates, with another node after that."""
     draw = Drawing()
     samples = draw.add(draw.prompts, "generate", Shape.EXPAND, reads=("prompt",))
     kept = draw.add(samples, "keep", Shape.FILTER, reads=("generate_c",))
@@ -40,7 +40,7 @@ def recorded() -> Graph:
     return draw.graph()
 
 
-def test_a_group_rests_when_only_what_follows_behind_is_left_to_do():
+def test_a_group_rests_when_only_following_nodes_remain():
     ledger = generated(recorded())
     record = node(ledger, "record")
     lease = claim(ledger, "keep")
@@ -141,7 +141,7 @@ def test_rows_of_a_quorum_do_not_wait_for_their_siblings():
     assert not ledger.live.lacks_siblings(node(ledger, "score"))
 
 
-def test_what_is_ready_is_told_by_the_step_that_comes_first():
+def test_ready_metrics_are_reported_with_the_first_step():
     ledger = Ledger(grpo())
     generate, advantages = node(ledger, "generate"), node(ledger, "advantages")
     assert ledger.live.ready_in_step(generate) == (-1, 0)
@@ -240,7 +240,8 @@ def test_quorums_that_gather_have_their_whole_deadline_when_a_ledger_is_loaded()
     clock = Clock()
     ledger = generated(first_two(5.0))
     lease = claim(ledger, "score")
-    publish(ledger, lease, [1000, 1003, 1004])  # one of group 0, two of group 1, which is ready with them
+    # one row of group 0, two of group 1, which completes it
+    publish(ledger, lease, [1000, 1003, 1004])
     clock.now = 3.0
     loaded = Ledger(ledger.graph, clock=clock)
     load(loaded, list(save(ledger)))

@@ -1,4 +1,4 @@
-"""The log: whatever happens to its bytes is found and named, and what stands before it is used."""
+"""The log: any damage to its bytes is found and named, and records before it are used."""
 
 import errno
 import tempfile
@@ -21,7 +21,7 @@ RECORDS = [{"do": "note", "key": f"k{i}", "value": [i] * (i % 4)} for i in range
 
 
 class CountingDisk(Disk):
-    """Counts, and runs out of space when it is told to."""
+    """Counts calls, and fills up on demand."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -46,7 +46,7 @@ class CountingDisk(Disk):
 def write(
     path: Path, records: list[dict[str, Any]] = RECORDS, at: Position = Position()
 ) -> list[Position]:
-    """Write records; returns where each of them begins, and the end."""
+    """Write records, and return the position of each and of the end."""
     log = Log(path, at=at)
     places = [log.position]
     for record in records:
@@ -62,7 +62,7 @@ def read(path: Path, start: Position = Position()) -> tuple[list[dict[str, Any]]
 
 
 def damaged(path: Path, data: bytes, before: int, offset: int) -> str:
-    """These bytes are not sound: so many records are, and the complaint names the file and the byte behind them."""
+    """Check that a log with these bytes has `before` valid records, and return the complaint."""
     path.write_bytes(data)
     records, reader = read(path)
     assert records == RECORDS[:before] and reader.end.offset == offset
@@ -70,7 +70,7 @@ def damaged(path: Path, data: bytes, before: int, offset: int) -> str:
     return reader.damage
 
 
-def test_what_is_appended_is_read_back(tmp_path: Path):
+def test_appended_rows_are_read_back(tmp_path: Path):
     path = tmp_path / "log"
     places = write(path)
     records, reader = read(path)
@@ -86,7 +86,7 @@ def test_each_checksum_is_of_everything_up_to_it(tmp_path: Path):
         assert one[9:] == other[9:] and one[:8] != other[:8]
 
 
-def test_any_changed_bit_is_found_and_what_stands_before_it_is_used(tmp_path: Path):
+def test_any_changed_bit_is_found_and_earlier_records_are_used(tmp_path: Path):
     path = tmp_path / "log"
     places = [p.offset for p in write(path)]
     whole = path.read_bytes()
@@ -125,7 +125,7 @@ def test_missing_repeated_and_swapped_records_are_found(tmp_path: Path):
     assert "checksum is" in damaged(path, b"".join([*lines, b"\0\0\0\0\n"]), len(lines), places[-1])
 
 
-def test_a_log_goes_on_at_any_place_and_what_is_cut_off_is_kept(tmp_path: Path):
+def test_a_log_continues_at_any_position_and_keeps_the_cut_tail(tmp_path: Path):
     path = tmp_path / "log"
     places = write(path)
     whole = path.read_bytes()
@@ -153,7 +153,7 @@ def test_a_long_tail_that_is_cut_off_is_not_held_in_memory(tmp_path: Path):
     path = tmp_path / "log"
     place, tail = write(path)[2], b"x" * (32 << 20)
     before = path.read_bytes()
-    for _ in range(2):  # the second time it is compared with what was kept
+    for _ in range(2):  # the second pass compares with the cached part
         with path.open("ab") as file:
             file.write(tail)
         tracemalloc.start()
@@ -189,16 +189,16 @@ def test_records_are_written_together(tmp_path: Path):
     log.close()
 
 
-def test_the_log_is_synced_when_it_is_told_to_or_the_interval_is_over(tmp_path: Path):
+def test_the_log_is_synced_on_request_or_after_the_interval(tmp_path: Path):
     now, disk = 0.0, CountingDisk()
     log = Log(tmp_path / "log", disk=disk, sync_interval_s=0.5, clock=lambda: now)
     disk.calls.clear()
-    steps: list[tuple[float, bool, bool]] = [  # seconds until then, told to, something new
+    steps: list[tuple[float, bool, bool]] = [  # seconds to wait, sync requested, new record
         (0.2, False, True),
         (0.2, False, True),
-        (0.2, False, True),  # 0.6 s after it was made
+        (0.2, False, True),  # 0.6 s after the record
         (0.4, False, True),
-        (0.2, False, False),  # 0.6 s after it was synced
+        (0.2, False, False),  # 0.6 s after the last sync
         (9.0, True, False),
         (0.1, False, True),  # 9.1 s
         (0.1, True, True),
@@ -217,7 +217,7 @@ def test_the_log_is_synced_when_it_is_told_to_or_the_interval_is_over(tmp_path: 
     assert disk.calls == [], "nothing was left to write or to sync"
 
 
-def test_what_somebody_else_left_unsynced_is_synced(tmp_path: Path):
+def test_unsynced_records_of_another_writer_are_synced(tmp_path: Path):
     end, disk = write(tmp_path / "log")[-1], CountingDisk()
     Log(tmp_path / "log", at=end, disk=disk, clock=lambda: 0.0).close()
     assert disk.calls == ["write", "sync"]
@@ -247,11 +247,11 @@ def test_a_full_disk_loses_nothing_and_the_next_commit_completes(tmp_path: Path)
 
 
 class Interrupted(BaseException):
-    """What Ctrl-C raises, at a place that a test chooses."""
+    """Ctrl-C at a place that the test chooses."""
 
 
 class InterruptedDisk(CountingDisk):
-    """Is interrupted in the middle of its writes, or behind them; then also in cutting off what it wrote."""
+    """Fails during or after a write, and optionally when truncating that write."""
 
     def __init__(self, size: int | None, truncates: bool) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ def test_a_log_that_is_being_written_can_be_read(tmp_path: Path):
     assert not complaints and seen == list(range(3000))
 
 
-def test_a_reader_goes_on_when_the_record_that_it_found_torn_is_whole(tmp_path: Path):
+def test_a_reader_continues_once_a_torn_record_is_complete(tmp_path: Path):
     path = tmp_path / "log"
     write(path)
     whole = path.read_bytes()
@@ -385,7 +385,7 @@ def test_a_checkpoint_for_which_there_is_no_room_leaves_the_one_before(tmp_path:
 
 
 class Overtaken(CountingDisk):
-    """Somebody else does something just before a write: after the writer has looked whether it may."""
+    """Calls a function just before a write, when the writer has already checked its ownership."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -400,7 +400,8 @@ class Overtaken(CountingDisk):
 @given(st.lists(st.sampled_from(["append", "commit", "take over", "take over in a commit"]), max_size=40))
 @settings(max_examples=150, deadline=None)
 def test_two_writers_that_commit_in_turns_never_share_a_file(moves: list[str]):
-    """Whoever opened the log last owns it: all that it commits is in it, and whoever came before is told so."""
+    """The last process to open the log owns it: only its commits are in the file, and others get an
+    error."""
     with tempfile.TemporaryDirectory() as folder:
         path, disk = Path(folder, "log"), Overtaken()
         owner = Log(path, disk=disk)
@@ -434,7 +435,7 @@ def test_two_writers_that_commit_in_turns_never_share_a_file(moves: list[str]):
             elif move == "take over in a commit":
                 before, owes = owner, bool(pending)
                 disk.before.append(take_over)
-                before.commit()  # it has looked, and does not know yet
+                before.commit()  # it has checked its ownership, and notices nothing
                 disk.before.clear()
                 assert (owner is not before) == owes
                 if owes:

@@ -1,4 +1,4 @@
-"""A log is cut at the checkpoints that are kept: what lies before them is archived, and nothing that reads the log notices."""
+"""A log is cut at its kept checkpoints: older records are archived, and readers notice nothing."""
 
 import os
 import random
@@ -33,14 +33,14 @@ RECORDS = [{"do": "note", "key": f"k{i}", "value": [i] * (i % 4)} for i in range
 
 
 def at_once(work: Work) -> Future[PreparedCut]:
-    """Work that is done when its future is there."""
+    """Run the work before returning its future."""
     done: Future[PreparedCut] = Future()
     done.set_result(work())
     return done
 
 
 def cut_eagerly(driver: Driver) -> Driver:
-    """However little of the log can be cut, it is, and before anything else happens."""
+    """Cut the log as often as possible, synchronously."""
     driver.buffer.cutting = LogCutting(driver.buffer.log, 1, at_once)
     return driver
 
@@ -53,7 +53,7 @@ def played(folder: Path, steps: int = 330, disk: Disk | None = None) -> Driver:
 
 
 def cut_log(path: Path) -> list[Position]:
-    """A log that is cut twice; returns where each record begins, and the end."""
+    """Write a log with two cuts, and return the position of each record and of the end."""
     log = Log(path)
     cutting = LogCutting(log, 1, at_once)
     places = [log.position]
@@ -71,7 +71,7 @@ def cut_log(path: Path) -> list[Position]:
     return places
 
 
-def test_a_cut_log_is_read_as_it_was(tmp_path: Path):
+def test_a_cut_log_reads_like_the_original(tmp_path: Path):
     path = tmp_path / LOG
     places = cut_log(path)
     assert start_of(path).offset > 0 and len(list((tmp_path / HISTORY).iterdir())) == 2
@@ -87,7 +87,7 @@ def test_a_cut_log_is_read_as_it_was(tmp_path: Path):
     assert not has_position(path, Position(places[-1].offset, 1))
 
 
-def test_a_run_whose_log_is_cut_comes_to_its_end_and_its_whole_log_is_sound(tmp_path: Path):
+def test_a_run_with_a_cut_log_finishes_with_a_valid_log(tmp_path: Path):
     driver = played(tmp_path / "run")
     before = state_of(driver.buffer)
     driver.buffer.log.close()
@@ -117,7 +117,7 @@ def test_the_file_holds_no_more_than_the_checkpoints_that_are_kept_need(tmp_path
     driver.buffer.close()
 
 
-def test_a_run_goes_back_to_a_checkpoint_that_lies_in_the_archive(tmp_path: Path):
+def test_a_run_goes_back_to_an_archived_checkpoint(tmp_path: Path):
     driver = played(tmp_path / "run", 60)
     position = driver.buffer.checkpoint()
     then = state_of(driver.buffer)
@@ -132,7 +132,7 @@ def test_a_run_goes_back_to_a_checkpoint_that_lies_in_the_archive(tmp_path: Path
     whole = list(LogReader(tmp_path / "run" / LOG))
     assert start_of(tmp_path / "run" / LOG).offset > position.offset
     assert state_of(restore(tmp_path / "run", GRAPHS, at=position)) == then
-    for path in ledger_checkpoints(tmp_path / "run"):  # the archive alone says it, too
+    for path in ledger_checkpoints(tmp_path / "run"):  # the archive alone is enough
         path.unlink()
     assert state_of(restore(tmp_path / "run", GRAPHS, at=position)) == then
     driver = cut_eagerly(go_on(tmp_path / "run", at=position))
@@ -143,7 +143,7 @@ def test_a_run_goes_back_to_a_checkpoint_that_lies_in_the_archive(tmp_path: Path
     assert not check_log(tmp_path / "run").violations
 
 
-def test_without_its_archive_a_run_goes_on_and_nobody_reads_what_was_before(tmp_path: Path):
+def test_a_run_without_its_archive_continues_without_older_records(tmp_path: Path):
     driver = played(tmp_path / "run")
     driver.buffer.checkpoint()
     before = state_of(driver.buffer)
@@ -172,7 +172,7 @@ def test_a_damaged_part_refutes_the_log(tmp_path: Path):
 
 @pytest.mark.parametrize("power", [False, True])
 @pytest.mark.parametrize("every", [47, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_run_that_ends_at_any_moment_of_a_cut_goes_on(tmp_path: Path, every: int, power: bool):
+def test_a_run_killed_at_any_moment_of_a_cut_can_be_resumed(tmp_path: Path, every: int, power: bool):
     chance, disk = random.Random(7), FragileDisk()
     played(tmp_path / "whole", 200, disk).buffer.close()
     moments = [(n, when) for n in range(len(disk.operations)) for when in ("before", 0.5, "after")]
@@ -230,13 +230,12 @@ def test_a_cut_that_fails_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def open_files() -> set[str]:
-    """What this process has open."""
     descriptors = Path("/proc/self/fd")
     return {os.readlink(one) for one in descriptors.iterdir() if one.exists()}
 
 
 def half_cut(folder: Path, run: Callable[[Work], Future[PreparedCut]]) -> tuple[Log, LogCutting]:
-    """A log with a cut that was begun."""
+    """Return a log with an unfinished cut."""
     log = Log(folder / LOG)
     for record in RECORDS:
         log.append(record)
@@ -256,7 +255,7 @@ def test_a_cut_that_the_log_never_took_leaves_no_open_file(tmp_path: Path):
 
 
 @pytest.mark.parametrize("end", ["finish", "close"])
-def test_an_archive_that_does_not_end_has_a_deadline_that_says_who_was_waited_for(
+def test_an_archive_that_does_not_finish_hits_a_deadline_that_names_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, end: str
 ):
     works: list[tuple[Work, Future[PreparedCut]]] = []

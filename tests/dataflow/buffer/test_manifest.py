@@ -1,4 +1,4 @@
-"""The manifest: whatever happens to a file below its folder is found, and the file is named."""
+"""The manifest: any damage to a file below its folder is found, and the file named."""
 
 import errno
 import os
@@ -64,7 +64,7 @@ DAMAGES = {
 }
 
 
-def test_a_folder_that_nobody_touched_is_sound(folder: Path):
+def test_an_untouched_folder_is_intact(folder: Path):
     assert verify_manifest(folder) == []
     write_manifest(folder)
     assert verify_manifest(folder) == []
@@ -102,7 +102,7 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path):
 
 
 class NotingDisk(Disk):
-    """Notes what survives the loss of power, in order; full when it is told to."""
+    """Notes in order what survives a power failure; optionally full."""
 
     def __init__(self, *, full: bool = False) -> None:
         self.full = full

@@ -1,4 +1,4 @@
-"""A process that waits for a query takes it at once; one that is gone costs the query nothing but the start of another."""
+"""A prepared process runs a query at once; if it has died, the query starts another."""
 
 import os
 import signal
@@ -32,7 +32,6 @@ def none_waits() -> Iterator[None]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Ids of the processes that are started."""
     pids: list[int] = []
 
     class Noted(QueryProcess):
@@ -45,7 +44,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether it has ended, read or not by whoever inherited it."""
+    """Return whether the process has ended, reaped or not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -70,12 +69,12 @@ def test_a_process_that_was_killed_while_it_waited_is_replaced(started: list[int
     prepare()
     os.kill(started[2], signal.SIGKILL)
     deadline = time.monotonic() + 30
-    while len(started) < 4 and time.monotonic() < deadline:  # until its end is seen
+    while len(started) < 4 and time.monotonic() < deadline:  # until its end is noticed
         prepare()
     assert len(started) == 4
 
 
-def test_a_process_that_nobody_asks_ends_by_itself(monkeypatch: pytest.MonkeyPatch):
+def test_an_unused_process_ends_by_itself(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sql, "PREPARED_S", 1)  # waited out
     waiting = QueryProcess()
     deadline = time.monotonic() + 30

@@ -1,4 +1,4 @@
-"""What is damaged, missing, or of another time is passed over and named; a run can go back."""
+"""Damaged, missing or outdated files are skipped and named, and a run can go back."""
 
 import json
 import random
@@ -19,7 +19,8 @@ from weft.dataflow.runs.log import Position
 
 
 def broken_run(folder: Path, seed: int = 5) -> tuple[list[Position], str, str]:
-    """A run with two checkpoints and something behind them: the positions, the state at the first and at the end."""
+    """Make a run with two checkpoints and later records; return positions, first state and last
+    state."""
     driver = start(folder, seed=seed)
     positions: list[Position] = []
     first = ""
@@ -64,7 +65,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, every: in
     comes_to_its_end(go_on(folder))
 
 
-def test_a_checkpoint_of_another_version_is_passed_over_and_the_log_says_the_same(
+def test_a_checkpoint_of_another_version_is_skipped_and_the_log_agrees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folder = tmp_path / "run"
@@ -101,7 +102,7 @@ def test_a_checkpoint_of_a_future_that_was_given_up_is_passed_over(tmp_path: Pat
         driver.step()
     driver.buffer.commit(sync=True)
     driver.buffer.log.close()
-    late.write_bytes(kept)  # its deletion did not survive the loss of power
+    late.write_bytes(kept)  # a power failure undid its deletion
     history = restore(folder, GRAPHS)
     assert state_of(history) == state_of(driver.buffer) and late not in history.checkpoints
     assert any(str(late) in d for d in history.damage)
@@ -126,7 +127,7 @@ def test_a_damaged_log_is_used_up_to_the_damage_and_the_rest_is_kept(tmp_path: P
     comes_to_its_end(driver)
 
 
-def test_a_run_goes_back_to_a_checkpoint_and_what_came_after_it_is_kept(tmp_path: Path):
+def test_a_run_goes_back_to_a_checkpoint_and_keeps_later_records(tmp_path: Path):
     folder = tmp_path / "run"
     positions, first, _ = broken_run(folder)
     whole = (folder / LOG).read_bytes()
@@ -141,8 +142,8 @@ def test_a_run_goes_back_to_a_checkpoint_and_what_came_after_it_is_kept(tmp_path
 
 
 @pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_run_that_ends_while_it_goes_back_can_go_back_again(tmp_path: Path, every: int):
-    """It is stopped at each operation on the disk; every so many times, the run is seen to its end."""
+def test_a_run_killed_while_going_back_can_go_back_again(tmp_path: Path, every: int):
+    """Stop it at each operation on the disk. Each `every` times, complete the run as well."""
     positions, first, _ = broken_run(tmp_path / "run")
     number = 0
     for number in range(60):

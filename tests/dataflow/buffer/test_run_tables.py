@@ -1,4 +1,4 @@
-"""What a run notes of itself: appended to, readable at every moment, and whole files in the end."""
+"""Tables of a run: appended to, readable at any time, complete files at the end."""
 
 import errno
 import math
@@ -56,7 +56,7 @@ def metrics(run: Path, *rows: dict[str, float]) -> TableStream:
     return stream
 
 
-def test_a_flush_writes_what_is_new_and_no_more(tmp_path: Path):
+def test_a_flush_writes_new_rows_only(tmp_path: Path):
     def cost(of: int) -> int:
         (tmp_path / str(of)).mkdir()
         stream = timeline(tmp_path / str(of), of, flush_every=500)
@@ -70,7 +70,7 @@ def test_a_flush_writes_what_is_new_and_no_more(tmp_path: Path):
     assert cost(10) == cost(5000) < 2000
 
 
-def test_a_reader_sees_what_was_flushed_while_the_run_goes_on(tmp_path: Path):
+def test_a_reader_sees_flushed_rows_during_the_run(tmp_path: Path):
     stream = timeline(tmp_path, 3)
     stream.add(**call(3, 3.0))
     table = read_timeline(tmp_path)
@@ -92,7 +92,7 @@ def test_every_torn_end_is_passed_over(tmp_path: Path):
         assert table is not None and len(table) == sum(size >= s for s in sizes), size
     (tmp_path / "timeline.arrows").write_bytes(
         whole[: sizes[1]] + bytes(4096)
-    )  # as a loss of power leaves it
+    )  # the state after a power failure
     table = read_timeline(tmp_path)
     assert table is not None and len(table) == 2
 
@@ -128,7 +128,7 @@ def test_a_run_that_is_over_has_parquet_files(tmp_path: Path):
     assert pq.read_table(tmp_path / "metrics.parquet")["loss"].to_pylist() == [None, 0.5]
 
 
-def test_a_run_that_goes_on_adds_to_what_was_before_its_checkpoint(tmp_path: Path):
+def test_a_resumed_run_appends_to_its_records(tmp_path: Path):
     timeline(tmp_path, 5).close()
     kept = read_timeline(tmp_path)
     to_parquet(tmp_path)
@@ -140,7 +140,7 @@ def test_a_run_that_goes_on_adds_to_what_was_before_its_checkpoint(tmp_path: Pat
 
 
 class FullFor(Disk):
-    """A disk that has room for a part of each of the next writes, and then for all of it."""
+    """A disk with room for only a part of each of the next writes, then for all."""
 
     def __init__(self, writes: int) -> None:
         self._full: Iterator[None] = iter([None] * writes)
@@ -152,7 +152,7 @@ class FullFor(Disk):
         super().write(descriptor, data)
 
 
-def test_what_does_not_fit_on_the_disk_is_written_when_there_is_room(tmp_path: Path):
+def test_writes_to_a_full_disk_wait_for_room(tmp_path: Path):
     stream = TableStream(tmp_path / "timeline.arrows", CALLS, disk=FullFor(2))
     for k in range(2):
         stream.add(**call(k, float(k)))

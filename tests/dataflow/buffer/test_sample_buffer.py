@@ -1,4 +1,4 @@
-"""The sample buffer and the columns that it keeps: recovered, pinned by checkpoints, freed."""
+"""The sample buffer and its columns: recovered, pinned by checkpoints, freed."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from weft.dataflow.errors import DamagedSegment
 
 @dataclass
 class Columns:
-    """A run of one graph whose columns are really written, a file each."""
+    """A run of one graph that writes real columns, one file per segment."""
 
     folder: Path
     buffer: SampleBuffer
@@ -45,7 +45,7 @@ class Columns:
         return self.writer.append(Batch(pa.record_batch({"sample_id": ids, "text": text})))
 
     def do(self, name: str) -> list[Segment]:
-        """All that is ready for a node, a segment for each group."""
+        """Process all ready rows of a node, with one segment per group."""
         segments: list[Segment] = []
         n = next(n for n in self.ledger.graph.nodes if n.name.endswith(name))
         while lease := self.ledger.claim(n, max_rows=1, max_groups=1):
@@ -78,7 +78,7 @@ class Columns:
         return found
 
 
-def test_a_group_whose_columns_are_damaged_or_gone_is_issued_again_and_named(tmp_path: Path):
+def test_a_group_with_damaged_or_lost_columns_is_reissued_and_named(tmp_path: Path):
     run = Columns.start(tmp_path / "run")
     run.ledger.issue([7, 8, 9], [1, 1, 1], step=0)
     gone, damaged, sound = run.do("generate")
@@ -100,7 +100,7 @@ def test_a_group_whose_columns_are_damaged_or_gone_is_issued_again_and_named(tmp
     run.close()
 
 
-def test_groups_that_lie_on_a_node_that_is_gone_are_issued_again_unless_an_update_has_begun_with_them(
+def test_groups_on_a_lost_node_are_reissued_unless_an_update_has_begun(
     tmp_path: Path,
 ):
     run = Columns.start(tmp_path / "run")
@@ -130,7 +130,7 @@ def test_segments_of_a_checkpoint_outlive_their_rows_as_long_as_it_is_kept(tmp_p
     assert len(run.ledger.live.groups) == 0
     assert run.readable(segments)[:2] == [True, True] and not any(run.readable(segments)[2:-1])
     run.close()
-    for name in ("w2", "w3"):  # it may be recovered as often as need be, and still go back
+    for name in ("w2", "w3"):  # recovery may be repeated, and going back still works
         run = run.recover(name)
         run.ledger.issue([5], [1], step=1)
         run.do("generate")
@@ -144,14 +144,14 @@ def test_segments_of_a_checkpoint_outlive_their_rows_as_long_as_it_is_kept(tmp_p
         assert run.readable(segments)[:2] == [True, True]
         run.close()
     run = run.recover("w6")
-    for kept in (True, False):  # two are kept
+    for kept in (True, False):  # two checkpoints are kept
         run.ledger.issue([6], [1], step=2)
         run.buffer.checkpoint()
         assert run.readable(segments)[:2] == [kept, kept]
     run.close()
 
 
-def test_the_source_is_kept_and_what_it_was_before_goes(tmp_path: Path):
+def test_the_source_is_kept_until_it_is_replaced(tmp_path: Path):
     run = Columns.start(tmp_path / "run")
     first = run.segment([1, 2, 3])
     run.buffer.set_source("train", first)

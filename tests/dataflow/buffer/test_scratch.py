@@ -1,4 +1,4 @@
-"""The scratch folder of a run: on the node's own disk, its own, and gone when nobody holds it."""
+"""The scratch folder of a run: on the node's disk, private, and removed with its last user."""
 
 import os
 import shutil
@@ -65,9 +65,7 @@ def test_the_file_system_of_a_path_is_that_of_the_deepest_mount(tmp_path: Path):
     assert file_system(tmp_path, tmp_path / "none") == ""
 
 
-def test_a_folder_with_little_room_or_over_the_network_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_full_or_network_folder_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert LEAST_BYTES == 1 << 30
     [line] = notes(tmp_path / "not" / "yet", needed_bytes=1 << 60)
     assert (
@@ -89,13 +87,13 @@ def test_a_run_has_the_same_folder_at_each_start_and_no_other_run_has_it(tmp_pat
     assert noted_folder(tmp_path) is None
 
 
-def test_a_run_whose_folder_moves_keeps_its_name_and_is_looked_for_in_the_new_place(tmp_path: Path):
+def test_a_moved_run_keeps_its_name_and_is_found_in_the_new_place(tmp_path: Path):
     buffer = tmp_path / "run" / "buffer"
     first, moved = Scratch.of(buffer, tmp_path / "s"), Scratch.of(buffer, tmp_path / "t")
     assert moved.name == first.name and noted_folder(buffer) == moved.path == tmp_path / "t" / first.name
 
 
-def test_a_run_that_goes_on_after_its_end_is_not_over(tmp_path: Path):
+def test_a_run_resumed_after_its_end_is_not_over(tmp_path: Path):
     scratch = Scratch("weft-run-00000000-00000000", tmp_path)
     scratch.path.mkdir()
     (scratch.path / OVER).touch()
@@ -139,7 +137,7 @@ def test_the_folder_of_a_run_that_is_over_is_removed_at_once(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_folder_of_a_run_that_goes_on_stays_for_its_next_start(tmp_path: Path):
+def test_the_folder_of_a_resumable_run_stays_for_its_next_start(tmp_path: Path):
     scratch = Scratch("weft-run-00000000-00000000", tmp_path, grace_s=3.0)
     (scratch.hold() / "rows").touch()
     scratch.release(over=False)
@@ -172,9 +170,7 @@ def test_a_killed_process_leaves_no_folder(tmp_path: Path):
     until(lambda: not list(tmp_path.iterdir()))
 
 
-def test_a_start_while_the_folder_is_removed_keeps_a_folder_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_start_during_a_removal_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     scratch = Scratch("weft-run-00000000-00000000", tmp_path)
     scratch.path.mkdir()
     (scratch.path / IN_USE).touch()
@@ -215,7 +211,7 @@ def test_the_next_beginning_of_a_run_removes_the_folders_of_earlier_ones(tmp_pat
     until(lambda: not held.exists())
 
 
-def test_rows_whose_scratch_folder_is_gone_are_issued_again(tmp_path: Path):
+def test_rows_with_a_lost_scratch_folder_are_reissued(tmp_path: Path):
     scratch = Scratch.of(tmp_path / "run" / "buffer", tmp_path / "s")
 
     def issued(buffer: SampleBuffer) -> list[int]:
@@ -245,7 +241,7 @@ def test_rows_whose_scratch_folder_is_gone_are_issued_again(tmp_path: Path):
 
 
 def publish_children(buffer: SampleBuffer, writer: SegmentWriter) -> bool:
-    """Publish what the first node makes of the first group, in a segment."""
+    """Publish children of the first group by the first node, in a segment."""
     ledger = buffer.ledgers["train"]
     node = next(n for n in ledger.graph.nodes if n.makes_level is not None and n.level == 0)
     lease = ledger.claim(node, max_rows=1)

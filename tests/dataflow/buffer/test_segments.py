@@ -1,4 +1,4 @@
-"""Segments on one node: what is read is what was appended, through crashes, recycling, damage and full disks."""
+"""Segments on one node: reads equal appends through crashes, recycling, damage and full disks."""
 
 import fcntl
 import json
@@ -30,7 +30,7 @@ from weft.dataflow.errors import DamagedSegment, UserError
 
 
 def numbered(n: int, *, rows: int = 4, length: int = 100) -> Batch:
-    """Rows that are all `n`, so that a byte of another message shows."""
+    """Rows filled with `n`, so that a byte of another message shows."""
     offsets = np.arange(rows + 1) * length
     return Batch.of(
         sample_id=np.full(rows, n),
@@ -40,14 +40,14 @@ def numbered(n: int, *, rows: int = 4, length: int = 100) -> Batch:
 
 
 def names(folder: Path) -> list[str]:
-    """Files of a node's folder, those that are free among them."""
+    """Return the files in a node's folder, including free ones."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.arrows"))
 
 
-# What is written is what is read
+# Round trips
 
 
-def test_a_reader_gets_what_was_appended_and_the_reference_survives_json(tmp_path: Path):
+def test_a_reader_gets_appended_rows_and_the_reference_survives_json(tmp_path: Path):
     writer, reader = SegmentWriter(tmp_path, "n0", "w"), SegmentReader(tmp_path, "n0")
     segments = [writer.append(numbered(n)) for n in range(5)]
     assert [Segment.from_json(json.loads(json.dumps(s.to_json()))) for s in segments] == segments
@@ -72,7 +72,7 @@ def test_a_reader_gets_what_was_appended_and_the_reference_survives_json(tmp_pat
     ),
     st.data(),
 )
-def test_any_slice_of_any_batch_is_read_as_it_was(tmp_path_factory, rows, data):
+def test_any_slice_of_any_batch_is_read_unchanged(tmp_path_factory, rows, data):
     batch = Batch.from_rows(rows)
     start = data.draw(st.integers(0, len(rows)))
     part = batch.slice(start, data.draw(st.integers(0, len(rows) - start)))
@@ -135,7 +135,7 @@ def test_at_every_moment_a_file_is_an_arrow_stream(tmp_path: Path):
         assert table["sample_id"].unique().to_pylist() == list(range(n + 1))
 
 
-def test_each_schema_has_files_of_its_own(tmp_path: Path):
+def test_each_schema_has_separate_files(tmp_path: Path):
     writer = SegmentWriter(tmp_path, "n0", "w")
     one, two = Batch.of(reward=[1.0]), Batch.of(answer=["x"])
     assert [writer.append(b).file for b in (one, two, one)] == [f"w.{k}.000000.arrows" for k in (0, 1, 0)]
@@ -167,7 +167,7 @@ def test_a_writer_name_is_used_once(tmp_path: Path):
             SegmentWriter(tmp_path, "n0", bad)
 
 
-def test_what_a_killed_writer_published_is_read(tmp_path: Path):
+def test_published_segments_of_a_killed_writer_are_read(tmp_path: Path):
     program = """
 import os, signal, sys
 from pathlib import Path
@@ -265,7 +265,7 @@ def test_a_half_written_message_is_found_and_arrow_tools_do_not_see_it(tmp_path:
     first, second = (writer.append(numbered(n)) for n in range(2))
     with (tmp_path / first.file).open(
         "r+b"
-    ) as file:  # as if the machine had stopped before the message's start came
+    ) as file:  # as after a crash before the message's start was written
         file.seek(second.offset)
         file.write(b"\xff\xff\xff\xff\x00\x00\x00\x00")
     damaged(tmp_path, second, "the checksum differs")
@@ -277,7 +277,7 @@ def test_a_half_written_message_is_found_and_arrow_tools_do_not_see_it(tmp_path:
 
 
 def limited_writes(folder: Path, limit: int) -> str:
-    """Runs in a process of its own, whose files may not grow beyond the limit."""
+    """Append in a separate process whose files may not exceed the limit."""
     program = """
 import resource, sys
 from pathlib import Path
@@ -303,11 +303,11 @@ assert [reader.read(s).to_rows()[0]["sample_id"] for s in (first, second)] == [1
     return done.stdout
 
 
-def test_a_file_that_may_not_grow_is_an_error_and_the_writer_goes_on(tmp_path: Path):
+def test_a_file_that_cannot_grow_is_an_error_and_the_writer_continues(tmp_path: Path):
     assert f"in folder {tmp_path}, where" in limited_writes(tmp_path, 1 << 16)
 
 
-def test_a_full_disk_is_an_error_and_the_next_append_overwrites_what_was_begun(tmp_path: Path):
+def test_a_full_disk_is_an_error_and_the_next_append_overwrites_the_partial_one(tmp_path: Path):
     if (
         os.geteuid()
         or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]).returncode
@@ -336,7 +336,7 @@ def test_a_full_disk_is_an_error_and_the_next_append_overwrites_what_was_begun(t
 # Recycling
 
 
-def test_a_file_goes_when_it_is_complete_and_its_last_segment_is_freed(tmp_path: Path):
+def test_a_complete_file_is_removed_with_its_last_segment(tmp_path: Path):
     gone: list[tuple[str, str]] = []
     store = SegmentStore(tmp_path, "n0", lambda node, file: gone.append((node, file)))
     writer = SegmentWriter(tmp_path, "n0", "w", file_bytes=5000)
@@ -369,7 +369,7 @@ def test_freeing_twice_or_the_unknown_is_an_error(tmp_path: Path):
         store.freed([segment])
 
 
-def test_what_a_dead_writer_never_published_goes_too_and_recovery_keeps_what_is_live(tmp_path: Path):
+def test_recovery_keeps_live_segments_and_removes_unpublished_ones_of_dead_writers(tmp_path: Path):
     store = SegmentStore(tmp_path, "n0")
     for name in ("w1", "w2", "w10"):
         SegmentWriter(tmp_path, "n0", name).append(numbered(1))
@@ -413,7 +413,7 @@ def test_few_free_files_are_kept_however_small_they_are(tmp_path: Path):
 def churn(
     folder: Path, rounds: int, *, hold: int, reader: SegmentReader
 ) -> tuple[list[tuple[int, Batch]], set[int]]:
-    """Write, read and free; keep the last `hold` batches. Returns those, and the inodes that were ever written to."""
+    """Write, read and free; return the last `hold` batches, and all inodes ever written."""
     store = SegmentStore(folder, "n0")
     writer = SegmentWriter(folder, "n0", "churn", file_bytes=20_000)
     held: list[tuple[int, Batch]] = []
@@ -531,10 +531,10 @@ def test_a_reader_keeps_a_bounded_number_of_files_mapped(tmp_path: Path):
     assert [reader.read(s) for s in segments] == [numbered(n) for n in range(len(segments))]
     assert len(reader._mappings) == reader.MAX_MAPPINGS
     with (tmp_path / segments[0].file).open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it any more
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the reader has released it
 
 
-# The budget of memory
+# Memory budget
 
 
 def resident(path: Path) -> bool:
@@ -545,7 +545,7 @@ def resident(path: Path) -> bool:
 def test_beyond_the_budget_the_oldest_files_leave_memory_and_are_read_from_disk(tmp_path: Path):
     file_bytes = 1 << 20
     writer = SegmentWriter(tmp_path, "n0", "w", file_bytes=file_bytes, memory_bytes=2 * file_bytes)
-    segments = [writer.append(numbered(n, rows=500, length=500)) for n in range(6)]  # one to a file
+    segments = [writer.append(numbered(n, rows=500, length=500)) for n in range(6)]  # one per file
     if spill(tmp_path, 0) and resident(tmp_path / segments[0].file):
         pytest.skip("this file system keeps its files in memory")
     assert not any(resident(tmp_path / s.file) for s in segments)

@@ -1,4 +1,4 @@
-"""SQL over the tables of a run, of one that goes on and of one with damage."""
+"""SQL over the tables of runs: finished, running and damaged."""
 
 import errno
 import sys
@@ -16,7 +16,7 @@ from weft.dataflow.errors import UserError
 from weft.dataflow.runs.files import SEGMENTS
 
 
-def test_sql_answers_over_rows_and_what_was_written_of_them(run: Run):
+def test_sql_queries_rows_and_their_columns(run: Run):
     run.generate()
     run.map("score", "reward")
     count = query(run.path, "select level, count(*) as n from rows group by level order by level")
@@ -60,7 +60,7 @@ def test_segments_need_no_folder_once_the_run_is_over(run: Run):
     assert query(run.path, "select count(*) as n from rows where state = 'done'")["n"].to_pylist() == [6]
 
 
-def test_a_question_that_cannot_be_answered_says_which_tables_there_are(run: Run):
+def test_a_failing_query_lists_the_tables(run: Run):
     with pytest.raises(UserError, match="a run's tables are rows, columns, samples, metrics, timeline"):
         query(run.path, "select * from row")
     with pytest.raises(UserError, match="this run has no metrics yet"):
@@ -106,8 +106,8 @@ def test_a_question_that_takes_too_long_is_given_up(run: Run):
 
 
 UNSTOPPABLE = [
-    "select levenshtein(repeat('a', 300000), repeat('b', 300000))",  # one call of a function
-    " union all ".join(["select 1"] * 20000),  # the parser and the binder
+    "select levenshtein(repeat('a', 300000), repeat('b', 300000))",  # a single call of a function
+    " union all ".join(["select 1"] * 20000),  # a load on parser and binder
 ]
 
 
@@ -158,14 +158,14 @@ def test_a_date_that_python_lacks_is_text(run: Run):
     assert answer.to_pylist() == [{"last": "294247-01-10", "other": "x"}]
 
 
-def test_an_empty_question_and_a_table_without_columns_are_told(run: Run):
+def test_an_empty_query_and_a_table_without_columns_are_reported(run: Run):
     with pytest.raises(UserError, match="the query is empty"):
         query(run.path, " ")
     with pytest.raises(UserError, match="this run has no metrics yet"):
         query(run.path, "select count(*) from metrics", known={"metrics": lambda: pa.table({})})
 
 
-def test_sql_without_duckdb_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch):
+def test_sql_without_duckdb_names_the_package_to_install(run: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "duckdb", None)
     with pytest.raises(UserError, match=r"pip install 'weft\[inspect\]'"):
         query(run.path, "select 1")

@@ -1,4 +1,4 @@
-"""StreamTail: only what is new of a stream is read."""
+"""StreamTail reads only the new part of a stream."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from weft.dataflow.runs.tables import TableStream
 NUMBERS = pa.schema([("number", pa.int64())])
 
 
-def test_each_look_has_what_was_appended_since(tmp_path: Path):
+def test_each_read_returns_rows_appended_since_the_last(tmp_path: Path):
     path = tmp_path / "numbers.arrows"
     tail, stream = StreamTail(path), TableStream(path, NUMBERS)
 
@@ -50,6 +50,6 @@ def test_a_stream_that_is_replaced_is_read_from_its_beginning(tmp_path: Path):
         assert [batch["number"].to_pylist() for batch in tail.read()] == [[number]]
 
 
-def test_what_is_no_stream_has_nothing_to_read(tmp_path: Path):
+def test_a_file_that_is_not_a_stream_reads_as_empty(tmp_path: Path):
     (tmp_path / "garbled").write_bytes(b"\xff\x00 not a stream" * 40)
     assert StreamTail(tmp_path / "garbled").read() == []

@@ -1,11 +1,11 @@
-"""Tokenizers that the tests of prompts share."""
+"""Tokenizers for the tests of prompts."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # where `tiny_tokenizers` is
+sys.path.insert(0, str(Path(__file__).parent))  # for imports of `tiny_tokenizers`
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +18,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same without a chat template, as base models come."""
+    """The same without a chat template, like base models."""
     from tiny_tokenizers import qwen_like
 
     folder = qwen_like(tmp_path_factory.mktemp("models") / "qwen2-base")

@@ -1,4 +1,4 @@
-"""Boxes and `####` are found by one rule in worked solutions and in responses."""
+"""One rule finds boxes and `####` in worked solutions and in responses."""
 
 import pytest
 

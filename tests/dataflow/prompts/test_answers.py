@@ -1,4 +1,5 @@
-r"""Final answers are taken out of worked solutions, after `####` and in `\boxed{}`, and it is said of how many."""
+r"""Final answers in worked solutions, after `####` or in `\boxed{}`, and the count of rows with
+one."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from weft.dataflow.prompts.prompts import Prompts
         ("She sells 9 eggs.\n#### 18", "18"),
         ("It costs $70,000.\n####  70,000\n", "70000"),
         ("####-1,234.5", "-1234.5"),
-        ("#### 1,2 and 3", "1,2 and 3"),  # a list, no thousands
+        ("#### 1,2 and 3", "1,2 and 3"),  # a list, not thousands
         (
             "#### Step 1\nAdd.\n#### Step 2\nIt is 4.",
             None,
-        ),  # headings: nothing follows them on the last line
+        ),  # headings: no text follows the last one
         (r"So $\boxed{12}$, thus \boxed{\frac{1}{\sqrt{2}}}.", r"\frac{1}{\sqrt{2}}"),
         (r"The set is \boxed{\{1, 2\}}.", r"\{1, 2\}"),
         (r"Put it into \boxed{}: \boxed{7} it is, not \boxed{", "7"),
@@ -42,7 +43,7 @@ def read(base: Path, *answers: Any, **settings: Any) -> Prompts:
     )
 
 
-def test_a_worked_solution_is_kept_beside_its_final_answer(base: Path) -> None:
+def test_a_worked_solution_is_kept_with_its_final_answer(base: Path) -> None:
     worked = "2 + 2 = <<2+2=4>>4\n#### 4"
     prompts = read(base, worked, "5", None, r"\boxed{6}")
     assert prompts.table["answer"].to_pylist() == ["4", "5", None, "6"]

@@ -1,4 +1,4 @@
-"""Bad input: the message names the file, the row, the rule, the value and the nearest right name."""
+"""Bad input: messages name the file, the row, the rule, the value and the nearest correct name."""
 
 from __future__ import annotations
 
@@ -73,9 +73,7 @@ def test_mixed_types_of_prompts_are_named_with_both_lines(tmp_path: Path, qwen: 
     assert "n.jsonl, line 1: 'prompt' is a list" in complaint([file, other], qwen)
 
 
-def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(
-    tmp_path: Path, qwen: Path
-) -> None:
+def test_a_wrong_layout_is_reported_with_the_nearest_match(tmp_path: Path, qwen: Path) -> None:
     file = jsonl(
         tmp_path / "w.jsonl",
         [{"promt": "2 + 2", "n": 1, "conversation": [{"from": "human", "value": "hi"}]}],
@@ -401,7 +399,7 @@ def test_a_file_of_nothing_but_such_lines_is_refused(
     )
 
 
-def test_rows_without_keys_stand_for_rows_of_nulls(tmp_path: Path, qwen: Path) -> None:
+def test_rows_without_keys_become_rows_of_nulls(tmp_path: Path, qwen: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('\ufeff{}\n{"prompt": "a"}\n')
     assert complaint(file, qwen).startswith("a.jsonl, line 1: 'prompt' is null")
@@ -428,7 +426,7 @@ def test_half_a_character_in_the_system_prompt_is_named(qwen: Path) -> None:
 @pytest.mark.parametrize(
     "source", [3, None, {"prompt": ["a"]}, [{"prompt": "a"}], [3], {"train": []}, object()]
 )
-def test_what_is_no_path_is_refused_with_what_is_read(qwen: Path, source: Any) -> None:
+def test_a_wrong_path_type_is_refused_with_the_accepted_types(qwen: Path, source: Any) -> None:
     with pytest.raises(
         UserError, match=r"prompts are read from a path.*Prompts.from_rows takes a list of dictionaries"
     ):
@@ -436,7 +434,7 @@ def test_what_is_no_path_is_refused_with_what_is_read(qwen: Path, source: Any) -
 
 
 @pytest.mark.parametrize("rows", [3, None, "a.jsonl", {"prompt": ["a"]}, object()])
-def test_what_are_no_rows_is_refused_with_what_is_read(qwen: Path, rows: Any) -> None:
+def test_rows_of_a_wrong_type_are_refused_with_the_accepted_types(qwen: Path, rows: Any) -> None:
     with pytest.raises(
         UserError,
         match=r"rows are a list of dictionaries, a datasets.Dataset, a pandas DataFrame, or an Arrow",

@@ -1,4 +1,4 @@
-"""The chat template: when it is applied, and what it is given."""
+"""The chat template: when it is applied, and its inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHAT = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def texts(row: dict[str, Any], tokenizer: Path, **settings: Any) -> list[str]:
-    """The prompt of a row, and its responses, as the model sees them."""
+    """Return the prompt of a row and its responses, as text for the model."""
     first = Prompts.from_rows([row], tokenizer, **settings).table.to_pylist()[0]
     return [text_of(tokenizer, value) for name, value in first.items() if name.endswith("_ids")]
 
@@ -138,8 +138,9 @@ def test_thinking_is_switched_by_the_name_that_the_template_has(
         "prompt": [{"role": "user", "content": "2 + 2?"}],
         "chat_template_kwargs": {"enable_thinking": True},
     }
-    assert texts(own, qwen, thinking=False) == [CHAT]  # what a row says of itself counts more
-    assert texts(row, llama, thinking=False) == texts(row, llama)  # there is nothing to switch off
+    assert texts(own, qwen, thinking=False) == [CHAT]  # the row's setting wins
+    # this template has no thinking to switch off
+    assert texts(row, llama, thinking=False) == texts(row, llama)
     with pytest.raises(
         UserError, match=r"thinking=True: the chat template of .*llama-tiny has no switch for it"
     ):
@@ -169,7 +170,7 @@ def test_a_prompt_that_ends_with_the_assistant_is_continued(qwen: Path, llama: P
     row = {"prompt": [USER, {"role": "assistant", "content": "It is "}]}
     text = Prompts.from_rows([row], qwen).table["prompt"].to_pylist()[0]
     assert text == "<|im_start|>user\nWhat color is the sky?<|im_end|>\n<|im_start|>assistant\nIt is "
-    # This template trims messages, so the space before the response is the response's.
+    # This template trims messages, so the space before the response belongs to the response.
     assert Prompts.from_rows([row], llama).table["prompt"].to_pylist()[0].endswith("[ASSISTANT] It is")
 
 

@@ -1,4 +1,4 @@
-"""Conversations: the boundary between prompt and response, the trained turns, and the input of the template."""
+"""Conversations: the boundary of prompt and response, trained turns, and template inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPENS_THINKING = """\
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}
 {%- for call in m.tool_calls or [] %}{{ '<tool_call>' + (call | tojson) + '</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}
 {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
-"""Opens `<think>` for generation, which finished turns do not have."""
+"""Opens `<think>` for generation, which finished turns lack."""
 
 STRIPS_THINKING = """\
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
@@ -26,7 +26,7 @@ STRIPS_THINKING = """\
 {%- else %}{{ m.content.split('</think>')[-1].lstrip('\\n') }}{% endif %}
 {%- else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}
 {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-"""Leaves the thinking out of every assistant turn but the last, as Qwen3's template does."""
+"""Drops the thinking of all assistant turns except the last, like Qwen3's template."""
 
 HEADER = "<|im_start|>assistant\n"
 
@@ -53,13 +53,13 @@ def with_template(folder: Path, template: str) -> Path:
 
 
 def read(row: dict[str, Any], tokenizer: Path, **settings: Any) -> dict[str, str]:
-    """The texts of a row's tokens, by column."""
+    """Return the decoded tokens of a row, by column."""
     (made,) = Prompts.from_rows([row], tokenizer, **settings).table.to_pylist()
     return {name: text_of(tokenizer, ids) for name, ids in made.items() if name.endswith("_ids")}
 
 
 def trained(tokenizer: Path, row: dict[str, Any], name: str = "response") -> list[str]:
-    """The texts of the tokens of a response that are trained, one for each stretch of them."""
+    """Return the decoded trained stretches of a response."""
     ids, found = row[f"{name}_ids"], [[]]
     for token, on in zip(ids, row.get(f"{name}_mask", [1] * len(ids)), strict=True):
         if on:
@@ -78,7 +78,7 @@ ASKED = {
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
 @pytest.mark.parametrize("prompt", ["Name a river.", " Name a\nriver. ", [user("Name a river.")]])
-def test_a_prompt_that_stands_in_both_responses_is_taken_once(
+def test_a_prompt_in_both_responses_is_used_once(
     prompt: Any, write: Any, tmp_path: Path, qwen: Path
 ) -> None:
     row = {
@@ -103,7 +103,7 @@ def test_a_prompt_that_stands_in_both_responses_is_taken_once(
             turn("system", "Be kind.") + turn("user", "Hi"),
             "Hello",
         ),
-        (  # only the prompt has it
+        (  # only the prompt has the system prompt
             {
                 "prompt": [system("Be kind."), user("Hi")],
                 "chosen": [user("Hi"), assistant("Hello")],
@@ -121,7 +121,7 @@ def test_a_prompt_that_stands_in_both_responses_is_taken_once(
             turn("user", "Hi") + turn("assistant", "Hello") + turn("user", "How?"),
             "Fine",
         ),
-        (  # a text that is the last of several turns
+        (  # the text is the last user turn of several
             {
                 "prompt": "How?",
                 "chosen": [user("Hi"), assistant("Hello"), user("How?"), assistant("Fine")],
@@ -130,7 +130,7 @@ def test_a_prompt_that_stands_in_both_responses_is_taken_once(
             turn("user", "Hi") + turn("assistant", "Hello") + turn("user", "How?"),
             "Fine",
         ),
-        (  # or the first, with turns after it that both responses share
+        (  # the text is the first turn, and both responses share turns after it
             {
                 "prompt": "Hi",
                 "chosen": [user("Hi"), assistant("Hello"), user("How?"), assistant("Fine")],
@@ -144,7 +144,7 @@ def test_a_prompt_that_stands_in_both_responses_is_taken_once(
             turn("user", "Hi"),
             "Hello",
         ),
-        (  # a single message in the place of a list
+        (  # a single message instead of a list
             {"prompt": "Hi", "chosen": assistant("Hello"), "rejected": assistant("No")},
             turn("user", "Hi"),
             "Hello",
@@ -262,7 +262,7 @@ def test_a_turn_that_is_begun_in_the_prompt_is_continued_by_the_response(qwen: P
 
 
 @pytest.mark.parametrize("answer", ["<tool_call>{}</tool_call>", "<th", "<think", "<answer>4", "4", ""])
-def test_the_prompt_ends_with_the_header_though_the_response_begins_as_its_opening_tag_does(
+def test_the_prompt_ends_with_the_header_even_if_the_response_starts_with_its_tag(
     answer: str, tmp_path: Path
 ) -> None:
     tokenizer = with_template(tmp_path / "opens", OPENS_THINKING)
@@ -272,7 +272,7 @@ def test_the_prompt_ends_with_the_header_though_the_response_begins_as_its_openi
     assert read(pair, tokenizer)["rejected_ids"] == "<think>\nSo<|im_end|>"
 
 
-def test_a_response_that_thinks_goes_on_from_the_tag_that_is_opened_for_generation(
+def test_a_thinking_response_continues_the_tag_opened_for_generation(
     tmp_path: Path,
 ) -> None:
     tokenizer = with_template(tmp_path / "opens", OPENS_THINKING)
@@ -316,7 +316,7 @@ def test_every_assistant_turn_is_trained_and_no_other_token(qwen: Path, llama: P
     whole = text_of(qwen, row["prompt_ids"] + row["response_ids"])
     assert whole + "\n" == "".join(turn(m["role"], m["content"]) for m in DIALOGUE[:-1])
     assert "trains    every assistant turn, 2 in 1 row (train_on='all')" in str(prompts.understood)
-    # Here the tokenizer begins each text with a space, so turns cannot be tokenised one by one.
+    # This tokenizer begins each text with a space, so turns cannot be tokenised one by one.
     (row,) = Prompts.from_rows([{"messages": DIALOGUE[1:-1]}], llama, train_on="all").table.to_pylist()
     marked = [text for text in trained(llama, row) if "</s>" in text]
     assert len(marked) == len(trained(llama, row)) == 2 and "blue" in marked[0] and "ght" in marked[1]
@@ -339,7 +339,7 @@ def test_a_row_of_one_turn_has_no_mask(qwen: Path) -> None:
     assert set(masks[0]) == {1} and set(masks[1]) == {0, 1}
 
 
-def test_a_conversation_whose_earlier_turns_the_template_changes_becomes_a_row_for_each(
+def test_a_conversation_with_rewritten_earlier_turns_becomes_several_rows(
     tmp_path: Path,
 ) -> None:
     tokenizer = with_template(tmp_path / "strips", STRIPS_THINKING)
@@ -361,7 +361,8 @@ def test_a_conversation_whose_earlier_turns_the_template_changes_becomes_a_row_f
         turn("user", "A?") + turn("assistant", "a") + turn("user", "B?") + HEADER
     )
     assert "some conversations became several rows (1 more)" in str(prompts.understood)
-    with pytest.raises(UserError, match="row 1: the prompt has"):  # of the file, not of the table
+    # counts rows of the file, not of the table
+    with pytest.raises(UserError, match="row 1: the prompt has"):
         Prompts.from_rows(rows, tokenizer, train_on="all", max_prompt_tokens=len(made[0]["prompt_ids"]))
 
 
@@ -407,7 +408,7 @@ def test_turns_of_others_in_a_response_are_not_trained(qwen: Path, tmp_path: Pat
         Prompts.from_rows([pair], with_template(tmp_path / "strips", STRIPS_THINKING))
 
 
-def test_turns_of_hh_rlhf_are_told_apart(qwen: Path) -> None:
+def test_turns_of_hh_rlhf_are_separated(qwen: Path) -> None:
     human, ai = "\n\nHuman: ", "\n\nAssistant: "
     rows = [
         {"chosen": f"{human}Hi{ai}I am glad", "rejected": f"{human}Hi{ai}I am sad"},
@@ -471,7 +472,7 @@ def test_system_prompts_that_cannot_be_used_are_refused(qwen: Path, base: Path) 
     assert all(text.startswith(turn("system", "Be kind.")) for text in blank.table["prompt"].to_pylist())
     assert (
         read({"system": 3, "prompt": "Hi"}, qwen)["prompt_ids"] == turn("user", "Hi") + HEADER
-    )  # no text
+    )  # not text
 
 
 TOOL = {

@@ -1,4 +1,4 @@
-"""End tokens: prompts have none, training texts end with one that stops generation."""
+"""End tokens: prompts have none, and training texts end with one that stops generation."""
 
 from __future__ import annotations
 

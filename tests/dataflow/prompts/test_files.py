@@ -1,4 +1,4 @@
-"""Files of rows: Parquet, JSONL, JSON, CSV, Arrow, compressed ones, and several."""
+"""Files of rows: Parquet, JSONL, JSON, CSV, Arrow, compressed files, and several files."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_text_files_may_be_compressed(name: str, tmp_path: Path, base: Path) -> 
     assert Prompts.read(file, base, limit=1).name == "a"
     file.write_bytes(gzip.compress(text.replace("two", "").encode()))
     place = "a.jsonl.gz, line 2" if name == "a.jsonl" else f"{name}.gz, row 2"
-    if not name.endswith("csv"):  # of CSV, a blank line is no row
+    if not name.endswith("csv"):  # in CSV, a blank line is not a row
         assert complaint(file, base) == f"{place}: 'prompt' is \"\"; every row needs text there"
     whole = gzip.compress(text.encode() * 99)
     for damaged in (whole[:-20], whole[:12] + b"x" * 8 + whole[20:]):
@@ -169,7 +169,7 @@ def test_a_json_array_is_read_like_json_lines(tmp_path: Path, base: Path) -> Non
     assert complaint(file, base).startswith("rows.json: not JSON (Expecting ',' delimiter: line 2")
     file.write_text('[{"prompt": "a"},')
     assert complaint(file, base).startswith("rows.json: not JSON (Expecting value")
-    file.write_text('{\n "prompt": "a"\n}\n{"prompt": "b"}')  # objects, one after the other
+    file.write_text('{\n "prompt": "a"\n}\n{"prompt": "b"}')  # objects one after another
     assert Prompts.read(file, base).table["prompt"].to_pylist() == ["a", "b"]
 
 

@@ -1,4 +1,4 @@
-"""Folders of files: their splits and subsets are found by name, and what is not clear is asked."""
+"""Folders of files: splits and subsets are found by name, and ambiguous ones are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.dataflow.prompts.prompts import Prompts
 
 
 def data(folder: Path, *names: str) -> Path:
-    """A folder of files, each with one row that holds its name."""
+    """Make a folder of files, each with one row that holds its name."""
     for name in names:
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)

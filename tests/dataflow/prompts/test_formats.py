@@ -1,4 +1,4 @@
-"""Common data sets, and the formats of TRL, verl, OpenRLHF and slime, load unmodified."""
+"""Common data sets, and formats of TRL, verl, OpenRLHF and slime, load unmodified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Data sets by their Hugging Face id: from a cache, with a subset and split, and a clear word where there is none."""
+"""Data sets by Hugging Face id: from the cache, with subset and split, and a clear error if
+missing."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ configs:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The hub's local cache with a data set `tiny/sums`, as `hf download` leaves it, and no network."""
+    """The hub's cache with a data set `tiny/sums`, as `hf download` leaves it, and no network."""
     datasets = pytest.importorskip("datasets")
     import huggingface_hub.constants
 
@@ -73,7 +74,7 @@ def test_an_id_is_read_from_the_cache(cache: Path, base: Path) -> None:
     )
 
 
-def test_an_id_that_neither_cache_nor_network_has_is_named(cache: Path, base: Path) -> None:
+def test_an_unavailable_hub_id_is_named(cache: Path, base: Path) -> None:
     said = complaint("tiny/smus", base)
     assert said.startswith(
         "'tiny/smus' is not a file or folder, and not a data set in the local Hugging Face cache"

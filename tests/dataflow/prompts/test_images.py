@@ -1,4 +1,4 @@
-"""Images beside prompts: the columns that hold them, their places in messages, and what is refused."""
+"""Images in prompts: their columns, their places in messages, and refused input."""
 
 import io
 from pathlib import Path
@@ -102,7 +102,7 @@ def test_a_column_of_one_image_a_row_is_taken(kind: pa.DataType, tokenizer: Toke
         ),
     ],
 )
-def test_an_image_stands_where_a_block_or_a_mark_is_or_else_at_the_beginning(
+def test_an_image_is_placed_at_its_block_or_mark_or_at_the_beginning(
     content: Any, text: str, tokenizer: Tokenizer
 ):
     answer = "blue" if isinstance(content, str) else [{"type": "text", "text": "blue"}]
@@ -116,7 +116,7 @@ def test_an_image_stands_where_a_block_or_a_mark_is_or_else_at_the_beginning(
         assert prompts.table["prompt_ids"][0].as_py().count(9) == 1
 
 
-def test_blocks_of_other_kinds_stay_beside_marks():
+def test_blocks_of_other_kinds_stay_next_to_marks():
     content = [{"type": "video", "text": None}, {"type": "text", "text": "what <image>"}]
     parted = [content[0], {"type": "text", "text": "what "}, {"type": "image"}]
     assert with_places([{"role": "user", "content": content}], 1) == [{"role": "user", "content": parted}]
@@ -158,7 +158,7 @@ def test_blocks_of_other_kinds_stay_beside_marks():
         ),
     ],
 )
-def test_what_does_not_fit_is_named(row: dict[str, Any], said: str, tokenizer: Tokenizer):
+def test_a_mismatch_is_named(row: dict[str, Any], said: str, tokenizer: Tokenizer):
     with pytest.raises(UserError) as caught:
         Prompts.from_rows([{"prompt": ASKED, **row}], tokenizer)
     assert said in str(caught.value)

@@ -1,4 +1,4 @@
-"""Texts that no tokenizer finishes in time are refused before they are tokenised."""
+"""Texts that would take a tokenizer too long are refused before tokenisation."""
 
 import time
 from pathlib import Path

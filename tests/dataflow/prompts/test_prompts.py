@@ -1,4 +1,4 @@
-"""Prompts as a source: rows chosen and ordered by functions, and columns that would be misread."""
+"""Prompts as a source: functions select and order rows, and ambiguous columns are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts with responses: where one ends and the other begins, in messages and in plain text."""
+"""Prompts with responses: the boundary between them, in messages and in plain text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_chat_responses_end_with_the_token_that_stops_generation(row: dict[str, 
     assert first["prompt"].endswith("<|im_start|>assistant\n")
     assert text_of(qwen, first["prompt_ids"]) == first["prompt"]
     assert text_of(qwen, first["response_ids"]) == "It is blue.<|im_end|>"
-    assert "answer" not in first  # a label of true or false is a preference, not a ground truth
+    assert "answer" not in first  # a boolean label is a preference, not a ground truth
     assert first.get("label") == row.get("label")
 
 
@@ -45,7 +45,7 @@ def test_plain_responses_get_the_end_token(row: dict[str, Any], qwen: Path, llam
         "The sky is",
         " blue.<|im_end|>",
     )
-    # Here a response tokenised by itself would begin with a second space.
+    # With this tokenizer, a response tokenised alone would begin with a second space.
     first = Prompts.from_rows([row], llama).table.to_pylist()[0]
     assert text_of(llama, first["prompt_ids"] + first["response_ids"]) == "<s> The sky is blue.</s>"
 
@@ -59,7 +59,7 @@ def test_a_token_that_reaches_from_prompt_to_response_does_not_change_the_text(
     ]
     for row in Prompts.from_rows(rows, llama, chat=False).table.to_pylist():
         assert text_of(llama, row["prompt_ids"] + row["response_ids"]) == "<s> The sky is blue.</s>"
-    # Byte-level tokens keep the prompt's own tokens, those that generation goes on from.
+    # With byte-level tokens, the prompt keeps the tokens that generation continues from.
     supervised, prompts = (
         Prompts.from_rows(rows, base),
         Prompts.from_rows([{"prompt": r["prompt"]} for r in rows], base),
@@ -88,7 +88,7 @@ def test_conversational_preferences_give_a_prompt_and_two_responses(
     )
     assert text_of(qwen, first["chosen_ids"]) == "It is blue.<|im_end|>"
     assert text_of(qwen, first["rejected_ids"]) == "It is green.<|im_end|>"
-    assert first["chosen"] == row["chosen"]  # the columns of the file stay
+    assert first["chosen"] == row["chosen"]  # columns of the file are kept
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The tokenizer: its ids are those of `transformers`, and one that cannot be had is named."""
+"""The tokenizer gives the ids of `transformers`, and missing ones are named."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ def test_a_tokenizer_that_cannot_be_had_is_named(
 
 
 def test_a_hub_id_is_taken_from_the_local_cache(tmp_path: Path, qwen: Path) -> None:
-    # A cache as huggingface_hub keeps it; a process of its own, because the cache's place is read at import.
+    # A cache in the layout of huggingface_hub. Its place is read at import, hence the separate
+    # process.
     cache = tmp_path / "hub" / "models--tiny--qwen2"
     (cache / "refs").mkdir(parents=True)
     (cache / "refs" / "main").write_text("0" * 40)
@@ -140,4 +141,4 @@ def test_a_hub_id_is_taken_from_the_local_cache(tmp_path: Path, qwen: Path) -> N
         json.loads(out[0])
         == Prompts.from_rows([{"prompt": "2 + 2"}], qwen).table["prompt_ids"].to_pylist()
     )
-    assert out[1] == "set()"  # nothing heavy was imported on the way
+    assert out[1] == "set()"  # no heavy imports

@@ -1,4 +1,4 @@
-"""What was understood of a data set: a record, and the text that a run prints."""
+"""The summary of a data set: a record, and the text that a run prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.dataflow.prompts.settings import ReadArguments, ReadSettings
 from weft.dataflow.prompts.understanding import Example, Lengths
 
 
-def test_columns_roles_lengths_and_what_is_left_out_are_said(tmp_path: Path, qwen: Path) -> None:
+def test_columns_roles_lengths_and_dropped_rows_are_reported(tmp_path: Path, qwen: Path) -> None:
     rows = [
         {"question": "2 + 2?" * (1 + k // 4), "answer": f"so\n#### {k}", "level": k} for k in range(5)
     ]
@@ -41,7 +41,7 @@ def test_columns_roles_lengths_and_what_is_left_out_are_said(tmp_path: Path, qwe
     assert prompts.up_to(tokens) is prompts  # none is longer
 
 
-def test_prompts_that_the_generator_cannot_read_are_added_to_what_is_left_out(base: Path) -> None:
+def test_unreadable_prompts_are_added_to_the_dropped_rows(base: Path) -> None:
     rows = [{"prompt": "1" * tokens} for tokens in (3, 5, 7, 9)]
     prompts = Prompts.from_rows(rows, base, max_prompt_tokens=8, too_long="drop").up_to(4)
     assert prompts.understood is not None and len(prompts) == 1
@@ -52,7 +52,7 @@ def test_prompts_that_the_generator_cannot_read_are_added_to_what_is_left_out(ba
     ) in str(prompts.understood)
 
 
-def test_examples_are_what_the_model_sees_not_what_the_file_says(qwen: Path, llama: Path) -> None:
+def test_examples_show_the_models_input_not_the_file(qwen: Path, llama: Path) -> None:
     prompts = Prompts.from_rows([{"prompt": [USER], "completion": [BLUE]}], llama)
     assert prompts.understood is not None
     (example,) = prompts.understood.examples
@@ -73,7 +73,7 @@ def test_a_limit_for_the_prompts_comes_from_their_lengths(base: Path) -> None:
     assert understood.prompts.limit() == 200 and understood.prompts.limit(multiple=1) == 199
 
 
-def test_editors_are_told_of_every_setting() -> None:
+def test_editors_know_every_setting() -> None:
     settings = {name: field.annotation for name, field in ReadSettings.model_fields.items()}
     assert list(ReadArguments.__annotations__) == list(settings)
 
@@ -130,7 +130,7 @@ def test_boundaries_roles_and_odd_rows_are_printed(qwen: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_what_is_printed_is_short_and_plain_whatever_the_rows_hold(qwen: Path) -> None:
+def test_printed_rows_are_short_and_escaped(qwen: Path) -> None:
     turns = [
         {"role": ("user", "assistant")[k % 2], "content": "x\x1b[2J\u202e" * 5_000} for k in range(100)
     ]

@@ -1,4 +1,5 @@
-"""Columns give back the values of the file: numbers, objects with their own keys, text that happens to be JSON."""
+"""Columns return the values of the file: numbers, objects with their keys, text that looks like
+JSON."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ VALUES: dict[str, list[Any]] = {
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Equal, with the same types: 1 is not 1.0, and not True."""
+    """Compare values and types: 1 is neither 1.0 nor True."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
@@ -113,9 +114,7 @@ def test_parquet_has_its_own_types(tmp_path: Path, base: Path) -> None:
     assert alike(Prompts.read([numbers, floats], base).table["answer"].to_pylist(), [7, 7.0])
 
 
-def test_a_solution_beside_a_number_is_shortened_and_the_number_is_kept(
-    tmp_path: Path, base: Path
-) -> None:
+def test_a_solution_with_a_number_is_shortened_and_keeps_the_number(tmp_path: Path, base: Path) -> None:
     rows = [{"question": "1", "answer": "It is\n#### 4"}, {"question": "2", "answer": 5}]
     table = Prompts.read(jsonl(tmp_path / "a.jsonl", rows), base).table
     assert table["answer"].to_pylist() == ["4", 5] and table["full_answer"].to_pylist() == [
@@ -176,7 +175,7 @@ def test_a_frame_that_cannot_be_read_is_refused_by_column(base: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [1, datetime.datetime(2020, 1, 1, 3), "x"])
-def test_dates_beside_values_of_other_types_are_refused_and_not_changed(other: Any, base: Path) -> None:
+def test_dates_mixed_with_other_types_are_refused(other: Any, base: Path) -> None:
     dates = [datetime.date(2020, 1, 1), None]
     assert (
         Prompts.from_rows([{"prompt": "1", "day": day} for day in dates], base).table["day"].to_pylist()

@@ -1,4 +1,5 @@
-"""Tokenizers of the two common kinds, small, with chat templates; files of rows; and what is said about bad ones."""
+"""Small tokenizers of the two common kinds with chat templates, files of rows, and error
+messages."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ GREEN = {"role": "assistant", "content": "It is green."}
 
 
 def qwen_like(folder: Path) -> Path:
-    """Byte-level BPE, no token added to plain text, ChatML template in a file of its own."""
+    """Byte-level BPE, no token added to plain text, ChatML template in a separate file."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -106,7 +107,7 @@ def qwen_like(folder: Path) -> Path:
 
 
 def llama_like(folder: Path) -> Path:
-    """BPE over `▁`-marked words with a beginning-of-sequence token; configuration as old models have it."""
+    """BPE over `▁`-marked words with a beginning-of-sequence token, configured like old models."""
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
@@ -117,13 +118,11 @@ def llama_like(folder: Path) -> Path:
     )
     backend.train_from_iterator(CORPUS, trainer)
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    backend.enable_truncation(
-        max_length=8
-    )  # files often come with it on, and it must not shorten prompts
+    backend.enable_truncation(max_length=8)  # common in published files, and must not shorten prompts
     backend.enable_padding(length=8)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": False,  # tokenizer.json decides, not this
+        "add_bos_token": False,  # tokenizer.json wins over this
         "bos_token": {
             "__type": "AddedToken",
             "content": "<s>",
@@ -166,7 +165,7 @@ def text_of(tokenizer: Path, ids: list[int]) -> str:
 
 
 def complaint(*args: Any, **settings: Any) -> str:
-    """What `Prompts.read` says about bad input, on one line, paths shortened to file names."""
+    """Return the error of `Prompts.read` on one line, with paths shortened to file names."""
     with pytest.raises(UserError) as caught:
         Prompts.read(*args, **settings)
     return re.sub(r"(?<![\w/])/\S*/", "", str(caught.value))

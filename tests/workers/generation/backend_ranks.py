@@ -1,8 +1,9 @@
-"""Ranks of a trainer that give weights by backends of vLLM's, each a process, and what has these backends work without GPUs: for
+"""Trainer ranks that send weights by vLLM's transfer backends, on the CPU, for
 `test_backends_of_vllm.py`.
 
-    nccl   vLLM's own classes on both sides. gloo takes the place of NCCL's communicator, and the streams of CUDA are nothing
-    memfd  a backend of this file, registered with both of vLLM's factories: rank 0 writes tensors to memory that engines map
+nccl   vLLM's classes on both sides, with gloo as the communicator and no CUDA streams
+memfd  a backend of this file, registered with both factories of vLLM: rank 0 writes tensors to
+       memory that engines map
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class Gloo:
 
 
 def without_gpus(patch: Any) -> None:
-    """Have both sides of vLLM's nccl work on the CPU, and register memfd.
+    """Patch both sides of vLLM's nccl backend to work on the CPU, and register memfd.
 
     Args:
-        patch: takes an object, the name of its attribute, and what it is to be.
+        patch: function of (object, attribute name, new value).
     """
     from vllm.distributed.weight_transfer import nccl_engine
 
@@ -67,7 +68,7 @@ def without_gpus(patch: Any) -> None:
 
     def nccl(terms: Terms) -> Any:
         info: Any = vllm_publisher._nccl(terms)
-        info.packed = False  # packing is done on streams of CUDA
+        info.packed = False  # packing needs CUDA streams
         return info
 
     patch(nccl_engine, "open_trainer_endpoint", end_of_trainer)
@@ -83,7 +84,7 @@ def without_gpus(patch: Any) -> None:
 
 
 def _memfd() -> tuple[Any, ...]:
-    """The classes of the backend, registered once."""
+    """Register the backend once, and return its classes."""
     global _made
     if _made:
         return _made
@@ -178,7 +179,7 @@ def _memfd() -> tuple[Any, ...]:
             finalize_layerwise_reload(self.model, self.model_config)
 
         def shutdown(self) -> None:
-            """The file is closed with the process."""
+            """The process closes the file on exit."""
 
     WeightTransferTrainerFactory.register_engine("memfd", Trainer)
     WeightTransferEngineFactory.register_engine("memfd", Engine)
@@ -191,7 +192,7 @@ _wrong: set[str] = set()
 
 
 def _with_wrong_sums() -> None:
-    """Sums that the trainer tells of tensors in `_wrong` are others than those of what it sends."""
+    """Make the trainer announce wrong checksums for tensors in `_wrong`."""
     from weft.resharding.vllm_publisher import _GatheredTensors
 
     complete = _GatheredTensors.complete_sums
@@ -207,12 +208,12 @@ def _with_wrong_sums() -> None:
 
 
 def train(pipe: Pipe, folder: Path, meeting: Any, rank: int, ranks: int, gpu: int | None = None) -> None:
-    """A rank of a trainer. It is sent names of its methods, and what they take; or one of these words:
+    """Run a trainer rank that obeys messages: method names with arguments, or one of these words.
 
-    use      the backend from here on
-    change   all weights, by a factor
-    full     all weights, gathered
-    wrong    sums of this tensor, in the next version
+    use      the backend to use from here on
+    change   multiply all weights by a factor
+    full     return all weights, gathered
+    wrong    announce a wrong checksum of this tensor in the next version
     """
     torch.set_num_threads(1)
     if gpu is None:

@@ -1,4 +1,5 @@
-"""A run whose weights travel by a backend of vLLM's, registered on both sides: worker classes, and the graph."""
+"""A run with weights over a vLLM transfer backend, registered on both sides: worker classes and
+graph."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def imitate(prompts: Any, *, rollout: BackendRollout, actor: BackendActor) -> An
 
 
 def run(folder: Path, root: Path, backend: str) -> list[dict[str, float]]:
-    """Three steps of two FSDP ranks and an engine of vLLM; returns the rows of metrics."""
+    """Run three steps with two FSDP ranks and a vLLM engine, and return the metrics."""
     rng = np.random.default_rng(0)
     ids = [rng.integers(3, 32, 4).astype(np.int32) for _ in range(4)]
     source = TableSource("prompts", pa.table({"prompt_ids": pa.array(ids, pa.list_(pa.int32()))}))
@@ -65,5 +66,4 @@ def run(folder: Path, root: Path, backend: str) -> list[dict[str, float]]:
 
 
 def main(folder: str, root: str, backend: str) -> None:
-    """Print the rows."""
     print(json.dumps(run(Path(folder), Path(root), backend)))

@@ -1,4 +1,4 @@
-"""The engine of vLLM that the tests of this folder share: it takes long to start."""
+"""The vLLM engine that tests in this folder share, because it starts slowly."""
 
 import sys
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # what tests here import: `engine_model`, `backend_ranks`
+sys.path.insert(0, str(Path(__file__).parent))  # for imports of `engine_model` and `backend_ranks`
 
 from weft.workers.rollout import RolloutConfig, RolloutWorker
 
@@ -20,8 +20,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_worker(folder: Path, inspects_models_here: None) -> Iterator[RolloutWorker]:
-    """The engine of the session. Another engine of this process that closes ends vLLM's process groups for both, so the modules that
-    use this one sort before those that start their own."""
+    """The engine of the session.
+
+    Closing another vLLM engine of this process destroys the process groups of both. Hence the
+    modules that use this one sort before those with their own engines.
+    """
     worker = RolloutWorker(RolloutConfig(model=folder, engine="vllm", max_num_seqs=64, kv_cache_gib=0.05))
     yield worker
     worker.close()

@@ -1,4 +1,4 @@
-"""The model that both engines are tried with."""
+"""The model for tests of both engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ CONTEXT = 128
 
 
 def save_model(folder: Path, *, tied: bool = True) -> Path:
-    """A Qwen2 model with heads of 32 (what vLLM takes on CPU) and weights large enough to prefer some tokens."""
+    """Save a Qwen2 with heads of 32, as vLLM needs on CPU, and weights large enough to prefer some
+    tokens."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)

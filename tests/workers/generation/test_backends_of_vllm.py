@@ -1,4 +1,7 @@
-"""Weights by vLLM's own backends, from two FSDP ranks into an engine: its classes are real, and gloo and host memory carry the bytes."""
+"""Weights over vLLM's transfer backends, from two FSDP ranks to an engine.
+
+The classes are vLLM's; gloo and host memory carry the bytes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ RANKS, SECRET = 2, "of this test"
 
 
 class Trainer:
-    """Its ranks do the same at once; on these GPUs, or on none."""
+    """Trainer ranks that all run each command at once, on these GPUs or on the CPU."""
 
     def __init__(self, folder: Path, gpus: Sequence[int | None] = (None,) * RANKS) -> None:
         taken = take_port(LOOPBACK)
@@ -71,7 +74,8 @@ class Trainer:
         return reduce(add, self.all("publish_weights", version, receivers))
 
     def give(self, engine: VllmEngine, version: int) -> tuple[str, Given]:
-        """The checksum of what arrived, and what was given."""
+        """Publish a version, and return the checksum of the received weights and the sender's
+        report."""
         weights = self.publish(version, ["rollout[0]"])
         self.begin("send_weights", version)
         checksum = engine.update_weights(weights.to("rollout[0]"))
@@ -86,7 +90,7 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def shared(vllm_worker: RolloutWorker, folder: Path) -> Iterator[VllmEngine]:
-    """The engine, given back with the weights that it started with: they come in Weft's own way."""
+    """The shared engine. Afterwards it gets its initial weights back, over Weft's own transport."""
     engine = vllm_worker.engine
     assert isinstance(engine, VllmEngine)
     yield engine
@@ -112,7 +116,8 @@ def trainer(folder: Path) -> Iterator[Trainer]:
 
 
 def largest_gap(engine: VllmEngine, folder: Path, tensors: dict[str, np.ndarray]) -> float:
-    """[nats] From the log-probabilities of a model of `transformers` with these tensors."""
+    """Return the largest logprob difference from a `transformers` model with these tensors.
+    [nats]"""
     requests = [GenerationRequest(n, np.arange(3, 6 + n, dtype=np.int32), seed=n) for n in range(3)]
     responses = [r for step in engine.generate(requests, Sampling(max_tokens=12)) for r in step]
     model: Any = TransformersEngine(str(folder)).model
@@ -148,7 +153,7 @@ def test_version_after_version_arrives_by_a_backend_of_vllms(
 
 @pytest.mark.thorough
 @pytest.mark.vllm
-def test_a_tensor_that_came_otherwise_is_named_and_nothing_is_sampled_before_a_whole_version(
+def test_a_corrupted_tensor_is_named_and_blocks_sampling_until_a_full_version(
     engine: VllmEngine, trainer: Trainer, folder: Path
 ) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
@@ -175,7 +180,6 @@ def test_a_tensor_that_came_otherwise_is_named_and_nothing_is_sampled_before_a_w
 
 
 def begun(receivers: Receivers) -> None:
-    """An update is under way."""
     receivers.gather(6, ["rollout[0]"], 0)
     receivers.init_weight_transfer_engine({"path": "/dev/null"})
     receivers.start_weight_update()
@@ -228,7 +232,7 @@ def test_an_update_that_ends_in_the_middle_leaves_an_engine_that_takes_the_next(
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.vllm
-def test_a_run_trains_on_what_an_engine_samples_with_weights_by_a_backend(
+def test_a_run_trains_on_samples_with_weights_sent_by_a_vllm_backend(
     folder: Path, tmp_path: Path
 ) -> None:
     (folder / "tokenizer.json").write_text("{}")
@@ -259,7 +263,7 @@ def test_a_run_trains_on_what_an_engine_samples_with_weights_by_a_backend(
 @pytest.mark.vllm
 @pytest.mark.parametrize(("backend", "gpu"), [("ipc", 0), ("nccl", 1)])
 def test_version_after_version_arrives_on_a_gpu(folder: Path, backend: str, gpu: int) -> None:
-    """It has not been run yet."""
+    """Not run yet, for lack of GPUs."""
     if torch.cuda.device_count() <= gpu:
         pytest.skip(f"this machine has {torch.cuda.device_count()} GPUs, and {backend} needs {gpu + 1}")
     settings = VllmSettings(max_num_seqs=8, gpu_memory_utilization=0.2)

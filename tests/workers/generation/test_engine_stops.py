@@ -1,4 +1,5 @@
-"""Stop strings end responses at the same token in both engines, and keep the tokens that complete them."""
+"""Stop strings end responses at the same token in both engines, and the completing token is
+kept."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ STOPS = ("ab", "c", "hgf")
 
 @pytest.fixture
 def with_tokenizer(folder: Path) -> Path:
-    """The model's folder with a tokenizer: two letters for each token of the upper half, one for the others."""
+    """Add a tokenizer to the model's folder: two letters per token in the upper half, one in the
+    lower."""
     if not (folder / "tokenizer.json").exists():
         texts = ["<pad>", "<stop>", "<bos>", *"defgh", *(a + b for a in "abcdef" for b in "abde")]
         tokenizer = Tokenizer(
@@ -73,7 +75,7 @@ def test_a_response_is_the_unstopped_one_up_to_the_token_that_completes_a_stop_s
         assert one.token_ids.tolist() == other.token_ids[:length].tolist()
         np.testing.assert_allclose(
             one.logprobs, other.logprobs[:length], rtol=1e-4
-        )  # other rows are in the batch
+        )  # the batch has other rows here, so rounding differs
         assert one.versions.tolist() == other.versions[:length].tolist()
         assert one.finish_reason == ("stop" if found else other.finish_reason)
         ends += bool(found)

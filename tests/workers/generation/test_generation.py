@@ -1,6 +1,6 @@
-"""Both engines: the right distribution, the same tokens for the same seeds, weights taken over between two steps.
+"""Both engines: correct distribution, equal tokens for equal seeds, weight updates between steps.
 
-A test that takes `engine` runs on each of them; vLLM's is started once for the whole session.
+Tests with `engine` run on both. The vLLM engine starts once per session.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from weft.workers.rollout import RolloutWorker
 
 
 def prompts_of(count: int) -> list[np.ndarray]:
-    """Prompts of 3 to 9 tokens."""
     rng = np.random.default_rng(0)
     return [rng.integers(3, VOCABULARY, 3 + row % 7).astype(np.int32) for row in range(count)]
 
@@ -42,9 +41,9 @@ def prompts_of(count: int) -> list[np.ndarray]:
 def straight_logprobs(
     model: Any, prompt: np.ndarray, response: np.ndarray, sampling: Sampling
 ) -> torch.Tensor:
-    """`[L, V]` log-probabilities of every token at every position of the response, without cache or batch.
+    """`[L, V]` log-probabilities of every token at every response position, without cache or batch.
 
-    Truncation is written as its definition says it, token by token, to be another way than the engine's.
+    Truncation follows its definition token by token, to be independent of the engine's code.
     """
     ids = torch.from_numpy(np.concatenate([prompt, response])).long()
     with torch.no_grad():
@@ -55,7 +54,7 @@ def straight_logprobs(
         logits /= sampling.temperature
     for row in (
         logits if sampling.temperature else ()
-    ):  # a greedy token is the likeliest, whatever is cut off
+    ):  # a greedy token stays the likeliest under any truncation
         order = row.argsort(descending=True)
         if sampling.top_k:
             row[order[sampling.top_k :]] = -torch.inf
@@ -71,7 +70,7 @@ def straight_logprobs(
 def largest_and_mean_gap(
     model: Any, requests: Iterable[GenerationRequest], responses: Iterable[Response], sampling: Sampling
 ) -> tuple[float, float]:
-    """How far the reported log-probabilities of sampled tokens are from those of straight forward passes."""
+    """Return the largest and mean difference of reported logprobs from plain forward passes."""
     prompts = {request.request_id: request.prompt_ids for request in requests}
     gaps = []
     for response in responses:
@@ -82,7 +81,7 @@ def largest_and_mean_gap(
 
 
 def published(model: Any, publisher: WeightPublisher, *, version: int, scale: float) -> Weights:
-    """Other weights for the same model: all of them multiplied."""
+    """Publish the model's weights, multiplied by `scale`."""
     return publisher.publish(
         whole({name: p.detach() * scale for name, p in model.named_parameters()}), version
     )
@@ -90,7 +89,7 @@ def published(model: Any, publisher: WeightPublisher, *, version: int, scale: fl
 
 @pytest.fixture
 def model(folder: Path) -> Any:
-    """The model itself, for straight forward passes."""
+    """The model, for plain forward passes."""
     return TransformersEngine(str(folder)).model
 
 
@@ -103,7 +102,7 @@ def publisher() -> Iterator[WeightPublisher]:
 
 @pytest.fixture
 def vllm(vllm_worker: RolloutWorker, folder: Path, publisher: WeightPublisher) -> Iterator[VllmEngine]:
-    """The one vLLM engine, given back with the weights and the version that it started with."""
+    """The shared vLLM engine. Afterwards it gets its initial weights and version back."""
     engine = vllm_worker.engine
     assert isinstance(engine, VllmEngine)
     yield engine
@@ -155,7 +154,7 @@ def test_logprobs_are_those_of_a_straight_forward_pass(
     responses = all_of(engine, requests, sampling)
     largest, mean = largest_and_mean_gap(model, requests, responses.values(), sampling)
     assert largest <= 5e-4 and mean <= 1e-5
-    whole = Sampling(temperature=sampling.temperature)  # which is what a trainer knows
+    whole = Sampling(temperature=sampling.temperature)  # the trainer knows no truncation
     largest, _ = largest_and_mean_gap(model, requests, responses.values(), whole)
     assert (largest <= 5e-4) == ("response_logprobs" in sampling.writes)
 
@@ -167,7 +166,7 @@ def test_the_same_seeds_give_the_same_tokens(engine: GenerationEngine) -> None:
     assert len({tuple(r.token_ids.tolist()) for r in one.values()}) == len(one)
 
 
-def test_a_response_does_not_depend_on_what_else_is_in_the_batch(engine: GenerationEngine) -> None:
+def test_a_response_does_not_depend_on_the_rest_of_the_batch(engine: GenerationEngine) -> None:
     requests = requests_of(prompts_of(6))
     together = all_of(engine, requests, Sampling(max_tokens=16))
     for request in requests[::5]:
@@ -189,7 +188,7 @@ def test_without_seeds_every_response_is_drawn_afresh(engine: GenerationEngine) 
     assert len({tuple(r.token_ids.tolist()) for r in found.values()}) == 4
 
 
-def test_greedy_is_what_transformers_generates(engine: GenerationEngine, model: Any) -> None:
+def test_greedy_equals_transformers(engine: GenerationEngine, model: Any) -> None:
     requests = requests_of(prompts_of(6), samples=1)
     responses = all_of(engine, requests, Sampling(max_tokens=20, temperature=0))
     for request in requests:
@@ -283,7 +282,8 @@ def test_every_token_knows_its_version_when_weights_change_in_the_middle(
 def test_keys_and_values_of_unfinished_responses_are_computed_again_on_request(
     recompute: bool, engine: GenerationEngine, model: Any, publisher: WeightPublisher
 ) -> None:
-    """With new keys and values, each token after the change has the log-probability of the new weights' own pass."""
+    """With recomputed keys and values, tokens after the change have the logprobs of the new
+    weights."""
     requests, sampling = requests_of(prompts_of(4)), Sampling(max_tokens=24, ignore_stop=True)
     steps = engine.generate(requests, sampling)
     early = [response for _ in range(8) for response in next(steps)]
@@ -308,7 +308,7 @@ def test_keys_and_values_of_unfinished_responses_are_computed_again_on_request(
 
 
 @pytest.mark.vllm
-def test_vllm_goes_on_while_weights_are_staged_and_every_token_knows_its_version(
+def test_vllm_generates_while_weights_are_staged_with_a_version_per_token(
     vllm: VllmEngine, model: Any, publisher: WeightPublisher
 ) -> None:
     requests, sampling, cores = (
@@ -325,7 +325,7 @@ def test_vllm_goes_on_while_weights_are_staged_and_every_token_knows_its_version
         weights = published(model, publisher, version=version, scale=scale)
         turns = 0
         for _ in vllm.stage_weights(weights):
-            if turns < 3:  # some responses are unfinished when it has come
+            if turns < 3:  # some responses are unfinished when the weights arrive
                 next(steps)
             turns += 1
             assert vllm.version == earlier
@@ -407,7 +407,7 @@ def test_a_version_that_is_staged_is_not_taken_for_that_of_another_trainer(
     other.close()
 
 
-def test_changed_bytes_are_refused_and_nothing_is_generated_before_all_weights_have_come_again(
+def test_changed_bytes_are_refused_and_block_generation_until_new_weights_arrive(
     engine: GenerationEngine, model: Any, publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests, sampling = requests_of(prompts_of(3)), Sampling(max_tokens=16)
@@ -457,7 +457,7 @@ def test_requests_of_an_abandoned_iterator_are_given_up(engine: GenerationEngine
     assert len(all_of(engine, requests, sampling)) == len(requests)
 
 
-def test_requests_that_are_sent_back_are_given_up_and_the_others_go_on(engine: GenerationEngine) -> None:
+def test_cancelled_requests_end_and_the_others_continue(engine: GenerationEngine) -> None:
     requests, sampling = requests_of(prompts_of(6)), Sampling(max_tokens=24)
     alone = all_of(engine, requests, sampling)
     steps = engine.generate(requests, sampling)
@@ -549,7 +549,7 @@ def test_two_tensor_parallel_ranks_give_the_logprobs_of_one(folder: Path) -> Non
             print("done", flush=True)
     """
     before = set(os.listdir("/dev/shm"))
-    # A program of its own: vLLM's ranks are processes, and start from a main module that they can import.
+    # Run a separate program: vLLM's ranks are processes that import the main module.
     file = folder / "two_ranks.py"
     file.write_text(textwrap.dedent(program))
     done = subprocess.run(

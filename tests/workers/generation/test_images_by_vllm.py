@@ -1,4 +1,5 @@
-"""vLLM as the engine of a model that sees. Its classes of such models need torchvision, without which this is skipped."""
+"""vLLM as the engine of a vision model. Skipped without torchvision, which its model classes
+need."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +43,7 @@ def rollout(seeing: Path, inspects_models_here: None) -> Iterator[RolloutWorker]
 
 
 def samples_of(rollout: RolloutWorker, after: Any = lambda steps: None) -> Batch:
-    """Two responses to each prompt, with its columns; `after` is called with the number of steps after each."""
+    """Return two responses per prompt, with its columns; call `after(steps)` after each step."""
     parts: list[Batch] = []
     for steps, found in enumerate(rollout.generate(PROMPTS, n=2, sampling=SAMPLING)):
         if found is not None:
@@ -59,13 +60,14 @@ def largest_gap(trainer: ActorWorker, samples: Batch) -> float:
     return float(np.abs(said - samples.ragged_numpy("response_logprobs")[0]).max())
 
 
-def test_responses_have_the_trainers_logprobs_whatever_was_seen_with_weights_before(
+def test_responses_have_the_trainers_logprobs_despite_caches_of_older_weights(
     seeing: Path, rollout: RolloutWorker
 ):
     trainer = ActorWorker(ActorConfig(model=seeing, learning_rate=1e-2))
 
     def update(version: int) -> None:
-        trainer.update(seeing_model.make_rows(), loss=NegativeLogLikelihood())  # the vision tower, too
+        # this trains the vision tower as well
+        trainer.update(seeing_model.make_rows(), loss=NegativeLogLikelihood())
         rollout.receive_weights(trainer.publish_weights(version, ("rollout[0]",)))
         trainer.finish_publishing(version)
 

@@ -1,4 +1,5 @@
-"""The experts that engines send tokens to, recorded: those that the routers of `transformers` choose when each row is run alone."""
+"""Recorded expert routes of both engines equal the choices of `transformers` routers on single
+rows."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def generate(engine: GenerationEngine, requests: list[GenerationRequest] = REQUE
 
 
 def chosen_alone(model: Any, prompt: list[int], response: Response) -> torch.Tensor:
-    """[P + L - 1, layers, k], in ascending order, by the routers of the model."""
+    """Return the experts chosen by the model's routers, [P + L - 1, layers, k], in ascending
+    order."""
     seen: list[torch.Tensor] = []
     hooks = [
         block.mlp.gate.register_forward_hook(lambda _m, _i, out: seen.append(out[2]))
@@ -100,7 +102,7 @@ def test_routes_are_those_of_each_row_alone_under_the_weights_that_it_was_sample
         steps = engine.generate(REQUESTS, SAMPLING)
         for _ in range(3):
             assert next(steps) == []
-        assert steps.send([0]) == []  # the first is no longer wanted
+        assert steps.send([0]) == []  # cancel the first request
         weights = {
             name: p.detach().flip(0).contiguous() if "mlp.gate" in name else p.detach()
             for name, p in model.named_parameters()
@@ -109,7 +111,8 @@ def test_routes_are_those_of_each_row_alone_under_the_weights_that_it_was_sample
         publisher.finish()
         later = [one for step in steps for one in step]
         assert {one.request_id for one in later} == {1, 2, 3}
-        for response in later:  # goes on under other routers; what was sampled and sent before stays
+        # continues under other routers, but keeps its earlier tokens and routes
+        for response in later:
             before = int((response.versions == 0).sum())
             assert 0 < before < len(response.versions)
             same = len(PROMPTS[response.request_id]) + before - 1
@@ -124,7 +127,7 @@ def test_routes_are_those_of_each_row_alone_under_the_weights_that_it_was_sample
 
 
 def published_names(worker: RolloutWorker, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors by the names of the checkpoint, in which each expert has its own."""
+    """Rename tensors as in the checkpoint, with one tensor per expert."""
     found = {}
     for name, tensor in tensors.items():
         path, _, last = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""The arguments that vLLM gets."""
+"""Arguments that vLLM receives."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ def arguments(model: Path, free_share: float | None, **settings: Any) -> dict[st
 @pytest.mark.parametrize(
     ("free", "share"), [(1.0, 0.9), (0.92, 0.9), (0.9, 0.88), (0.555, 0.53), (0.0, 0.01)]
 )
-def test_the_engine_takes_what_others_leave_and_never_all(free: float, share: float):
+def test_the_engine_takes_memory_that_others_leave_but_never_all(free: float, share: float):
     assert memory_share(free) == share
 
 

@@ -1,4 +1,4 @@
-"""An engine that shares its GPU takes new weights before it claims memory for keys and values."""
+"""An engine on a shared GPU loads new weights before it allocates the KV cache."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from weft.workers.generation.vllm_engine import OnDevice, SleepingEngine
 
 
 class TaggedEngine:
-    """Memory by tag, as vLLM's executor keeps it: what is there is freed once, and what is not is claimed once."""
+    """Memory by tag, like vLLM's executor: allocate and free each tag in turn."""
 
     def __init__(self) -> None:
         self.there = {"weights", "kv_cache"}
@@ -47,7 +47,7 @@ def test_an_engine_that_got_weights_and_no_request_sleeps_again(engine: TaggedEn
     assert sleeping.on_device is OnDevice.ASLEEP and not engine.there
 
 
-def test_what_is_in_a_state_stays_in_it(engine: TaggedEngine):
+def test_repeated_sleep_and_wake_calls_change_nothing(engine: TaggedEngine):
     sleeping = SleepingEngine(engine)
     sleeping.wake()
     sleeping.wake_weights()

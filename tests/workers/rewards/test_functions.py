@@ -1,4 +1,4 @@
-"""Several functions, parts, asynchronous calls and the judge, all within this process."""
+"""Several reward functions, parts, asynchronous calls and the judge, all in this process."""
 
 import asyncio
 import functools
@@ -150,7 +150,7 @@ def test_asynchronous_calls_are_in_flight_together_up_to_a_limit(model: Path):
     assert rows["reward"].to_pylist() == list(range(20)) and most == 8
 
 
-def test_an_asynchronous_call_is_repeated_and_only_what_fails_to_the_end_is_blamed(
+def test_an_asynchronous_call_is_retried_and_only_final_failures_are_blamed(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(calls, "PAUSE_S", 0)
@@ -207,7 +207,7 @@ def test_an_asynchronous_call_past_its_deadline_is_cancelled_and_blamed(model: P
 
 
 class OpenAI(BaseHTTPRequestHandler):
-    """An OpenAI-compatible server that says what it is told to: status and text, in turn."""
+    """An OpenAI-compatible server with scripted replies of (status, text)."""
 
     replies: ClassVar[list[tuple[int, Any]]] = []
     requests: ClassVar[list[tuple[str, dict[str, str], Any]]] = []
@@ -285,7 +285,7 @@ def test_a_judge_is_asked_again_when_it_is_busy_and_its_failure_is_the_samples(
         assert caught.value.sample_ids == (0,)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_a_judge_that_is_not_there_or_badly_set_is_told(model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_or_misconfigured_judge_is_reported(model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(judge_module, "LONGEST_PAUSE_S", 0)
     with pytest.raises(RuntimeError, match=r"did not answer: ConnectError .* \(4 times\)"):
         scored(Judge(address="http://127.0.0.1:9/v1", model="m"), model, many(1))

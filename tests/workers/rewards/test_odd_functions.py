@@ -1,4 +1,5 @@
-"""Reward functions that use signals, raise anything, return odd things, or are wrapped, on the main thread and on another."""
+"""Odd reward functions, on the main thread and on another: signals, exceptions, results,
+wrappers."""
 
 import asyncio
 import functools
@@ -35,7 +36,7 @@ BATCH = Batch.of(sample_id=[7, 8, 9], response_ids=[[1], [2], [1]], answer=["one
 
 
 def beside_the_main_thread(work: Callable[[], Any]) -> Any:
-    """As a rank does under Ray."""
+    """Run on another thread, as a rank does under Ray."""
     done: list[Any] = []
 
     def caught() -> None:
@@ -53,7 +54,10 @@ def beside_the_main_thread(work: Callable[[], Any]) -> Any:
 
 
 def on_the_main_thread(work: Callable[[], Any]) -> Any:
-    """As under Local. A browser that tests of this process drive leaves its event loop running on this thread."""
+    """Run on the main thread, as under Local.
+
+    Browser tests in this process leave their event loop running on it, so hide the loop.
+    """
     loop = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
     try:
@@ -66,7 +70,7 @@ THREADS = pytest.mark.parametrize("run", [on_the_main_thread, beside_the_main_th
 
 
 def shown(value: object) -> str:
-    """A value in the name of a test, without the address that differs from process to process."""
+    """Format a value for a test name, without addresses, which differ between processes."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
@@ -82,7 +86,7 @@ def rewards(function: Any, model: Path, **settings: Any) -> list[float]:
 
 
 def with_alarm(response: str) -> float:
-    """A timeout as math-verify sets it."""
+    """A reward with a timeout, as math-verify sets it."""
 
     def late(number: int, frame: Any) -> None:
         raise ValueError("late")
@@ -170,7 +174,7 @@ def test_a_function_apart_keeps_its_state_logs_and_fails_as_it_would_here(run: A
     assert [id for rows, _ in parts for id in rows["sample_id"].to_pylist()] == [7, 9]
 
 
-def test_an_asynchronous_function_that_sets_handlers_is_told_to_be_a_plain_one(model: Path) -> None:
+def test_an_asynchronous_function_with_signal_handlers_must_be_synchronous(model: Path) -> None:
     async def later(response: str) -> float:
         return swallows(response)
 
@@ -224,7 +228,7 @@ def test_a_function_that_catches_its_deadline_has_failed(model: Path) -> None:
 
 
 class Failed(BaseException):
-    """As pytest's own."""
+    """A failure like pytest's own."""
 
 
 @THREADS
@@ -277,7 +281,7 @@ def test_ctrl_c_and_the_end_of_the_process_stop_the_run(error: BaseException, mo
 
 
 class Scalar:
-    """A tensor without a dimension."""
+    """A zero-dimensional tensor."""
 
     def tolist(self) -> float:
         return 1.0
@@ -383,7 +387,7 @@ def test_a_sum_that_is_not_finite_fails_the_sample(model: Path) -> None:
     ],
     ids=shown,
 )
-def test_what_is_no_reward_ends_the_run_at_the_first_sample(result: Any, model: Path) -> None:
+def test_a_result_that_is_not_a_reward_ends_the_run_at_the_first_sample(result: Any, model: Path) -> None:
     tried: list[str] = []
 
     def odd(response: str) -> Any:
@@ -432,7 +436,7 @@ class Callable1:
 
 
 class Callable2:
-    """A decorator that is a class."""
+    """A decorator implemented as a class."""
 
     def __init__(self, function: Any) -> None:
         functools.update_wrapper(self, function)

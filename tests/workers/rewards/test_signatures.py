@@ -1,6 +1,8 @@
-"""Reward functions of other libraries, unmodified: what they are called with, and what their results mean.
+"""Unmodified reward functions of other libraries: their arguments, and the meaning of their
+results.
 
-The files are those that `benchmarks/tasks/signatures.py` counts: each is written as a user of its library would write it.
+The files come from `benchmarks/tasks/signatures.py`. Each is written as a user of its library
+would.
 """
 
 import importlib.util
@@ -25,7 +27,7 @@ FILES = Path(__file__).resolve().parents[3] / "benchmarks/tasks/peer_rewards"
 
 @cache
 def user(file: str) -> Any:
-    """A user's file, imported as the libraries import it: from a path."""
+    """Import a user's file from its path, as the libraries do."""
     spec = importlib.util.spec_from_file_location(f"user_{file}", FILES / f"{file}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -154,7 +156,7 @@ def test_verifiers_gets_a_completion_and_its_answer(model: Path):
     assert rewards(user("of_verifiers").exact, model) == [1, 0, 1]
 
 
-def test_it_is_said_which_signature_was_found(model: Path):
+def test_the_recognized_signature_is_reported(model: Path):
     functions = (user("of_trl").accuracy_reward, user("of_verl").compute_score, user("of_weft").exact)
     notes = RewardConfig(function=functions, tokenizer=model).notes
     assert (
@@ -172,7 +174,7 @@ def test_it_is_said_which_signature_was_found(model: Path):
     }
 
 
-def test_what_no_run_can_give_is_told_before_anything_starts(model: Path):
+def test_impossible_arguments_are_reported_before_anything_starts(model: Path):
     def of_trainer(completions: Any, trainer_state: Any) -> Any: ...
 
     with pytest.raises(
@@ -207,7 +209,7 @@ def test_a_reward_in_a_list_that_is_no_number_is_that_samples(model: Path):
     assert caught.value.sample_ids == (8,)
 
 
-def test_of_a_batch_only_the_samples_at_which_the_function_fails_are_blamed(model: Path):
+def test_only_the_failing_samples_of_a_batch_are_blamed(model: Path):
     def picky(completions: list[str], **columns: Any) -> list[float]:
         return [1 / (len(text) - len("three")) for text in completions]
 

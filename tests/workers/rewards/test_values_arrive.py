@@ -1,4 +1,4 @@
-"""Reward functions of every signature get the values of the file."""
+"""Reward functions of every signature receive the values of the file."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,7 @@
-"""A process that makes process groups of one rank where those of another library (vLLM) are there before, or are made beside them, and
-trains one model after the other with them."""
+"""A process with process groups of one rank, next to process groups of another library (vLLM).
+
+It trains one model after another with them.
+"""
 
 import os
 import sys
@@ -35,7 +37,7 @@ def main(model: str) -> None:
     dist.destroy_process_group()
 
     ours = MeshOfOne(CPU)
-    dist.destroy_process_group()  # by somebody else
+    dist.destroy_process_group()  # another library destroys its groups
     ours.close()
     last = MeshOfOne(CPU)
     last.close()

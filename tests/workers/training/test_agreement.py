@@ -1,4 +1,4 @@
-"""Models answer as `transformers` does with eager attention, each row alone, or are refused by name."""
+"""Models agree with `transformers` eager attention on single rows, or are refused by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.training.packed_sequences import PackedSequences
 
 LENGTHS = (9, 1, 4, 30, 7)
-"""Tokens of the rows: longer than windows, chunks and the original length of ropes, and shorter."""
+"""[tokens] Row lengths above and below windows, chunks and original rope lengths."""
 MOST_TELLING = (
     "Gemma 2",
     "Phi-3 longrope",
@@ -35,7 +35,7 @@ MOST_TELLING = (
 
 
 def exact_logits(model: Any, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """In float64, by `transformers` alone, with eager attention, a row at a time."""
+    """Compute logits in float64 with plain `transformers` and eager attention, row by row."""
     exact = copy.deepcopy(model).double().eval()
     exact.set_attn_implementation("eager")
     if hasattr(exact, "set_experts_implementation"):
@@ -45,7 +45,7 @@ def exact_logits(model: Any, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]
 
 
 def logprobs(logits: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of one token at each position, the rows one behind the other."""
+    """Return the log-probability of one token per position, concatenated over rows."""
     return torch.cat(
         [x.log_softmax(-1).gather(1, ids[:, None])[:, 0] for x, ids in zip(logits, tokens, strict=True)]
     )
@@ -64,7 +64,7 @@ def test_rows_together_answer_as_transformers_does_with_each_alone(name: str):
     model, rows = make_family(name), make_rows()
     together = agreeing_model(
         copy.deepcopy(model)
-    )  # decides on fresh weights, and is right with those that training makes
+    )  # the decision is made on fresh weights, and must hold for trained ones
     amplify(model)
     amplify(together)
     exact = exact_logits(model, rows)
@@ -112,7 +112,7 @@ def save(model: Any, folder: Path) -> Path:
 
 
 def trained_logprobs(folder: Path, rows: Sequence[torch.Tensor], **settings: Any) -> list[torch.Tensor]:
-    """Of all tokens but the first, by an actor that trains, asked twice."""
+    """Return logprobs of all tokens except the first from a training actor; ask twice."""
     actor = ActorWorker(ActorConfig(model=str(folder), learning_rate=1e-3, **settings))
     batch = Batch.of(
         prompt_ids=[row[:1].tolist() for row in rows], response_ids=[row[1:].tolist() for row in rows]
@@ -132,7 +132,7 @@ def test_nothing_in_a_model_that_is_trained_is_random(tmp_path: Path, name: str,
 
 
 @pytest.mark.parametrize("name", ["Gemma 2", pytest.param("Gemma 3", marks=pytest.mark.slow)])
-def test_the_transformers_engine_samples_from_what_training_computes(tmp_path: Path, name: str):
+def test_the_transformers_engine_samples_from_the_trainers_distribution(tmp_path: Path, name: str):
     model = amplify(make_family(name))
     engine = TransformersEngine(str(save(model, tmp_path / "model")))
     prompts = [row.numpy().astype(np.int32) for row in make_rows((9, 3))]
@@ -178,7 +178,7 @@ def test_the_same_models_are_trained_if_they_are_set_to_be_causal(
     worker.close()
 
 
-def test_what_transformers_refuses_is_a_mistake_of_the_user(tmp_path: Path):
+def test_a_refusal_by_transformers_is_a_user_error(tmp_path: Path):
     folder = save(make("qwen2", {}), tmp_path / "model")
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"num_attention_heads": 0}))

@@ -1,4 +1,4 @@
-"""Bad steps: not applied, counted, their rows kept; and after too many in a row training ends."""
+"""Bad steps are skipped and counted, and their rows kept; too many in a row end training."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def actor(model: Path, run_dir: Path | None = None, **settings: Any) -> ActorWor
 
 
 def poisoned(rows: Batch, row: int, value: float = math.nan) -> Batch:
-    """The rows, with an advantage of one of them that makes the loss what it is itself."""
+    """Replace one advantage of a row, so that the loss becomes nan or infinite."""
     advantages, cu_seqlens = rows.ragged_numpy("advantages")
     trained = np.flatnonzero(rows.ragged_numpy("response_mask")[0])
     changed = advantages.copy()
@@ -64,7 +64,8 @@ def test_a_step_that_is_not_finite_changes_no_bit_and_leaves_its_rows(
     tiny_model: Path, rows: Batch, tmp_path: Path, value: float
 ):
     worker = actor(tiny_model, tmp_path, microbatch_tokens=40)
-    worker.update(rows, loss=LOSS)  # moments that would move the weights even without a gradient
+    # create moments, which would move the weights even without a gradient
+    worker.update(rows, loss=LOSS)
     before, steps = state(worker), worker.engine.steps  # pyright: ignore[reportAttributeAccessIssue]
     bad = poisoned(rows, 7, value)
     metrics = values(worker.update(bad, loss=LOSS))
@@ -83,7 +84,7 @@ def test_a_step_that_is_not_finite_changes_no_bit_and_leaves_its_rows(
     assert len(kept(tmp_path)) == 1
 
 
-def test_a_step_whose_gradient_is_above_the_limit_is_not_taken_and_its_norm_is_seen(
+def test_a_step_with_a_gradient_above_the_limit_is_skipped_and_its_norm_reported(
     tiny_model: Path, rows: Batch, tmp_path: Path
 ):
     free = values(actor(tiny_model).update(rows, loss=LOSS))
@@ -130,7 +131,7 @@ def test_the_losses_of_the_rows_add_up_to_that_of_the_step(
 def test_the_rows_of_all_parts_belong_to_the_step(tiny_model: Path, rows: Batch, tmp_path: Path):
     worker = actor(tiny_model, tmp_path)
     unmasked = Batch(rows.slice(8, 15).record.drop_columns(["response_mask"]))
-    for _ in range(2):  # the second finds nothing of the first
+    for _ in range(2):  # the second step must not see the first
         worker.update(poisoned(rows, 3).slice(0, 8), loss=LOSS, last=False)
         assert values(worker.update(unmasked, loss=LOSS))["bad_steps"] == 1
     first, second = kept(tmp_path).values()
@@ -169,7 +170,9 @@ def test_each_step_of_an_update_leaves_its_own_rows(tiny_model: Path, rows: Batc
         assert table.filter(~np.isfinite(losses_of(table)))["sample_id"].to_pylist() == [5]
 
 
-def test_so_many_in_a_row_end_training_and_say_why(tiny_model: Path, rows: Batch, tmp_path: Path):
+def test_too_many_bad_steps_in_a_row_end_training_with_the_reason(
+    tiny_model: Path, rows: Batch, tmp_path: Path
+):
     worker = actor(tiny_model, tmp_path, skip_above_grad_norm=100)
     worker.update(rows, loss=LOSS)
     before = state(worker)
@@ -225,7 +228,7 @@ def test_bad_steps_before_a_checkpoint_count_after_it(tiny_model: Path, rows: Ba
     worker.save_checkpoint(tmp_path / "checkpoint")
     assert worker.checkpoint_written(wait=True)
     again = actor(tiny_model, tmp_path)
-    again.update(rows, loss=LOSS, last=False)  # a step that the checkpoint knows nothing of
+    again.update(rows, loss=LOSS, last=False)  # a step after the checkpoint
     again.load_checkpoint(tmp_path / "checkpoint")
     assert equal(state(again), before) and again.version == 3
     with pytest.raises(DivergedError, match=r"update 2: .*\n  update 3: .*\n  update 4: "):
@@ -246,7 +249,7 @@ def test_limits_that_nothing_could_keep_to_are_refused():
 def run_ranks(
     folder: Path, model: Path, steps: Sequence[Batch], ranks: int, **settings: Any
 ) -> list[list[dict]]:
-    """What each of `ranks` processes said of each update."""
+    """Return the reports of each of `ranks` processes, per update."""
     with pa.ipc.new_file(folder / "rows.arrow", steps[0].record.schema) as file:
         for rows in steps:
             file.write_batch(rows.record)
@@ -314,7 +317,7 @@ def test_all_ranks_skip_together_and_each_replica_keeps_its_rows(
 
 @weft.node(reads=("response_ids", "base"), writes=("reward",))
 def log_reward(samples: Batch) -> Batch:
-    """A reward whose author forgot a case: log(0)."""
+    """A reward with a missing case: log(0)."""
     with np.errstate(divide="ignore"):
         chosen = [ids[0] for ids in samples["response_ids"].to_pylist()]
         return samples.with_columns(reward=np.log(samples.numpy("base")) + chosen)
@@ -328,7 +331,7 @@ def mistaken(prompts, *, rollout, actor):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("schedule", [weft.Synchronous, weft.Pipelined])
-def test_a_run_whose_steps_are_bad_ends_and_says_where_the_rows_are(
+def test_a_run_with_bad_steps_ends_and_names_the_file_of_their_rows(
     tiny_model: Path, tmp_path: Path, schedule: Any
 ):
     bases = [
@@ -344,7 +347,7 @@ def test_a_run_whose_steps_are_bad_ends_and_says_where_the_rows_are(
         0.0,
         1.0,
         1.0,
-    ]  # two prompts a step: 3, 4 and 5 are bad
+    ]  # two prompts per step: steps 3, 4 and 5 are bad
     prompts = weft.TableSource(
         "prompts", pa.table({"prompt_ids": [[k + 3, 5] for k in range(12)], "base": bases})
     )

@@ -1,4 +1,4 @@
-"""Training checkpoints: who goes on from one goes on as if nothing had happened, on as many ranks as there are then."""
+"""Training resumes from a checkpoint as if it had never stopped, on any number of ranks."""
 
 import json
 import threading
@@ -25,7 +25,7 @@ from weft.dataflow.runs.manifest import verify_manifest, write_manifest
 
 @pytest.fixture(scope="module")
 def steps() -> list[Batch]:
-    """Rows of five updates, all of equal columns."""
+    """Rows for five updates, all with the same columns."""
     return [make_rows(9, seed) for seed in range(5)]
 
 
@@ -53,7 +53,7 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_to_go_on_is_to_the_bit_as_if_it_had_never_stopped(
+def test_a_resume_equals_an_uninterrupted_run_exactly(
     tiny_model: Path, steps: list[Batch], tmp_path: Path, dtype: str
 ):
     worker = actor(tiny_model, dtype=dtype)
@@ -62,7 +62,7 @@ def test_to_go_on_is_to_the_bit_as_if_it_had_never_stopped(
     assert worker.save_checkpoint(tmp_path / "step" / "actor") > 0
     drawn = program.draw()
     train(worker, steps[3:], epochs=2, minibatches=2)
-    worker.close()  # waits for the checkpoint to be written
+    worker.close()  # waits until the checkpoint is written
 
     again = actor(tiny_model, dtype=dtype)
     again.load_checkpoint(tmp_path / "step" / "actor")
@@ -75,7 +75,7 @@ def test_to_go_on_is_to_the_bit_as_if_it_had_never_stopped(
     assert verify_manifest(tmp_path / "step") == []
 
 
-def test_the_learning_rate_goes_on(tiny_model: Path, steps: list[Batch], tmp_path: Path):
+def test_the_learning_rate_continues(tiny_model: Path, steps: list[Batch], tmp_path: Path):
     worker = actor(tiny_model)
     train(worker, steps[:3])
     again = actor(tiny_model)
@@ -88,7 +88,7 @@ def test_the_learning_rate_goes_on(tiny_model: Path, steps: list[Batch], tmp_pat
 
 def test_a_worker_goes_back_to_its_own_checkpoint(tiny_model: Path, steps: list[Batch], tmp_path: Path):
     worker = actor(tiny_model)
-    saved(worker, tmp_path / "actor")  # before there is anything in AdamW
+    saved(worker, tmp_path / "actor")  # AdamW has no state yet
     before = state(worker)
     train(worker, steps[:2])
     first = state(worker)
@@ -122,7 +122,7 @@ def assert_is_model(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 class HeldDisk(Disk):
-    """Writes nothing until it is released."""
+    """A disk that writes nothing until it is released."""
 
     def __init__(self) -> None:
         self.released = threading.Event()
@@ -132,7 +132,7 @@ class HeldDisk(Disk):
         super().write(descriptor, data)
 
 
-def test_training_goes_on_while_a_snapshot_is_written(
+def test_training_continues_while_a_snapshot_is_written(
     tiny_model: Path, steps: list[Batch], tmp_path: Path
 ):
     disk = HeldDisk()
@@ -149,7 +149,7 @@ def test_training_goes_on_while_a_snapshot_is_written(
     assert equal(state(again), before)
 
 
-def test_a_snapshot_waits_for_the_one_before_it_and_says_how_long(
+def test_a_snapshot_waits_for_the_previous_one_and_reports_the_time(
     tiny_model: Path, steps: list[Batch], tmp_path: Path
 ):
     disk = HeldDisk()
@@ -166,7 +166,7 @@ def test_a_snapshot_waits_for_the_one_before_it_and_says_how_long(
     assert equal(state(again), state(worker))
 
 
-def test_a_full_disk_says_so_once_and_the_next_snapshot_is_a_new_try(tiny_model: Path, tmp_path: Path):
+def test_a_full_disk_is_reported_once_and_the_next_snapshot_tries_again(tiny_model: Path, tmp_path: Path):
     disk = program.FullDisk(1000)
     worker = actor(tiny_model, disk=disk)
     worker.save_checkpoint(tmp_path / "first")
@@ -265,7 +265,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_model: Path, tmp_path: Pa
 
 
 def run_ranks(folder: Path, model: Path, steps: list[Batch], ranks: int, **case: Any) -> dict[str, Any]:
-    """What `checkpoint_ranks.py` left on `ranks` ranks."""
+    """Return the results of `checkpoint_ranks.py` on `ranks` ranks."""
     with pa.ipc.new_file(folder / "rows.arrow", steps[0].record.schema) as file:
         for rows in steps:
             file.write_batch(rows.record)
@@ -286,7 +286,7 @@ def run_ranks(folder: Path, model: Path, steps: list[Batch], ranks: int, **case:
 def alone(
     tiny_model: Path, steps: list[Batch], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Any]:
-    """A checkpoint of one rank after three steps, and what it had become after five."""
+    """A checkpoint of one rank after three steps, and its state after five."""
     folder = tmp_path_factory.mktemp("alone") / "actor"
     worker = actor(tiny_model)
     train(worker, steps[:3])
@@ -302,7 +302,7 @@ def two_ranks(
     alone: tuple[Path, Any],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, dict[str, Any]]:
-    """Two ranks, as replicas in both dtypes and as one replica, each of which stops and goes on."""
+    """Two ranks that stop and resume: as two replicas in both dtypes, and as one replica."""
     folder = tmp_path_factory.mktemp("two")
     results = run_ranks(
         folder,

@@ -1,4 +1,4 @@
-"""A trainer gives its weights by the names and in the shapes of the checkpoint, as views, to whoever takes them."""
+"""A trainer publishes weights with the names and shapes of the checkpoint, as views."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def trainer_of(folder: Path, **settings: Any) -> Any:
 
 
 def parts_of(names: CheckpointNames, name: str, tensor: torch.Tensor, box: Box) -> list[Part]:
-    """The parts of a checkpoint that a rank has which holds this box of a tensor of the model, and nothing else."""
+    """Return the checkpoint parts of a rank that holds only this box of a model tensor."""
     held = Part(name, tuple(tensor.shape), box, tensor[box.slices].clone())
     return [part for part in names.parts(held) if part.box.numel]
 
 
 def together(parts: list[Part]) -> dict[str, torch.Tensor]:
-    """Full tensors of parts that hold each element once."""
+    """Assemble full tensors from parts that hold each element once."""
     found = {part.name: torch.full(part.shape, torch.nan) for part in parts}
     for part in parts:
         assert found[part.name][part.box.slices].isnan().all()
@@ -53,7 +53,7 @@ def together(parts: list[Part]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FAMILIES]
 )
-def test_what_a_trainer_gives_is_its_checkpoint(tmp_path: Path, name: str):
+def test_published_weights_equal_the_checkpoint(tmp_path: Path, name: str):
     stored = saved(name, tmp_path)
     given = list(trainer_of(tmp_path).published_parts())
     assert {part.name for part in given} == stored.keys() and len(given) == len(stored)
@@ -86,7 +86,7 @@ def test_however_a_fused_tensor_is_cut_over_ranks_its_parts_are_the_checkpoints(
 
 
 class Converted(nn.Module):
-    """A model of one weight [4, 6], whose checkpoint is what these operations of `transformers` make of it in reverse."""
+    """A model of one weight [4, 6]. Its checkpoint is the result of reversing these conversions."""
 
     base_model_prefix = ""
 
@@ -102,7 +102,7 @@ class Converted(nn.Module):
         return CheckpointNames(self, {"weight": self.weight})
 
 
-def test_a_tensor_that_lies_transposed_in_memory_is_given_as_a_view():
+def test_a_transposed_tensor_is_published_as_a_view():
     from transformers.core_model_loading import Transpose
 
     model = Converted(Transpose(0, 1))
@@ -121,7 +121,7 @@ def test_a_tensor_that_is_no_box_of_one_in_memory_keeps_its_name_in_memory():
     assert torch.equal(part.tensor, model.weight.detach())
 
 
-def test_models_of_transformers_take_what_a_trainer_of_experts_gives(tmp_path: Path):
+def test_transformers_models_load_the_weights_of_an_expert_trainer(tmp_path: Path):
     stored = saved("Mixtral", tmp_path / "new", seed=1)
     saved("Mixtral", tmp_path / "old")
     publisher = WeightPublisher()

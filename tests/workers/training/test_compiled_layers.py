@@ -1,4 +1,4 @@
-"""Compiled layers: the same gradients, compiled once for all layers and all numbers of tokens, or refused with the reason."""
+"""Compiled layers: equal gradients, one compilation for all layers and lengths, or a refusal."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.training import loading
 
-# Dynamo looks at what it is given, and torch warns of that.
+# Dynamo inspects tensors that are not leaves, which makes torch warn.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
@@ -48,7 +48,7 @@ def gradients(
 
 
 def off(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Norm of the difference of all gradients together over their norm."""
+    """Return the norm of the difference of all gradients, relative to their norm."""
     assert found.keys() == expected.keys()
     squares = sum(float((found[n].double() - expected[n].double()).square().sum()) for n in expected)
     return (squares / sum(float(t.double().square().sum()) for t in expected.values())) ** 0.5
@@ -58,15 +58,14 @@ def check(model: Path, **settings: Any) -> None:
     rows = [make_rows(23, seed) for seed in range(2)]
     plain, compiled = (gradients(model, rows, compile=compile, **settings) for compile in (False, True))
     assert max(map(off, compiled, plain)) < (1e-5 if settings.get("dtype") != "bfloat16" else 1e-2)
-    # Two parts of a layer, before attention and after it, and the attention module's own: for both layers and all microbatches.
+    # Before attention, after it, and the attention module itself: for both layers and all
+    # microbatches.
     assert 0 < counters["stats"]["unique_graphs"] <= 4
 
 
 @pytest.mark.thorough
-def test_gradients_are_the_same_and_nothing_is_compiled_anew(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(loading, "_BACKEND", "eager")  # the same graphs, without the time to compile them
+def test_gradients_are_the_same_without_recompilation(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loading, "_BACKEND", "eager")  # the same graphs, without slow compilation
     check(tiny_model)
 
 
@@ -109,7 +108,7 @@ def test_two_ranks(tiny_model: Path, rows: Batch, tmp_path: Path, settings: dict
     assert off(result["gradient"], gradients(tiny_model, [rows], spmd.LOSS, max_grad_norm=None)[0]) < 1e-5
 
 
-def test_what_cannot_be_compiled_is_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_layers_that_cannot_be_compiled_are_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UserError, match="compile=True and tensor_parallel=2: torch fails to compile"):
         ActorConfig(model=str(tiny_model), compile=True, tensor_parallel=2)
 

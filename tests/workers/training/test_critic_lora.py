@@ -1,4 +1,5 @@
-"""A critic with an adapter: the model stands still, the adapter and the whole scalar head are trained, saved and loaded together."""
+"""A critic with an adapter: only the adapter and the full scalar head are trained, saved and
+loaded."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def critic(model: Path, head: str, lora: Lora | None = KINDS["lora"], **settings
 
 @pytest.fixture
 def scored(rows: Batch) -> Batch:
-    """22 rows in 11 pairs, with what a critic and what a reward model learn from."""
+    """22 rows in 11 pairs, with the columns that critics and reward models learn from."""
     rng = np.random.default_rng(3)
     rows = rows.slice(0, 22)
     _, cu_seqlens = rows.ragged_numpy("response_ids")
@@ -60,7 +61,7 @@ def updated(worker: CriticWorker, rows: Batch, steps: int = 3) -> CriticWorker:
 
 
 def straight(model: Any, rows: Batch, *, with_it: bool) -> np.ndarray:
-    """What the plain model's head says of each response token, a row at a time."""
+    """Return the plain model's head output per response token, row by row."""
     out = []
     for row in rows.to_rows():
         with torch.no_grad():
@@ -95,7 +96,7 @@ def test_the_adapter_and_the_head_move_and_nothing_else(
 
 
 @pytest.mark.parametrize(("head", "kind"), [("values", "dora"), ("rewards", "lora")])
-def test_what_is_saved_is_loaded_by_peft(
+def test_saved_adapters_load_in_peft(
     tiny_model: Path, scored: Batch, tmp_path: Path, head: str, kind: str
 ):
     worker = updated(critic(tiny_model, head, KINDS[kind]), scored)
@@ -111,7 +112,7 @@ def test_what_is_saved_is_loaded_by_peft(
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
     assert np.abs(straight(merged, scored, with_it=head == "rewards") - said).max() < 1e-5
     assert np.abs(critic(tmp_path / "merged", head, None).engine.values(scored)[0] - said).max() < 1e-5
-    # And what `peft` itself writes of it has the same names.
+    # `peft` writes the same names.
     again: Any = PeftModel.from_pretrained(base, tmp_path / "adapter")
     again.save_pretrained(tmp_path / "theirs")
     mine, written = (
@@ -123,7 +124,7 @@ def test_what_is_saved_is_loaded_by_peft(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_to_go_on_from_a_checkpoint_is_as_if_it_had_never_stopped(
+def test_a_resume_from_a_checkpoint_equals_an_uninterrupted_run(
     tiny_model: Path, scored: Batch, tmp_path: Path, dtype: str
 ):
     worker = updated(critic(tiny_model, "values", dtype=dtype), scored)
@@ -155,6 +156,7 @@ def test_mistakes_are_found_before_any_process_starts(tiny_model: Path, tmp_path
             CriticConfig(model=str(tiny_model), lora=Lora(targets=("q_prj",))), [], NO_ROWS
         )
     folder = tmp_path / "trained"
-    critic(tiny_model, "values", None).save(folder)  # has a scalar head, which is no layer for an adapter
+    # this model has a scalar head, which no adapter may target
+    critic(tiny_model, "values", None).save(folder)
     with pytest.raises(UserError, match="has no layer 'score'"):
         CriticWorker.check(CriticConfig(model=str(folder), lora=Lora(targets=("score",))), [], NO_ROWS)

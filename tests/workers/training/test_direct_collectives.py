@@ -1,4 +1,4 @@
-"""What FSDP gathers and reduces over gloo is what gloo's own collectives make of it."""
+"""Direct collectives of FSDP over gloo equal gloo's own."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Moments in 8 bits: what they are beside exact ones, that models learn with them, and that snapshots keep them to the bit."""
+"""8-bit moments: error against exact ones, learning, and exact checkpoints."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ needs_torchao = pytest.mark.skipif(
 )
 MATRICES = [(96, 256), (40, 128), (80, 64), (3, 40, 192)]
 FLOAT = [(300,), (70, 60), (8, 64)]
-"""A vector, a tensor with rows of no whole blocks, and a small one."""
+"""A vector, a tensor with rows of partial blocks, and a small tensor."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def stepped(make: Any, dtype: torch.dtype = torch.float32, steps: int = 1) -> tuple[list[Any], Any]:
-    """(parameters after steps with gradients at random, the optimizer)."""
+    """Return (parameters, optimizer) after steps with random gradients."""
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in MATRICES + FLOAT]
     optimizer = make(
@@ -102,7 +102,8 @@ def test_updates_in_pieces_are_those_of_whole_parameters(monkeypatch: pytest.Mon
 
 @needs_torchao
 def test_a_model_learns_as_it_does_with_float32(tiny_model: Path):
-    """On 40 rows, over 60 steps: the loss falls by more than half, and ends within 3 % of what float32 gives."""
+    """Train 60 steps on 40 rows: the loss falls by more than half, and ends within 3 % of
+    float32."""
     rows, losses = make_rows(40), {}
     for moments in ("float32", "8bit"):
         worker = ActorWorker(ActorConfig(model=str(tiny_model), learning_rate=3e-3, moments=moments))  # pyright: ignore
@@ -147,7 +148,7 @@ def alone(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 
 @needs_torchao
-def test_one_rank_goes_on_to_the_bit_and_other_moments_are_refused(
+def test_one_rank_resumes_exactly_and_other_moments_are_refused(
     tiny_model: Path, alone: tuple[Path, Any]
 ):
     folder, at_three = alone
@@ -159,13 +160,11 @@ def test_one_rank_goes_on_to_the_bit_and_other_moments_are_refused(
 
 
 @needs_torchao
-def test_two_ranks_go_on_to_the_bit_with_what_one_rank_left(
+def test_two_ranks_resume_the_checkpoint_of_one_rank_exactly(
     tiny_model: Path, alone: tuple[Path, Any], tmp_path: Path
 ):
     folder, at_three = alone
-    steps = [
-        make_rows(9, seed) for seed in range(3)
-    ]  # all are taken before the checkpoint: what is restored is compared
+    steps = [make_rows(9, seed) for seed in range(3)]  # read before the checkpoint restores the state
     with pa.ipc.new_file(tmp_path / "rows.arrow", steps[0].record.schema) as file:
         for rows in steps:
             file.write_batch(rows.record)
@@ -183,7 +182,7 @@ def test_two_ranks_go_on_to_the_bit_with_what_one_rank_left(
     assert any(name.endswith(CODES) for name in at_three)
 
 
-def test_what_does_not_go_together_or_is_missing_is_told(
+def test_conflicting_and_missing_arguments_are_reported(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for offload in ("moments", "everything"):

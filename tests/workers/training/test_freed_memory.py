@@ -1,4 +1,4 @@
-"""Large tensors take the pages of those that were freed."""
+"""Large tensors reuse the pages of freed ones."""
 
 import subprocess
 import sys

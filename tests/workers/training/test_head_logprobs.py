@@ -1,4 +1,4 @@
-"""The head in chunks, beside logits that are made at once, in float64."""
+"""The chunked head against full logits in float64."""
 
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,7 @@ def test_half_precision_is_off_by_the_rounding_of_its_products_alone(
 def test_probabilities_of_large_logits_are_not_rounded_as_these_are(
     kept_bytes: int, entropy: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """A logit of 5000 and the logarithm of a sum have a common float32 to 2e-4, and probabilities would be as far off."""
+    """At a logit of 5000, float32 resolves 2e-4. Logits and logsumexp must not round separately."""
     monkeypatch.setattr(module, "KEPT_BYTES", kept_bytes)
     hidden, targets = torch.full((2, 1), 1024.0), torch.tensor([0, 1])
     weight = torch.cat([5 - torch.tensor([0, 1, 2, 4]) / 2048, torch.linspace(-1, 1, V)])[:, None]
@@ -200,7 +200,7 @@ def test_logits_that_are_kept_are_one_chunk_and_others_are_cut_evenly(monkeypatc
 
 
 class Products(TorchDispatchMode):
-    """Shapes of all matrix products."""
+    """Records the shapes of all matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class Products(TorchDispatchMode):
         return out
 
 
-def test_ranks_that_share_the_vocabulary_give_what_one_rank_gives(tmp_path: Path):
+def test_ranks_with_a_sharded_vocabulary_publish_the_same_as_one_rank(tmp_path: Path):
     run_processes(head_ranks.main, tmp_path, 3)
     for rank in range(3):
         found = torch.load(tmp_path / f"rank{rank}.pt")

@@ -1,6 +1,7 @@
-"""A microbatch without waiting: what the host does for it asks nothing of the device.
+"""A microbatch avoids host-device syncs.
 
-The device is "meta", whose tensors have no values: whoever asks for one fails. What would be asked for silently is refused here.
+The device is "meta". Its tensors have no values, so reading one fails. These modes also refuse
+operations that would sync silently.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from weft.workers.training.sequence_parallel import Stretches
 DEVICE, HOST = torch.device("meta"), torch.device("cpu")
 PAIRS = make_pairs(make_rows(23))
 PUTS = (torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
-"""With a mask for an index they count its elements."""
+"""With a mask as index, they count its elements, which syncs."""
 
 
 class NoWaits(TorchDispatchMode):
-    """Refuses copies that wait, and masks as indexes of what is written to."""
+    """Refuses blocking copies, and masks as write indexes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -57,7 +58,7 @@ class NoWaits(TorchDispatchMode):
 
 
 class NoNumbers(TorchFunctionMode):
-    """Refuses tensors of the device that are made of Python's numbers, which are copied there."""
+    """Refuses device tensors made from Python numbers, which need a copy to the device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made_there = (
@@ -69,7 +70,8 @@ class NoNumbers(TorchFunctionMode):
 
 
 def take_to_device(model: ResponseModel) -> ResponseModel:
-    model.to(DEVICE, torch.bfloat16 if model.routers else None)  # what grouped products take there
+    # the dtype that grouped matrix products take there
+    model.to(DEVICE, torch.bfloat16 if model.routers else None)
     model.chunk_bytes = 2**20
     return model
 
@@ -85,7 +87,8 @@ def on_device(name: str, *, scalar: bool = False) -> ResponseModel:
 def microbatch(
     model: ResponseModel, rows: Batch, loss: Any, *, reads_last: bool = False, balance: bool = False
 ) -> Any:
-    """One pass forwards and backwards, as an engine does it. Returns what the model was told of its rows."""
+    """Run one forward and backward pass as an engine does; return the model's description of its
+    rows."""
     columns = [c for c in (*loss.reads, *loss.may_read) if c in rows]
     replays = model.routers if "routes" in rows else None
     cut = Microbatches.of(
@@ -128,12 +131,12 @@ def microbatch(
         lambda x: torch.tensor([1.0], device=DEVICE),
     ],
 )
-def test_what_waits_is_refused(wait: Callable[[torch.Tensor], object]):
+def test_operations_that_sync_are_refused(wait: Callable[[torch.Tensor], object]):
     with pytest.raises((RuntimeError, AssertionError)), NoWaits(), NoNumbers():
         wait(torch.ones(4, device=DEVICE))
 
 
-def test_what_the_host_knows_is_copied_without_waiting():
+def test_host_values_are_copied_without_waiting():
     with NoWaits():
         assert to_device(np.arange(3), DEVICE).device == DEVICE
 
@@ -146,8 +149,9 @@ def test_no_loss_waits(name: str):
 
 
 @pytest.mark.parametrize("name", ["Gemma 2", "GPT-2", "Phi-3 longrope", "dynamic NTK"])
-def test_no_attention_nor_rope_waits(name: str):
-    """Windows and soft caps; learned positions, and a look for padding; frequencies by length."""
+def test_no_attention_and_no_rope_syncs(name: str):
+    """Covers windows and soft caps, learned positions, padding checks, and rope scaling by
+    length."""
     microbatch(on_device(name), PAIRS, PolicyLoss())
 
 
@@ -172,7 +176,7 @@ def test_no_router_waits(name: str, rows: Batch):
 
 
 class Together(Stretches):
-    """One of two ranks, and another one that sends what it does."""
+    """One of two ranks; the other one sends the same tensors."""
 
     def __init__(self) -> None:
         self.group, self.ranks, self.rank = None, 2, 1

@@ -1,4 +1,4 @@
-"""Each rank reads the slices of a model that it holds, to the bit what `transformers` loads; files that do not fit are refused by name."""
+"""Ranks read only their slices of a model, bit-identical to `transformers`; bad files are named."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def save(model: Any, folder: Path, **settings: Any) -> Path:
 
 
 def change(folder: Path, **tensors: torch.Tensor | None) -> None:
-    """Add, replace or (None) remove tensors of a model's file; a double underscore stands for a dot."""
+    """Add, replace or (None) remove tensors of a model's file; a double underscore means a dot."""
     stored = load_file(folder / FILE) | {
         name.replace("__", "."): tensor for name, tensor in tensors.items()
     }
@@ -55,7 +55,7 @@ def llama(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FAMILIES]
 )
-def test_one_rank_holds_what_transformers_loads(tmp_path: Path, name: str):
+def test_one_rank_equals_transformers(tmp_path: Path, name: str):
     folder = save(make_family(name), tmp_path / "model")
     loading_ranks.check_alike(load(folder), str(folder))
 
@@ -79,15 +79,13 @@ def run_ranks(folder: Path, ranks: int, tensor_parallel: int) -> None:
 
 
 @pytest.mark.thorough
-def test_each_of_two_ranks_reads_what_it_holds_and_no_more(tmp_path: Path):
+def test_each_of_two_ranks_reads_only_its_shard(tmp_path: Path):
     run_ranks(tmp_path, 2, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "tensor_parallel"), [(2, 2), (4, 2), (3, 1)])
-def test_ranks_that_share_layers_read_what_they_hold_and_no_more(
-    tmp_path: Path, ranks: int, tensor_parallel: int
-):
+def test_ranks_that_share_layers_read_only_their_shards(tmp_path: Path, ranks: int, tensor_parallel: int):
     run_ranks(tmp_path, ranks, tensor_parallel)
 
 
@@ -122,7 +120,7 @@ def test_a_backbone_that_was_saved_alone_is_found_without_its_prefix(tmp_path: P
     loading_ranks.check_alike(load(alone), str(alone))
 
 
-def test_files_whose_tensors_lie_at_odd_places_are_read(llama: Path):
+def test_files_with_unaligned_tensors_are_read(llama: Path):
     content = (llama / FILE).read_bytes()
     size = int.from_bytes(content[:8], "little")
     header = content[8 : 8 + size].rstrip() + b" " * 3
@@ -179,7 +177,7 @@ def test_files_that_are_lacking_or_damaged_are_refused_by_name(tmp_path: Path):
         load(folder)
 
 
-def test_a_folder_that_goes_away_while_a_rank_opens_its_files_is_named(
+def test_a_folder_removed_while_a_rank_opens_its_files_is_named(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def found_and_gone(model: Any, folder: Path) -> list[Path]:
@@ -194,7 +192,7 @@ def test_a_folder_that_goes_away_while_a_rank_opens_its_files_is_named(
         load(llama)
 
 
-def test_without_safetensors_files_each_rank_loads_the_complete_model_and_says_so(
+def test_without_safetensors_each_rank_loads_the_complete_model_with_a_notice(
     llama: Path, capfd: pytest.CaptureFixture[str]
 ):
     torch.save(load_file(llama / FILE), llama / "pytorch_model.bin")
@@ -216,12 +214,12 @@ def test_a_critic_of_a_policy_takes_all_but_its_head(llama: Path):
 
 
 @pytest.mark.parametrize("kind", [StoredWeights, CompleteWeights])
-def test_what_the_model_was_read_from_is_free_before_its_forward_passes_are_compared(
+def test_loading_buffers_are_freed_before_the_comparison_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type
 ):
     folder = save(
         make_family("Mixtral"), tmp_path / "model"
-    )  # experts are made of several tensors, and kept for the next one
+    )  # experts are assembled from several tensors, which are kept for the next one
     if kind is CompleteWeights:
         torch.save(load_file(folder / FILE), folder / "pytorch_model.bin")
         (folder / FILE).unlink()
@@ -249,7 +247,8 @@ class DrawingConfig(LlamaConfig):
 
 
 class DrawingLlama(LlamaForCausalLM):
-    """A model whose constructor makes tensors of numpy arrays, which no device context reaches."""
+    """A model whose constructor makes tensors from numpy arrays, which device contexts do not
+    affect."""
 
     config_class = DrawingConfig
 
@@ -285,7 +284,8 @@ def test_values_that_a_constructor_draws_on_the_host_come_from_the_file(tmp_path
 
 
 class ForgettingLlama(DrawingLlama):
-    """A model with a buffer that only its constructor computes: on the meta device it has no values."""
+    """A model with a buffer that only its constructor computes. On the meta device it has no
+    values."""
 
     def __init__(self, config: DrawingConfig) -> None:
         super().__init__(config)

@@ -1,4 +1,5 @@
-"""LoRA on the real engine: the steps are those of plain `peft`, nothing but the adapter moves, and it comes and goes in one piece."""
+"""LoRA on the real engine: steps equal plain `peft`, the base is frozen, and adapters save and
+load."""
 
 import json
 import math
@@ -66,7 +67,7 @@ def base_of(worker: ActorWorker) -> dict[str, torch.Tensor]:
 
 
 def with_adapter(worker: ActorWorker, rows: Batch, steps: int = 2) -> ActorWorker:
-    """The worker after some updates: B is no longer 0."""
+    """Return the worker after some updates, so that B is not 0."""
     for _ in range(steps):
         worker.update(rows, loss=LOSS)
     return worker
@@ -75,7 +76,7 @@ def with_adapter(worker: ActorWorker, rows: Batch, steps: int = 2) -> ActorWorke
 def by_peft(
     model: Path, lora: Lora, start: dict[str, torch.Tensor], rows: Batch, steps: int, dtype: torch.dtype
 ) -> Any:
-    """The same steps with `peft`, torch's AdamW and the loss written out, a row at a time."""
+    """Take the same steps with `peft`, torch's AdamW and a written-out loss, row by row."""
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     settings = LoraConfig(
         r=lora.rank,
@@ -132,7 +133,8 @@ def test_gradients_and_steps_are_those_of_peft(tiny_model: Path, rows: Batch, ki
         squares = sum(float((mine[n] - theirs[n]).square().sum()) for n in theirs)
         assert (squares / sum(float(g.square().sum()) for g in theirs.values())) ** 0.5 < 1e-5
     after = adapter_of(worker)
-    # Of the whole, since Adam divides by gradients: where one is near zero, its rounding decides, and that depends on the CPU.
+    # Compare norms over all parameters. Adam divides by gradients: near zero, rounding decides the
+    # sign, and that depends on the CPU.
     off, moved = (
         sum(float((p.detach() - each[n]).square().sum()) for n, p in parameters.items()) ** 0.5
         for each in (after, start)
@@ -142,7 +144,7 @@ def test_gradients_and_steps_are_those_of_peft(tiny_model: Path, rows: Batch, ki
         "the base stands still"
     )
     assert len(engine.optimizer.state) == len(after)
-    # What rollouts get is what `peft` makes of the two.
+    # Rollouts get the weights that `peft` merges.
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(after[name])
@@ -199,9 +201,7 @@ def test_asking_the_reference_between_two_parts_of_a_step_changes_no_gradient(
     assert all(torch.equal(tensor, adapter_of(plain)[name]) for name, tensor in adapter_of(asked).items())
 
 
-def test_what_rollouts_get_has_the_trainers_log_probabilities(
-    tiny_model: Path, rows: Batch, tmp_path: Path
-):
+def test_published_weights_have_the_trainers_logprobs(tiny_model: Path, rows: Batch, tmp_path: Path):
     for kind, lora in KINDS.items():
         worker = with_adapter(actor(tiny_model, lora), rows, steps=4)
         worker.save(tmp_path / kind, merged=True)
@@ -213,7 +213,7 @@ def test_what_rollouts_get_has_the_trainers_log_probabilities(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_keeps_the_adapter_in_float32_and_the_base_in_what_it_computes_in(
+def test_bfloat16_keeps_the_adapter_in_float32_and_the_base_in_bfloat16(
     tiny_model: Path, rows: Batch, kind: str
 ):
     worker = with_adapter(actor(tiny_model, KINDS[kind], dtype="bfloat16"), rows)
@@ -252,7 +252,7 @@ OTHER_LAYERS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     ),
     "Mixtral": (*FAMILIES["Mixtral"], {"q_proj", "k_proj", "v_proj", "o_proj"}),
 }
-"""Models with layers of other kinds -> layers that "all-linear" takes."""
+"""Models with unusual layers -> the layers of "all-linear"."""
 
 
 @pytest.mark.parametrize("name", OTHER_LAYERS)
@@ -331,7 +331,7 @@ def test_an_adapter_is_saved_as_peft_saves_it(tiny_model: Path, rows: Batch, tmp
     for kind, lora in KINDS.items():
         worker = with_adapter(actor(tiny_model, lora), rows)
         folder = tmp_path / kind
-        for _ in range(2):  # the second replaces the first
+        for _ in range(2):  # the second save replaces the first
             worker.save(folder)
         names = {path.name for path in folder.iterdir()}
         assert names >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
@@ -354,7 +354,7 @@ def test_an_adapter_is_saved_as_peft_saves_it(tiny_model: Path, rows: Batch, tmp
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("lora", "float32"), ("dora", "bfloat16")])
-def test_to_go_on_from_a_checkpoint_is_to_the_bit_as_if_it_had_never_stopped(
+def test_a_resume_from_a_checkpoint_equals_an_uninterrupted_run_exactly(
     tiny_model: Path, rows: Batch, tmp_path: Path, dtype: str, kind: str
 ):
     worker = with_adapter(actor(tiny_model, KINDS[kind], dtype=dtype), rows)
@@ -406,7 +406,7 @@ IN_EVERY_TEST_RUN = ("layer by layer",)
 
 
 def run_ranks(folder: Path, model: Path, rows: Batch, ranks: int, config: dict[str, Any]) -> Any:
-    """What `lora_ranks.py` left on `ranks` ranks."""
+    """Return the results of `lora_ranks.py` on `ranks` ranks."""
     with pa.ipc.new_file(folder / "rows.arrow", rows.record.schema) as file:
         file.write_batch(rows.record)
     case = {
@@ -436,9 +436,10 @@ def test_several_ranks_train_the_adapter_of_one(
     if dtype == "float32":
         assert np.abs(off - found).max() < 1e-5
         for name, tensor in adapter_of(alone).items():
-            # AdamW's first steps of 1e-2 are the signs of gradients, however small: rounding shows in some.
+            # AdamW's first steps are the sign of the gradient times 1e-2, however small it is, so
+            # rounding can flip some.
             assert float((results["adapter"][name] - tensor).abs().max()) < 3e-5, name
-    else:  # autocast and FSDP round in other places, and AdamW makes a step of the sign of a small gradient
+    else:  # autocast and FSDP round in other places, and AdamW steps by the sign of small gradients
         assert np.abs(off - found).mean() < 0.03
     saved, kept = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("saved", "step/model"))
     assert saved.keys() == kept.keys() and all(torch.equal(saved[name], kept[name]) for name in saved)
@@ -447,7 +448,7 @@ def test_several_ranks_train_the_adapter_of_one(
     assert all(
         torch.equal(tensor, results["adapter"][name]) for name, tensor in adapter_of(again).items()
     )
-    # In bfloat16, too: the adapter is gathered in float32, and rounded only when it is merged.
+    # Holds for bfloat16 as well: the adapter is gathered in float32, and rounded only by the merge.
     assert all(
         torch.equal(tensor, results["published"][name]) for name, tensor in again.engine.named_tensors()
     )
@@ -515,7 +516,8 @@ def parity(samples: Batch) -> Batch:
 def train(
     root: Path, name: str, model: Path, schedule: Any, *, off: bool, **settings: Any
 ) -> list[dict[str, Any]]:
-    """Metrics of a GRPO run whose reference is the actor with its adapter off, or a model of its own."""
+    """Return the metrics of a GRPO run whose reference is the actor without adapter, or a second
+    model."""
     rng = np.random.default_rng(0)
     prompts = weft.TableSource(
         "prompts", pa.table({"prompt_ids": [rng.integers(0, 97, 5) for _ in range(8)]})
@@ -541,7 +543,7 @@ def train(
 
 
 @pytest.mark.parametrize("schedule", [weft.Synchronous, weft.Pipelined])
-def test_a_run_with_the_adapter_off_as_its_reference_is_that_with_a_model_of_its_own(
+def test_a_reference_with_the_adapter_off_equals_a_separate_model(
     tiny_model: Path, tmp_path: Path, schedule: Any
 ):
     when = schedule(steps=3, prompts_per_step=4)
@@ -569,7 +571,7 @@ def test_dpo_begins_at_its_reference_and_learns(tiny_model: Path, tmp_path: Path
     assert metrics[-1]["actor/reward_margin"] > 0.5 and metrics[-1]["actor/loss"] < 0.5
 
 
-def test_supervised_fine_tuning_learns_what_it_is_shown(tiny_model: Path, rows: Batch):
+def test_supervised_fine_tuning_learns_its_training_data(tiny_model: Path, rows: Batch):
     worker = actor(tiny_model)
     losses = [values(worker.update(rows, loss=NegativeLogLikelihood()))["loss"] for _ in range(30)]
     assert losses[-1] < 0.8 * losses[0]

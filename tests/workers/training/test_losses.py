@@ -1,8 +1,9 @@
-"""Every loss on the real engine: loss and gradient are those of the rows, however they are cut, ordered, padded or spread.
+"""Every loss on the real engine: splits, order, padding and ranks change neither loss nor gradient.
 
-Gradients are compared relative to their norm, and losses to the larger of themselves and 1, with 1e-6: float32 rounds to 6e-8, and the
-sums of a step have some thousand terms, which each way of cutting adds in another order. A ratio of whole responses has 3e-6: it is
-the exponential of a sum of up to 60 nats. What is wrong is off by 1e-2 and more.
+Gradients are compared relative to their norm, and losses relative to max(1, loss), with a tolerance
+of 1e-6. Float32 rounds to 6e-8, and each split adds the thousand terms of a step in another order.
+Sequence-level ratios get 3e-6: they are exponentials of sums of up to 60 nats. Real errors are 1e-2
+or more.
 """
 
 import importlib
@@ -32,7 +33,8 @@ Found = tuple[dict[str, torch.Tensor], Metrics]
 
 
 def with_masked_tails(rows: Batch) -> Batch:
-    """The same with 0 to 3 masked tokens behind each response, which hold nonsense, and nan where they can."""
+    """Append 0 to 3 masked tokens to each response, with garbage in them, and nan where
+    possible."""
     rng = np.random.default_rng(5)
     lengths, tails = rows.lengths("response_ids"), rng.integers(0, 4, len(rows))
     longer = np.concatenate([[0], np.cumsum(lengths + tails)])
@@ -50,7 +52,7 @@ def with_masked_tails(rows: Batch) -> Batch:
 
 
 def padded(trained: Any) -> Any:
-    """The worker with an engine that cannot pack rows, and pads them."""
+    """Make the engine pad rows instead of packing them."""
     model = trained.engine.model
     assert model.packs
     model.packs = False
@@ -70,7 +72,7 @@ def check_same(found: Found, whole: Found, tolerance: float) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tiny_model: Path) -> Callable[..., Any]:
-    """The worker of a head and of these settings, made once."""
+    """Return the cached worker for a head and settings."""
 
     @cache
     def made(head: Any, *, pads: bool = False, **settings: Any) -> Any:
@@ -110,10 +112,11 @@ def test_every_loss_of_the_library_is_here():
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_no_loss_depends_on_how_its_rows_are_cut_or_stand_or_are_padded(
+def test_no_loss_depends_on_splits_order_or_padding(
     trained: Callable[..., Any], whole: Callable[[str], Found], pairs: Batch, name: str
 ):
-    """Three steps beside that of all rows: few rows at a time, with masked tails; in another order, in three calls; padded, with tails."""
+    """Take three steps: small microbatches with masked tails; reordered in three calls; padded with
+    tails."""
     case, (gradient, metrics) = LOSSES[name], whole(name)
     assert np.isfinite(metrics["loss"].value) and metrics["tokens"].value > 0
     assert all(float(g.norm()) > 0 for g in gradient.values())
@@ -139,7 +142,7 @@ def test_no_loss_depends_on_how_its_rows_are_cut_or_stand_or_are_padded(
 
 
 def shares_of(case: Case, rows: Batch, ranks: int) -> list[list[int]]:
-    """As the driver spreads rows; of three ranks one has none."""
+    """Split rows as the driver does. With three ranks, one gets none."""
     sizes = RowSizes(
         rows.lengths("response_ids"), rows.numpy("group_id"), whole_groups=case.loss.whole_groups
     )
@@ -152,7 +155,7 @@ def shares_of(case: Case, rows: Batch, ranks: int) -> list[list[int]]:
 def ranks(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[Any]:
-    """What each of some ranks found for each loss."""
+    """Results of each rank for each loss."""
     folder, rows = tmp_path_factory.mktemp("ranks"), make_pairs(make_rows(23))
     with pa.ipc.new_file(folder / "rows.arrow", rows.record.schema) as file:
         file.write_batch(rows.record)

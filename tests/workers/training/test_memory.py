@@ -1,4 +1,4 @@
-"""The arithmetic of memory beside the tensors of a real engine."""
+"""Memory estimates against the tensors of a real engine."""
 
 import json
 from dataclasses import replace
@@ -37,15 +37,14 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tensor_bytes(file: Path) -> int:
-    """Bytes of the tensors in a safetensors file; of tiny ones its header has as many."""
+    """Return the bytes of tensors in a safetensors file, without its header, which dominates tiny
+    files."""
     with file.open("rb") as opened:
         return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_planned_is_what_an_engine_holds(
-    tiny_model: Path, rows: Batch, tmp_path: Path, kind: str
-):
+def test_planned_bytes_equal_an_engines(tiny_model: Path, rows: Batch, tmp_path: Path, kind: str):
     config = ActorConfig(model=str(tiny_model), **KINDS[kind])
     worker = ActorWorker(config)
     engine: Any = worker.engine
@@ -103,7 +102,7 @@ def test_ranks_share_the_state_evenly_and_gather_the_model_for_a_pass(tiny_model
         "logprobs",
     ],
 )
-def test_a_pass_without_memory_takes_what_a_real_one_takes(tiny_model: Path, kind: str):
+def test_a_meta_pass_reports_the_memory_of_a_real_one(tiny_model: Path, kind: str):
     settings: dict[str, Any] = {
         "bfloat16": {"dtype": "bfloat16"},
         "again": {"activation_checkpointing": True},
@@ -115,7 +114,7 @@ def test_a_pass_without_memory_takes_what_a_real_one_takes(tiny_model: Path, kin
     batch = Batch.of(prompt_ids=[[1] * 21 + [row] for row in range(40)], response_ids=[[3] * 10] * 40)
     engine: Any = worker.engine
     loss, trains = NegativeLogLikelihood(), kind != "logprobs"
-    worker.update(batch, loss=loss)  # moments are there then
+    worker.update(batch, loss=loss)  # creates the moments
     known = (
         [m for p in engine.model.parameters() for m in engine.optimizer.state[p].values()]
         if trains
@@ -137,7 +136,7 @@ def test_a_pass_without_memory_takes_what_a_real_one_takes(tiny_model: Path, kin
     )
     rounded = (
         2 * model_size(tiny_model).parameters if kind == "bfloat16" else 0
-    )  # it stands for itself in a plan
+    )  # the bfloat16 copy, which the plan counts separately
     assert abs((planned + rounded) / live.peak - 1) < 0.05, (planned + rounded, live.peak)
     worker.close()
 
@@ -155,7 +154,7 @@ def test_the_plan_of_a_critic_has_its_scalar_head_and_not_that_of_the_policy(unt
     worker.close()
 
 
-def test_a_pass_of_a_model_whose_files_do_not_fit_is_refused(untied_model: Path, tmp_path: Path):
+def test_a_pass_of_a_model_with_wrong_files_is_refused(untied_model: Path, tmp_path: Path):
     for file in untied_model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     settings = json.loads((tmp_path / "config.json").read_text())
@@ -178,7 +177,7 @@ def test_a_frozen_model_is_held_in_the_dtype_of_its_passes(tiny_model: Path):
     worker.close()
 
 
-def test_a_folder_without_weights_is_told(tmp_path: Path):
+def test_a_folder_without_weights_is_reported(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     with pytest.raises(ValueError, match="has no safetensors files"):
         model_size(tmp_path)

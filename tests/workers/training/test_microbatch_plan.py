@@ -1,4 +1,4 @@
-"""Microbatches of ranks that compute them in lockstep, against the bound that no plan beats."""
+"""Microbatches of ranks in lockstep, against a lower bound."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ COST = RowCost(70_000)  # Qwen2.5-7B
 
 
 def lockstep(plans: Sequence[Sequence[np.ndarray]], costs: Sequence[np.ndarray]) -> float:
-    """Cost of a step: of the most expensive k-th microbatch of all ranks, for each k."""
+    """Return the cost of a step: the sum over k of the most expensive k-th microbatch of any
+    rank."""
     of_parts = np.zeros((len(plans), max(map(len, plans))))
     for rank, (plan, of_rows) in enumerate(zip(plans, costs, strict=True)):
         of_parts[rank, : len(plan)] = [of_rows[part].sum() for part in plan]
@@ -73,7 +74,7 @@ def test_rows_that_attention_pads_and_groups_keep_to_their_limits():
     )
 
 
-def test_rows_that_are_too_long_or_none_make_what_they_can():
+def test_too_long_or_missing_rows_make_fewer_microbatches():
     cut = partial(plan_microbatches, np.array([50, 70, 1]), packed=True)
     assert [part.tolist() for part in level_microbatches(cut, len, number=4, max_tokens=10)] == [
         [1],

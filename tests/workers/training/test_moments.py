@@ -1,4 +1,5 @@
-"""What AdamW keeps of each parameter: before a first step it is what that step makes, and it moves with its parameter or stays."""
+"""AdamW's state per parameter: it exists before the first step, and follows its parameter's
+device."""
 
 from typing import Any
 
@@ -16,10 +17,8 @@ KINDS = {
 
 
 def stepped(make: Any, *, ask: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor], PlainMoments]:
-    """A parameter after a step, and what is kept of it; with `ask`, its state is asked for before."""
-    parameter = torch.nn.Parameter(
-        torch.arange(6.0).view(2, 3).t()
-    )  # its rows do not lie one behind the other
+    """Return a parameter and its state after a step; `ask` reads the state before the step."""
+    parameter = torch.nn.Parameter(torch.arange(6.0).view(2, 3).t())  # its rows are not contiguous
     optimizer = make([{"params": [parameter]}])
     if ask:
         assert optimizer.state_of(parameter) is optimizer.state_of(parameter)

@@ -1,4 +1,4 @@
-"""Offload: the same numbers from host memory, and process groups of others that stay as they are."""
+"""Offload: equal results from host memory, and foreign process groups stay untouched."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def actor(model: Path, **settings: Any) -> ActorWorker:
 
 
 def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> bool:
-    """Whether tensors are near, relative to their common norm."""
+    """Check that tensors are close, relative to their common norm."""
     assert found.keys() == expected.keys()
     squares = sum(float((found[n].double() - expected[n].double()).square().sum()) for n in expected)
     return squares <= tolerance**2 * sum(float(t.double().square().sum()) for t in expected.values())
@@ -35,7 +35,7 @@ def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tol
 def test_a_step_from_host_memory_is_the_same_step(
     tiny_model: Path, rows: Batch, where: Any, dtype: Any, tmp_path: Path
 ):
-    before = dist.is_initialized()  # by vLLM, if an engine runs in this process
+    before = dist.is_initialized()  # vLLM may have initialized it in this process
     plain, offloaded = (actor(tiny_model, dtype=dtype, offload=each) for each in ("nothing", where))
     try:
         (mine, _), (theirs, _) = (spmd.one_step(worker, rows) for worker in (offloaded, plain))
@@ -53,7 +53,7 @@ def test_a_step_from_host_memory_is_the_same_step(
     assert dist.is_initialized() == before
 
 
-def test_a_frozen_model_in_host_memory_says_the_same(tiny_model: Path, rows: Batch):
+def test_a_frozen_model_in_host_memory_gives_the_same(tiny_model: Path, rows: Batch):
     plain, streamed = (
         ReferenceWorker(ReferenceConfig(model=str(tiny_model), offload=where))
         for where in ("nothing", "everything")
@@ -105,5 +105,5 @@ def test_moments_are_updated_in_parts(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_process_groups_of_others_stay(tiny_model: Path, tmp_path: Path):
-    """In a process of its own, where vLLM has made no groups."""
+    """Run in a separate process, without process groups of vLLM."""
     program(tmp_path / "said", Path(__file__).with_name("groups_of_one.py"), str(tiny_model)).finish()

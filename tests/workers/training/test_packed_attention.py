@@ -1,4 +1,4 @@
-"""Rows that are packed answer as if each were alone, values and gradients, in every family of models that attends."""
+"""Packed rows give the same values and gradients as single rows, in every family with attention."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make(kind: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager" if kind == "GptOss" else "sdpa"
     )
-    for parameter in model.parameters():  # far enough from uniform for a mistake to show
+    for parameter in model.parameters():  # far enough from uniform to expose mistakes
         parameter.data.mul_(3.0)
     return model
 
@@ -61,9 +61,9 @@ def make(kind: str) -> Any:
         *((kind, True) for kind in ("Llama", "Qwen2", "Qwen3", "GPT2")),
         *((kind, True) for kind in WINDOWED),
         ("GptOss", True),  # its attention has sinks
-        ("StableLm", False),  # its attention cannot be exchanged
-        ("Nemotron", False),  # its layers keep what their attention should know
-        ("Jamba", False),  # has state
+        ("StableLm", False),  # its attention cannot be replaced
+        ("Nemotron", False),  # its layers drop arguments that attention needs
+        ("Jamba", False),  # stateful
     ],
 )
 def test_rows_answer_as_if_each_were_alone(kind: str, packs: bool):
@@ -130,8 +130,11 @@ def kernel_by_rows(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Any:
-    """What `torch.nn.attention.varlen.varlen_attn` says that it computes, a row at a time: the queries of a row are its last tokens, and
-    each sees itself and `window_size[0]` tokens before it."""
+    """Compute the documented result of `torch.nn.attention.varlen.varlen_attn`, row by row.
+
+    The queries of a row are its last tokens. Each attends to itself and `window_size[0]` tokens
+    before.
+    """
     assert (
         enable_gqa == (query.shape[1] != key.shape[1])
         and window_size[1] == 0
@@ -159,7 +162,7 @@ SHARING = SharedPrompts.among(
 
 @pytest.mark.parametrize("rows", [ROWS, SHARING], ids=["alone", "shared prompts"])
 @pytest.mark.parametrize("name", ["Qwen2", "Mistral", "Gemma 3"])
-def test_the_kernel_for_rows_of_different_lengths_is_asked_for_what_padding_gives(
+def test_the_varlen_kernel_gives_the_same_as_padding(
     name: str, rows: PackedSequences, monkeypatch: pytest.MonkeyPatch
 ):
     model = agreeing_model(make_family(name).double())
@@ -180,7 +183,8 @@ def test_the_kernel_for_rows_of_different_lengths_is_asked_for_what_padding_give
 
 
 def top_left(*arguments: Any, **named: Any) -> Any:
-    """A kernel that takes the queries of a row for its first tokens: it is right where no prompt is shared."""
+    """A kernel that takes queries for the first tokens of a row: correct only without shared
+    prompts."""
     query, key, value, starts, starts_of_keys, *rest = arguments
     keys = torch.cat(
         [torch.arange(b, b + e - s) for b, s, e in zip(starts_of_keys, starts, starts[1:], strict=False)]
@@ -189,7 +193,7 @@ def top_left(*arguments: Any, **named: Any) -> Any:
 
 
 def blind_to_the_last(*arguments: Any, window_size: tuple[int, int], **named: Any) -> Any:
-    """A kernel whose rows are one token too short to the left."""
+    """A kernel with a window that is one token too short on the left."""
     return kernel_by_rows(*arguments, window_size=(2, 0), **named)
 
 
@@ -219,7 +223,8 @@ def test_torchs_kernel_is_chosen_on_a_gpu():
 
 
 def with_sinks(query: Any, key: Any, value: Any, sinks: Any, window: int | None) -> Any:
-    """[L, heads, size] of one row, by the formula: each head has one more score, which has no value."""
+    """Compute attention of one row [L, heads, size] by formula: each head has one extra score,
+    without value."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * 0.3
     back = torch.arange(len(query))[:, None] - torch.arange(len(key))
@@ -230,7 +235,7 @@ def with_sinks(query: Any, key: Any, value: Any, sinks: Any, window: int | None)
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("lengths", [LENGTHS, [7, 7]])
-def test_a_sink_is_a_score_beside_those_of_a_row(lengths: list[int], window: int | None):
+def test_a_sink_adds_one_score_to_each_row(lengths: list[int], window: int | None):
     torch.manual_seed(0)
     tokens = sum(lengths)
     given = [

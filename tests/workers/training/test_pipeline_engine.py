@@ -1,4 +1,4 @@
-"""An engine of another kind in the place of FsdpEngine: a pipeline over two processes computes the same."""
+"""Another engine in place of FsdpEngine: a pipeline over two processes computes the same."""
 
 import json
 from functools import partial
@@ -23,7 +23,7 @@ from weft.workers.worker import Context
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Norm of the difference, relative to the norm of the other."""
+    """Return the norm of the difference, relative to the norm of `other`."""
     assert one.keys() == other.keys()
     squares = sum(float((one[name].double() - other[name].double()).square().sum()) for name in other)
     return (squares / sum(float(tensor.double().square().sum()) for tensor in other.values())) ** 0.5
@@ -56,7 +56,7 @@ def settings(model: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_two_stages_compute_what_fsdp_engine_computes(tmp_path: Path, rows: Batch, tied: bool):
+def test_two_stages_compute_the_same_as_fsdp_engine(tmp_path: Path, rows: Batch, tied: bool):
     model = model_of(tmp_path / "model", tied=tied)
     with pa.ipc.new_file(tmp_path / "rows.arrow", rows.record.schema) as file:
         file.write_batch(rows.record)
@@ -67,7 +67,7 @@ def test_two_stages_compute_what_fsdp_engine_computes(tmp_path: Path, rows: Batc
     worker = ActorWorker(ActorConfig(**settings(model)))
     alone = played(worker, rows, tmp_path / "alone", worker.engine.model.causal_lm.named_parameters)  # pyright: ignore
     worker.close()
-    for stage in stages:  # every rank has the figures, and the results of the last one are kept
+    for stage in stages:  # every rank has the metrics, and the driver keeps those of the last one
         for name in ("logprobs", "entropies", "after"):
             mine, its = (np.concatenate(each) for each in (stage[name], alone[name]))
             assert np.abs(mine - its).max() < 1e-5
@@ -91,7 +91,7 @@ def test_two_stages_compute_what_fsdp_engine_computes(tmp_path: Path, rows: Batc
     assert all(torch.equal(saved[name], tensor) for name, tensor in stages[0]["weights"].items())
 
 
-def test_what_is_no_engine_or_has_no_pipeline_is_refused(tiny_model: Path):
+def test_a_wrong_engine_or_one_without_a_pipeline_is_refused(tiny_model: Path):
     with pytest.raises(UserError, match="engine"):
         ActorConfig(model="m", engine="torchtitan")  # pyright: ignore[reportArgumentType]
     assert isinstance(FsdpEngine, EngineFactory)

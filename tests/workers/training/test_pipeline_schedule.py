@@ -1,4 +1,5 @@
-"""Schedules of pipelines: tables worked by hand, Megatron's closed forms, and a second simulation that knows nothing of the first."""
+"""Pipeline schedules against tables by hand, Megatron's closed forms, and an independent
+simulation."""
 
 import itertools
 
@@ -27,7 +28,10 @@ def schedules() -> list[PipelineSchedule]:
 def relaxed(
     schedule: PipelineSchedule, forward: np.ndarray, backward: np.ndarray, transfer: np.ndarray
 ) -> float:
-    """The makespan by another way: ends of passes start at 0 and are raised until no rule is broken (Bellman-Ford's longest path)."""
+    """Compute the makespan independently, as a longest path (Bellman-Ford).
+
+    Ends of passes start at 0 and rise until no rule is broken.
+    """
     p, last = schedule.stages, schedule.stages * schedule.chunks - 1
     takes, edges = {}, []
     for stage, own in enumerate(schedule.passes):
@@ -64,7 +68,7 @@ def test_tables_worked_by_hand():
         "stage 1: F0 F1 B0 F2 B1 F3 B2 B3",
         "stage 2: F0 B0 F1 B1 F2 B2 F3 B3",
     ]
-    # As in figure 4 of arXiv:2104.04473: microbatches 0 and 1 go through chunk 0, then through chunk 1; then 2 and 3 follow.
+    # Figure 4 of arXiv:2104.04473: microbatches 0 and 1 pass chunk 0, then chunk 1; then 2 and 3.
     assert str(interleaved(2, 4, 2)).splitlines() == [
         "stage 0: F0 F1 F0.1 F1.1 F2 B0.1 F3 B1.1 F2.1 B0 F3.1 B1 B2.1 B3.1 B2 B3",
         "stage 1: F0 F1 F0.1 B0.1 F1.1 B1.1 F2 B0 F3 B1 F2.1 B2.1 F3.1 B3.1 B2 B3",
@@ -72,7 +76,8 @@ def test_tables_worked_by_hand():
 
 
 def test_passes_end_when_they_do_by_hand():
-    # Forward 1 s, backward 2 s, transfer 1 s on two stages: stage 1 begins F0 at 2 and B0 at 3; its gradient is back on stage 0 at 6.
+    # Forward 1 s, backward 2 s, transfer 1 s, two stages: stage 1 begins F0 at 2 and B0 at 3, and
+    # its gradient reaches stage 0 at 6.
     found = run(one_forward_one_backward(2, 2), 1.0, 2.0, 1.0)
     assert found.ends_s[0] == {Pass(0): 1, Pass(1): 2, Pass(0, 0, True): 8, Pass(1, 0, True): 11}
     assert found.ends_s[1] == {Pass(0): 3, Pass(0, 0, True): 5, Pass(1): 6, Pass(1, 0, True): 8}
@@ -101,7 +106,8 @@ def test_activations_in_flight_are_those_of_the_closed_forms():
     for p, m, v in INTERLEAVED:
         found = [interleaved(p, m, v).in_flight(i) for i in range(p)]
         assert found == [min(2 * (p - i - 1) + (v - 1) * p + 1, m * v) for i in range(p)]
-        # Of the activations of a whole model, the first stage keeps 1 + (p - 1) / (p v) times 1F1B's (arXiv:2205.05198).
+        # The first stage keeps 1 + (p - 1) / (p v) times the activations of 1F1B
+        # (arXiv:2205.05198).
         if m > p:
             assert found[0] / v == pytest.approx(p * (1 + (p - 1) / (p * v)))
 

@@ -1,4 +1,5 @@
-"""Rows that share the tokens of a prompt answer as rows that do not: values and gradients, whatever the model, the rows and their order."""
+"""Sharing prompt tokens between rows changes neither values nor gradients, for any model and
+order."""
 
 from __future__ import annotations
 
@@ -35,11 +36,11 @@ SHARED = (
     "GPT-OSS",
 )
 NOT_SHARED = ("Phi-3 longrope", "Jamba", "StableLM")
-"""Frequencies that follow the length of a row; state; attention that cannot be exchanged."""
+"""Frequencies that depend on the row's length; state; attention that cannot be replaced."""
 
 
 def of_prompts(responses: dict[tuple[int, ...], list[int]], seed: int = 0) -> Batch:
-    """Rows with these prompts, and responses of so many tokens after each."""
+    """Return rows with these prompts, each with responses of these lengths."""
     rng = np.random.default_rng(seed)
     prompts = [list(prompt) for prompt, lengths in responses.items() for _ in lengths]
     lengths = np.array([length for of_one in responses.values() for length in of_one])
@@ -70,7 +71,7 @@ ROWS = {
 @pytest.mark.parametrize("reads_last", [False, True])
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_prompts_change_no_value_and_no_gradient(name: str, reads_last: bool):
-    exact = name == "GPT-2"  # others compute norms in float32, whatever they are given
+    exact = name == "GPT-2"  # others compute norms in float32 for any dtype
     model = amplify(agreeing_model(make_family(name).double() if exact else make_family(name)))
     assert model.packs and model.shares_prompts
     found = []
@@ -102,12 +103,12 @@ def test_shared_prompts_change_no_value_and_no_gradient(name: str, reads_last: b
 
 
 @pytest.mark.parametrize("name", NOT_SHARED)
-def test_models_whose_rows_cannot_share_do_not(name: str):
+def test_models_that_cannot_share_prompts_do_not(name: str):
     assert not agreeing_model(make_family(name)).shares_prompts
 
 
 def test_a_step_with_shared_prompts_is_the_step_without(tiny_model: Path):
-    """Also where a prompt's rows do not fit into one microbatch."""
+    """This holds even if the rows of a prompt do not fit in one microbatch."""
     rows = of_prompts({tuple(range(3, 23)): [9] * 8, tuple(range(30, 38)): [3, 12]})
     steps = []
     for may_share, tokens in ((False, None), (True, None), (True, 50)):
@@ -130,14 +131,14 @@ def test_a_step_with_shared_prompts_is_the_step_without(tiny_model: Path):
         assert own_metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-4)
 
 
-def test_ranks_in_lockstep_have_level_microbatches_in_which_a_shared_prompt_costs_once():
+def test_ranks_in_lockstep_have_level_microbatches_that_count_a_shared_prompt_once():
     batch = of_prompts({tuple(range(3, 23)): [9] * 8})
     rows = Microbatches.of(batch, (), CPU, vocabulary=97, owner="m", sharing=SharingCost())
     full = rows.plan(70, packed=True)
     level = rows.plan_in_lockstep(3, 70, RowCost(100), packed=True, pads=True)
     assert [len(part) for part in full] == [6, 2] and [len(part) for part in level] == [3, 3, 2]
     assert sorted(np.concatenate(level).tolist()) == list(range(8))
-    # The model reads 28 tokens of each row: the last one of a response is only predicted.
+    # The model reads 28 tokens per row: the last response token is only predicted.
     of_prompt, of_row = 20 * 1.2, 28 * 1.28
     seen = SharingCost(RowCost(100), masked=False)
     assert rows._cost_of(level[0], seen) == pytest.approx(of_prompt + 3 * (of_row - of_prompt))
@@ -145,14 +146,16 @@ def test_ranks_in_lockstep_have_level_microbatches_in_which_a_shared_prompt_cost
 
 def test_rows_that_share_little_are_computed_as_they_are():
     prompts, cu_seqlens, cost = np.array([1, 2, 1, 2, 3], np.int32), np.array([0, 2, 4, 5]), SharingCost()
-    assert equal_prompts(prompts, cu_seqlens, np.array([1, 1, 25]), cost) is not None  # 2 of 32 tokens
-    assert equal_prompts(prompts, cu_seqlens, np.array([1, 1, 26]), cost) is None  # 2 of 33
+    # shares 2 of 32 tokens
+    assert equal_prompts(prompts, cu_seqlens, np.array([1, 1, 25]), cost) is not None
+    # shares 2 of 33 tokens
+    assert equal_prompts(prompts, cu_seqlens, np.array([1, 1, 26]), cost) is None
     assert (
         equal_prompts(prompts, cu_seqlens, np.array([1, 0, 1]), cost) is None
-    )  # the second is not computed
+    )  # the second row is not computed
 
 
-def test_a_row_that_shares_no_prompt_costs_what_it_costs_alone():
+def test_a_row_without_a_shared_prompt_costs_the_same_as_alone():
     cost, prompts, after = SharingCost(RowCost(100)), np.array([50, 20]), np.array([500, 30])
     assert cost.shared(prompts, after, np.array([0, 1])) == pytest.approx(
         RowCost(100)(prompts + after).sum()
@@ -160,7 +163,11 @@ def test_a_row_that_shares_no_prompt_costs_what_it_costs_alone():
 
 
 def test_rows_share_prompts_only_where_their_attention_costs_less_than_is_left_out():
-    """Responses of 4,096 tokens to prompts of 1,024: a mask makes each of them look at all 5,120 keys, without one at half of its own."""
+    """Eight responses of 4,096 tokens to a prompt of 1,024.
+
+    With a mask, each response token attends to all 5,120 keys; without, to half of the response's
+    keys.
+    """
     prompts, counts, same = np.full(8, 1024), np.full(8, 4096), np.zeros(8, np.int64)
     rows = RowCost(attention_length=10_000)
     alone = rows(prompts + counts).sum()
@@ -214,7 +221,7 @@ def test_each_row_is_in_one_microbatch_that_holds_its_tokens(data: st.DataObject
         assert all(len(set(of_part[groups == group].tolist())) == 1 for group in set(groups.tolist()))
 
 
-def test_windows_and_lengths_say_what_a_response_sees():
+def test_windows_and_lengths_limit_the_context_of_a_response():
     rows = SharedPrompts.among(np.array([3, 1]), np.array([2]), np.array([2, 1]), np.array([0, 1]), CPU)
     assert rows.positions.tolist() == [0, 1, 2, 0, 0, 1, 3, 4, 1]
     seen = rows.sees(3).int().tolist()

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks hold alike is compared at each checkpoint."""
+"""Each checkpoint compares the replicated tensors of tensor-parallel ranks."""
 
 from pathlib import Path
 

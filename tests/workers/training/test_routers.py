@@ -1,5 +1,7 @@
-"""Routers of mixtures: the experts that a generator took are taken again, and a loss that spreads tokens over experts, as `transformers`
-computes both on each row alone in float64."""
+"""Routers of mixtures of experts: replayed routes, and the load-balancing loss.
+
+Both must equal `transformers` on single rows in float64.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ MODELS = ("Mixtral", "Qwen3 MoE", "GPT-OSS")
 COEFFICIENT = 10.0
 NO_ROWS = TableSource("no rows", pa.table({"x": []}))
 Wanted = Callable[[Tensor, Tensor], Tensor]
-"""Weights of the experts that a router must take: [T, experts] logits, [T, chosen] -> [T, chosen]."""
+"""Weights of prescribed experts: [T, experts] logits, [T, chosen] indices -> [T, chosen]."""
 WEIGHTS: dict[str, Wanted] = {
     "Mixtral": lambda logits, taken: F.normalize(logits.softmax(-1).gather(-1, taken), 1, -1),
     "Qwen3 MoE": lambda logits, taken: logits.softmax(-1).gather(-1, taken),
@@ -45,7 +47,7 @@ WEIGHTS: dict[str, Wanted] = {
 
 
 def with_routes(rows: Batch, *, same: bool = False) -> Batch:
-    """Rows with drawn routes; with equal ones for all, equal prompts have equal ones."""
+    """Add random routes. With `same`, rows with equal prompts have equal routes on the prompt."""
     rng = np.random.default_rng(1)
     lengths = rows.lengths("prompt_ids") + rows.lengths("response_ids") - 1
     order = (
@@ -63,7 +65,7 @@ def with_routes(rows: Batch, *, same: bool = False) -> Batch:
 
 
 def with_equal_prompts(rows: Batch) -> Batch:
-    """Of pairs of rows, the second has the prompt of the first."""
+    """Give the second row of each pair the prompt of the first."""
     prompts = [[*range(5, 17), number // 2] for number in range(len(rows))]
     return rows.with_columns(prompt_ids=prompts)
 
@@ -89,14 +91,14 @@ def actor(models: Path, name: str, **settings: Any) -> ActorWorker:
 
 @dataclass(frozen=True)
 class Expected:
-    """What `transformers` computes in float64."""
+    """Results of `transformers` in float64."""
 
     said: list[list[float]]
     """Log-probabilities of responses."""
     likelihood: dict[str, Tensor]
-    """The gradient of the mean likelihood."""
+    """Gradient of the mean likelihood."""
     balance: dict[str, Tensor]
-    """That of the loss of routers."""
+    """Gradient of the load-balancing loss."""
     router_loss: float
 
     def with_loss(self, coefficient: float) -> dict[str, Tensor]:
@@ -108,7 +110,7 @@ class Expected:
 
 @cache
 def reference(folder: Path, rows: str) -> Expected:
-    """Row after row. Routers take the routes that rows have, by a forward pass that is written down here."""
+    """Compute row by row; routers take the rows' routes in a forward pass written here."""
     from transformers import AutoModelForCausalLM
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -153,7 +155,7 @@ def reference(folder: Path, rows: str) -> Expected:
     )
     probabilities = torch.cat(logits_of).softmax(-1).sum(0)
     balance = EXPERTS * (loads * probabilities).sum() / sum(len(logits) for logits in logits_of) ** 2
-    if "routes" not in given:  # what routers chose themselves is all that their function takes
+    if "routes" not in given:  # the function of `transformers` only knows the routers' own choices
         theirs: Any = load_balancing_loss_func(logits_of, EXPERTS, CHOSEN)
         assert theirs.item() == pytest.approx(balance.item(), rel=1e-6)
     named = dict(model.named_parameters())
@@ -166,7 +168,7 @@ def reference(folder: Path, rows: str) -> Expected:
 
 
 def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Norm of the difference of two gradients over the norm of the second."""
+    """Return the norm of the difference of two gradients, relative to the second."""
     squares = sum(
         float((found[name].double() - gradient).square().sum()) for name, gradient in expected.items()
     )
@@ -186,7 +188,7 @@ def test_the_experts_of_the_rows_are_taken_and_weighed_by_the_models_own_scores(
         assert found == pytest.approx(wanted, abs=2e-5)
     gradient, metrics = one_step(worker, given, NegativeLogLikelihood())
     assert off(gradient, expected.likelihood) < 1e-5
-    assert 0 < metrics["moved_routes"] < 1  # these were drawn
+    assert 0 < metrics["moved_routes"] < 1  # the routes are random
 
 
 @pytest.mark.parametrize("again", [True, "elementwise"])
@@ -216,7 +218,7 @@ def test_the_loss_of_routers_is_that_of_transformers_for_all_rows_however_they_a
 ):
     expected = reference(models / name, rows)
     gradient = expected.with_loss(COEFFICIENT)
-    assert off(expected.likelihood, gradient) > 2e-3  # it shows
+    assert off(expected.likelihood, gradient) > 2e-3  # replay makes a difference
     for tokens in (30, 1000):
         worker = actor(models, name, router_loss=COEFFICIENT, microbatch_tokens=tokens)
         found, metrics = one_step(worker, ROWS_BY_NAME[rows], NegativeLogLikelihood())
@@ -253,7 +255,7 @@ def test_the_gradient_of_a_balance_is_that_of_its_formula():
     "settings", [{}, {"tensor_parallel": 2}, {"sequence_parallel": 2}], ids=["data", "tensor", "sequence"]
 )
 @pytest.mark.parametrize("rows", [ROWS, ROUTED], ids=["chosen", "replayed"])
-def test_two_ranks_find_what_one_does(
+def test_two_ranks_find_the_same_as_one(
     models: Path, tmp_path: Path, settings: dict[str, Any], rows: Batch
 ):
     names = ["Mixtral", "Qwen3 MoE"] if not settings else ["Mixtral"]
@@ -265,7 +267,7 @@ def test_two_ranks_find_what_one_does(
         check(tmp_path, name, ranks, alone[name], replica)
 
 
-# What generators record
+# Routes recorded by generators
 
 
 def generate(folder: Path) -> list[Response]:
@@ -294,7 +296,7 @@ def rows_of(responses: list[Response]) -> Batch:
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "GPT-OSS"])
-def test_what_a_generator_records_is_what_the_trainer_would_choose_in_float32(models: Path, name: str):
+def test_recorded_routes_equal_the_trainers_choices_in_float32(models: Path, name: str):
     rows = rows_of(generate(models / name))
     worker = actor(models, name)
     replayed = worker.logprobs(rows)["old_logprobs"].values.to_numpy()
@@ -307,7 +309,7 @@ def test_what_a_generator_records_is_what_the_trainer_would_choose_in_float32(mo
     assert metrics["moved_routes"] == 0
 
 
-def test_a_reference_takes_the_same_routes_unless_it_is_told_otherwise(models: Path):
+def test_a_reference_replays_the_same_routes_by_default(models: Path):
     worker = ReferenceWorker(ReferenceConfig(model=models / "Mixtral"))
     expected = reference(models / "Mixtral", "replayed").said
     replayed, own = (
@@ -319,7 +321,7 @@ def test_a_reference_takes_the_same_routes_unless_it_is_told_otherwise(models: P
     assert len(dense.logprobs(ROUTED)) == len(ROUTED)  # it has no routers
 
 
-def test_what_does_not_fit_is_refused_by_name(models: Path):
+def test_a_mismatch_is_refused_by_name(models: Path):
     worker = actor(models, "Mixtral")
     short = ROUTED.with_columns(routes=[row["routes"][:-1] for row in ROUTED.to_rows()])
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Tokens of a microbatch over several ranks: the same log-probabilities, gradients and weights as on one."""
+"""Sequence parallelism: the same log-probabilities, gradients and weights as on one rank."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from weft.workers.actor import ActorConfig
 SHARED = ("Qwen2", "Qwen3", "Mistral", "Mixtral", "Gemma 2", "Gemma 3", "GPT-2", "GPT-OSS")
 CASES = [*SHARED, "Qwen3 with LoRA"]
 QUICK = ("Qwen2", "Mixtral", "Gemma 2", "GPT-2", "GPT-OSS", "Qwen3 with LoRA")
-"""Full and sliding attention, capped logits, sinks, experts, learned positions and an adapter, once each."""
+"""Full and sliding attention, capped logits, sinks, experts, learned positions, and an adapter."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_two_ranks_share_the_tokens_of_a_microbatch(alone: dict[str, Any], two: 
 @pytest.mark.parametrize(
     ("replica", "settings"),
     [
-        (4, {}),  # more ranks than heads of keys and values
+        (4, {}),  # more ranks than key-value heads
         (2, {"gather": "layerwise", "microbatch_tokens": 60}),
         (2, {"activation_checkpointing": True}),
         (2, {"offload": "everything"}),
@@ -64,7 +64,7 @@ def test_four_ranks(
         check(tmp_path, name, ranks, alone[name], replica)
 
 
-def test_what_cannot_share_tokens_is_refused(models: Path):
+def test_models_that_cannot_share_tokens_are_refused(models: Path):
     with pytest.raises(
         UserError, match=r"sequence_parallel=3 does not divide the model's attention heads \(4\)"
     ):
@@ -80,7 +80,7 @@ def test_what_cannot_share_tokens_is_refused(models: Path):
 @pytest.mark.parametrize(
     ("name", "why"), [("StableLM", "its rows cannot be packed"), ("dynamic NTK", "its rope depends on")]
 )
-def test_models_whose_rows_cannot_be_cut_are_refused(models: Path, tmp_path: Path, name: str, why: str):
+def test_models_that_cannot_split_rows_are_refused(models: Path, tmp_path: Path, name: str, why: str):
     with pytest.raises(
         AssertionError, match=f"sequence_parallel=2 cannot share the tokens of model .*{why}"
     ):

@@ -1,4 +1,4 @@
-"""Layers of many models over two ranks, by the plans of `transformers`: the same log-probabilities, gradients and weights as on one."""
+"""Tensor parallelism over two ranks, by `transformers` plans: the same results as on one rank."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ SHARED = (
     "Qwen2", "Qwen3", "Qwen3 MoE", "Llama 3 rope", "Mistral", "Mixtral", "Gemma", "Gemma 2", "Gemma 3", "Phi-3", "OLMo 2", "GPT-OSS",
 )  # fmt: skip
 ADAPTED = ("Qwen3", "Mixtral", "Phi-3", "OLMo 2")
-"""With an adapter as well."""
+"""Also tested with an adapter."""
 CASES = [*SHARED, *(f"{name} with LoRA" for name in ADAPTED)]
 QUICK = (
     "Qwen2",
@@ -27,7 +27,7 @@ QUICK = (
     "Mixtral with LoRA",
     "Phi-3 with LoRA",
 )
-"""Each style of their plans, and each kind of heads, experts and norms, once: what the others add is another model that is made of them."""
+"""Each style of plan, and each kind of heads, experts and norms, once."""
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_models_whose_plan_cannot_be_carried_out_are_refused(name: str):
+def test_models_with_an_unusable_plan_are_refused(name: str):
     kind, settings = families.FAMILIES[name]
     with pytest.raises(UserError, match=REFUSED[name]):
         check_tensor_parallel("m", CONFIG_MAPPING[kind](**settings).get_text_config(), 2)
@@ -99,7 +99,7 @@ def test_models_whose_plan_cannot_be_carried_out_are_refused(name: str):
         ("gpt_oss", {"num_local_experts": 6}, r"does not divide the model's num_local_experts \(6\)"),
     ],
 )
-def test_what_ranks_cannot_share_evenly_is_refused(kind: str, settings: dict[str, Any], said: str):
+def test_models_that_do_not_divide_evenly_are_refused(kind: str, settings: dict[str, Any], said: str):
     sizes: dict[str, Any] = {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
@@ -114,7 +114,7 @@ def test_what_ranks_cannot_share_evenly_is_refused(kind: str, settings: dict[str
     )  # gathers its heads
 
 
-def test_a_plan_leaves_out_what_is_inside_of_experts():
+def test_a_plan_leaves_out_modules_inside_experts():
     shared = {
         "layers.*.experts": "moe_tp_experts",
         "layers.*.experts.up": "packed_colwise",

@@ -1,4 +1,4 @@
-"""The training engine: log-probabilities, gradients that do not depend on how the work was cut, weights in and out."""
+"""The training engine: logprobs, gradients independent of the batch split, weights in and out."""
 
 import json
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def actor(model: Path, **settings: Any) -> ActorWorker:
 
 
 def straight_logprobs(model: Path, rows: Batch) -> list[torch.Tensor]:
-    """By the plain `transformers` forward pass, a row at a time."""
+    """Compute logprobs with plain `transformers`, row by row."""
     causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
     out = []
     for row in rows.to_rows():
@@ -45,7 +45,7 @@ def straight_logprobs(model: Path, rows: Batch) -> list[torch.Tensor]:
 
 
 def difference(gradient: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Of two gradients, relative to the norm of the second."""
+    """Return the difference of two gradients, relative to the norm of the second."""
     assert gradient.keys() == other.keys()
     squares = sum(float((gradient[n].double() - other[n].double()).square().sum()) for n in other)
     return (squares / sum(float(g.double().square().sum()) for g in other.values())) ** 0.5
@@ -59,7 +59,7 @@ def run_ranks(
     parts: Sequence[list[int]] = (),
     **settings: Any,
 ) -> list[dict]:
-    """One step by `len(shares)` processes, and what each of them wrote."""
+    """Take one step on `len(shares)` processes, and return their results."""
     folder.mkdir()
     with pa.ipc.new_file(folder / "rows.arrow", rows.record.schema) as file:
         file.write_batch(rows.record)
@@ -125,7 +125,7 @@ def test_the_gradient_does_not_depend_on_the_number_of_ranks(
     ranks = check_ranks(tiny_model, rows, tmp_path, shares, settings)
     if (
         split == "two ranks, layer by layer"
-    ):  # in lockstep, three rows are spread over the microbatches of twenty
+    ):  # in lockstep, three rows spread over as many microbatches as twenty
         assert ranks[1]["microbatches"] == [1, 1, 1] + [0] * (len(ranks[0]["microbatches"]) - 3)
 
 
@@ -158,7 +158,7 @@ PARTS = ([3, 1, 22], [0, 2], [20, 21], [k for k in range(23) if k not in (0, 1, 
 
 
 @pytest.mark.parametrize("gather", [pytest.param("once", marks=pytest.mark.slow), "layerwise"])
-def test_nor_do_parts_depend_on_the_ranks_that_they_are_on(
+def test_gradients_of_parts_do_not_depend_on_their_ranks(
     tiny_model: Path, rows: Batch, tmp_path: Path, gather: str
 ):
     shares = [list(range(20)), [20, 21, 22]]  # neither has rows of every part
@@ -184,10 +184,10 @@ def test_the_gradient_does_not_depend_on_tensor_parallel(
     ("tied", "replicas"),
     [pytest.param(False, 1), *(pytest.param(True, r, marks=pytest.mark.slow) for r in (1, 2))],
 )
-def test_nor_on_a_vocabulary_that_the_ranks_share(
+def test_gradients_do_not_depend_on_a_sharded_vocabulary(
     tiny_model: Path, rows: Batch, tmp_path: Path, tied: bool, replicas: int
 ):
-    """That of `tiny_model` has 97 ids, which no two ranks share evenly, so that each holds all of them."""
+    """The 97 ids of `tiny_model` do not divide evenly, so each rank holds all of them. Use 100."""
     torch.manual_seed(0)
     settings = Qwen2Config.from_pretrained(tiny_model, vocab_size=100, tie_word_embeddings=tied)
     Qwen2ForCausalLM(settings).save_pretrained(tmp_path / "model")
@@ -198,7 +198,7 @@ def test_nor_on_a_vocabulary_that_the_ranks_share(
 
 @pytest.fixture(scope="module")
 def loud_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With logits far apart: log-probabilities go down to -60, where a rounded temperature shows."""
+    """A model with large logits: logprobs down to -60, where a rounded temperature shows."""
     folder = tmp_path_factory.mktemp("models") / "loud"
     causal_lm = AutoModelForCausalLM.from_pretrained(tiny_model)
     causal_lm.model.norm.weight.data.mul_(60.0)
@@ -222,12 +222,13 @@ IN_BFLOAT16 = {
 def test_bfloat16_computes_the_same_on_any_number_of_ranks(
     loud_model: Path, rows: Batch, tmp_path: Path, split: str
 ):
-    """The same but for matrix products of other sizes, which are rounded otherwise: nearer to each other than to float32."""
+    """Matrix products of other sizes round differently, but the results are closer than to
+    float32."""
     shares, settings = IN_BFLOAT16[split]
     still = {
         "dtype": "bfloat16",
         "learning_rate": 1e-12,
-    }  # what is said after the update is said of the same weights
+    }  # logprobs after the update are of the same weights
     alone = actor(loud_model, **still)
     rows = rows.with_columns(temperature=np.full(len(rows), 0.6, np.float32))
     said = alone.logprobs(rows, into="said")["said"]
@@ -244,7 +245,7 @@ def test_bfloat16_computes_the_same_on_any_number_of_ranks(
     found = torch.tensor([x for row in range(len(rows)) for x in of_row[row]])
     expected = torch.tensor([x for row in said.to_pylist() for x in row])
     assert float(expected.min()) < -30
-    # A temperature of 0.6016, as bfloat16 has it, would scale all by 0.997.
+    # A temperature rounded to bfloat16, 0.6016, would scale all by 0.997.
     assert float((found * expected).sum() / expected.square().sum()) == pytest.approx(1, abs=5e-4)
     assert float((found - expected).abs().mean()) < rounding
     rounding_of_gradient = difference(gradient, spmd.one_step(exact, rows)[0])
@@ -321,8 +322,8 @@ def test_the_learning_rate_rises_and_falls(decay: Any, half_way: float):
 
 
 @pytest.mark.parametrize("offload", ["nothing", "moments"])
-def test_moments_decay_as_they_are_told(tiny_model: Path, rows: Batch, offload: Any):
-    """After one step from zero, a moment is 1 - beta of the gradient, or of its square."""
+def test_moments_decay_as_configured(tiny_model: Path, rows: Batch, offload: Any):
+    """After one step from zero, a moment is 1 - beta times the gradient, or its square."""
     found: dict[float, Any] = {}
     for first, second in ((0.9, 0.95), (0.5, 0.8)):
         worker = actor(tiny_model, betas=(first, second), offload=offload)
@@ -365,7 +366,7 @@ def test_a_token_that_the_model_does_not_have_is_named(tiny_model: Path):
 def test_gradients_of_several_ranks_in_bfloat16_are_near_those_in_float32(
     tiny_model: Path, rows: Batch, tmp_path: Path
 ):
-    """Each of the sums is rounded to 8 bits: 2^-9 of it. The whole gradient is 1 % off at most."""
+    """Each sum is rounded to 8 bits, a relative error of 2^-9. The gradient is at most 1 % off."""
     shares = [list(range(0, len(rows), 2)), list(range(1, len(rows), 2))]
     settings: dict[str, Any] = {"dtype": "bfloat16", "microbatch_tokens": 100}
     rounded, exact = (
