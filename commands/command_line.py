@@ -44,11 +44,11 @@ TREE: Mapping[str, Any] = {
         "sql": "buffer:Sql",
         "archive": "buffer:Archive",
     },
-    "submit": "submit:Submit",
+    "submit": "jobs:Submit",
     "jobs": {"list": "jobs:List", "follow": "jobs:Follow", "stop": "jobs:Stop"},
     "doctor": "doctor:Doctor",
     "dashboard": "dashboard:Dashboard",
-    "completion": "completion:Completion",
+    "completion": "command_line:Completion",
 }
 """Name -> module and class of a command, or a tree of its subcommands."""
 MOST_SAID = 300
