@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
+from ..dataflow.lazy import torch
 from .layout import Box
 
 BY_VLLM = "vllm:"
@@ -111,7 +111,6 @@ class Given:
 # is involved.
 
 
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK_ELEMENTS = 1 << 16
 
 
@@ -133,7 +132,8 @@ def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
     """
     if not tensor.numel():
         return 0
-    bits = tensor.detach().view(_SIGNED[tensor.element_size()])
+    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.detach().view(signed[tensor.element_size()])
     bits = bits.reshape(-1, bits.shape[-1]) if bits.ndim else bits.reshape(1, 1)
     rows, columns = (_weights_of if len(shape) < 3 else _weights_of.__wrapped__)(box, shape)
     if bits.device.type == "cpu":

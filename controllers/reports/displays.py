@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TextIO, TypeAlias, get_args
 
-from rich.console import Console, Group, RenderableType
-from rich.panel import Panel
-from rich.text import Text
-
 from ...dataflow.errors import UserError, nearest
-from ...dataflow.untrusted_text import cut, encodable, readable, show, show_json
-from .records import Ending, EvaluationScore, Figure, Step, clock
+from ...dataflow.untrusted_text import cut, show, show_json
+from .records import Ending, EvaluationScore, Step, clock
 from .sample import Sample
 
 # Plain lines for people, and JSON lines for programs.
@@ -215,106 +211,7 @@ def display_for(form: Form | bool) -> Display:
     if form == "auto":
         form = "rich" if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else "plain"
     if form == "rich":
+        from .terminal import Terminal
+
         return Terminal(sys.stdout)
     return {"plain": PlainLines, "json": JsonLines}[form](sys.stdout) if form != "none" else Nothing()
-
-
-# Terminal display: columns, colours and frames, with `rich`.
-
-
-ROWS_A_HEADER = 20
-"""Steps between two headers."""
-WIDEST_FRAME = 100
-APART = 2
-"""Most spaces between two columns."""
-STYLES = {"reward": "bold", "no signal": "yellow", "truncated": "yellow"}
-"""Label of a column -> its style; others have none."""
-NONE = "0%"
-"""Value that is never coloured."""
-LABEL, WARNING, FRAME = "dim", "yellow", "cyan"
-
-
-class Terminal:
-    """Shows steps as table rows, samples in frames, and the end as lines.
-
-    Text of the model is never read as markup, and `NO_COLOR` is respected. If the columns do not
-    fit into the terminal, a step is one line with labelled numbers.
-    """
-
-    interval_s = 0.2
-
-    def __init__(self, stream: TextIO) -> None:
-        self._console = Console(file=stream, markup=False, emoji=False, highlight=False)
-        self._encoding = encoding_of(stream)
-        self._widths: dict[str, int] = {}
-        self._rows = 0
-        """Steps since the last header; 0 prints it again."""
-
-    def say(self, text: str, *, warning: bool = False) -> None:
-        text = readable(cut(text, LONGEST_MESSAGE))
-        styled = self._text(f"warning: {text}" if warning else text, WARNING if warning else "")
-        self._console.print(styled, soft_wrap=True)
-
-    def step(self, step: Step) -> None:
-        left = "" if step.left_s is None else clock(step.left_s)
-        figures = [
-            Figure("step", f"{step.number}/{step.of}".rjust(len(f"{step.of}/{step.of}"))),
-            *step.figures,
-            Figure("left", left),
-        ]
-        widths = {f.label: max(len(f.label), len(f.text), self._widths.get(f.label, 0)) for f in figures}
-        room = (self._console.width - sum(widths.values())) // (len(widths) - 1)
-        if room < 1:
-            self._console.print(self._text(line_of(step)))
-            return
-        if not self._rows or widths != self._widths:
-            self._widths, self._rows = widths, 0
-            self._columns(
-                [Figure(f.label, f.label) for f in figures],
-                dict.fromkeys(widths, LABEL),
-                min(room, APART),
-            )
-        self._columns(figures, STYLES, min(room, APART))
-        self._rows = (self._rows + 1) % ROWS_A_HEADER
-
-    def _columns(self, figures: Sequence[Figure], styles: dict[str, str], apart: int) -> None:
-        line = Text(no_wrap=True)
-        for figure in figures:
-            line.append_text(
-                self._text(
-                    figure.text.rjust(self._widths[figure.label]),
-                    styles.get(figure.label, "") if figure.text != NONE else "",
-                )
-            )
-            line.append(" " * apart)
-        line.rstrip()
-        self._console.print(line, soft_wrap=True)
-
-    def evaluated(self, score: EvaluationScore) -> None:
-        self._console.print(self._text(line_of_score(score), "bold green"), soft_wrap=True)
-
-    def sample(self, sample: Sample) -> None:
-        shown: list[RenderableType] = []
-        for name, text in sample.shown.items():
-            shown += [self._text(name, LABEL), self._text(text)]
-        shown += [self._text(sample.verdict, "bold")] if sample.verdict else []
-        self._frame(Group(*shown), f"a sample of step {sample.step}")
-
-    def ended(self, ending: Ending) -> None:
-        self._rows = 0
-        title = f"run {ending.run}: {ending.steps} steps, {clock(ending.seconds)}"
-        self._console.print(self._text(title, "bold"), soft_wrap=True)
-        for what, value in ending.lines:  # without a frame, so that paths can be copied
-            line = self._text(f"  {what:16} ", LABEL).append_text(self._text(value))
-            self._console.print(line, soft_wrap=True)
-
-    def _frame(self, content: RenderableType, title: str) -> None:
-        self._rows = 0
-        width = min(WIDEST_FRAME, self._console.width)
-        titled = self._text(title[: width - 6])
-        self._console.print(
-            Panel(content, title=titled, title_align="left", border_style=FRAME, width=width)
-        )
-
-    def _text(self, text: str, style: str = "") -> Text:
-        return Text(encodable(readable(text), self._encoding), style=style)

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from telling.shown import DISPLAYS, ROW, run, stream, write_samples, written
+from shown import DISPLAYS, ROW, run, stream, write_samples, written
 
-from weft.controllers.reports.displays import JsonLines, Nothing, PlainLines, Terminal, display_for
+from weft.controllers.reports.displays import JsonLines, Nothing, PlainLines, display_for
 from weft.controllers.reports.progress import Progress
 from weft.controllers.reports.records import Ending, EvaluationScore, Step
+from weft.controllers.reports.terminal import Terminal
 from weft.dataflow.runs.alerts import read_alerts
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 [bold]b[/bold] [link=x] :smile: \u202egnp.exe\r\u2028\x9b31m 猫"

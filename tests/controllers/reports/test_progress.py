@@ -5,11 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from telling.shown import run, stream, write_samples, written
+from shown import run, stream, write_samples, written
 
-from weft.controllers.reports.displays import PlainLines, Terminal
+from weft.controllers.reports.displays import PlainLines
 from weft.controllers.reports.progress import Progress
 from weft.controllers.reports.records import Step, ending_of, score_of
+from weft.controllers.reports.terminal import Terminal
 
 
 def test_each_step_has_a_line_and_the_end_summarizes_evaluations(tmp_path: Path):
