@@ -140,7 +140,7 @@ def test_a_model_of_two_versions_says_so_until_everything_has_come():
     with pytest.raises(ConnectionError):
         writer.apply(broken())
     assert writer.state is ModelState.PARTIAL
-    with pytest.raises(WeightSyncError, match="'b' came outside of an update"):
+    with pytest.raises(WeightSyncError, match="'b' came outside an update"):
         writer.write(*slices[1])
     with pytest.raises(WeightSyncError, match="missing"):
         writer.apply([])
