@@ -1,4 +1,5 @@
-"""Methods by name: a graph, and the values that make a method of it. A new method is a line of `METHODS`."""
+"""Methods by name: a graph, and the arguments that make it a method. To add a method, add a line to
+`METHODS`."""
 
 from __future__ import annotations
 
@@ -30,30 +31,28 @@ from .preference_loss import LogLikelihood, LogOdds, LogRatio, PreferenceLoss, S
 from .protocols import Trainable
 from .surrogates import Cispo, Clipped, PlainPolicyGradient, sequence_product, sequence_ratio
 
-# Supervised
-#
 # Supervised fine-tuning: one node.
 
 
 @graph
 def supervised(rows: Any, *, actor: Trainable, loss: Loss = NegativeLogLikelihood()) -> Any:
-    """Make the given responses (`prompt_ids`, `response_ids`) more likely."""
+    """Train on given responses (`prompt_ids`, `response_ids`), making them more likely."""
     return actor.update(rows, loss=loss)
 
 
 @dataclass(frozen=True)
 class Method:
-    """A graph as one method uses it."""
+    """A graph with the settings of one method."""
 
     graph: Callable[..., Graph]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the graph that make the method."""
+    """Arguments of the graph that define the method."""
     learning_rate: float = 1e-6
-    """For all weights of a model of 0.5B to 8B; a tiny model or an adapter wants more."""
+    """For full-parameter training of models of 0.5B to 8B. Tiny models and adapters need more."""
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The worker groups that it needs, by the names of the graph's parameters.
+        """Worker groups of the method, by the graph's parameter names.
 
         >>> METHODS["grpo"].groups, METHODS["dpo"].groups, METHODS["simpo"].groups
         (('rollout', 'reward', 'actor'), ('actor', 'reference'), ('actor',))
@@ -66,16 +65,17 @@ class Method:
 
     @property
     def samples(self) -> bool:
-        """Whether it trains on responses that the model gives, which are rewarded."""
+        """Whether it trains on the model's own rewarded responses."""
         return "rollout" in self.groups
 
     @property
     def compares(self) -> bool:
-        """Whether it trains on pairs of responses."""
+        """Whether it trains on given pairs of responses."""
         return not self.samples and self.graph is dpo
 
     def with_kl(self, coefficient: float) -> Method:
-        """The same method with a penalty for leaving the reference: in the loss, or, for PPO, in the reward.
+        """Return the same method with a penalty for leaving the reference, in the loss, or for PPO
+        in the reward.
 
         Raises:
             UserError: the method has no such penalty, or the coefficient is not allowed.
@@ -151,14 +151,14 @@ METHODS: Mapping[str, Method] = {
     "kto": Method(kto, learning_rate=PAIRED),
     "sft": Method(supervised, learning_rate=1e-5),
 }
-"""Name -> method. docs/algorithms.md and docs/preferences.md have the papers."""
+"""Name -> method. For papers, see docs/algorithms.md and docs/preferences.md."""
 
 
 def method_of(name: str) -> Method:
-    """A method by its name.
+    """Return a method by its name.
 
     Raises:
-        UserError: there is none; the nearest is offered.
+        UserError: no method has this name. The message suggests the nearest one.
 
     >>> method_of("grop")
     Traceback (most recent call last):

@@ -632,7 +632,8 @@ def receive_parts(
     for name in incoming.layout.tensors:
         if name not in own:
             raise WeightSyncError(
-                f"weights version {incoming.version}: tensor {name!r} was published, but the model has no tensor of that name{nearest(name, own)}"
+                f"weights version {incoming.version}: tensor {name!r} was published, "
+                f"but the model has no tensor of that name{nearest(name, own)}"
             )
     plan = _plan(
         incoming.layout,
