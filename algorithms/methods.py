@@ -86,8 +86,8 @@ class Method:
         loss = self.settings.get("loss", inspect.signature(self.graph).parameters["loss"].default)
         if not isinstance(loss, PolicyLoss):
             raise UserError(
-                f"kl={coefficient}: only methods that train by a policy gradient have it; preference methods have "
-                "`beta` of their loss, which a program can set (explain=True prints one)"
+                f"kl={coefficient}: only policy-gradient methods have a KL penalty; preference methods have "
+                "`beta` of their loss instead; set it in a program (explain=True prints one)"
             )
         penalty = KlPenalty(coefficient=coefficient)
         added = (

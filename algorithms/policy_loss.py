@@ -82,17 +82,17 @@ class PolicyLoss(AggregatedLoss):
         weighing = [repr(one) for one in self._corrections if one.weighs]
         if len(weighing) > 1:
             raise ValueError(
-                f"the ratio to the generator must be weighed with once, not by {' and '.join(weighing)}"
+                f"only one correction may weigh with the ratio to the generator, not {' and '.join(weighing)}"
             )
         if weighing and self.old == str(RESPONSE_LOGPROBS):
             raise ValueError(
-                f"{weighing[0]} weighs with the ratio to the generator, which is in the clipped ratio already when "
+                f"{weighing[0]} weighs with the ratio to the generator, which the clipped ratio already includes when "
                 f"old={self.old!r}; leave `old` out, or compare with the trainer's own: old={str(OLD_LOGPROBS)!r}"
             )
         if self._of_responses and self.old == str(RESPONSE_LOGPROBS):
             raise ValueError(
-                f"a ratio of whole responses adds up the gaps between trainer and generator over their tokens, and clips rows "
-                f"that are on-policy when old={self.old!r}; leave `old` out, or compare with the trainer's own: "
+                f"a sequence ratio adds up the gaps between trainer and generator over all tokens, and clips "
+                f"on-policy rows when old={self.old!r}; leave `old` out, or compare with the trainer's own: "
                 f"old={str(OLD_LOGPROBS)!r}"
             )
         return self

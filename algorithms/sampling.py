@@ -56,7 +56,7 @@ class Sampling(Config):
             raise ValueError(f"stop has an empty text, which would end every response at once: {stop!r}")
         if (half := lone_surrogate(texts)) is not None:
             raise ValueError(
-                f"stop has the lone surrogate {half!a}, which is half of a character and in no response: {stop!r}"
+                f"stop has the lone surrogate {half!a}, which is half of a character and cannot occur in a response: {stop!r}"
             )
         return texts
 

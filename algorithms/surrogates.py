@@ -226,8 +226,8 @@ def sequence_product(log_ratio: Tensor, rows: PackedRows) -> Tensor:
 # Three policies meet in one update. The *generator* (behavior policy) sampled the tokens, with
 # older weights, other numerics, or a truncated distribution. The *trainer* is the policy's own
 # engine before the update (the proximal policy of decoupled PPO). The *current* policy gets the
-# gradient. A correction turns trainer / generator into a weight of each token's policy gradient,
-# without a gradient of its own.
+# gradient. A correction turns trainer / generator into a constant weight of each token's policy
+# gradient.
 #
 # TruncatedImportance(cap=2.0)                                    weigh with the ratio, at most `cap`
 # Rejection(low=0.5, high=2.0)                                    leave out tokens with extreme ratios

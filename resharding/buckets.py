@@ -283,8 +283,7 @@ def _aligned(offset: int) -> int:
 
 # Bucket memory
 #
-#     HostBuckets     an anonymous file (`memfd_create`), mapped as /proc/PID/fd/N; freed when the
-#     last process closes and unmaps it
+#     HostBuckets     an anonymous file (`memfd_create`), mapped as /proc/PID/fd/N
 #     DeviceBuckets   memory of a CUDA device, with the IPC handle if receivers map it
 #
 # Receivers learn about either as JSON; nothing is pickled.

@@ -216,8 +216,7 @@ def _proof(token: str, whose: bytes, nonce: bytes) -> bytes:
 #
 # transport   buckets          route of the bytes
 # auto        on the host      mapped on one machine; over the message connection to another machine
-# gloo        on the host      from rank 0 to rank 1 of a torch.distributed process group, even on
-# one machine
+# gloo        on the host      between two torch.distributed ranks, even on one machine
 # nccl        on the device    the same, from device to device
 # ipc         on the device    none: receivers map the device's memory
 #

@@ -105,14 +105,12 @@ class Given:
 # Checksum
 #
 #     sum(tensor)  =  sum over elements of  bits(element) * row_weight(row) * column_weight(column)
-#     modulo 2^64
 #
-# The column is the index along the last dimension; the row is the flat index over all other
-# dimensions.
-# Both count in the whole tensor, and all weights are odd pseudo-random numbers. Any way of cutting
-# a tensor gives the same sum.
-# A slice that is missing, swapped, shifted or from another version changes the sum, except with a
-# chance of about 2^-64. Bits are taken in the tensor's dtype, without rounding.
+# modulo 2^64. The column is the index along the last dimension; the row is the flat index over all
+# other dimensions. Both count in the whole tensor, and all weights are odd pseudo-random numbers.
+# Any way of cutting a tensor gives the same sum. A slice that is missing, swapped, shifted or from
+# another version changes the sum, except with a chance of about 2^-64. Bits are taken in the
+# tensor's dtype, without rounding.
 
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

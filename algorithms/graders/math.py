@@ -1,4 +1,4 @@
-"""Math: whether the final answer of a response equals the answer, as formulas are compared."""
+"""Math and Gsm8k: grade the final answer of a response, as a formula or as a number."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ from . import extraction
 from .grader import Grader
 from .numbers import Quantity, quantity_of
 
-# Math process
-#
-# The process that compares formulas: one for each process that grades, started at the first use,
-# and replaced after it was killed.
+# The process that compares formulas: one per grading process, started at the first use, and
+# replaced after a kill.
 #
 #     none ──compare──> starting ──ready──> waiting ──request──> working ──reply──> waiting
 #                                                                    │
 #      └──────────────── killed <── deadline, end of the process ────┘
 #
-# It is a plain `subprocess` that reads a line of JSON and writes one; it ends when its standard
-# input does, so it outlives nobody. No signal is used here, so that any thread may ask.
+# It is a plain `subprocess` that exchanges lines of JSON. It ends with its standard input, so it
+# does not outlive its parent. No signals are used, so any thread may call it.
+
 
 
 START_S = 120.0
-"""Longest time that the process may take to import what it needs."""
+"""[s] Longest time for the process to start and import its modules."""
 MAX_CHARACTERS = 200_000
-"""Length of the end of a response that is read, in characters."""
+"""Characters read from the end of a response."""
 
 
 class MathProcess:
@@ -49,10 +48,10 @@ class MathProcess:
         self._received = b""
 
     def compare(self, response: str, answer: str, deadline_s: float) -> bool:
-        """Ask it.
+        """Compare a response with an answer in the process.
 
         Raises:
-            SampleError: it took longer, ended, or cannot say.
+            SampleError: the comparison took too long, the process ended, or the result is unknown.
         """
         request = {"response": response[-MAX_CHARACTERS:], "answer": answer, "deadline_s": deadline_s}
         with self._lock:
@@ -69,7 +68,7 @@ class MathProcess:
                 raise SampleError(
                     f"the process that compares formulas ended ({status}) at {_short(answer)}"
                 ) from None
-            except BaseException:  # an interrupt: the next request must not read the reply to this one
+            except BaseException:  # on an interrupt, the next request must not read the reply to this one
                 self.kill()
                 raise
         if "error" in reply:
@@ -77,7 +76,7 @@ class MathProcess:
         return bool(reply["right"])
 
     def kill(self) -> str:
-        """End the process, if there is one; returns how it ended."""
+        """End the process, if it runs. Return its exit status as text."""
         process, self._process, self._received = self._process, None, b""
         if process is None:
             return "not started"
@@ -93,7 +92,7 @@ class MathProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None: it does not run."""
+        """Process id; None if the process does not run."""
         return self._process.pid if self._process else None
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -138,18 +137,18 @@ class MathProcess:
 
 
 PROCESS = MathProcess()
-"""The one of this process."""
+"""The math process of this grading process."""
 atexit.register(PROCESS.kill)
-os.register_at_fork(
-    after_in_child=lambda: PROCESS.__init__()
-)  # a fork must not talk to its parent's process
+# A fork must not talk to the process of its parent.
+os.register_at_fork(after_in_child=lambda: PROCESS.__init__())
 
 
 def compare(response: str, answer: str, deadline_s: float) -> bool:
-    """Whether the final answer of a response equals the answer, as `equality.is_right` says.
+    """Whether the final answer of a response equals the answer, by `equality.is_right`.
 
     Raises:
-        SampleError: it took longer than `deadline_s`, the process ended, or cannot say.
+        SampleError: the comparison took longer than `deadline_s`, the process ended, or the result
+            is unknown.
     """
     return PROCESS.compare(response, answer, deadline_s)
 
@@ -159,19 +158,20 @@ def _short(text: str) -> str:
 
 
 class Math(Grader):
-    r"""1 when the final answer of the response equals the answer, otherwise 0; by `math-verify`, after rules for numbers, units and words.
+    r"""1 if the final answer of the response equals the answer, otherwise 0.
 
-    The final answer stands in the last `\boxed{}`, after `####`, after "the answer is", or last. The answer may be bare (`\frac{1}{2}`)
-    or a solution that ends with it.
+    Numbers, units and words are compared by rules, and formulas by `math-verify`. The final answer
+    is in the last `\boxed{}`, after `####`, after "the answer is", or last. The answer may be bare
+    (`\frac{1}{2}`) or a solution that ends with it.
 
-    The work is done in a process of its own, which each process that grades has one of. It starts at the first use, and is ended and
-    replaced when it takes too long or too much memory.
+    Each grading process compares in a separate process. It starts at the first use, and is replaced
+    if a comparison takes too long or too much memory.
     """
 
     is_verdict: ClassVar[bool] = True
 
     deadline_s: float = pydantic.Field(default=10.0, gt=0)
-    """[s] Time that a comparison may take. Raise it for answers that take long to simplify."""
+    """[s] Longest time for a comparison. Raise it for answers that take long to simplify."""
 
     def prepare(self) -> None:
         """Start the process, so that the first response does not wait for it."""
@@ -181,28 +181,27 @@ class Math(Grader):
         r"""Grade a response.
 
         Raises:
-            SampleError: the comparison took too long, its process ended, or the answer is empty. It is no verdict: a reward worker
-                counts a failed sample.
+            SampleError: the comparison took too long, its process ended, or the answer is empty.
+                Instead of a grade, a reward worker counts a failed sample.
         """
         return float(compare(response, answer, self.deadline_s))
 
 
-# Gsm8k
-#
 # Gsm8k: the number that a response ends with, against the number of the answer (arXiv:2110.14168).
 
 
 class Gsm8k(Grader):
-    """1 when the number of the response is the answer's, otherwise 0; a response without a number has 0.
+    """1 if the number of the response is the answer's number, otherwise 0. A response without a
+    number gets 0.
 
-    The number of a response stands in its last box, after `####`, after "the answer is", or last. The answer is a number, or GSM8K's
-    own rationale with the number after `####`.
+    The number of a response is in its last box, after `####`, after "the answer is", or last. The
+    answer is a number, or GSM8K's rationale with the number after `####`.
     """
 
     is_verdict: ClassVar[bool] = True
 
     strict: bool = False
-    """Only a number after `####` counts, as the data set writes it. Set it so that the form is learned, too."""
+    """Only count a number after `####`, as in the data set. Set it to teach the format as well."""
 
     def __call__(self, response: str, answer: str) -> float:
         """Compare the two numbers.
@@ -224,7 +223,7 @@ class Gsm8k(Grader):
 
 
 def final_number(text: str) -> Quantity | None:
-    """The number that a text gives as its answer; None: it has none.
+    """Return the number that a text gives as its answer; None if it has none.
 
     >>> final_number("It is not 7. The answer is 1,200 apples, 3 of them green.").value
     Fraction(1200, 1)
@@ -238,7 +237,7 @@ def final_number(text: str) -> Quantity | None:
 
 
 def _number_in(text: str | None) -> Quantity | None:
-    """The number of a short text that states an answer."""
+    """Return the number of a short text that states an answer."""
     if text is None:
         return None
     part = extraction.stated_part(text)
