@@ -1,13 +1,11 @@
 """Buckets: the parts of a version in transfer order, cut so that each bucket fits into its memory.
 
     parts of a rank      | embed_tokens 80 MB                    | q_proj 2 MB | k_proj 2 MB | ...
-    buckets of 16 MB     | rows 0-5461 | rows 5461-10922 | ...   | rest of the rows, q_proj, k_proj,
-    ...
+    buckets of 16 MB     | rows 0-5461 | rows 5461-10922 | ...   | rest of the rows, q_proj, ...
 
 A bucket is a list of entries. An entry names a box of a tensor, its dtype, and the position of its
-bytes. Both sides walk the same list.
-Receivers read a part in place if they can map its memory (`memory.py`). All other parts are copied
-into the bucket memory, which successive buckets reuse.
+bytes. Both sides walk the same list. Receivers read a part in place if they can map its memory
+(`memory.py`). All other parts are copied into the bucket memory, which successive buckets reuse.
 
 Code that transforms the bytes of an entry, such as a delta, belongs in two places:
 `Transfer._fill`, where the publisher writes an entry into its bucket, and

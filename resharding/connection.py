@@ -6,8 +6,8 @@
     checks it                       <── proof ──     HMAC of the receiver's nonce
 
 Then both sides send messages: a letter, a length, and bytes. The token travels in the `Weights`
-record, which only the driver and its ranks see.
-Weights travel unencrypted, as with gloo and NCCL, so the network of a run must be private.
+record, which only the driver and its ranks see. Weights travel unencrypted, as with gloo and NCCL,
+so the network of a run must be private.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Delta: the elements of a box that changed since the previous version, encoded as gaps and new
-bits.
+"""Delta: the changed elements of a box, encoded as gaps and new bits.
 
     changed       .  .  .  X  .  .  .  X  X  .         at 3, 7 and 8
     gaps          3           3        0               unchanged elements before each: one byte, or 255 and more bytes

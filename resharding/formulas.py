@@ -1,5 +1,4 @@
-"""Layouts computed from formulas, without modules: for planning, simulation, and the tables of
-papers.
+"""Layouts computed from formulas, without modules: for planning, simulation and paper tables.
 
 A rank of HybridFlow (arXiv:2409.19256, section 5) has the coordinates
 

@@ -1,8 +1,6 @@
-"""IncomingWeights: the receiving side of a transfer. It connects to every trainer rank and takes
-buckets as they arrive.
+"""IncomingWeights: the receiving side of a transfer, connected to every trainer rank.
 
-    open_weights ──> layout ──> slices, written on arrival ──> finish: checks that everything
-    arrived intact
+    open_weights ──> layout ──> slices, written on arrival ──> finish: checks completeness
 
     with open_weights(weights) as incoming:
         plan = ReshardPlan(incoming.layout, mine)

@@ -6,8 +6,7 @@ or replicated heads.
 
     "model.layers.0.self_attn.k_proj.weight", shape (64, 128), two ranks
         trainer, FSDP     rank 0: rows 0 to 32       rank 1: rows 32 to 64
-        vLLM, TP          rank 0: rows 0 to 32       rank 1: rows 32 to 64     in
-            "model.layers.0.self_attn.qkv_proj.weight"
+        vLLM, TP          rank 0: rows 0 to 32       rank 1: rows 32 to 64     (in "qkv_proj.weight")
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""SharedMemory: host memory that other processes of this machine can map, so that they read
-parameters in place.
+"""SharedMemory: host memory that other processes of this machine can map and read in place.
 
 The memory is an anonymous file (`memfd_create`) that others open as `/proc/PID/fd/N`. It has no
 name in any folder and no limit besides host memory. It is freed when the last process closes and

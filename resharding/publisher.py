@@ -1,5 +1,4 @@
-"""WeightPublisher: the sending side of a transfer. A trainer rank publishes the parts that it
-holds, in place.
+"""WeightPublisher: the sending side of a transfer, on each trainer rank.
 
     publish ──> receivers connect, and each takes all buckets (`transfer.py`) ──> finish
 

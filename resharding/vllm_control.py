@@ -1,5 +1,4 @@
-"""vLLM control: a trainer drives the engines that receive weights through one of vLLM's own
-backends.
+"""vLLM control: a trainer drives engines that receive weights through one of vLLM's own backends.
 
 vLLM's trainers call four client methods, which must reach every rank of every engine. A
 `Connection` to each engine carries the calls, and the engine forwards them to its ranks.

@@ -1,5 +1,4 @@
-"""vLLM layout: a recording of the parameter and position where each box of a checkpoint tensor
-lands on this rank.
+"""vLLM layout: records where each box of a checkpoint tensor lands in this rank's parameters.
 
 The model's own `load_weights` runs once, on tensors without memory, while a dispatch mode records
 each copy instead of executing it. So Weft maintains no table of fused projections, grouped heads,

@@ -340,8 +340,9 @@ class ModelState(enum.Enum):
 
     WHOLE --begin--> WRITING --finish--> WHOLE
                         |
-                        +-----abort----> PARTIAL, or the previous state if nothing was written
-                        --begin--> WRITING
+                        +-----abort----> PARTIAL --begin--> WRITING
+
+    An abort before the first write returns to the previous state.
     """
 
     WHOLE = "all weights of one version"
