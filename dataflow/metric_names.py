@@ -259,7 +259,7 @@ GENERATION = Section(
             "mean_staleness",
             "versions",
             "mean over tokens: updates between sampling and training",
-            "below the bound of the schedule",
+            "at most the bound of the schedule, lower on average",
             "at the bound in every step: generation is faster than training",
         ),
         MetricEntry(
