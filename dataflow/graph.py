@@ -1,7 +1,8 @@
-"""Graph: what happens, as plain data.
+"""Graph: the nodes of a run and their dependencies, as plain data.
 
-Edges are columns: a node depends on the nodes that wrote what it reads, on the filters that its rows passed, and on the
-expansion that made them; nothing else. Where nodes run is a placement, when they run is a schedule.
+Edges are columns. A node depends on the nodes that wrote its columns, on the filters that its rows
+passed, and on the expansion that created them. A placement decides where nodes run, and a schedule
+when.
 """
 
 from __future__ import annotations
@@ -20,18 +21,15 @@ from .errors import GraphError, NoSuchNodeError, UserError, nearest
 from .operation import Declaration, Operation, Shape, declaration_of, takes_as_json, takes_from_json
 from .source import Source, TableSource, file_columns
 
-# Node
-#
-# Node: one operation of a graph, with what it waits for. Plain data.
-
+# Node: one operation of a graph and its dependencies. Plain data.
 
 SOURCE = 0
-"""Level of the rows that come from the source; each EXPAND makes a further level."""
+"""Level of the rows of the source. Each EXPAND creates another level."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One operation of a graph: reads columns, writes columns."""
+    """One operation of a graph, which reads and writes columns."""
 
     name: str
     group: str | None
@@ -40,16 +38,16 @@ class Node:
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
     reads: tuple[str, ...]
-    """Columns that it is given: all that it requires, and those it may use that exist."""
+    """Columns that it gets: all required ones, and optional ones that exist."""
     missing: tuple[str, ...]
-    """Columns that it requires and that do not reach it (an error)."""
+    """Required columns that do not reach it (an error)."""
     writes: tuple[str, ...]
     level: int
-    """Level of the rows that it takes."""
+    """Level of its input rows."""
     makes_level: int | None
-    """Level of the rows that it makes (EXPAND only)."""
+    """Level of its output rows (EXPAND only)."""
     writers: Mapping[str, str]
-    """For each of `reads`, the node that wrote it ("" for the source)."""
+    """Column of `reads` -> the node that wrote it ("" for the source)."""
     after: tuple[str, ...]
     """Nodes that must be done with a row (or its ancestor) before this node sees it."""
     path: tuple[str, ...] = ()
@@ -58,23 +56,21 @@ class Node:
 
 @dataclass(frozen=True)
 class ParameterEdge:
-    """`follower` loads the weights of `leader` after every `every`-th update of it."""
+    """`follower` loads the weights of `leader` after every `every`-th update of `leader`."""
 
     follower: str
     leader: str
     every: int
 
 
-# Handle
-#
-# Handle: a worker group in a script, before its processes are started.
+# Handle: a worker group in a script, before its processes start.
 
 
 W = TypeVar("W")
 
 
 def _from_here(config: Any) -> Any:
-    """A configuration whose relative folders of models and tokenizers are absolute paths."""
+    """Make relative folders of models and tokenizers in a configuration absolute."""
     found: dict[str, Any] = {}
     for name, value in dict(config).items() if isinstance(config, Config) else ():
         if isinstance(value, str | Path) and ("model" in name or "tokenizer" in name):
@@ -87,19 +83,19 @@ def _from_here(config: Any) -> Any:
 
 
 class Handle:
-    """Stands for a worker group: its class, its configuration, its name.
+    """A worker group in a script: class, configuration and name.
 
-    Inside a `@graph` function, calling one of its methods with rows records a node. Made by `group`, which types it
-    as the worker class, so that an editor jumps from `rollout.generate` to the code.
+    Inside a `@graph` function, calling one of its methods with rows records a node. `group` creates
+    it, typed as the worker class, so that an editor jumps from `rollout.generate` to the code.
     """
 
     def __init__(self, worker_class: type, config: Any, name: str | None) -> None:
         self.worker_class = worker_class
         self.given = config
-        """Its configuration, as it was asked for."""
+        """Configuration as given by the user."""
         self.config = _from_here(config)
-        """The configuration that a run uses: with absolute paths, since a reward function may change the working directory, and with the
-        adapter of its leader."""
+        """Configuration of the run: with absolute paths, since a reward function may change the
+        working directory, and with the adapter of its leader."""
         self.name = name
         self.leader: Handle | None = None
         """The group whose weights it loads."""
@@ -108,31 +104,34 @@ class Handle:
 
     @property
     def called(self) -> str:
-        """Its name; until a graph gives it one, that of its class: "actor" for `ActorWorker`."""
+        """Its name, or before a graph names it, the name of its class: "actor" for
+        `ActorWorker`."""
         return self.name or self.worker_class.__name__.removesuffix("Worker").lower()
 
     @property
     def transport(self) -> str:
-        """How the weights that it publishes reach its followers; "auto" where its worker offers no choice."""
+        """Transport of its weights to its followers; "auto" if its worker has no such setting."""
         return getattr(self.given, "transport", "auto")
 
     @property
     def vllm_backend(self) -> str:
-        """vLLM's own backend by which it sends them, while it and its followers work at the same time; empty: none."""
+        """vLLM backend that sends its weights while it and its followers cooperate; empty for
+        none."""
         return getattr(self.given, "vllm_backend", "")
 
     def __repr__(self) -> str:
         return f"<handle {self.name or '(unnamed)'}: {self.worker_class.__name__}>"
 
     def follows(self, leader: object, *, every: int = 1) -> None:
-        """Load the weights of `leader` after every `every`-th update of it.
+        """Load the weights of `leader` after every `every`-th update of `leader`.
 
         Args:
-            leader: the handle of the group that publishes weights.
+            leader: handle of the group that publishes weights.
             every: number of updates between two loads.
 
         Raises:
-            UserError: `leader` is not a handle or has no weights to publish, or this group cannot receive any.
+            UserError: `leader` is not a handle or has no weights to publish, or this group cannot
+                receive weights.
         """
         if not isinstance(leader, Handle):
             raise UserError(
@@ -173,7 +172,8 @@ class Handle:
 
 
 def declared(worker_class: type, method: str) -> Declaration | None:
-    """The declaration of a worker's method, or of the method that it overrides; None: it is not remote."""
+    """Return the declaration of a worker's method, or of the method that it overrides; None if it
+    is not remote."""
     for each in worker_class.__mro__:
         declaration = declaration_of(vars(each).get(method))
         if declaration is not None:
@@ -182,11 +182,11 @@ def declared(worker_class: type, method: str) -> Declaration | None:
 
 
 def group(worker_class: type[W], *, name: str | None = None, **settings: Any) -> W:
-    """A handle on a worker group of this class, configured by keyword (checked here, against `worker_class.Config`).
+    """Create a handle on a worker group, with the settings of `worker_class.Config`.
 
     Args:
-        worker_class: the class of the workers.
-        name: name of the group; None: the name of the parameter under which it is first passed to a graph.
+        worker_class: class of the workers.
+        name: name of the group; by default, the parameter name of the first graph that gets it.
         settings: fields of `worker_class.Config`.
 
     Raises:
@@ -202,8 +202,6 @@ def group(worker_class: type[W], *, name: str | None = None, **settings: Any) ->
     return cast(W, Handle(worker_class, config, name))
 
 
-# Drawing
-#
 # Drawing: a graph as text, and as a Mermaid flowchart.
 
 
@@ -214,7 +212,7 @@ def graph_text(
     edges: Sequence[ParameterEdge],
     levels: Mapping[int, str],
 ) -> str:
-    """A line for the source and each edge, two or three for each node."""
+    """Describe a graph: one line for the source and each edge, two or three for each node."""
     lines = [
         f"graph {name}",
         f"  source {source.name}: {', '.join(source.columns) or 'no columns declared'}",
@@ -233,7 +231,7 @@ def graph_text(
 
 
 def as_mermaid(source: Source, nodes: Sequence[Node], edges: Sequence[ParameterEdge]) -> str:
-    """A flowchart: solid edges carry columns, dotted ones carry parameters."""
+    """Draw a flowchart: solid edges carry columns, dotted edges carry parameters."""
     ids = {"": "source"} | {n.name: f"n{i}" for i, n in enumerate(nodes)}
     lines = ["flowchart LR", f"  source[({_quoted(source.name)})]"]
     for path in dict.fromkeys(n.path for n in nodes):
@@ -256,8 +254,12 @@ def as_mermaid(source: Source, nodes: Sequence[Node], edges: Sequence[ParameterE
 def _parameter_edges(
     ids: Mapping[str, str], nodes: Sequence[Node], edges: Sequence[ParameterEdge]
 ) -> list[str]:
-    """Lines of the dotted edges. Each leaves the node that updates, and reaches every node that uses the weights. A group that has
-    no such node here (it may have one in another graph of the run) has a box of its own."""
+    """Return the lines of the dotted edges, from the updating node to each node that uses the
+    weights.
+
+    A group without such a node in this graph (another graph of the run may have one) gets a
+    separate box.
+    """
     groups = dict.fromkeys(g for e in edges for g in (e.leader, e.follower))
     alone = {g: f"g{i}" for i, g in enumerate(groups)}
     drawn_alone: dict[str, None] = {}
@@ -295,10 +297,7 @@ def _every(every: int) -> str:
     return "every update" if every == 1 else f"every {every} updates"
 
 
-# Validation
-#
-# Validation: the rules of a graph, each broken one as a line that names the node, the column and
-# the nearest right name.
+# Validation: each broken rule gives a line with the node, the column and the nearest right name.
 
 
 def refuse(problems: Sequence[str]) -> None:
@@ -308,7 +307,7 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def rows_problems(source: Source, nodes: Sequence[Node], edges: Sequence[ParameterEdge]) -> list[str]:
-    """Problems of a graph by itself: columns, groups and cycles."""
+    """Return the problems of a single graph: columns, groups and cycles."""
     return [
         *_column_problems(source, nodes),
         *_group_problems(source, nodes),
@@ -317,10 +316,10 @@ def rows_problems(source: Source, nodes: Sequence[Node], edges: Sequence[Paramet
 
 
 def following_problems(edges: Sequence[ParameterEdge], updated: Sequence[str | None]) -> Iterable[str]:
-    """Problems of followers whose leader no node updates.
+    """Return the problems of followers whose leader no node updates.
 
     Args:
-        edges: the parameter edges of a graph.
+        edges: parameter edges of a graph.
         updated: names of the groups that any graph of the run updates.
     """
     followers = {e.follower for e in edges}
@@ -339,7 +338,8 @@ def _column_problems(source: Source, nodes: Sequence[Node]) -> Iterable[str]:
         for column in node.writes:
             if column in {str(c) for c in IDENTITY}:
                 yield f"node {node.name!r} writes column {column!r}, which identifies rows and belongs to the buffer"
-            # The rows of an EXPAND are new: the prompt of a dialogue's next turn may be called what the first was called.
+            # An EXPAND creates new rows, so a dialogue's next prompt may reuse the column of the
+            # first.
             elif column in written and node.makes_level is None:
                 already = written[column]
                 yield f"node {node.name!r} writes column {column!r}, which {already} writes already; rename it (into=...)"
@@ -347,7 +347,7 @@ def _column_problems(source: Source, nodes: Sequence[Node]) -> Iterable[str]:
 
 
 def _why_missing(column: str, position: int, source: Source, nodes: Sequence[Node]) -> str:
-    """Why a column does not reach the node at this position."""
+    """Explain why a column does not reach the node at this position."""
     reader = nodes[position]
     at, writer = next(
         ((i, n.name) for i, n in reversed([*enumerate(nodes)]) if column in n.writes), (position, "")
@@ -378,7 +378,7 @@ def _why_missing(column: str, position: int, source: Source, nodes: Sequence[Nod
 
 
 def _descends(level: int, node: Node, nodes: Sequence[Node]) -> bool:
-    """Whether the rows of a level are made, in one step or several, of those that a node makes."""
+    """Whether a node created the rows of a level, directly or through further expansions."""
     while level != SOURCE:
         if level == node.makes_level:
             return True
@@ -387,7 +387,7 @@ def _descends(level: int, node: Node, nodes: Sequence[Node]) -> bool:
 
 
 def _how_to_have(column: str, reader: Node, source: Source, nodes: Sequence[Node]) -> str:
-    """How to get a column that no node writes; if that is not known, the column with the nearest name."""
+    """Explain how to get a column that no node writes, or suggest the nearest column."""
     if column in KNOWN and KNOWN[column].made:
         return f"; {KNOWN[column].made}"
     known = [*(c for c in source.columns if c != column), *(c for n in nodes for c in n.writes)]
@@ -417,7 +417,7 @@ def _cycle_problems(nodes: Sequence[Node], edges: Sequence[ParameterEdge]) -> It
 
 
 def _cycle(after: Mapping[str, Iterable[str]]) -> list[str]:
-    """Names along one cycle of a dependency relation, or an empty list."""
+    """Return the names along one cycle of a dependency relation, or an empty list."""
     state: dict[str, int] = {}  # 1: on the path being walked, 2: known to be free of cycles
 
     def walk(name: str, path: list[str]) -> list[str]:
@@ -436,12 +436,13 @@ def _cycle(after: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 TRAIN = "train"
-"""Name of the graph of a run that trains."""
+"""Name of a run's training graph."""
 
 
 @dataclass(frozen=True)
 class Graph:
-    """What a `@graph` function describes: printed by `print`, drawn by `mermaid()`, checked by `validate()`, walked by any schedule."""
+    """The result of a `@graph` function. `print` shows it, `mermaid()` draws it, `validate()`
+    checks it, and schedules walk it."""
 
     name: str
     source: Source
@@ -458,7 +459,7 @@ class Graph:
 
     @property
     def follows(self) -> tuple[ParameterEdge, ...]:
-        """The parameter edges that end at this graph's groups, and those that lead up to them."""
+        """The parameter edges that end at this graph's groups, and the edges that lead to these."""
         edges: list[ParameterEdge] = []
         pending, seen = list(self.handles.values()), set[int]()
         for handle in pending:
@@ -470,30 +471,31 @@ class Graph:
 
     @property
     def levels(self) -> dict[int, str]:
-        """Level -> name of its rows: the source's, or the node that made them."""
+        """Level -> name of its rows: the source, or the node that created them."""
         return {SOURCE: self.source.name} | {
             n.makes_level: n.name for n in self.nodes if n.makes_level is not None
         }
 
     def parent_level(self, level: int) -> int:
-        """The level whose rows were expanded into this one."""
+        """Return the level whose rows were expanded into this one."""
         return next(n.level for n in self.nodes if n.makes_level == level)
 
     def level_of(self, writer: str) -> int:
-        """The level of the rows that carry the columns written by this node ("" for the source)."""
+        """Return the level of the rows that carry this node's columns ("" for the source)."""
         if not writer:
             return SOURCE
         node = self[writer]
         return node.level if node.makes_level is None else node.makes_level
 
     def validate(self, also: Iterable[Graph] = ()) -> Graph:
-        """This graph, if it breaks no rule.
+        """Check the graph's rules, and return the graph.
 
         Args:
-            also: the other graphs of the run, whose updates this one may follow.
+            also: other graphs of the run, whose updates this graph may follow.
 
         Raises:
-            GraphError: the graph breaks rules. The message names, for each, the node, the column and the nearest column that exists.
+            GraphError: the graph breaks rules. For each, the message names the node, the column and
+                the nearest existing column.
         """
         updated = [n.group for g in (self, *also) for n in g.nodes if n.operation.updates]
         edges = self.follows
@@ -504,11 +506,12 @@ class Graph:
         return graph_text(self.name, self.source, self.nodes, self.follows, self.levels)
 
     def mermaid(self) -> str:
-        """The graph as a Mermaid flowchart."""
+        """Return the graph as a Mermaid flowchart."""
         return as_mermaid(self.source, self.nodes, self.follows)
 
     def structure(self) -> dict[str, Any]:
-        """What a person looks at, as JSON values: its source, its nodes with their code, and who follows whom."""
+        """Return the graph for display, as JSON values: source, nodes with their code, and
+        parameter edges."""
         return {
             "source": {"name": self.source.name, "columns": [*self.source.columns]},
             "nodes": [
@@ -532,7 +535,8 @@ class Graph:
         }
 
     def outline(self) -> dict[str, Any]:
-        """What a ledger needs to know about the graph, as JSON values. With it, a run can be inspected without the user's code."""
+        """Return what a ledger needs of the graph, as JSON values, so that a run can be inspected
+        without the user's code."""
         return {
             "name": self.name,
             "source": self.source.name,
@@ -558,10 +562,11 @@ class Graph:
 
     @classmethod
     def from_outline(cls, outline: Mapping[str, Any]) -> Graph:
-        """The graph of an outline. A ledger can walk it, but it cannot be run, and its source has no rows.
+        """Create a graph from an outline. A ledger can walk it, but it cannot run, and its source
+        has no rows.
 
         Args:
-            outline: what `outline()` returned.
+            outline: result of `outline()`.
         """
         nodes: list[Node] = []
         for fields in outline["nodes"]:
@@ -582,7 +587,7 @@ class Graph:
 
 
 def place_of(function: Callable[..., Any]) -> dict[str, Any] | None:
-    """File and first line of a function; None where it has none that can be read."""
+    """Return file and first line of a function; None if they are unknown."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return None if code is None else {"file": code.co_filename, "line": code.co_firstlineno}
 
