@@ -67,11 +67,11 @@ class PolicyLoss(AggregatedLoss):
     """[loss/nat] Entropy bonus. Raise it if entropy collapses; above 0 its gradient costs one more
     pass over the logits."""
     old: str | None = None
-    """Column with the old policy's log-probabilities, which the ratio compares with. By default (None),
-    token ratios use the generator's `response_logprobs`. Sequence ratios, and ratios combined with a
-    weighing correction, use the trainer's `old_logprobs` if the rows have it, otherwise the current
-    policy (r = 1: a plain policy gradient, correct for one optimizer step per update). Set it if
-    another node of the graph computes the column."""
+    """Column with the old policy's log-probabilities, which the ratio compares with. By default
+    (None), token ratios use the generator's `response_logprobs`. Sequence ratios, and ratios
+    combined with a weighing correction, use the trainer's `old_logprobs` if the rows have it,
+    otherwise the current policy (r = 1: a plain policy gradient, correct for one optimizer step per
+    update). Set it if another node of the graph computes the column."""
     correction: Correction | tuple[Correction, ...] = ()
     """Correction for tokens that the generator sampled from another distribution than the
     trainer's; several are multiplied. It applies to the policy gradient, but not to the KL penalty

@@ -282,8 +282,8 @@ class PreferenceLoss(PairLoss):
     """f: `Logistic`, `RobustLogistic`, `Squared` or `Hinge`. Choose `RobustLogistic` for noisy
     labels, `Squared` for pairs that all agree."""
     margin: float = 0.0
-    """[reward] Lead in beta (s_w - s_l) that counts as equal (SimPO's gamma). Raise it to push pairs
-    further apart."""
+    """[reward] Lead in beta (s_w - s_l) that counts as equal (SimPO's gamma). Raise it to push
+    pairs further apart."""
     weight: float = Field(default=1.0, gt=0)
     """[factor] Weight of the comparison (ORPO's lambda). Lower it to give the likelihood more
     weight."""

@@ -1,4 +1,4 @@
-"""Surrogates: per-token losses from ratio and advantage, importance ratios, and off-policy corrections.
+"""Surrogates, importance ratios and off-policy corrections: from ratios to per-token losses.
 
 Clipped(low=0.2, high=0.28)     the usual bound, here DAPO's
 Clipped(dual=3.0)               dual clip

@@ -1,4 +1,4 @@
-"""Metric names: the table of all metrics, and the names under which a run writes them.
+"""Metric names: the table of all metrics, and their names in a run.
 
 `python docs/generate/metrics_page.py > docs/metrics.md` writes the page.
 """
@@ -657,7 +657,7 @@ def entry_named(name: str) -> MetricEntry | None:
 
 
 def written_name(group: str, name: str) -> str:
-    """Return the name under which a run writes a worker group's metric.
+    """Return the written name of a worker group's metric.
 
     The group's name is the prefix, except for metrics of the table that a Weft function measured.
 
