@@ -209,8 +209,7 @@ class GreedyBaseline:
     sampling=Sampling(temperature=0)), into="baseline_reward")`, then `rollout.generate(greedy,
     n=...)`, whose rows inherit the columns of their parents.
 
-    >>> greedy_baseline(Outcomes.of([1.0, 0.0], groups=[0, 1], baseline_reward=[0.5,
-    0.25])).tolist()
+    >>> greedy_baseline(Outcomes.of([1.0, 0.0], groups=[0, 1], baseline_reward=[0.5, 0.25])).tolist()
     [0.5, -0.25]
     """
 
@@ -243,8 +242,7 @@ def is_group_relative(estimator: object) -> bool:
     """Whether an estimator is in `GROUP_RELATIVE`, possibly with some arguments bound.
 
     >>> import functools
-    >>> is_group_relative(functools.partial(group_normalized, epsilon=1.0)),
-    is_group_relative(greedy_baseline)
+    >>> is_group_relative(functools.partial(group_normalized, epsilon=1.0)), is_group_relative(greedy_baseline)
     (True, False)
     """
     return getattr(estimator, "func", estimator) in GROUP_RELATIVE
@@ -254,8 +252,7 @@ def have_equal_rewards(samples: Batch, reward: str) -> np.ndarray:
     """[groups] bool, in the order of `samples.groups()`: whether a group's rewards are all equal.
     NaN equals nothing.
 
-    >>> have_equal_rewards(Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0]),
-    "reward").tolist()
+    >>> have_equal_rewards(Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0]), "reward").tolist()
     [False, True]
     """
     rewards, (groups, index) = samples.numpy(reward), samples.groups()

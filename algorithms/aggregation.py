@@ -73,8 +73,7 @@ class FixedLength:
     Unlike `SequenceMean`, it does not favor short correct and long wrong responses. Rows without a
     trained token are not counted.
 
-    >>> FixedLength(8).weights(PackedRows.of([2])).tolist(),
-    FixedLength(8).count(PackedRows.of([2]))
+    >>> FixedLength(8).weights(PackedRows.of([2])).tolist(), FixedLength(8).count(PackedRows.of([2]))
     ([0.125, 0.125], 1.0)
     """
 

@@ -175,8 +175,7 @@ def interval(mean: float, std: float, number: float) -> tuple[float, float] | No
     Returns:
         Lower and upper end; None for fewer than two values.
 
-    >>> [round(end, 3) for end in interval(0.5, 0.5, 100)], [round(end, 3) for end in interval(0.0,
-    0.0, 100)]
+    >>> [round(end, 3) for end in interval(0.5, 0.5, 100)], [round(end, 3) for end in interval(0.0, 0.0, 100)]
     ([0.404, 0.596], [0.0, 0.037])
     >>> [round(end, 3) for end in interval(3.0, 1.0, 5)]
     [1.612, 4.388]

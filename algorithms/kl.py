@@ -119,8 +119,7 @@ def full_kl(logits: Tensor, reference_logits: Tensor) -> Tensor:
     Returns:
         [T] nats, never negative beyond rounding; empty for no tokens.
 
-    >>> full_kl(torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0986123, 0.0]])).tolist()  # 1/2, 1/2
-    from 3/4, 1/4
+    >>> full_kl(torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0986123, 0.0]])).tolist()  # 1/2, 1/2 from 3/4, 1/4
     [0.1438...]
     """
     logprobs = torch.log_softmax(logits, dim=-1)
@@ -158,8 +157,7 @@ class AdaptiveCoefficient(Config):
     horizon. The object is immutable: `updated` returns the next one. For a constant coefficient,
     use a number.
 
-    >>> AdaptiveCoefficient(value=0.1, target=6.0, horizon=1000).updated(observed_kl=12.0,
-    num_steps=100).value
+    >>> AdaptiveCoefficient(value=0.1, target=6.0, horizon=1000).updated(observed_kl=12.0, num_steps=100).value
     0.102...
     """
 

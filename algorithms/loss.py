@@ -127,8 +127,7 @@ def response_rows(samples: Batch, ragged: object, *columns: object) -> PackedRow
         ragged: column that determines the lengths of the rows.
         columns: more columns, ragged with the same lengths or with one value per row.
 
-    >>> rows = response_rows(Batch.of(response_ids=[[5, 6], [7]], reward=[1.0, 0.0]),
-    "response_ids", "reward")
+    >>> rows = response_rows(Batch.of(response_ids=[[5, 6], [7]], reward=[1.0, 0.0]), "response_ids", "reward")
     >>> rows.lengths.tolist(), rows["reward"].tolist()
     ([2, 1], [1.0, 0.0])
     """
@@ -199,8 +198,7 @@ class FrozenLoss(Config):
     ...
     ...     def __call__(self, logprobs, rows):
     ...         return self.weight * rows.only_trained(logprobs).sum(), {}
-    >>> isinstance(Brevity(), Loss), Brevity().reads, Brevity()(torch.tensor([-1.0, -3.0]),
-    PackedRows.of([2]))[0].item()
+    >>> isinstance(Brevity(), Loss), Brevity().reads, Brevity()(torch.tensor([-1.0, -3.0]), PackedRows.of([2]))[0].item()
     (True, (), -2.0)
     """
 
@@ -240,8 +238,7 @@ class Observed(Mapping[str, Metric]):
     """Metrics whose values stay on the device until first read, so that they do not delay the
     backward pass.
 
-    >>> both = observed(torch.tensor([True]), {"gap": torch.tensor([0.5])}) |
-    observed(torch.tensor([False]), {"kl": torch.tensor([1.0])})
+    >>> both = observed(torch.tensor([True]), {"gap": torch.tensor([0.5])}) | observed(torch.tensor([False]), {"kl": torch.tensor([1.0])})
     >>> dict(both)
     {'gap': Mean(total=0.5, weight=1.0), 'kl': Mean(total=0.0, weight=0.0)}
     """

@@ -47,8 +47,7 @@ class PolicyLoss(AggregatedLoss):
     the weight of `correction` for trainer / generator.
 
     >>> rows = PackedRows.of([2], advantages=[1.0, 1.0], response_logprobs=[-1.0, -1.0])
-    >>> loss_sum, metrics = PolicyLoss()(torch.tensor([-1.0, -0.5]), rows)  # ratios 1 and 1.65; the
-    second is clipped
+    >>> loss_sum, metrics = PolicyLoss()(torch.tensor([-1.0, -0.5]), rows)  # ratios 1 and 1.65; the second is clipped
     >>> round(loss_sum.item(), 4), PolicyLoss().count(rows), metrics["clip_fraction"].value
     (-2.2, 2.0, 0.5)
     """
@@ -218,8 +217,7 @@ class NegativeLogLikelihood(AggregatedLoss):
     """Supervised loss: l_t = -log p(y_t), by default the mean over all trained tokens of the step.
 
     >>> rows = PackedRows.of([2, 1], response_mask=[1, 0, 1])
-    >>> NegativeLogLikelihood()(torch.tensor([-1.0, -9.0, -2.0]), rows)[0].item(),
-    NegativeLogLikelihood().count(rows)
+    >>> NegativeLogLikelihood()(torch.tensor([-1.0, -9.0, -2.0]), rows)[0].item(), NegativeLogLikelihood().count(rows)
     (3.0, 2.0)
     """
 
@@ -310,8 +308,7 @@ def needs_old_logprobs(loss: Loss, *, epochs: int = 1, minibatches: int = 1) -> 
     >>> from .policy_loss import PolicyLoss
     >>> from .surrogates import sequence_ratio
     >>> gspo = PolicyLoss(ratio=sequence_ratio)
-    >>> needs_old_logprobs(gspo), needs_old_logprobs(gspo, minibatches=4),
-    needs_old_logprobs(PolicyLoss(), minibatches=4)
+    >>> needs_old_logprobs(gspo), needs_old_logprobs(gspo, minibatches=4), needs_old_logprobs(PolicyLoss(), minibatches=4)
     (False, True, False)
     """
     column = str(OLD_LOGPROBS)

@@ -57,8 +57,7 @@ def pairs(preferences: Batch) -> Batch:
     """Expand each preference into two rows: the chosen response and the rejected one.
 
     >>> rows = pairs(Batch.of(sample_id=[7], chosen_ids=[[1, 2]], rejected_ids=[[3]]))
-    >>> rows["response_ids"].to_pylist(), rows["preferred"].to_pylist(),
-    rows["parent_id"].to_pylist()
+    >>> rows["response_ids"].to_pylist(), rows["preferred"].to_pylist(), rows["parent_id"].to_pylist()
     ([[1, 2], [3]], [1, 0], [7, 7])
     """
     return _two_of_each(preferences, {RESPONSE_IDS: (CHOSEN_IDS, REJECTED_IDS)})
@@ -88,8 +87,7 @@ def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
         The kept rows, and `tied_groups`, the number of groups without a best sample. This includes
         groups with a NaN reward.
 
-    >>> samples = Batch.of(sample_id=[1, 2, 3, 4, 5], group_id=[0, 0, 0, 1, 1], reward=[0.5, 0.0,
-    1.0, 1.0, 1.0])
+    >>> samples = Batch.of(sample_id=[1, 2, 3, 4, 5], group_id=[0, 0, 0, 1, 1], reward=[0.5, 0.0, 1.0, 1.0, 1.0])
     >>> kept, metrics = best_and_worst(samples)
     >>> kept["sample_id"].to_pylist(), kept["preferred"].to_pylist(), metrics["tied_groups"].value
     ([3, 2], [1, 0], 1.0)
@@ -154,8 +152,7 @@ def reference_point(rows: Batch) -> Batch:
     """KTO's z0 (arXiv:2402.01306, §4.1): max(0, mean over rows of sum_t log p(y'_t) - log
     p_ref(y'_t)), of mismatched responses. Equal in all rows of this call.
 
-    >>> columns = {"mismatched_logprobs": [[-1.0, -1.0], [-3.0]], "mismatched_reference_logprobs":
-    [[-3.0, -2.0], [-2.0]]}
+    >>> columns = {"mismatched_logprobs": [[-1.0, -1.0], [-3.0]], "mismatched_reference_logprobs": [[-3.0, -2.0], [-2.0]]}
     >>> rows = Batch.of(**columns, mismatched_mask=[[1, 1], [1]])
     >>> reference_point(rows)["reference_point"].to_pylist()
     [1.0, 1.0]

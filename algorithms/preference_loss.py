@@ -133,8 +133,7 @@ class Logistic(Config):
     Mitchell, "A note on DPO with noisy preferences", 2023). Its minimum is at z = log (1 - e) / e
     instead of infinity.
 
-    >>> Logistic()(torch.tensor([0.0])).tolist(),
-    Logistic(label_smoothing=0.25)(torch.tensor([2.0])).tolist()
+    >>> Logistic()(torch.tensor([0.0])).tolist(), Logistic(label_smoothing=0.25)(torch.tensor([2.0])).tolist()
     ([0.6931...], [0.6269...])
     """
 
@@ -265,10 +264,8 @@ class PreferenceLoss(PairLoss):
     response without trained tokens are not counted.
 
     >>> columns = {"group_id": [4, 4], "preferred": [0, 1], "reference_logprobs": [-1.0, -1.0]}
-    >>> loss_sum, metrics = PreferenceLoss(beta=0.5)(torch.tensor([-2.0, -1.0]), PackedRows.of([1,
-    1], **columns))
-    >>> round(loss_sum.item(), 4), metrics["reward_margin"].value,
-    metrics["preference_accuracy"].value
+    >>> loss_sum, metrics = PreferenceLoss(beta=0.5)(torch.tensor([-2.0, -1.0]), PackedRows.of([1, 1], **columns))
+    >>> round(loss_sum.item(), 4), metrics["reward_margin"].value, metrics["preference_accuracy"].value
     (0.4741, 0.5, 1.0)
     """
 
@@ -335,10 +332,8 @@ class DesirabilityLoss(FrozenLoss):
     `reference_point` (nats, equal in all rows that are compared). The graph `kto` estimates it once
     per step before the update, so it does not depend on microbatches or ranks.
 
-    >>> columns = {"preferred": [1, 0], "reference_logprobs": [-2.0, -2.0], "reference_point": [0.5,
-    0.5]}
-    >>> loss_sum, metrics = DesirabilityLoss(beta=1)(torch.tensor([-1.5, -1.5]), PackedRows.of([1,
-    1], **columns))
+    >>> columns = {"preferred": [1, 0], "reference_logprobs": [-2.0, -2.0], "reference_point": [0.5, 0.5]}
+    >>> loss_sum, metrics = DesirabilityLoss(beta=1)(torch.tensor([-1.5, -1.5]), PackedRows.of([1, 1], **columns))
     >>> loss_sum.item(), metrics["chosen_reward"].value
     (1.0, 0.5)
     """
@@ -400,8 +395,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0
     Returns:
         [P] losses; never infinite for finite rewards; empty for no pairs.
 
-    >>> bradley_terry(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 2.0]), margin=torch.tensor([0.0,
-    1.0])).tolist()
+    >>> bradley_terry(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 2.0]), margin=torch.tensor([0.0, 1.0])).tolist()
     [0.6931..., 3.0485...]
     """
     return -torch.nn.functional.logsigmoid(chosen - rejected - margin)

@@ -53,8 +53,7 @@ class RewardLoss(PairLoss):
 
     >>> rows = PackedRows.of([2, 1], group_id=[4, 4], preferred=[1, 0])
     >>> loss_sum, metrics = RewardLoss()(torch.tensor([9.0, 1.0, 1.0]), rows)  # rewards 1 and 1
-    >>> round(loss_sum.item(), 4), metrics["preference_accuracy"].value,
-    metrics["chosen_reward"].value
+    >>> round(loss_sum.item(), 4), metrics["preference_accuracy"].value, metrics["chosen_reward"].value
     (0.6931, 0.0, 1.0)
     """
 

@@ -64,8 +64,7 @@ def penalized_token_rewards(rewards: Tensor, kl: Tensor, rows: PackedRows, coeff
         trained tokens is dropped.
 
     >>> rows = PackedRows.of([3, 1], response_mask=[1, 1, 0, 1])
-    >>> penalized_token_rewards(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.5, 9.0, 0.0]), rows,
-    0.5).tolist()
+    >>> penalized_token_rewards(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.5, 9.0, 0.0]), rows, 0.5).tolist()
     [-0.25, 0.75, 0.0, 2.0]
     """
     penalties = torch.where(rows.trained > 0, -coefficient * kl, 0.0).float()
@@ -133,8 +132,7 @@ def token_rewards(
         reward: column with the reward of the response.
         old: column with the log-probabilities of the sampling policy.
 
-    >>> samples = Batch.of(reward=[1.0], response_logprobs=[[-1.0, -1.0]],
-    reference_logprobs=[[-1.5, -1.0]])
+    >>> samples = Batch.of(reward=[1.0], response_logprobs=[[-1.0, -1.0]], reference_logprobs=[[-1.5, -1.0]])
     >>> token_rewards(samples, coefficient=0.5)["token_rewards"].to_pylist()
     [[-0.25, 1.0]]
     """

@@ -55,8 +55,7 @@ class Clipped(Config):
     token with negative advantage to -dual A, since a huge ratio would make it unbounded
     (arXiv:1912.09729).
 
-    >>> ratio, advantages = torch.tensor([1.5, 1.5, 0.5, 9.0]), torch.tensor([1.0, -1.0, -1.0,
-    -1.0])
+    >>> ratio, advantages = torch.tensor([1.5, 1.5, 0.5, 9.0]), torch.tensor([1.0, -1.0, -1.0, -1.0])
     >>> made = Clipped(low=0.2, high=0.25, dual=3.0)(ratio, ratio.log(), advantages)
     >>> made.losses.tolist(), made.clipped.tolist()
     ([-1.25, 1.5, 0.800000..., 3.0], [True, False, True, True])
@@ -122,8 +121,7 @@ class Sapo(Config):
     gradients of negative advantages fade faster, because they raise the probability of every other
     token.
 
-    >>> made = Sapo()(torch.tensor([1.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([1.0,
-    -2.1]))
+    >>> made = Sapo()(torch.tensor([1.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -2.1]))
     >>> made.losses.tolist(), made.clipped.tolist()
     ([-2.0, 4.0], [False, False])
     """
@@ -145,8 +143,7 @@ class PlainPolicyGradient(Config):
     """-A log p, the plain policy gradient (REINFORCE; GPG, arXiv:2504.02546), for one optimizer
     step per batch.
 
-    >>> PlainPolicyGradient()(torch.tensor([2.0]), torch.tensor([-1.5]),
-    torch.tensor([2.0])).losses.tolist()
+    >>> PlainPolicyGradient()(torch.tensor([2.0]), torch.tensor([-1.5]), torch.tensor([2.0])).losses.tolist()
     [3.0]
     """
 
@@ -293,8 +290,7 @@ class TruncatedImportance(Config):
     [1.5, 0.5]
     >>> TruncatedImportance(cap=0.9, floor=0.6)(log_ratio, rows).weights.tolist()
     [0.89..., 0.60...]
-    >>> [TruncatedImportance(level=level)(log_ratio, rows).weights.tolist() for level in
-    ("sequence", "geometric")]
+    >>> [TruncatedImportance(level=level)(log_ratio, rows).weights.tolist() for level in ("sequence", "geometric")]
     [[1.0, 1.0], [1.0, 1.0]]
     """
 

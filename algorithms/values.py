@@ -54,8 +54,7 @@ def generalized_advantages(
         UserError: gamma or lam is outside 0 to 1.
 
     >>> rows = PackedRows.of([3], response_mask=[1, 0, 1])  # the token in the middle is no step
-    >>> generalized_advantages(torch.tensor([0.0, 9.0, 1.0]), torch.tensor([0.5, 9.0, 0.25]), rows,
-    gamma=1.0, lam=0.5)
+    >>> generalized_advantages(torch.tensor([0.0, 9.0, 1.0]), torch.tensor([0.5, 9.0, 0.25]), rows, gamma=1.0, lam=0.5)
     (tensor([0.1250, 0.0000, 0.7500]), tensor([0.6250, 0.0000, 1.0000]))
     """
     for name, value in (("gamma", gamma), ("lam", lam)):
@@ -125,8 +124,7 @@ def whitened(values: Tensor, rows: PackedRows, *, shift: bool = True, epsilon: f
         [T] float32; 0 at masked tokens, whatever they hold. Equal values, or a single one, give 0
         (without a shift: themselves).
 
-    >>> whitened(torch.tensor([1.0, 3.0, 99.0]), PackedRows.of([3], response_mask=[1, 1,
-    0])).tolist()
+    >>> whitened(torch.tensor([1.0, 3.0, 99.0]), PackedRows.of([3], response_mask=[1, 1, 0])).tolist()
     [-0.7071..., 0.7071..., 0.0]
     """
     values_N, kept = _float32(values), None
@@ -158,8 +156,7 @@ class ValueLoss(AggregatedLoss):
     implementation (but not its paper, arXiv:1707.06347). `clip=None` is the plain squared error.
 
     >>> rows = PackedRows.of([2], values=[0.0, 0.0], returns=[1.0, 1.0])
-    >>> loss_sum, metrics = ValueLoss(clip=0.2)(torch.tensor([0.5, -0.5]), rows)  # the first may
-    not earn beyond 0.2
+    >>> loss_sum, metrics = ValueLoss(clip=0.2)(torch.tensor([0.5, -0.5]), rows)  # the first may not earn beyond 0.2
     >>> round(loss_sum.item(), 4), metrics["clip_fraction"].value
     (1.445, 0.5)
     """
@@ -210,8 +207,7 @@ def critic_advantages(
             schedules; with several ranks of `functions`, each normalizes its part.
 
     >>> samples = Batch.of(response_ids=[[5, 6]], token_rewards=[[0.0, 1.0]], values=[[0.5, 0.5]])
-    >>> critic_advantages(samples, lam=1.0, whiten=False).select(("advantages",
-    "returns")).to_rows()
+    >>> critic_advantages(samples, lam=1.0, whiten=False).select(("advantages", "returns")).to_rows()
     [{'advantages': [0.5, 0.5], 'returns': [1.0, 1.0]}]
     """
     rows = response_rows(samples, TOKEN_REWARDS, VALUES)

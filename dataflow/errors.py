@@ -202,7 +202,7 @@ class StalledError(RunError):
     """Rows are in flight, but nothing runs and nothing can run. The message names what they wait
     for."""
 
-    advice = "`weft buffer why RUN GROUP` shows what a group waits for, or what became of it."
+    advice = "`weft buffer why RUN GROUP` shows what a group waits for, or how it ended."
 
 
 class StalenessError(RunError):
@@ -215,7 +215,7 @@ class StalenessError(RunError):
 class WeightSyncError(RunError):
     """The weights of a receiver differ from the published ones."""
 
-    advice = "Nothing was generated with the wrong weights. Go on from the last checkpoint with resume='latest'."
+    advice = "Nothing was generated with the wrong weights. Continue from the last checkpoint with resume='latest'."
 
 
 class TakenOverError(RunError):
@@ -223,8 +223,8 @@ class TakenOverError(RunError):
     writing. The message names the other."""
 
     advice = (
-        "If another driver has the run, there is nothing to do: it goes on from the last checkpoint. If the run's folder was moved, "
-        "go on there with resume=PATH."
+        "If another driver has the run, there is nothing to do: it continues from the last checkpoint. If the run's folder was moved, "
+        "continue there with resume=PATH."
     )
 
 
@@ -232,15 +232,15 @@ class RecoveryError(RunError):
     """The log of a run cannot be replayed: it belongs to other graphs or to another version of
     Weft."""
 
-    advice = "Go on with the graphs and the version of Weft that wrote the log, or begin a run of another name."
+    advice = "Continue with the graphs and the version of Weft that wrote the log, or start a run with another name."
 
 
 class FormatError(RecoveryError):
     """This version of Weft cannot read the format of a run's log."""
 
     advice = (
-        "resume='weights' goes on with the saved model at its place in the data, without the rows that were in flight. To go on with them, "
-        "or to look into the log, use the version of Weft that wrote it."
+        "resume='weights' continues with the saved model at its place in the data, without the rows that were in flight. To keep them, "
+        "or to inspect the log, use the version of Weft that wrote it."
     )
 
 
@@ -259,7 +259,7 @@ class DamagedSegment(RunError):
     """A message that can no longer be read: its file is missing or too short, or its bytes have
     changed."""
 
-    advice = "Go on with resume='latest': prompts whose rows are damaged are issued again."
+    advice = "Continue with resume='latest': prompts with damaged rows are issued again."
 
     def __init__(self, segment: MessageReference, path: object, problem: str) -> None:
         super().__init__(segment, str(path), problem)  # arguments for unpickling
@@ -273,7 +273,7 @@ class DamagedSegment(RunError):
 class LeaseError(RunError):
     """A lease was used after its release, or for rows of another lease."""
 
-    advice = "A backend or a worker group handled rows that were not given to it. `weft buffer check RUN` checks whether the log is sound."
+    advice = "A backend or a worker group handled rows that it did not own. `weft buffer check RUN` checks whether the log is sound."
 
 
 class DivergedError(RunError):
@@ -306,13 +306,13 @@ class WorkerDied(WorkerError):
     """A worker's process has ended or hangs and cannot be replaced alone, or rows that it needs are
     gone. The run can only continue from a checkpoint."""
 
-    advice = "A run that makes checkpoints goes on from the last of them with resume='latest'. The process's log is in the run's logs/."
+    advice = "If the run makes checkpoints, continue from the last one with resume='latest'. The process's log is in the run's logs/."
 
 
 class DeadlineError(WorkerDied, TimeoutError):
     """A call was not answered in time. The message names the call."""
 
-    advice = "If the call needs that long, raise Driver(call_timeout_s=...); otherwise see the process's log in the run's logs/."
+    advice = "If the call needs more time, raise Driver(call_timeout_s=...); otherwise see the process's log in the run's logs/."
 
 
 # Findings of the checker

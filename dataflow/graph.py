@@ -164,7 +164,7 @@ class Handle:
             add_node = getattr(args[0], "__trace__", None) if args else None
             if add_node is None:
                 raise UserError(
-                    f"{self!r}.{method}() takes the rows of a graph that is being traced first; call it inside a @weft.graph function"
+                    f"{self!r}.{method}() takes the symbolic rows of a graph first; call it inside a @weft.graph function"
                 )
             return add_node(self, function, declaration, args[1:], kwargs)
 
@@ -195,8 +195,8 @@ def group(worker_class: type[W], *, name: str | None = None, **settings: Any) ->
     made_of = getattr(worker_class, "Config", None)
     if not isinstance(made_of, type):
         raise UserError(
-            f"weft.group({getattr(worker_class, '__name__', repr(worker_class))}): a worker class names the class of its settings; "
-            "derive it from weft.Worker, with `Config = MyConfig` in it, where MyConfig is a weft.Config"
+            f"weft.group({getattr(worker_class, '__name__', repr(worker_class))}): the class has no settings class `Config`; "
+            "derive it from weft.Worker and set `Config = MyConfig`, where MyConfig is a weft.Config"
         )
     config = cast(Any, made_of)(**settings)
     return cast(W, Handle(worker_class, config, name))
@@ -360,8 +360,8 @@ def _why_missing(column: str, position: int, source: Source, nodes: Sequence[Nod
         for node in nodes[at + 1 : position]:
             if column in not_inherited(node.writes) and _descends(reader.level, node, nodes):
                 return (
-                    f"which {writer!r} writes of other tokens: {node.name!r} makes rows with tokens of their own; let it write "
-                    f"{column!r}, too, or read it before"
+                    f"which {writer!r} writes for other tokens: {node.name!r} makes rows with new tokens; let it write "
+                    f"{column!r} as well, or read the column before it"
                 )
         return f"which {writer!r} writes on another branch; pass its result, or join the two with |"
     for node in nodes:
@@ -371,7 +371,7 @@ def _why_missing(column: str, position: int, source: Source, nodes: Sequence[Nod
                 return f"which node {node.name!r} leaves out: {reasons[column]}"
     if column in file_columns(source):
         return (
-            f"which no node writes. The column {column!r} of {source.name!r} belongs to your file, and Weft never takes it for its own"
+            f"which no node writes. The column {column!r} of {source.name!r} belongs to your file, and Weft does not use it as its own"
             f"{_how_to_have(column, reader, source, nodes)}"
         )
     return f"which no node writes{_how_to_have(column, reader, source, nodes)}"
@@ -399,7 +399,7 @@ def _group_problems(source: Source, nodes: Sequence[Node]) -> Iterable[str]:
     for node in nodes:
         if node.operation.whole_groups and node.level == SOURCE:
             yield (
-                f"node {node.name!r} sees complete groups, but each row of the source {source.name!r} is a group of its own; "
+                f"node {node.name!r} sees complete groups, but each row of the source {source.name!r} is a separate group; "
                 "put it after a node that expands rows (such as generate)"
             )
         n = node.operation.quorum.n if node.operation.quorum else 1
@@ -593,4 +593,4 @@ def place_of(function: Callable[..., Any]) -> dict[str, Any] | None:
 
 
 def _without_code(rows: object) -> None:
-    raise UserError("this graph was read from the log of a run: it has no code to run")
+    raise UserError("this graph comes from the log of a run, and has no code to run")

@@ -212,11 +212,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise TypeError(
-                f"the keys of an object are text, not {next(k for k in value if not isinstance(k, str))!r}"
+                f"the keys of an object must be text, not {next(k for k in value if not isinstance(k, str))!r}"
             )
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     if isinstance(value, np.generic | np.ndarray):
         return _plain(value.tolist())
-    raise TypeError(f"a {type(value).__name__} has no JSON")
+    raise TypeError(f"a {type(value).__name__} cannot be converted to JSON")

@@ -661,8 +661,7 @@ def written_name(group: str, name: str) -> str:
 
     The group's name is the prefix, except for metrics of the table that a Weft function measured.
 
-    >>> written_name("actor", "loss"), written_name("functions", "groups_without_signal"),
-    written_name("functions", "my_own")
+    >>> written_name("actor", "loss"), written_name("functions", "groups_without_signal"), written_name("functions", "my_own")
     ('actor/loss', 'groups_without_signal', 'functions/my_own')
     """
     entry = entry_named(name) if group == FUNCTIONS else None
@@ -672,8 +671,7 @@ def written_name(group: str, name: str) -> str:
 def is_of_group(name: str, metric: str) -> bool:
     """Whether a written name belongs to this metric of training (not of an evaluation).
 
-    >>> is_of_group("rollout/truncation_rate", "truncation_rate"),
-    is_of_group("eval/rollout/truncation_rate", "truncation_rate")
+    >>> is_of_group("rollout/truncation_rate", "truncation_rate"), is_of_group("eval/rollout/truncation_rate", "truncation_rate")
     (True, False)
     """
     entry = entry_named(metric)

@@ -38,7 +38,7 @@ def find_model_folder(
         return path
     if path.is_file():
         raise UserError(
-            f"{kind} {str(name)!r} is a file; give the folder that holds its {file} ({str(path.parent)!r})"
+            f"{kind} {str(name)!r} is a file; give the folder that contains its {file} ({str(path.parent)!r})"
         )
     cached = find_cached(name, file)
     if cached is not None:

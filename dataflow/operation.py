@@ -107,8 +107,7 @@ def names_arguments(cls: type[T]) -> type[T]:
     ...     def __init__(self, *, height: int) -> None: ...
     >>> Point(hieght=1)
     Traceback (most recent call last):
-    weft.dataflow.errors.UserError: Point takes no argument 'hieght' (value 1); did you mean
-    'height'?
+    weft.dataflow.errors.UserError: Point takes no argument 'hieght' (value 1); did you mean 'height'?
     >>> Point()
     Traceback (most recent call last):
     weft.dataflow.errors.UserError: Point: missing a required argument: 'height'; it takes height
@@ -139,8 +138,7 @@ def names_parameters(name: str, others: str = "") -> Callable[[F], F]:
     ...     return height
     >>> measure(hieght=1)
     Traceback (most recent call last):
-    weft.dataflow.errors.UserError: measure takes no argument 'hieght' (value 1); did you mean
-    'height'?
+    weft.dataflow.errors.UserError: measure takes no argument 'hieght' (value 1); did you mean 'height'?
     """
 
     def decorate(function: F) -> F:
@@ -309,8 +307,7 @@ class Declaration:
     Fields that depend on the arguments of a call are functions of them. The parameters of such a
     function name the arguments that it needs; `config` is the configuration of the worker group.
 
-    >>> update = Declaration("update", reads=lambda loss: ("response_ids", *loss), takes=lambda
-    epochs: TrainingBatch(epochs > 1))
+    >>> update = Declaration("update", reads=lambda loss: ("response_ids", *loss), takes=lambda epochs: TrainingBatch(epochs > 1))
     >>> update.called_with({"loss": ("advantages",), "epochs": 1}).reads
     ('response_ids', 'advantages')
     """
@@ -399,7 +396,7 @@ class Declaration:
             return value(**given)
         except (AttributeError, TypeError) as error:
             of = ", ".join(f"{name}={argument!r}" for name, argument in given.items())
-            raise UserError(f"{self.name}: {part} cannot be worked out from {of}: {error}") from error
+            raise UserError(f"{self.name}: {part} cannot be computed from {of}: {error}") from error
 
     def _refuse_unknown(self, part: str, function: Callable[..., Any], known: Iterable[str]) -> None:
         names = list(known)
@@ -407,7 +404,7 @@ class Declaration:
             if name not in names:
                 hint = nearest(name, names) or f"; there are {', '.join(names) or 'none'}"
                 raise UserError(
-                    f"{self.name}: {part} depends on {name!r}, which is no argument of it{hint}"
+                    f"{self.name}: {part} depends on {name!r}, which is not one of its arguments{hint}"
                 )
 
     def _checked_takes(self, takes: object) -> Takes:
@@ -419,7 +416,7 @@ class Declaration:
             )
         if self.shape is Shape.MAP and takes is GROUPS:
             raise UserError(
-                f"{self.name}: a map that sees complete groups is declared with shape=Shape.GROUP"
+                f"{self.name}: a map of complete groups must be declared with shape=Shape.GROUP"
             )
         if self.shape is Shape.GROUP and takes not in (GROUPS, FINISHED_GROUPS):
             raise UserError(f"{self.name}: a node of shape GROUP takes groups, not {takes}")

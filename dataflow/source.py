@@ -55,8 +55,7 @@ def fingerprint(source: Source) -> str:
     """Return a checksum of a source's rows, in hexadecimal. It does not depend on how the table is
     chunked.
 
-    >>> one, two = (pa.table({"prompt_ids": pa.chunked_array(chunks)}) for chunks in ([[[1], [2]]],
-    [[[1]], [[2]]]))
+    >>> one, two = (pa.table({"prompt_ids": pa.chunked_array(chunks)}) for chunks in ([[[1], [2]]], [[[1]], [[2]]]))
     >>> fingerprint(TableSource("one", one)) == fingerprint(TableSource("two", two))
     True
     """

@@ -91,7 +91,7 @@ class SymbolicRows:
         take precedence over the source's."""
         if other.level != self.level:
             raise UserError(
-                "| joins two branches over the same rows; these were expanded from one another, or apart"
+                "| joins two branches over the same rows; these come from different expansions"
             )
         return SymbolicRows(
             self.trace,

@@ -1,4 +1,4 @@
-"""Print untrusted text: without secrets, terminal escapes, or characters that the stream lacks.
+"""Print untrusted text: without secrets, terminal escapes, or characters that the stream lacks."""
 
 from __future__ import annotations
 
@@ -42,11 +42,9 @@ _LONGEST = 1000
 def is_secret_name(name: str) -> bool:
     """Whether a variable or settings field with this name holds a secret.
 
-    >>> all(map(is_secret_name, ("HF_TOKEN", "WANDB_API_KEY", "dbPassword", "AWS_SECRET_ACCESS_KEY",
-    "api_keys", "PROXY_AUTH")))
+    >>> all(map(is_secret_name, ("HF_TOKEN", "WANDB_API_KEY", "dbPassword", "AWS_SECRET_ACCESS_KEY", "api_keys", "PROXY_AUTH")))
     True
-    >>> any(map(is_secret_name, ("max_tokens", "TOKENIZERS_PARALLELISM", "tokenizer",
-    "eos_token_id", "key_variable")))
+    >>> any(map(is_secret_name, ("max_tokens", "TOKENIZERS_PARALLELISM", "tokenizer", "eos_token_id", "key_variable")))
     False
     """
     words = [
@@ -175,8 +173,7 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
 
     >>> redacted("401 for hf_0123456789", {"HF_TOKEN": "hf_0123456789"})
     '401 for [value of HF_TOKEN]'
-    >>> redacted("postgres://ann:s3cret@db:5432/runs refused sk-proj-0123456789; Authorization:
-    Bearer abc123def", {})
+    >>> redacted("postgres://ann:s3cret@db:5432/runs refused sk-proj-0123456789; Authorization: Bearer abc123def", {})
     'postgres://ann:[hidden]@db:5432/runs refused [hidden]; Authorization: Bearer [hidden]'
 
     Args:
@@ -236,10 +233,8 @@ def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> A
         by_name: whether names hide fields. Turn it off for data with fixed names, such as `token`
             in pages of samples.
 
-    >>> without_secrets({"judge": {"api_key": "sk-1"}, "max_tokens": 8, "token": None, "passwords":
-    ["a"], "password": ["a"]})
-    {'judge': {'api_key': '[hidden]'}, 'max_tokens': 8, 'token': None, 'passwords': ['[hidden]'],
-    'password': ['[hidden]']}
+    >>> without_secrets({"judge": {"api_key": "sk-1"}, "max_tokens": 8, "token": None, "passwords": ["a"], "password": ["a"]})
+    {'judge': {'api_key': '[hidden]'}, 'max_tokens': 8, 'token': None, 'passwords': ['[hidden]'], 'password': ['[hidden]']}
     >>> without_secrets({"base_url": "http://ann:pw@host/v1"})
     {'base_url': 'http://ann:[hidden]@host/v1'}
     """

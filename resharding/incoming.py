@@ -1,13 +1,13 @@
 """IncomingWeights: the receiving side of a transfer, connected to every trainer rank.
 
-    open_weights ──> layout ──> slices, written on arrival ──> finish: checks completeness
+open_weights ──> layout ──> slices, written on arrival ──> finish: checks completeness
 
-    with open_weights(weights) as incoming:
-        plan = ReshardPlan(incoming.layout, mine)
-        for name, copy, elements in incoming.slices(plan.received_by(0)):
-            ...                          # write the elements, and sum them in their destination
-            incoming.check(name, copy, found)
-        incoming.finish()
+with open_weights(weights) as incoming:
+    plan = ReshardPlan(incoming.layout, mine)
+    for name, copy, elements in incoming.slices(plan.received_by(0)):
+        ...                          # write the elements, and sum them in their destination
+        incoming.check(name, copy, found)
+    incoming.finish()
 """
 
 from __future__ import annotations

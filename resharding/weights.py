@@ -130,8 +130,7 @@ def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
 
     >>> whole = torch.arange(12.0).view(3, 4)
     >>> parts = [Box((0, 0), (3, 1)), Box((0, 1), (3, 4))]
-    >>> sum(box_sum(whole[part.slices], part, (3, 4)) for part in parts) % 2**64 == box_sum(whole,
-    Box.full((3, 4)), (3, 4))
+    >>> sum(box_sum(whole[part.slices], part, (3, 4)) for part in parts) % 2**64 == box_sum(whole, Box.full((3, 4)), (3, 4))
     True
     """
     if not tensor.numel():

@@ -74,8 +74,7 @@ def letter_of(response: str, *, numbers: bool = False) -> str | None:
         response: text of the model.
         numbers: options are numbered 1 to 9 instead of A to J.
 
-    >>> letter_of(r"It cannot be B, so \boxed{\text{(C)}}."), letter_of("The answer is (d) Paris."),
-    letter_of("A good question")
+    >>> letter_of(r"It cannot be B, so \boxed{\text{(C)}}."), letter_of("The answer is (d) Paris."), letter_of("A good question")
     ('C', 'D', None)
     """
     patterns = _NUMBERS if numbers else _LETTERS
@@ -149,8 +148,7 @@ class MultipleChoice(Grader):
         Raises:
             SampleError: the answer names no option.
 
-        >>> MultipleChoice()("Answer: (B)", "B"), MultipleChoice()("I would say that it is C.", "(B)
-        Rome")
+        >>> MultipleChoice()("Answer: (B)", "B"), MultipleChoice()("I would say that it is C.", "(B) Rome")
         (1.0, 0.0)
         >>> MultipleChoice()("The answer is (3).", "3")
         1.0

@@ -64,8 +64,7 @@ def is_right(response: str, answer: str) -> bool:
     Raises:
         ValueError: the answer is empty or a sentence, or the two are too large to compare.
 
-    >>> is_right(r"So it is \boxed{\frac{2}{4}}.", "0.5"), is_right(r"\boxed{5}, no, \boxed{6}",
-    "5")
+    >>> is_right(r"So it is \boxed{\frac{2}{4}}.", "0.5"), is_right(r"\boxed{5}, no, \boxed{6}", "5")
     (True, False)
     """
     gold = _gold(answer)
@@ -127,8 +126,7 @@ def _stated_by(answer: str) -> str | None:
     r"""Return the number or formula that a sentence states; None if the text is not a sentence or
     states several.
 
-    >>> _stated_by("The answer is 10000"), _stated_by("She has 15 apples left."), _stated_by("all
-    real numbers above 3")
+    >>> _stated_by("The answer is 10000"), _stated_by("She has 15 apples left."), _stated_by("all real numbers above 3")
     ('10000', '15 apples left', None)
     """
     said = extraction.after_phrase(answer)
@@ -198,8 +196,7 @@ def _words(text: str) -> list[str]:
 def _without_unit(text: str) -> tuple[str, tuple[Unit, Fraction]]:
     r"""Split a formula from the unit after it; returns the formula, and the unit with its size.
 
-    >>> _without_unit(r"25\pi cm^2")[0], _without_unit(r"25\pi r")[0],
-    _without_unit(r"6\sqrt{2}\text{ m}")[0]
+    >>> _without_unit(r"25\pi cm^2")[0], _without_unit(r"25\pi r")[0], _without_unit(r"6\sqrt{2}\text{ m}")[0]
     ('25\\pi', '25\\pi r', '6\\sqrt{2}')
     """
     for form in (text, plain(text)):

@@ -75,8 +75,7 @@ def final_part(response: str) -> str | None:
     Skips reasoning in `<think>` and candidates that the response denies ("not 6 but 5"). The last
     `<answer>` counts, unless a box follows it. Text after "Wait, no" replaces the answer before it.
 
-    >>> final_part("<answer>2x + 3</answer>"), final_part("It is not 6 but 5."),
-    final_part(r"\boxed{5}. No, wait: \boxed{6")
+    >>> final_part("<answer>2x + 3</answer>"), final_part("It is not 6 but 5."), final_part(r"\boxed{5}. No, wait: \boxed{6")
     ('2x + 3', 'It is 5.', None)
     """
     text = _MINUS.sub(" -", _DENIED.sub("", _NOT_BUT.sub("", without_reasoning(response)))).strip()
@@ -267,8 +266,7 @@ def first_number(text: str) -> str | None:
 def last_number(text: str) -> str | None:
     """Return the last number, with its sign, separators, exponent, denominator, and known unit.
 
-    >>> last_number("12 of them cost $1,234.50, not $-3/4 each."), last_number("It weighs 3.2e-5
-    kg.")
+    >>> last_number("12 of them cost $1,234.50, not $-3/4 each."), last_number("It weighs 3.2e-5 kg.")
     ('-3/4', '3.2e-5 kg')
     """
     found = [match.group() for match in NUMBER_IN_TEXT.finditer(text[-TAIL:])]
@@ -279,8 +277,7 @@ def stated_part(text: str) -> str:
     """Return the part of a short text that has the answer: all of it, or the side of an equals sign
     with the result.
 
-    >>> stated_part("10 (x=3)"), stated_part("2 * 5 = 10 apples"), stated_part("10, since x = 3"),
-    stated_part("10 = 2 * 5")
+    >>> stated_part("10 (x=3)"), stated_part("2 * 5 = 10 apples"), stated_part("10, since x = 3"), stated_part("10 = 2 * 5")
     ('10  ', ' 10 apples', '10', '10')
     """
     outside = re.sub(r"\([^()]*=[^()]*\)", " ", text)

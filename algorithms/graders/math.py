@@ -32,7 +32,6 @@ from .numbers import Quantity, quantity_of
 # does not outlive its parent. No signals are used, so any thread may call it.
 
 
-
 START_S = 120.0
 """[s] Longest time for the process to start and import its modules."""
 MAX_CHARACTERS = 200_000

@@ -48,8 +48,7 @@ def plain(latex: str) -> str:
     r"""Return an answer without dollar signs, styles, spacing commands and full stop; `\dfrac12`
     becomes `\frac{1}{2}`.
 
-    >>> plain(r"$\left(\dfrac12,\ 3\right).$"), plain(r"\text{ (B) }"), plain(r"11,\! 111"),
-    plain(r"45^\circ")
+    >>> plain(r"$\left(\dfrac12,\ 3\right).$"), plain(r"\text{ (B) }"), plain(r"11,\! 111"), plain(r"45^\circ")
     ('(\\frac{1}{2}, 3)', '(B)', '11111', '45')
     """
     text = re.sub(r"\s+", " ", latex.strip())
@@ -119,8 +118,7 @@ def key(latex: str) -> str:
 
     This is `plain` without spaces, braces around one character, and case of words.
 
-    >>> key(r"4210_{7}") == key("$4210_7$"), key(r"\text{Even}") == key("even"), key("x") ==
-    key("X")
+    >>> key(r"4210_{7}") == key("$4210_7$"), key(r"\text{Even}") == key("even"), key("x") == key("X")
     (True, True, False)
     """
     text = re.sub(r"[_^]\{(\w)\}", lambda m: m.group().replace("{", "").replace("}", ""), plain(latex))
@@ -132,8 +130,7 @@ def key(latex: str) -> str:
 def is_words(latex: str) -> bool:
     r"""Whether an answer is words instead of a formula: `\text{Evelyn}`, "no solution".
 
-    >>> is_words(r"\text{odd}"), is_words("monday evening"), is_words("xy"), is_words(r"\sin x"),
-    is_words("3 dogs")
+    >>> is_words(r"\text{odd}"), is_words("monday evening"), is_words("xy"), is_words(r"\sin x"), is_words("3 dogs")
     (True, True, False, False, False)
     """
     return bool(
@@ -278,8 +275,7 @@ def unit_of(text: str) -> tuple[Unit, Fraction, str]:
     r"""Return dimensions and size of the known unit at the start of a text, and the rest of the
     text.
 
-    >>> unit_of("square feet of grass")[2], unit_of("m^2")[0] == unit_of("square feet")[0],
-    unit_of("km/h")[0] == unit_of("mph")[0]
+    >>> unit_of("square feet of grass")[2], unit_of("m^2")[0] == unit_of("square feet")[0], unit_of("km/h")[0] == unit_of("mph")[0]
     (' of grass', True, True)
     """
     powers: dict[str, int] = {}
@@ -344,11 +340,9 @@ class Quantity:
         """Whether both can mean the same number: 28% is 28 and 0.28; 0.333333 is 1/3 and 0.33 is
         not.
 
-        >>> quantity_of("28\\\\%").equals(quantity_of("0.28")), quantity_of("10
-        cm").equals(quantity_of("10"))
+        >>> quantity_of("28\\\\%").equals(quantity_of("0.28")), quantity_of("10 cm").equals(quantity_of("10"))
         (True, True)
-        >>> quantity_of("10 cm").equals(quantity_of("10 cm^2")), quantity_of("10
-        cm").equals(quantity_of("0.1 m"))
+        >>> quantity_of("10 cm").equals(quantity_of("10 cm^2")), quantity_of("10 cm").equals(quantity_of("0.1 m"))
         (False, True)
         """
         if not same_unit(self.unit, other.unit):
@@ -411,8 +405,7 @@ def quantity_of(text: str) -> Quantity | None:
     """Return the number that a text consists of, with at most a unit or a percent sign; None for
     other texts.
 
-    >>> quantity_of("$1,234.50").value, quantity_of("1 1/2").value, quantity_of("2.5 \\\\times
-    10^{-3}").value, quantity_of("3 x")
+    >>> quantity_of("$1,234.50").value, quantity_of("1 1/2").value, quantity_of("2.5 \\\\times 10^{-3}").value, quantity_of("3 x")
     (Fraction(2469, 2), Fraction(3, 2), Fraction(1, 400), None)
     >>> quantity_of("0.1\\\\overline{6}").value
     Fraction(1, 6)

@@ -99,8 +99,7 @@ class RegularExpression(Grader):
     def __call__(self, response: str, answer: str = "") -> float:
         r"""Search for the pattern.
 
-        >>> RegularExpression(pattern=r"Answer: (\w+)")("Answer: B", "B"),
-        RegularExpression(pattern=r"^\d+$")("about 7")
+        >>> RegularExpression(pattern=r"Answer: (\w+)")("Answer: B", "B"), RegularExpression(pattern=r"^\d+$")("about 7")
         (1.0, 0.0)
         """
         found = list(re.finditer(self.pattern, response, re.MULTILINE))
@@ -129,11 +128,9 @@ class TagFormat(Grader):
     """1 if the response consists of tagged parts in the given order, each once and not empty,
     otherwise 0.
 
-    >>> TagFormat()("<think>6 * 7</think> 42"), TagFormat()("42"), TagFormat()("<think>6 *
-    7</think>")
+    >>> TagFormat()("<think>6 * 7</think> 42"), TagFormat()("42"), TagFormat()("<think>6 * 7</think>")
     (1.0, 0.0, 0.0)
-    >>> TagFormat(tags=("think", "answer"), rest=False)("<think>6 *
-    7</think>\\n<answer>42</answer>")
+    >>> TagFormat(tags=("think", "answer"), rest=False)("<think>6 * 7</think>\\n<answer>42</answer>")
     1.0
     """
 

@@ -50,7 +50,8 @@ def test_every_command_says_which_format_a_log_has_and_what_to_do(
     assert main(["buffer", command, str(root / "run"), *more]) == 1
     said = capsys.readouterr().err
     assert (
-        said.startswith(f"FormatError: {OLD}") and "resume='weights' goes on with the saved model" in said
+        said.startswith(f"FormatError: {OLD}")
+        and "resume='weights' continues with the saved model" in said
     )
 
 
