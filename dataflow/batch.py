@@ -364,7 +364,6 @@ def _joined(name: str, column: pa.ChunkedArray, max_bytes: int) -> pa.Array:
 
 
 def _wide(type: pa.DataType) -> pa.DataType:
-    """Return the type with 64-bit offsets."""
     if pa.types.is_string(type):
         return pa.large_string()
     if pa.types.is_binary(type):

@@ -347,7 +347,6 @@ def _column_problems(source: Source, nodes: Sequence[Node]) -> Iterable[str]:
 
 
 def _why_missing(column: str, position: int, source: Source, nodes: Sequence[Node]) -> str:
-    """Explain why a column does not reach the node at this position."""
     reader = nodes[position]
     at, writer = next(
         ((i, n.name) for i, n in reversed([*enumerate(nodes)]) if column in n.writes), (position, "")

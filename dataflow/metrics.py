@@ -190,7 +190,6 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
 
 
 def _total(name: str, metrics: list[Metric]) -> Metric:
-    """Merge one metric of all parts."""
     kind = type(metrics[0])
     for metric in metrics:
         if type(metric) is not kind:

@@ -387,7 +387,6 @@ class Declaration:
         return tuple(dict.fromkeys(str(name) for name in cast(Iterable[object], names)))
 
     def _value(self, part: str, value: object, arguments: Mapping[str, Any]) -> Any:
-        """Return a part of the declaration for these arguments."""
         if not callable(value):
             return value
         self._refuse_unknown(part, value, arguments)

@@ -358,8 +358,6 @@ def open_weights(weights: Weights, part: int = 0, parts: int = 1) -> IncomingWei
 
 
 class _Source:
-    """One rank of the trainer."""
-
     def __init__(self, rank: RankWeights, where: str, weights: Weights, part: int, parts: int) -> None:
         host = rank.host or LOOPBACK
         self.where = f"{where} at {host}:{rank.port}"
@@ -562,7 +560,6 @@ class _Source:
             raise WeightSyncError(f"{self.where}: the publisher {reason}, {self.at}") from None
 
     def _map(self, buckets: dict[str, Any]) -> Views:
-        """Map the publisher's bucket memory and parameter memory."""
         try:
             if self._transport == "auto":
                 return map_files([(buckets["path"], buckets["num_bytes"]), *self.parts.memories]).views(

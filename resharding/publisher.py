@@ -247,7 +247,6 @@ class WeightPublisher:
         return wants
 
     def _open_channel(self, connection: Connection) -> Channel:
-        """Open the channel to a receiver that does not map the memory."""
         if self._transport not in ("gloo", "nccl"):
             return Stream(connection)
         return GroupChannel(connection, rank=0, device=self._device or torch.device("cpu"))

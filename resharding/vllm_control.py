@@ -138,8 +138,6 @@ def checksum_of_tensors(tensors: Mapping[str, TensorSum]) -> str:
 
 @dataclass(eq=False)
 class _Engine:
-    """A connected engine."""
-
     receiver: str
     ranks: int
     """Number of ranks of the engine."""

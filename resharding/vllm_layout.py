@@ -124,7 +124,6 @@ def _boxes(
 
 
 def _index(shape: tuple[int, ...], offset: int) -> tuple[int, ...]:
-    """Return the index of the element at this offset of a contiguous tensor."""
     if not 0 <= offset < math.prod(shape):
         raise ValueError(f"the view starts at element {offset} of {math.prod(shape)}")
     index = []
@@ -449,7 +448,6 @@ _READS = (
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the arguments or the results of an operation."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value

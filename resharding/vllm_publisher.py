@@ -352,7 +352,6 @@ class _GatheredTensors(WeightSource):
         }
 
     def _told(self, forms: list[tuple[str, str, tuple[int, ...], int]]) -> list[list[Any]]:
-        """Gather the forms of all ranks."""
         own = torch.frombuffer(bytearray(json.dumps(forms).encode()), dtype=torch.uint8)
         if self._ranks == 1:
             return [json.loads(bytes(own.numpy()))]

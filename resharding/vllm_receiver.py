@@ -238,7 +238,6 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
         """Do nothing: no resources are held."""
 
     def _prepare(self, incoming: IncomingWeights) -> None:
-        """Record this rank's layout for these tensors, and plan the copies to it."""
         checkpoint = {
             name: (tensor.shape, tensor.dtype) for name, tensor in incoming.layout.tensors.items()
         }
@@ -248,7 +247,6 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
         self._source = incoming.layout
 
     def _slices(self, incoming: IncomingWeights) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        """Iterate over this rank's slices in order of arrival."""
         assert self._plan is not None
         for name, copy, source in incoming.slices(self._plan.received_by(0)):
             wanted = self._plan.destination.tensors[name].dtype

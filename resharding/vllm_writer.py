@@ -524,7 +524,6 @@ class WeightWriter:
         self._before, self.state = self.state, ModelState.WRITING
 
     def _expect(self) -> None:
-        """Reset the targets of a new version."""
         self._layers, self._targets, self._touched = {}, defaultdict(list), False
         for name, held in self._tensors.items():
             for number, piece in enumerate(held.pieces):
@@ -558,7 +557,6 @@ class WeightWriter:
             self._write(name, targets[number], part, view, source if index is None else source[index])
 
     def _steps_of(self, name: str, box: Box) -> list[_Step]:
-        """Return the destinations of a slice's parts."""
         nowhere = [box] if box.numel else []
         steps: list[_Step] = []
         for number, target in enumerate(self._targets[name]):

@@ -115,7 +115,6 @@ _COMPARED = re.compile(
 
 
 def _is_sentence(gold: str) -> bool:
-    """Whether an answer is a sentence that contains a number or a formula."""
     prose = re.sub(r"\\[a-zA-Z]+|\$[^$]*\$", " ", gold)
     words = re.findall(r"(?<![A-Za-z])[A-Za-z]{2,}", prose)
     is_said = gold.rstrip().endswith(".") or re.search(rf"\b{_VERB}\b", prose)
@@ -243,7 +242,6 @@ def _gold(answer: str) -> str:
 
 
 def _is_bare(text: str) -> bool:
-    """Whether a response is only an answer."""
     if len(text) > 300 or "\n\n" in text or after_hashes(text) or extraction.after_phrase(text):
         return False
     prose = re.sub(r"\\[a-zA-Z]+|\\text\s*\{[^{}]*\}", " ", text)
