@@ -143,6 +143,7 @@ def length_weighted(outcomes: Outcomes) -> Tensor:
     """
     centred, sizes = _centred(outcomes)
     lengths = outcomes.lengths.double()
+    # Avoid a division by 0 in groups of empty rows.
     totals = _sums(lengths, outcomes.groups, len(sizes)).clamp(min=1)
     offsets = _sums(lengths * centred, outcomes.groups, len(sizes)) / totals
     return (centred - offsets.index_select(0, outcomes.groups)).float()
@@ -167,6 +168,7 @@ def valid_groups_centred(outcomes: Outcomes) -> Tensor:
     """
     centred, sizes = _centred(outcomes)
     spread = _sums(centred.abs(), outcomes.groups, len(sizes))
+    # Only groups with different rewards have a gradient.
     num_valid = float(sizes[spread > 0].sum())
     return (centred * (len(centred) / max(num_valid, 1.0))).float()
 
@@ -196,6 +198,7 @@ def best_of_group(outcomes: Outcomes) -> Tensor:
         return of_group.scatter_reduce_(0, groups, values, "amax").index_select(0, groups)
 
     best = rewards == largest(rewards)
+    # With several best rows, removing one leaves the maximum unchanged, so none has an advantage.
     alone = (_sums(best.double(), groups, len(sizes)) == 1) & (sizes > 1)
     lead = rewards - largest(torch.where(best, -torch.inf, rewards))
     return torch.where(best & alone.index_select(0, groups), lead, 0.0).float()
@@ -245,6 +248,7 @@ def is_group_relative(estimator: object) -> bool:
     >>> is_group_relative(functools.partial(group_normalized, epsilon=1.0)), is_group_relative(greedy_baseline)
     (True, False)
     """
+    # `functools.partial` keeps the estimator in `func`.
     return getattr(estimator, "func", estimator) in GROUP_RELATIVE
 
 

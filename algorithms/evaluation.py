@@ -134,6 +134,7 @@ def evaluate(
     samples = rollout.generate(prompts, n=n, sampling=sampling)
     samples = reward.score(samples)
     found = f"{REWARD}/{verdict}" if verdict is not None else _verdict_of(reward)
+    # A single sample without a grader or threshold has no notion of a correct response.
     if not (k or n > 1 or found or solved is not None):
         return score_prompts(samples, n=n, k=())
     which = {} if found is None else {"verdict": found}
@@ -186,6 +187,7 @@ def interval(mean: float, std: float, number: float) -> tuple[float, float] | No
         middle = (mean + Z**2 / (2 * number)) / (1 + Z**2 / number)
         half = Z / (1 + Z**2 / number) * math.sqrt(mean * (1 - mean) / number + Z**2 / (4 * number**2))
         return max(0.0, middle - half), min(1.0, middle + half)
+    # Population deviation / sqrt(n - 1) equals sample deviation / sqrt(n), the standard error.
     half = student_t(number - 1) * std / math.sqrt(number - 1)
     return mean - half, mean + half
 

@@ -84,6 +84,7 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     >>> k3(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.0 - 0.6931472])).tolist()
     [0.0, 0.19314...]
     """
+    # exp(-d) would overflow for tokens that the policy has almost ruled out.
     d = (logprobs - reference_logprobs.detach()).clamp(min=-20.0)
     return torch.expm1(-d) + d
 
@@ -145,6 +146,7 @@ class StraightThrough:
 
     def __call__(self, logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
         """[T]; empty for no tokens."""
+        # `pull - pull.detach()` is 0 in value, but carries the gradient.
         pull = self.gradient(logprobs, reference_logprobs)
         return self.value(logprobs, reference_logprobs).detach() + (pull - pull.detach())
 

@@ -52,6 +52,7 @@ class PackedRows:
         lengths_B = torch.as_tensor(
             lengths if hasattr(lengths, "dtype") else list(lengths), dtype=torch.int64
         )
+        # Prepend 0: row i begins at entry i.
         cu_seqlens = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0))
         return cls(cu_seqlens, {name: torch.as_tensor(values) for name, values in columns.items()})
 
@@ -106,6 +107,7 @@ class PackedRows:
         Other tokens may hold any value: multiplying NaN by a weight of 0 would keep it, forwards
         and backwards.
         """
+        # `where` rather than a product, because 0 * NaN is NaN.
         return torch.where(self.trained > 0, values_T, 0.0)
 
     def sums(self, values_T: Tensor) -> Tensor:
@@ -300,6 +302,7 @@ def observed(
         tensors = [torch.where(over, values, 0.0).sum() for values in means.values()]
         tensors += [torch.where(over, values, 0.0).amax() for values in largest.values()]
         tensors += [values.sum() for values in counts.values()]
+        # One tensor, so that reading all metrics takes one transfer.
         numbers = torch.stack([over.sum(), *tensors])
     kinds = {**dict.fromkeys(means, Mean), **dict.fromkeys(largest, Max), **dict.fromkeys(counts, Sum)}
     return Observed((numbers, kinds))

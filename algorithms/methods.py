@@ -60,6 +60,7 @@ class Method:
         parameters = inspect.signature(self.graph).parameters
         needed = [name for name in ("rollout", "reward", "actor", "critic") if name in parameters]
         loss = self.settings.get("loss", parameters["loss"].default)
+        # A reference group is needed only if a loss or a KL penalty reads its log-probabilities.
         compares = str(REFERENCE_LOGPROBS) in loss.reads or bool(self.settings.get("kl"))
         return (*needed, "reference") if compares else tuple(needed)
 
@@ -92,6 +93,7 @@ class Method:
         penalty = KlPenalty(coefficient=coefficient)
         added = (
             {"kl": coefficient}
+            # PPO takes the penalty as an argument of its graph; other methods take it in the loss.
             if self.graph is ppo
             else {"loss": loss.model_copy(update={"kl": penalty})}
         )

@@ -175,6 +175,7 @@ class PolicyLoss(AggregatedLoss):
         trained, only = rows.trained > 0, rows.only_trained
         old_column = self._old_column(rows)
         old = logprobs.detach() if old_column is None else rows[old_column]
+        # Masked tokens may hold NaN, so drop them before any arithmetic.
         log_ratio = only(logprobs - old)
         ratio = self.ratio(log_ratio, rows).clamp(max=MAX_LOG_RATIO).exp()
         surrogated = self.surrogate(ratio, only(logprobs), only(rows[ADVANTAGES]))
@@ -186,6 +187,7 @@ class PolicyLoss(AggregatedLoss):
         largest: dict[str, Tensor] = {}
         counted: dict[str, Tensor] = {}
         if self._corrections or RESPONSE_LOGPROBS in rows:
+            # If the old policy is the generator itself, compare it with the current policy instead.
             trainer = logprobs.detach() if old_column == str(RESPONSE_LOGPROBS) else old
             off = only(trainer - rows[RESPONSE_LOGPROBS]).detach()
             ratio = off.clamp(max=MAX_LOG_RATIO).exp()
@@ -209,6 +211,7 @@ class PolicyLoss(AggregatedLoss):
             watched["entropy"] = only(rows["entropy"])
         if self.needs_entropy:
             losses = losses - self.entropy_coefficient * watched["entropy"]
+        # Undivided: the engine divides by the counts of all ranks.
         loss_sum = (self.aggregation.weights(rows) * losses).sum()
         return loss_sum, observed(trained, watched, largest=largest, counts=counted)
 
@@ -268,6 +271,7 @@ def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict
     if min(trained.min(initial=0), finished.min(initial=0)) < 0:
         raise ValueError("a response has a negative length")
     total, number = float(trained.sum()), len(trained)
+    # Tokens that the same number of responses would have if drawn evenly from the finished ones.
     expected = number * float(finished.mean()) if len(finished) else 0.0
     return {
         "length_ratio": Mean(total if expected else 0.0, expected),

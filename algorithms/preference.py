@@ -93,9 +93,11 @@ def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
     ([3, 2], [1, 0], 1.0)
     """
     rewards, (groups, index) = samples.numpy(REWARD), samples.groups()
+    # Sort by group, then reward. Sample ids break ties, so the result does not depend on row order.
     order = np.lexsort((samples.numpy(SAMPLE_ID), rewards, index))
     starts = np.searchsorted(index[order], np.arange(len(groups)))
     worst, best = order[starts], order[np.append(starts[1:], len(order))[: len(groups)] - 1]
+    # False for ties, and for NaN.
     apart = rewards[best] > rewards[worst]
     rows = np.stack([best, worst], axis=1)[apart].ravel()
     kept = samples.take(rows).with_columns(preferred=np.tile(np.array([1, 0], np.uint8), len(rows) // 2))
@@ -127,6 +129,7 @@ def mismatched(rows: Batch) -> Batch:
     [[2], [3], [1]]
     """
     groups, number = rows.numpy(GROUP_ID), len(rows)
+    # Sample ids make the assignment independent of row order.
     order = np.lexsort((rows.numpy(SAMPLE_ID), groups))
     starts = np.searchsorted(groups[order], groups[order])
     largest = int(np.bincount(starts).max(initial=0))
@@ -277,6 +280,7 @@ def _two_of_each(preferences: Batch, columns: dict[Column, tuple[Column, Column]
     number = len(preferences)
     if CHOSEN_MASK in preferences and REJECTED_MASK in preferences:
         columns = {**columns, RESPONSE_MASK: (CHOSEN_MASK, REJECTED_MASK)}
+    # 0, number, 1, number + 1, ...: interleaves the two concatenated columns.
     order = pa.array(np.arange(2 * number).reshape(2, number).T.ravel())
     made = {
         str(name): pa.concat_arrays([preferences[side] for side in sides]).take(order)

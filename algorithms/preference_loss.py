@@ -111,6 +111,7 @@ class LogOdds(Config):
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
         """[B]; the value for P = 1 - 1e-6 for a row without a trained token."""
+        # At log P = 0 the odds are infinite.
         log_p = _of_rows(logprobs, rows, per_token=True).clamp(max=-1e-6)
         return log_p - torch.log(-torch.expm1(log_p))
 
@@ -309,6 +310,8 @@ class PreferenceLoss(PairLoss):
         """
         chosen, rejected, paired = self._sides(rows)
         rewards = self.beta * self.score(logprobs, rows)
+        # Neighbors that are not a pair may hold NaN, so mask them before the loss and again after
+        # it.
         ahead = torch.where(paired, rewards[chosen] - rewards[rejected], 0.0)
         losses = self.weight * self.comparison(ahead - self.margin)
         sums = _of_rows(logprobs, rows, per_token=False)

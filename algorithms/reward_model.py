@@ -216,5 +216,6 @@ def _step_ends(rows: Batch, separator: int) -> np.ndarray:
     """[T] bool: tokens that end a step."""
     ids, cu_seqlens = rows.ragged_numpy(RESPONSE_IDS)
     ends = ids == separator
+    # The last token ends a step even if it is not the separator; empty rows have none.
     ends[cu_seqlens[1:][np.diff(cu_seqlens) > 0] - 1] = True
     return ends

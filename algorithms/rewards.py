@@ -75,6 +75,7 @@ def _at_last_trained(rewards: Tensor, rows: PackedRows) -> Tensor:
     """[T] float32: the reward [B] of each row at its last trained token, 0 elsewhere."""
     trained = rows.trained > 0
     seen = torch.nn.functional.pad(trained.cumsum(0), (1, 0))  # [T + 1] trained tokens before each place
+    # A trained token is the last one if its count equals the count at the end of its row.
     last = trained & (seen[1:] == rows.per_token(seen[rows.cu_seqlens[1:]]))
     return torch.where(last, rows.per_token(rewards.float()), 0.0)
 

@@ -82,6 +82,7 @@ class Clipped(Config):
         bounded = -ratio.clamp(1 - self.low, 1 + self.high) * advantages
         losses, clipped = torch.maximum(plain, bounded), bounded > plain
         if self.dual is not None:
+            # Only negative advantages can make the loss unbounded.
             most = torch.where(advantages < 0, -self.dual * advantages, torch.inf)
             losses, clipped = torch.minimum(losses, most), clipped | (losses > most)
         return Surrogated(losses, clipped)
@@ -135,6 +136,7 @@ class Sapo(Config):
     def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
         """Return the losses. No token is clipped."""
         temperatures = torch.full_like(ratio, self.negative).masked_fill_(advantages > 0, self.positive)
+        # The factor 4 / tau makes the slope at r = 1 equal to 1.
         gates = 4 / temperatures * torch.sigmoid(temperatures * (ratio - 1))
         return Surrogated(-gates * advantages, torch.zeros_like(ratio, dtype=torch.bool))
 
@@ -355,6 +357,7 @@ class Rejection(Config):
     def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Weighting:
         """Return the weights. A NaN ratio is outside; a row without a trained token is inside."""
         ratio = _LEVELS[self.level](log_ratio.detach(), rows).exp()
+        # NaN fails both comparisons, and is left out.
         inside = (ratio >= self.low) & (ratio <= self.high)
         return Weighting(inside.to(ratio.dtype), torch.zeros_like(inside), ~inside)
 

@@ -187,6 +187,7 @@ class ValueLoss(AggregatedLoss):
             old = rows.only_trained(rows[VALUES])
             bounded = (values.clamp(old - self.clip, old + self.clip) - returns).square()
             watched["clip_fraction"] = bounded > losses
+            # The larger loss: a value that moved beyond the clip range gets no further credit.
             losses = torch.maximum(losses, bounded)
         return (self.aggregation.weights(rows) * losses).sum() / 2, observed(rows.trained > 0, watched)
 
@@ -265,6 +266,7 @@ def _by_parts(
     outputs = [np.empty(len(columns[0]), dtype=np.float32) for _ in range(num_outputs)]
     first = 0
     while first < len(rows):
+        # At least one row, even if it is longer than a part.
         last = max(first + 1, int(cu_seqlens.searchsorted(cu_seqlens[first] + _PART, side="right")) - 1)
         part, starts = (
             slice(cu_seqlens[first], cu_seqlens[last]),

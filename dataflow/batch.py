@@ -85,6 +85,7 @@ class Batch:
         Batch(3 rows; text: large_string)
         """
         columns = {name: _joined(name, table.column(name), max_bytes) for name in table.column_names}
+        # An Arrow batch without columns still needs its number of rows.
         if not columns:  # rows without columns
             return cls(table.to_batches()[0] if table.num_rows else pa.RecordBatch.from_pylist([]))
         return cls(pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns)))
@@ -103,6 +104,7 @@ class Batch:
         records = [b.record for b in batches]
         if not records:
             raise UserError("Batch.concat needs at least one batch")
+        # The common case: equal schemas need no promotion.
         if all(r.schema.equals(records[0].schema) for r in records):
             return cls(records[0]) if len(records) == 1 else cls(pa.concat_batches(records))
         for record in records:
@@ -312,6 +314,7 @@ class Batch:
             )
         offsets = array.offsets
         start = offsets[0].as_py() if len(offsets) else 0
+        # `array.values` ignores the slice of the list array, so cut it by the offsets.
         values = array.values.slice(start, offsets[-1].as_py() - start) if len(offsets) else array.values
         if start:  # a slice of a larger batch: rebase the offsets
             offsets = pa.array(offsets.to_numpy() - offsets.type.to_pandas_dtype()(start))
@@ -350,6 +353,7 @@ def _joined(name: str, column: pa.ChunkedArray, max_bytes: int) -> pa.Array:
     several chunks."""
     if column.num_chunks == 1:
         return column.chunk(0)
+    # Arrow cannot cast an extension type, so cast its storage.
     if column.nbytes > max_bytes and is_json(column.type):
         storage = [chunk.storage.cast(pa.large_string()) for chunk in column.chunks]
         return pa.ExtensionArray.from_storage(JsonType(pa.large_string()), pa.concat_arrays(storage))
@@ -386,6 +390,7 @@ def _tensor(array: pa.Array) -> Tensor:
 
 
 def _array(name: str, data: Any) -> pa.Array:
+    # Answers may have any type; `exact_array` chooses it.
     wanted = KNOWN[name].type if name in KNOWN and name != str(ANSWER) else None
     if isinstance(data, pa.ChunkedArray):
         data = _joined(name, data, MAX_OFFSET)

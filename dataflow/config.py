@@ -122,6 +122,7 @@ class Config(pydantic.BaseModel):
             case "value_error":  # raised by our own rules, with a complete message
                 return str(problem["ctx"]["error"])
             case "literal_error":
+                # pydantic lists the allowed values in one text: "'a', 'b' or 'c'".
                 allowed = re.findall(r"'([^']*)'", problem["ctx"]["expected"])
                 return f"{message}, not {value!r}{nearest(str(value), allowed)}"
             case _:
@@ -129,9 +130,11 @@ class Config(pydantic.BaseModel):
 
 
 def _of_kind(value: Any, field: Any) -> Any:
+    # The annotation itself, and the members of a union.
     kinds = () if field is None else (field.annotation, *get_args(field.annotation))
     if isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
         return tuple(value)
+    # Strict mode rejects text for a path.
     if isinstance(value, str) and Path in kinds and str not in kinds:
         return Path(value)
     if isinstance(value, np.bool_ | np.integer | np.floating):

@@ -125,6 +125,7 @@ def _end_script(kind: type[BaseException], error: BaseException, traceback: Trac
     ):
         sys.__excepthook__(kind, error, traceback)
         return
+    # Imported here, because every module may import this one.
     from .untrusted_text import show
 
     show(f"error: {error}")
@@ -339,5 +340,6 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     "; did you mean 'grpo'?"
     """
     close = difflib.get_close_matches(str(name), [str(c) for c in candidates], n=3, cutoff=0.6)
+    # Prefer candidates with the same letters: swapped letters are the most common typo.
     close.sort(key=lambda near: sorted(near) != sorted(str(name)))
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -150,8 +150,10 @@ class Handle:
         self.leader, self.follows_every = leader, every
 
     def __getattr__(self, method: str) -> Any:
+        # Pickle and copy look up special methods on instances.
         if method.startswith("__"):
             raise AttributeError(method)
+        # `getattr_static`, so that no property or descriptor of the class runs.
         function = inspect.getattr_static(self.worker_class, method, None)
         declaration = declared(self.worker_class, method)
         if declaration is None or not declaration.is_node:
@@ -266,6 +268,7 @@ def _parameter_edges(
     lines: list[str] = []
     for edge in edges:
         updates = [ids[n.name] for n in nodes if n.group == edge.leader and n.operation.updates]
+        # With several updates, followers load the weights after the last one.
         start = updates[-1] if updates else alone[edge.leader]
         ends = [ids[n.name] for n in nodes if n.group == edge.follower] or [alone[edge.follower]]
         drawn_alone |= dict.fromkeys(
@@ -357,6 +360,7 @@ def _why_missing(column: str, position: int, source: Source, nodes: Sequence[Nod
         return f"which only {writer!r} writes, later"
     if writer:
         for node in nodes[at + 1 : position]:
+            # The node between replaced the tokens that the column describes.
             if column in not_inherited(node.writes) and _descends(reader.level, node, nodes):
                 return (
                     f"which {writer!r} writes for other tokens: {node.name!r} makes rows with new tokens; let it write "
@@ -460,6 +464,7 @@ class Graph:
     def follows(self) -> tuple[ParameterEdge, ...]:
         """The parameter edges that end at this graph's groups, and the edges that lead to these."""
         edges: list[ParameterEdge] = []
+        # Leaders may follow other leaders, so walk up until no new handle appears.
         pending, seen = list(self.handles.values()), set[int]()
         for handle in pending:
             if handle.leader is not None and id(handle) not in seen:
@@ -496,6 +501,7 @@ class Graph:
             GraphError: the graph breaks rules. For each, the message names the node, the column and
                 the nearest existing column.
         """
+        # A leader may be updated in another graph of the run.
         updated = [n.group for g in (self, *also) for n in g.nodes if n.operation.updates]
         edges = self.follows
         refuse([*rows_problems(self.source, self.nodes, edges), *following_problems(edges, updated)])
@@ -569,6 +575,7 @@ class Graph:
         """
         nodes: list[Node] = []
         for fields in outline["nodes"]:
+            # JSON has no tuples, so restore them.
             operation = dict(fields["operation"])
             operation |= {k: tuple(operation[k]) for k in ("reads", "may_read", "writes")}
             operation["shape"] = Shape(operation["shape"])

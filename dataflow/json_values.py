@@ -76,11 +76,13 @@ def exact_array(values: Sequence[Any]) -> pa.Array:
         array = pa.array(values)
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
         return json_array(values)
+    # Arrow converts silently, for example integers to floats.
     if _gives_back(array, values):
         return array
     try:
         return json_array(values)
     except (TypeError, ValueError):
+        # JSON failed as well; for nested values, Arrow's conversion is acceptable.
         if pa.types.is_nested(array.type):
             return array
         raise
@@ -193,6 +195,7 @@ def _gives_back(array: pa.Array, values: Sequence[Any]) -> bool:
         names = [field.name for field in kind]
         if not all(isinstance(value, Mapping) and len(value) == len(names) for value in present):
             return False
+        # `present` has no None, so the array must drop its nulls to stay aligned.
         whole = array.drop_null()
         try:
             return all(

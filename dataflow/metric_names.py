@@ -635,6 +635,7 @@ _FILLED = {"FATE": "|".join(FATES), "COLUMN": r"\w+", "K": r"\d+"}
 
 @cache
 def _pattern(name: str) -> re.Pattern[str]:
+    # Capital letters are placeholders, and become patterns.
     parts = re.split("([A-Z]+)", name)
     return re.compile(
         "".join(f"(?:{_FILLED[part]})" if part in _FILLED else re.escape(part) for part in parts)
@@ -650,6 +651,7 @@ def entries() -> Iterable[MetricEntry]:
 def entry_named(name: str) -> MetricEntry | None:
     """Return the entry of a metric, given without evaluation and group names; None if the table has
     none."""
+    # Exact names first: `COLUMN_mean` would also match other names.
     exact = (entry for entry in entries() if entry.name == name)
     return next(exact, None) or next(
         (entry for entry in entries() if _pattern(entry.name).fullmatch(name)), None
@@ -706,6 +708,7 @@ def entry_of(name: str) -> MetricEntry:
     weft.dataflow.errors.UserError: no metric is called 'actor/entorpy'; did you mean 'entropy'?
     """
     parts = name.split("/")
+    # Drop prefixes until a name of the table remains.
     for first in range(len(parts)):
         if entry := entry_named("/".join(parts[first:])):
             return entry

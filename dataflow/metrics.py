@@ -23,6 +23,7 @@ def exact_sum(numbers: Iterable[float]) -> Parts:
     """
     numbers = [float(number) for number in numbers]
     try:
+        # `fsum` rounds once. Sum the remainder again until nothing is left.
         parts = [fsum(numbers)]
         while (
             isfinite(parts[-1]) and parts[-1] and (rest := fsum([*numbers, *(-part for part in parts)]))
@@ -132,6 +133,7 @@ class Std:
             return float("nan")
         if not all(map(isfinite, self.total + self.squares)):
             return self.squares[0] - self.squares[0] if isfinite(self.total[0]) else float("nan")
+        # Exact arithmetic: the difference of two large sums would lose all digits as floats.
         total, squares = (sum(map(Fraction, parts)) for parts in (self.total, self.squares))
         number = Fraction(self.number)
         return sqrt(max((squares - total * total / number) / number, 0))
@@ -142,6 +144,7 @@ def _square(value: float) -> tuple[float, float]:
     square = value * value
     if not isfinite(square):
         return square, 0.0
+    # The error of a float product is itself a float.
     return square, float(Fraction(value) ** 2 - Fraction(square))
 
 

@@ -49,6 +49,7 @@ def find_model_folder(
         said += ", and no model of that name in the local Hugging Face cache; "
         if not download:
             raise UserError(f"{said}`hf download {name}` puts it there{folders_near(name, file)}")
+        # Imported here, because the import is slow.
         import huggingface_hub
 
         try:

@@ -325,6 +325,7 @@ class Declaration:
     def is_node(self) -> bool:
         """Whether it takes rows. Other remote methods (saving, publishing weights) are called
         outside the graph."""
+        # A method that neither reads, writes nor takes rows is no node.
         declared = (self.reads, self.may_read, self.writes, self.takes)
         return any(declared) or self.shape is not Shape.MAP
 
@@ -380,6 +381,7 @@ class Declaration:
 
     def _columns(self, part: str, columns: Columns, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         names = self._value(part, columns, arguments)
+        # A string is iterable, but its letters are not columns.
         if isinstance(names, str | Column) or not isinstance(names, Iterable):
             raise UserError(
                 f"{self.name}: {part} must be a tuple of columns, such as ({str(names)!r},), not {names!r}"

@@ -343,9 +343,11 @@ def peer_hint(name: str, known: Collection[str]) -> str:
     if parts[-1] in known and len(parts) == 1:
         return ""
     candidates = _known().get(parts[-1], [])
+    # Several settings may share the last part, so prefer the longest common ending.
     best = max(
         candidates, key=lambda each: _common_end(each[0].split(" ")[1].split("."), parts), default=None
     )
+    # A bare `n` is too common to attribute to one library.
     if best is None or (parts[-1] == "n" and len(parts) == 1):
         return ""
     library, row = best[0].split(" ")[0], best[1]

@@ -48,6 +48,7 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
         UserError: the path is not a regular file, or the file is larger than `max_bytes`.
     """
     with open_file(path) as file:
+        # One more byte shows whether the file is too large, without reading all of it.
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise UserError(f"{path} has more than {max_bytes} bytes, the limit for such a file")
@@ -70,6 +71,7 @@ def parse_json(text: bytes | str, of: object) -> Any:
         raise UserError(f"{of} is damaged: its JSON is nested too deep") from None
     except ValueError as error:
         raise UserError(f"{of} is damaged: it is not JSON ({error})") from None
+    # Level by level instead of recursively, which could overflow the stack.
     level, depth = [value], 0
     while level:
         if (depth := depth + 1) > MAX_DEPTH:

@@ -60,6 +60,7 @@ def fingerprint(source: Source) -> str:
     True
     """
     sums = xxhash.xxh3_64()
+    # Chunks are visible in the stream, so combine them first.
     table = source.table.combine_chunks()
     with pa.PythonFile(_Hashing(sums), "w") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -123,4 +124,5 @@ class Cursor:
     def after(self, issued: int, untrained: Iterable[int]) -> Cursor:
         """Return the cursor after `issued` more rows, of which the `untrained` rows must be issued
         again."""
+        # Rows of `again` are issued first, and do not advance the position in the source.
         return Cursor(self.issued + max(0, issued - len(self.again)), (*untrained, *self.again[issued:]))

@@ -114,6 +114,7 @@ class SymbolicRows:
 
     def _reader(self) -> str:
         """Describe the function that asks for values, and how to use it if it is part of a node."""
+        # Skip this method and its caller in this class.
         frame = sys._getframe(2)
         module = frame.f_globals.get("__name__", "")
         while frame.f_back is not None and frame.f_back.f_globals.get("__name__", "") == module:
@@ -189,6 +190,7 @@ class Trace:
         arguments = bind(function, 2 if handle else 1, args, kwargs)
         given = {**arguments, CONFIG: handle.config} if handle else arguments
         operation = declaration.called_with(given)
+        # A user's column with the name of a Weft column must not reach the node.
         own = declaration.weft_columns(given)
         reached = [c for c in rows.writers if not (c in own and rows.is_of_file(c))]
         optional = reached if ALL_COLUMNS in operation.may_read else operation.may_read
@@ -212,6 +214,7 @@ class Trace:
         )
         self.nodes.append(node)
         self.num_levels += expands
+        # New rows with other tokens do not inherit columns that describe the old tokens.
         left = not_inherited(operation.writes) if expands else ()
         return SymbolicRows(
             trace=self,

@@ -185,8 +185,10 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
         value: name for name, value in found.items() if len(value) >= SHORTEST and is_secret_name(name)
     }
     for value in sorted(values, key=len, reverse=True):  # one value may contain another
+        # Secrets in URLs are percent-encoded.
         for written in (value, quote(value, safe="")):
             text = text.replace(written, f"[value of {values[value]}]")
+    # The patterns are slow, and most texts contain nothing suspicious.
     lowered = text.lower()
     if any(sign in lowered for sign in _SUSPICIOUS):
         for pattern, shown in _PATTERNS:
@@ -218,6 +220,7 @@ def both_ends(text: str, most: int) -> str:
     'aaaaaaaa ... bbbbbbbb'
     """
     kept = most + _LONGEST
+    # Only redact what may be shown, plus the longest secret that the cut may fall into.
     text = redacted(text if len(text) <= 2 * kept else text[:kept] + text[-kept:])
     half = (most - 5) // 2
     return text if len(text) <= most else f"{text[: half + 1]} ... {text[-half - 1 :]}"
@@ -294,6 +297,7 @@ def show(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
 def show_json(value: Any, stream: TextIO | None = None) -> None:
     """Print a value as one line of JSON, in ASCII without control characters. Default stream:
     standard output."""
+    # `json.dumps` escapes all control characters except DEL.
     line = json.dumps(value, default=str).replace("\x7f", "\\u007f")
     print(line, file=sys.stdout if stream is None else stream, flush=True)
 

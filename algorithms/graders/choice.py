@@ -86,6 +86,7 @@ def letter_of(response: str, *, numbers: bool = False) -> str | None:
         return _at_start(inside, patterns) or (
             letter_of(inside, numbers=numbers) if inside != text else None
         )
+    # Options that are declared wrong must not count as the answer.
     denied = extraction.denied_letters(response)
     text = patterns["ruled_out"].sub("", patterns["wrong"].sub("", text))
     for name in ("said", "right", "named"):

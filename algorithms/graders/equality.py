@@ -71,6 +71,7 @@ def is_right(response: str, answer: str) -> bool:
     if not plain(gold):
         raise ValueError(f"the answer {answer[:100]!r} is empty")
     text = extraction.without_reasoning(response).strip()
+    # A cheap comparison first: most right answers are written like the answer.
     if not text or key(text[: 2 * len(gold) + 100]) == key(gold):
         return bool(text)
     final = extraction.final_part(response)
@@ -161,9 +162,11 @@ def are_equal(gold: str, given: str) -> bool:
     (gold, unit), (given, other) = _without_unit(gold), _without_unit(given)
     if not same_unit(*unit[:1], *other[:1]) or (unit[0] == other[0] and unit[1] != other[1]):
         return False
+    # Numbers in a base need no parser.
     bases = _in_base(gold), _in_base(given)
     if all(bases):
         return bases[0] == bases[1]
+    # sympy would try to compute huge powers and factorials.
     sizes = _is_huge(gold), _is_huge(given)
     if all(sizes):
         raise ValueError("both answers are too large to be compared")
@@ -381,6 +384,7 @@ def _expressions_differ(one: Any, other: Any) -> bool:
         return False
     if one.free_symbols != other.free_symbols:
         return False
+    # Compare the expressions at fixed rational values of their symbols.
     places = {
         symbol: sympy.Rational(7 + 2 * n, 5) for n, symbol in enumerate(sorted(one.free_symbols, key=str))
     }

@@ -91,6 +91,7 @@ def final_part(response: str) -> str | None:
     if last_tag[1] == len(text) + 1 and last_box[0] < last_tag[0]:  # the tag is never closed
         return None
     stated = max(last_box[1], min(last_tag[1], len(text)), text.rfind("####"), _end_of_phrase(text), 0)
+    # The response withdrew the answer, so look for a new one after that.
     if (rest := _after_withdrawal(text, stated)) is not None:
         return final_part(rest) if re.search(r"\w", rest) else None
     if last_tag[0] < 0:

@@ -57,6 +57,7 @@ def _take_any_answer(cls: type[Grader]) -> None:
             given.arguments.get("answer", "") is None
             and signature.parameters["answer"].default is not inspect.Parameter.empty
         ):
+            # A row without an answer falls back to the parameter's default.
             del given.arguments["answer"]
         if "answer" in given.arguments:
             given.arguments["answer"] = answer_text(given.arguments["answer"])

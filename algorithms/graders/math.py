@@ -96,6 +96,7 @@ class MathProcess:
 
     def _start(self) -> subprocess.Popen[bytes]:
         name = f"{__package__}.math_program"
+        # The child must find the same packages, however this process got them.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = process = subprocess.Popen(
             [sys.executable, "-m", name],
@@ -230,6 +231,7 @@ def final_number(text: str) -> Quantity | None:
     for box in reversed(extraction.last_boxes(text)):
         return _number_in(box)
     for found in (after_hashes(text), extraction.after_phrase(text)):
+        # "#### none" and similar have no number, so try the next place.
         if (number := _number_in(found)) is not None:
             return number
     return _last(text)

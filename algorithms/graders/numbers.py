@@ -53,6 +53,7 @@ def plain(latex: str) -> str:
     """
     text = re.sub(r"\s+", " ", latex.strip())
     before = None
+    # Wrappers may be nested, so repeat until nothing changes.
     while text != before:
         before = text
         text = text.strip().rstrip(".;,").strip()
@@ -348,6 +349,7 @@ class Quantity:
         if not same_unit(self.unit, other.unit):
             return False
         ratio = self.size / other.size if self.unit and self.unit == other.unit else 1
+        # 28% may mean 28 or 0.28. Two percentages are compared as they are.
         mine = {self.value, self.value / 100} if self.percent else {self.value}
         theirs = {other.value, other.value / 100} if other.percent else {other.value}
         if self.percent and other.percent:

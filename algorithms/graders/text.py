@@ -228,6 +228,7 @@ class JsonSchema(Grader):
         text = extraction.without_tag(extraction.without_reasoning(response)).strip()
         fenced = _FENCE.findall(text)
         try:
+            # Python's parser accepts NaN and Infinity, which are not JSON.
             value = json.loads(fenced[-1] if fenced else text, parse_constant=_refuse)
         except (ValueError, RecursionError):
             return 0.0
