@@ -94,9 +94,6 @@ def group_centred(outcomes: Outcomes) -> Tensor:
     """A_i = r_i - mean(r) over i's group (Dr. GRPO, arXiv:2503.20783, §3.1). Without a division, it
     has no bias towards easy or hard prompts.
 
-    Args:
-        outcomes: B rows.
-
     Returns:
         [B] float32; exactly 0 for a group of one row or of equal rewards; empty for no rows.
 
@@ -109,9 +106,6 @@ def group_centred(outcomes: Outcomes) -> Tensor:
 def leave_one_out(outcomes: Outcomes) -> Tensor:
     """A_i = r_i - mean of the other rewards in i's group = n / (n - 1) (r_i - mean(r)) (RLOO,
     arXiv:2402.14740, eq. 7).
-
-    Args:
-        outcomes: B rows.
 
     Returns:
         [B] float32; exactly 0 for a group of one row (it has no others) or of equal rewards; empty
@@ -130,9 +124,6 @@ def length_weighted(outcomes: Outcomes) -> Tensor:
 
     This baseline minimizes the variance if the squared norm of a response's gradient is
     proportional to its length.
-
-    Args:
-        outcomes: B rows with their lengths.
 
     Returns:
         [B] float32; exactly 0 for a group of one row or of equal rewards; r_i minus a plain mean in
@@ -157,9 +148,6 @@ def valid_groups_centred(outcomes: Outcomes) -> Tensor:
     compensates for them. It covers all rows of one call: the whole step under `Synchronous`, or the
     groups that are ready under other schedules.
 
-    Args:
-        outcomes: B rows.
-
     Returns:
         [B] float32; all 0 if no group has unequal rewards; empty for no rows.
 
@@ -179,9 +167,6 @@ def best_of_group(outcomes: Outcomes) -> Tensor:
 
     The group size is k. The objective is the best reward of k samples, so only a unique best row
     has an advantage: its lead.
-
-    Args:
-        outcomes: B rows.
 
     Returns:
         [B] float32, never negative; exactly 0 for a group of one row (it has no others) or with

@@ -53,12 +53,7 @@ def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
     As a loss, its gradient d * grad log p is an unbiased estimate of the gradient of KL(p || q).
 
-    Args:
-        logprobs: [T] nats, of the sampled tokens under the policy; gradient flows.
-        reference_logprobs: [T] nats, of the same tokens under the reference; no gradient.
-
-    Returns:
-        [T]; empty for no tokens.
+    Args and Returns as for `k1`.
 
     >>> k2(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])).tolist()
     [0.125, 0.5]
@@ -74,12 +69,7 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     direction KL(q || p). It grows without bound where q/p is huge, so d is clamped at -20, with no
     gradient below.
 
-    Args:
-        logprobs: [T] nats, of the sampled tokens under the policy; gradient flows.
-        reference_logprobs: [T] nats, of the same tokens under the reference; no gradient.
-
-    Returns:
-        [T]; empty for no tokens.
+    Args and Returns as for `k1`.
 
     >>> k3(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.0 - 0.6931472])).tolist()
     [0.0, 0.19314...]
@@ -95,12 +85,7 @@ def absolute(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
     As a loss, its gradient is sign(d) grad log p, whose size does not depend on d.
 
-    Args:
-        logprobs: [T] nats, of the sampled tokens under the policy; gradient flows.
-        reference_logprobs: [T] nats, of the same tokens under the reference; no gradient.
-
-    Returns:
-        [T]; empty for no tokens. The gradient at d = 0 is 0.
+    Args and Returns as for `k1`. The gradient at d = 0 is 0.
 
     >>> absolute(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])).tolist()
     [0.5, 1.0]

@@ -181,8 +181,12 @@ class Loss(Protocol):
         ...
 
     def __call__(self, logprobs: Tensor, rows: PackedRows, /) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss of these rows (a scalar with gradient to `logprobs` [T]), and
-        metrics."""
+        """Return the undivided loss of these rows (a scalar), and metrics.
+
+        Args:
+            logprobs: [T] nats, of the response tokens under the policy; gradient flows.
+            rows: rows with the columns of `reads`, which get no gradient.
+        """
         ...
 
 

@@ -147,11 +147,7 @@ class PolicyLoss(AggregatedLoss):
         return self.entropy_coefficient > 0
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, and metrics.
-
-        Args:
-            logprobs: [T] nats, of the response tokens under the policy; gradient flows.
-            rows: rows with the columns of `reads`, which get no gradient.
+        """Return the undivided loss, and metrics. Args as for `Loss`.
 
         Returns:
             (scalar, metrics). The scalar is 0 with a gradient of 0 if every token is masked. Ratios

@@ -295,11 +295,7 @@ class PreferenceLoss(PairLoss):
         return (*super().reads, *self.score.reads)
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, and metrics.
-
-        Args:
-            logprobs: [T] nats, of the response tokens under the policy; gradient flows.
-            rows: rows with the columns of `reads`, which get no gradient.
+        """Return the undivided loss, and metrics. Args as for `Loss`.
 
         Returns:
             (scalar, metrics). The scalar is 0 with a gradient of 0 without a pair. Means over
@@ -359,11 +355,7 @@ class DesirabilityLoss(FrozenLoss):
         return float(rows.counted.sum())
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss, and metrics.
-
-        Args:
-            logprobs: [T] nats, of the response tokens under the policy; gradient flows.
-            rows: rows with the columns of `reads`, which get no gradient.
+        """Return the undivided loss, and metrics. Args as for `Loss`.
 
         Returns:
             (scalar, metrics). The scalar is 0 with a gradient of 0 without a trained token. Means

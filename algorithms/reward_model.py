@@ -74,7 +74,7 @@ class RewardLoss(PairLoss):
         Args:
             rewards: [T] reward of the sequence up to each token; gradient flows from the last token
                 of each row.
-            rows: rows with the columns of `reads`, which get no gradient.
+            rows: as for `Loss`.
 
         Returns:
             (scalar, metrics). The scalar is 0 with a gradient of 0 without a pair. Means over

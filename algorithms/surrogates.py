@@ -186,9 +186,7 @@ def sequence_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
     With `sequence_mean` and one advantage per response, the clipped surrogate is GSPO's objective
     (eq. 5), including its gradient.
 
-    Args:
-        log_ratio: [T] log p - log p_old; gradient flows.
-        rows: rows of the tokens. Masked tokens do not count in the mean.
+    Args as for `token_ratio`; masked tokens do not count in the mean.
 
     Returns:
         [T] log-ratio, equal over the tokens of a row; 0 for a row with every token masked.
@@ -205,12 +203,7 @@ def sequence_product(log_ratio: Tensor, rows: PackedRows) -> Tensor:
     """The ratio of whole responses, prod_t r_t, at each of their tokens (RLOO, arXiv:2402.14740,
     whose action is the response).
 
-    Args:
-        log_ratio: [T] log p - log q; gradient flows.
-        rows: rows of the tokens. Masked tokens do not count in the product.
-
-    Returns:
-        [T] log-ratio, equal over the tokens of a row; 0 for a row with every token masked.
+    Args and Returns as for `sequence_ratio`.
 
     >>> import torch
     >>> sequence_product(torch.tensor([0.5, -0.25, 1.0]), PackedRows.of([2, 1])).tolist()

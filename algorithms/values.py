@@ -174,7 +174,7 @@ class ValueLoss(AggregatedLoss):
 
         Args:
             values: [T] the critic's predictions; gradient flows.
-            rows: rows with the columns of `reads`, which get no gradient.
+            rows: as for `Loss`.
 
         Returns:
             (scalar, metrics). The scalar is 0 with a gradient of 0 if every token is masked. Means

@@ -38,8 +38,7 @@ BUCKET_BYTES = 16 << 20
 """[bytes] Default size of a bucket."""
 
 SLOTS = 2
-"""Buckets held in memory at the same time: the publisher writes one while receivers read the
-other."""
+"""Buckets in memory at the same time: the publisher writes one while receivers read the other."""
 
 _ALIGNMENT = 64  # one cache line; a view as any dtype needs at least the size of its element
 
@@ -58,8 +57,7 @@ class Entry:
     offset: int
     """[bytes] Offset from the start of the bucket, or of the mapped memory."""
     memory: int = 0
-    """0 for bucket memory; otherwise the number (from 1) of the memory that holds the elements in
-    place."""
+    """0 for bucket memory; otherwise the number of the memory that holds the elements in place."""
 
     @property
     def num_bytes(self) -> int:
@@ -90,15 +88,13 @@ class Cutter:
         self._bucket_bytes = bucket_bytes
         self._forms: list[_Form] = []
         self._entries: list[tuple[Entry, int, tuple[slice, ...] | None]] = []
-        """Each entry with the number of its part and the index of its elements there, None for the
-        whole part."""
+        """Entry, number of its part, and index into the part (None for all of it)."""
         self.description = described(())
-        """Description of the last version's entries and of the memories that hold some of them in
-        place."""
+        """Description of the last version's entries."""
 
     def cut(self, parts: Iterable[Part]) -> list[tuple[Entry, torch.Tensor]]:
-        """Return the entries in bucket order, each with its elements. Parts larger than a bucket
-        become several entries.
+        """Return the entries in bucket order with their elements. Large parts become several
+        entries.
 
         Raises:
             WeightSyncError: a part occurs twice.
@@ -135,8 +131,7 @@ class _Form(NamedTuple):
         return cls(part.name, part.box, part.shape, dtype, place)
 
     def offset_of(self, box: Box) -> int:
-        """[bytes] Offset in the part's memory of the first element of `box`, which is contiguous in
-        the part."""
+        """[bytes] Offset in the part's memory of a box that is contiguous in the part."""
         assert self.place is not None
         starts = [start - first for start, first in zip(box.starts, self.box.starts, strict=True)]
         rows = [math.prod(self.box.shape[dim + 1 :]) for dim in range(len(starts))]
@@ -166,8 +161,7 @@ def _entries_of(
 
 
 def _boxes_of(box: Box, max_elements: int) -> Iterator[Box]:
-    """Cut a box along its first dimensions into contiguous boxes of at most `max_elements`
-    elements."""
+    """Cut a box along its first dimensions into contiguous boxes of limited size."""
     if box.numel <= max_elements:
         yield box
         return
@@ -182,8 +176,7 @@ def _boxes_of(box: Box, max_elements: int) -> Iterator[Box]:
 
 @dataclass(frozen=True, eq=False)
 class Description:
-    """The entries of one publisher. Unchanged entries keep the same object, so receivers plan
-    once."""
+    """The entries of one publisher. Unchanged entries keep their object, so receivers plan once."""
 
     entries: tuple[Entry, ...]
     numbers: dict[str, list[int]]
@@ -195,8 +188,7 @@ class Description:
 
 
 def checksum_of(entries: Iterable[Entry], sums: Iterable[int]) -> int:
-    """Return the checksum over all elements of one rank's entries. It depends on names, dtypes and
-    shapes as well as on bits.
+    """Return the checksum over one rank's entries. It depends on names, dtypes, shapes and bits.
 
     Args:
         entries: entries of one rank.
@@ -291,8 +283,7 @@ class BucketMemory(Protocol):
     """Memory that grows to fit the largest version."""
 
     def of(self, num_bytes: int) -> torch.Tensor:
-        """[bytes] uint8, at least `num_bytes`. Memory returned earlier stays valid while a receiver
-        uses it."""
+        """[bytes] uint8, at least `num_bytes`. Earlier memory stays valid while it is used."""
         ...
 
     def said(self) -> dict[str, Any]:
@@ -356,8 +347,7 @@ class DeviceBuckets:
         return self._memory
 
     def said(self) -> dict[str, Any]:
-        """Identity of the device, and the fields that torch needs to open its memory in another
-        process."""
+        """Identity of the device, and the fields with which torch maps its memory elsewhere."""
         return self._said
 
     def close(self) -> None:
@@ -381,8 +371,8 @@ def device_of(transport: Transport) -> torch.device | None:
 
 
 def opened(said: dict[str, Any]) -> torch.Tensor:
-    """Open a publisher's device memory in this process, as [bytes] uint8. It stays mapped until the
-    last view of it is gone.
+    """Open a publisher's device memory, as [bytes] uint8. It stays mapped while a view of it
+    exists.
 
     Raises:
         OSError: this process does not see the device, or cannot open its memory.

@@ -33,12 +33,10 @@ from ..dataflow.errors import WeightSyncError
 from .weights import LOOPBACK
 
 SILENCE_S = 60.0
-"""[s] Longest wait for the other side's next message, before `expect` adds time for a large
-version."""
+"""[s] Longest wait for the next message. `expect` adds time for a large version."""
 
 SLOWEST_BYTES_PER_S = 100e6
-"""Slowest rate of processing a version. Between two messages a side may pack a layer of experts,
-or prepare the whole model at the end, which takes longer for a larger version."""
+"""Slowest rate of processing a version, for example packing a layer of experts between messages."""
 
 _HEADER = struct.Struct("<cq")
 MOST_BYTES = 256 << 20
@@ -51,8 +49,7 @@ _PROOF_BYTES = 32
 
 
 def this_machine() -> str:
-    """Return an identifier of the kernel and PID namespace. Processes with equal identifiers can
-    map each other's memory.
+    """Return an identifier of kernel and PID namespace. Equal ones can map each other's memory.
 
     >>> this_machine() == this_machine()
     True
@@ -228,8 +225,7 @@ Transport = Literal["auto", "gloo", "nccl", "ipc"]
 
 
 class Channel(Protocol):
-    """Carries bytes whose number both sides know. Methods raise `OSError` if the other side is gone
-    or silent."""
+    """Carries bytes whose number both sides know. Methods raise `OSError` like a connection."""
 
     def send(self, content: torch.Tensor) -> None:
         """Send bytes.
@@ -334,8 +330,7 @@ class GroupChannel:
         self._await((self._group.recv if rank else self._group.send)([byte], self._other, 0))
 
     def _await(self, work: Any) -> None:
-        """Wait until the transfer is complete. NCCL's own `wait` only blocks the device, without a
-        timeout."""
+        """Wait for the transfer. NCCL's own `wait` only blocks the device, without a timeout."""
         silence_s = self._connection.silence_s
         if self._device.type == "cpu":
             work.wait(timedelta(seconds=silence_s))

@@ -20,8 +20,7 @@ from ..dataflow.errors import WeightSyncError
 from .layout import Box
 
 MOST_CHANGED = 0.1
-"""Largest share of changed elements for a delta. Above it, encoding takes longer than sending the
-whole box."""
+"""Largest share of changed elements. Above it, encoding takes longer than sending the whole box."""
 
 _ESCAPE = 255
 """Gap byte for this number of unchanged elements, when the gap continues in the next byte."""
@@ -43,8 +42,7 @@ class Delta:
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
-    """Return the bits of a contiguous tensor as a one-dimensional array of unsigned integers,
-    without a copy on the host.
+    """Return the bits of a contiguous tensor as unsigned integers, flat; no copy on the host.
 
     >>> bits_of(torch.tensor([0.0, -0.0])).tolist()
     [0, 2147483648]
@@ -128,8 +126,7 @@ class Shadow:
         self._bits: dict[int, np.ndarray] = {}
 
     def begin(self) -> int | None:
-        """Start a version: return the previous one, and keep `version` at None until it is set
-        again."""
+        """Start a version and return the previous one. `version` is None until it is set again."""
         self.compared = self.differed = 0
         base, self.version = self.version, None
         return base

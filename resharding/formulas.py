@@ -39,8 +39,8 @@ class PipelineStages:
 
     stages: int
     layers: tuple[int, ...]
-    """Number of layers of each piece, in model order. May be 0, for example for a stage with only
-    the head."""
+    """Number of layers of each piece, in model order. May be 0, as for a stage with only the
+    head."""
 
     def __post_init__(self) -> None:
         if self.stages < 1 or not self.layers or len(self.layers) % self.stages or min(self.layers) < 0:
@@ -75,19 +75,18 @@ class PipelineStages:
 
     @classmethod
     def equal(cls, num_layers: int, stages: int, chunks: int = 1) -> PipelineStages:
-        """Cut the model into pieces of equal size. If the division leaves a rest, the first pieces
-        have one more layer."""
+        """Cut the model into equal pieces. If the division leaves a rest, the first ones are
+        longer."""
         pieces = stages * chunks
         each, longer = divmod(num_layers, max(1, pieces))
         return cls(stages, (each + 1,) * longer + (each,) * (pieces - longer))
 
     @classmethod
     def balanced(cls, costs: Sequence[float], stages: int, chunks: int = 1) -> PipelineStages:
-        """Cut the model so that the most expensive piece is as cheap as possible, and the rest as
-        even as possible.
+        """Cut the model into pieces that are as balanced as possible.
 
-        This is the classic linear partition, by dynamic programming. Among optimal cuts it
-        minimizes the sum of squared costs.
+        Minimizes the cost of the most expensive piece, then the sum of squared costs (the classic
+        linear partition, by dynamic programming).
 
         Args:
             costs: [layers] of each layer, at least 0. Add the cost of the embedding to the first
@@ -123,8 +122,7 @@ def _partition(
     joined: Callable[[float, float], float],
     price: Callable[[float], float],
 ) -> tuple[float, list[int]]:
-    """Find the cheapest cut of a line into nonempty pieces. Return its price and the end of each
-    piece.
+    """Cut a line into nonempty pieces at the lowest price. Return the price and the ends.
 
     Args:
         sums: [layers + 1] cumulative costs: the cost of all layers before each.
@@ -164,11 +162,9 @@ class Parameter:
     split_dim: int | None = None
     """Dimension that tensor parallelism splits; None if each shard holds the whole parameter."""
     layer: int = 0
-    """Layer of the parameter, which determines its pipeline stage. Embeddings belong to the first
-    layer, the head to the last."""
+    """Layer of the parameter. Embeddings belong to the first layer, the head to the last."""
     tied_layer: int | None = None
-    """Another layer whose stage has a copy. For an embedding that is tied to the head, the last
-    layer."""
+    """Another layer whose stage has a copy: the last one, for an embedding tied to the head."""
     expert: int | None = None
     """Index of the parameter's expert in its layer; None if it belongs to no expert."""
 
@@ -259,16 +255,14 @@ def generation(
     dtype: str = "bfloat16",
     regrouped: bool = True,
 ) -> Layout:
-    """Return the layout of the same ranks in generation, with fewer stages and shards and more
-    replicas.
+    """Return the layout of the same ranks in generation, with fewer stages and shards.
+
+    Other arguments as for `three_dimensional`.
 
     Args:
-        parameters: parameters of the model.
         training: degrees of parallelism in training.
         pp: pipeline stages in generation; divides the number in training.
         tp: tensor-parallel shards in generation; divides the number in training.
-        ranks: location of each rank; by default on nodes of 8 devices.
-        dtype: dtype of all parameters.
         regrouped: True for HybridFlow's groups, in which a rank's generation shard contains its
             training shard. False for groups of consecutive ranks, as in "HybridFlow-V" of its table
             2.
@@ -326,16 +320,14 @@ def fully_sharded(
     ranks: Sequence[Where] | None = None,
     dtype: str = "bfloat16",
 ) -> Layout:
-    """Return the layout of FSDP2 over tensor parallelism: split one dimension by TP, then rows into
-    equal chunks.
+    """Return the layout of FSDP2 over tensor parallelism, which splits first.
+
+    Other arguments as for `three_dimensional`.
 
     Args:
-        parameters: parameters of the model.
         sharded: ranks over which FSDP cuts dimension 0. Sizes follow `torch.chunk`: the last chunks
             may be smaller, or empty.
         tp: tensor-parallel shards; the fastest coordinate.
-        ranks: location of each rank; by default on nodes of 8 devices.
-        dtype: dtype of all parameters.
     """
     shared: dict[tuple[object, ...], tuple[tuple[Piece, ...], ...]] = {}
     tensors: list[TensorLayout] = []
@@ -357,12 +349,11 @@ def replicas(
 ) -> Layout:
     """Return the layout of independent engines of one tensor-parallel group each, as in vLLM.
 
+    Other arguments as for `three_dimensional`.
+
     Args:
-        parameters: parameters of the model.
         tp: tensor-parallel shards of each engine.
         num_replicas: number of engines.
-        ranks: location of each rank; by default on nodes of 8 devices.
-        dtype: dtype of all parameters.
     """
     parts = [(0, rank % tp) for rank in range(tp * num_replicas)]
     return _of_stages_and_shards(
@@ -420,8 +411,7 @@ def _chunk(box: Box, chunks: int, index: int) -> Box:
 
 @dataclass(frozen=True)
 class Transition:
-    """A row of HybridFlow's table 2: the cost per rank of one way from training to generation, in
-    bytes."""
+    """A row of HybridFlow's table 2: the cost per rank of one transition, in bytes."""
 
     method: str
     received_bytes: float
@@ -433,8 +423,7 @@ class Transition:
 
 
 def hybridflow_table(model_bytes: float, training: Parallelism, pp: int, tp: int) -> list[Transition]:
-    """Return table 2 of HybridFlow (arXiv:2409.19256): three ways from training to generation on
-    the same ranks.
+    """Return table 2 of HybridFlow (arXiv:2409.19256): three ways from training to generation.
 
     Args:
         model_bytes: M, the size of all parameters.

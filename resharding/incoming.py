@@ -49,8 +49,7 @@ from .weights import CHECKSUM_MODULUS, LOOPBACK, Part, RankWeights, Weights, box
 
 
 class HeldBoxes:
-    """The bits of the boxes that a receiver took last, in host memory, so that the next version can
-    arrive as deltas.
+    """The bits of the boxes that a receiver took last, so that the next version can be deltas.
 
     Args:
         publisher: identity of the publisher. Entry numbers depend on it.
@@ -160,8 +159,7 @@ _mapping_lock = threading.Lock()
 """Several threads of a process may take weights at the same time."""
 
 _maps: dict[tuple[tuple[str, int, int], ...], MappedMemory] = {}
-"""By path, size and inode of the files: another publisher, or new memory of the same one, may reuse
-a path."""
+"""By path, size and inode of the files, because paths may be reused."""
 
 
 def map_files(files: Sequence[tuple[str, int]]) -> MappedMemory:
@@ -201,8 +199,7 @@ def _map_file(path: str, num_bytes: int) -> torch.Tensor:
 
 
 PATIENCE_S = 2 * SILENCE_S + GRACE_S
-"""[s] Longest wait for a bucket, before time for a large version is added. The publisher may be
-waiting for another receiver for as long as its connection allows."""
+"""[s] Longest wait for a bucket, while the publisher may be waiting for another receiver."""
 
 
 class IncomingWeights:
@@ -228,8 +225,7 @@ class IncomingWeights:
                 self._sources.append(_Source(rank, where, weights, part, parts))
             try:
                 self.layout: Layout = layout_of(tuple(source.parts for source in self._sources))
-                """The boxes that each rank publishes. Versions with the same parts share one
-                object."""
+                """The boxes of each rank. Equal versions share one object."""
             except WeightSyncError as error:
                 raise WeightSyncError(f"weights version {weights.version}: {error}") from None
         except BaseException:
@@ -248,8 +244,7 @@ class IncomingWeights:
         return sum(source.is_mapped for source in self._sources)
 
     def slices(self, copies: Iterable[tuple[str, Copy]]) -> Iterator[tuple[str, Copy, torch.Tensor]]:
-        """Iterate over the requested copies and their elements, in order of arrival. A tensor is
-        valid until the next iteration.
+        """Yield the copies and their elements on arrival. A tensor is valid until the next one.
 
         Args:
             copies: tensor names and copies, from a plan whose source is this layout.
@@ -303,8 +298,7 @@ class IncomingWeights:
         return sum(sums) % CHECKSUM_MODULUS
 
     def check(self, name: str, copy: Copy, found: int) -> None:
-        """Compare a received copy with the published elements. Copies of parts of a piece are not
-        checked here.
+        """Compare a received copy with the published elements, if it is a whole piece.
 
         Args:
             name: name of the tensor.
@@ -341,8 +335,7 @@ class IncomingWeights:
         return f"{total % CHECKSUM_MODULUS:016x}"
 
     def hang_up(self) -> None:
-        """End the connections from another thread. The thread that iterates over slices gets an
-        error."""
+        """End the connections from another thread; iterating over slices then raises an error."""
         for source in self._sources:
             source.hang_up()
 
@@ -440,8 +433,7 @@ class _Source:
                 self._channel = GroupChannel(self.connection, rank=1, device=self._device)
 
     def next_bucket(self) -> int | None:
-        """Wait for the next message. Return the index of the bucket, or None for a keepalive while
-        the publisher serves others."""
+        """Wait for the next message. Return the bucket, or None for a keepalive."""
         kind, content = self._receive_one_of(b"BP")
         if kind == b"P":
             return None
@@ -486,8 +478,7 @@ class _Source:
             self.connection.send(b"K")
 
     def hang_up(self) -> None:
-        """End the connection from another thread. A thread that waits for the publisher gets an
-        error."""
+        """End the connection from another thread; waiting threads get an error."""
         self._channel.close()
         self.connection.hang_up()
 

@@ -49,8 +49,7 @@ class Box:
 
     @classmethod
     def along(cls, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Self:
-        """Return the box of the indices [start, stop) along one dimension, and all indices along
-        the others."""
+        """Return the box of the indices [start, stop) along one dimension."""
         starts, stops = [0] * len(shape), list(shape)
         starts[dim], stops[dim] = start, stop
         return cls(tuple(starts), tuple(stops))
@@ -84,8 +83,7 @@ class Box:
         return Box(starts, stops) if all(map(int.__lt__, starts, stops)) else None
 
     def minus(self, other: Box) -> list[Box]:
-        """Return the elements that are not in `other`, as disjoint boxes: at most two per
-        dimension."""
+        """Return the elements outside `other`, as disjoint boxes: at most two per dimension."""
         common = self.intersection(other)
         if common is None:
             return [self]
@@ -117,14 +115,12 @@ class Where:
 
     node: str = ""
     device: str = ""
-    """Name of the memory on that node, such as "cuda:3". Ranks with the same memory need no
-    transfer. Empty if the rank shares it with none."""
+    """Name of the memory on that node, such as "cuda:3". Ranks that share one need no transfer."""
     process: str = ""
     """Name of the process on that node; empty if each rank has its own."""
 
     def distance(self, other: Where) -> int:
-        """Return 0 within a process, 1 within one device's memory, 2 on one node, 3 between
-        nodes."""
+        """0 within a process, 1 within one device's memory, 2 on one node, 3 between nodes."""
         if self.node != other.node:
             return 3
         if self.process and self.process == other.process:
@@ -198,8 +194,7 @@ class TensorLayout:
 
     @cached_property
     def boxes(self) -> tuple[tuple[Box, ...], ...]:
-        """For each rank, the boxes of its pieces. Equal tensors of different layers have equal
-        boxes."""
+        """Boxes of each rank's pieces. Equal tensors of different layers have equal boxes."""
         return tuple(tuple(piece.box for piece in pieces) for pieces in self.pieces)
 
     @property
@@ -294,8 +289,7 @@ class Layout:
 
     @cached_property
     def _bytes_of_ranks(self) -> list[int]:
-        """`num_bytes` of each rank. Equal layers that share pieces are counted once and
-        multiplied."""
+        """`num_bytes` of each rank. Equal layers are counted once and multiplied."""
         shared = {(id(t.pieces), t.item_bytes): t for t in self.tensors.values()}
         times = Counter((id(t.pieces), t.item_bytes) for t in self.tensors.values())
         found = [0] * len(self.ranks)

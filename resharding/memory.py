@@ -114,8 +114,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy `source` over `target`, which has the same shape. Host-memory copies use the calling
-    thread alone.
+    """Copy `source` over `target`, of the same shape. Host memory is copied by this thread alone.
 
     torch splits a copy over all cores and waits for each. Both sides of a transfer run at once, so
     a core that the other side occupies delays the whole copy. With two ranks publishing on two

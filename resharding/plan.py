@@ -35,8 +35,8 @@ class Copy:
     destination: int
     """Rank in the destination layout."""
     destination_pieces: tuple[int, ...]
-    """Indices of the destination's pieces to write. Several if the rank holds the same box in
-    several places."""
+    """Indices of the destination's pieces to write; several if the rank holds the box
+    repeatedly."""
     box: Box
     travels: bool
     """False if both ranks hold it in the memory of one device."""
@@ -78,8 +78,7 @@ class ReshardPlan:
         return self._copies[tensor]
 
     def received_by(self, rank: int) -> Iterator[tuple[str, Copy]]:
-        """Iterate over tensor names and copies of one destination rank, in the order of the
-        transfer."""
+        """Iterate over the copies to one destination rank, in the order of the transfer."""
         return (
             (name, copy)
             for name in self.destination.tensors
@@ -88,8 +87,7 @@ class ReshardPlan:
         )
 
     def redundant_bytes(self, rank: int) -> int:
-        """Bytes that a destination rank's device holds for the source layout but not for the
-        destination layout.
+        """Bytes that a destination rank's device holds only for the source layout.
 
         0 for HybridFlow's layouts, whose training shards are parts of the generation shards
         (arXiv:2409.19256, table 2).
@@ -100,8 +98,7 @@ class ReshardPlan:
         )
 
     def explain(self, bucket_bytes: int = 256 << 20, beside: Sequence[Transition] = ()) -> str:
-        """Return a table with one line per rank: bytes received, sent and held, and peak memory of
-        the transfer.
+        """Return a table with one line per rank: bytes received, sent and held, and peak memory.
 
         Args:
             bucket_bytes: most bytes in flight at once.
@@ -137,7 +134,7 @@ class ReshardPlan:
         return "\n".join(lines)
 
     def _given(self) -> tuple[Counter[int], dict[int, set[int]]]:
-        """Return the copies that each source rank sends to other devices, and the ranks that get
+        """Return each source rank's number of copies to other devices, and the ranks that get
         them."""
         given, receivers = Counter[int](), defaultdict[int, set[int]](set)
         equal = Counter(map(id, self._copies.values()))
@@ -149,8 +146,7 @@ class ReshardPlan:
         return given, receivers
 
     def _plan_equal(self, names: Sequence[str]) -> None:
-        """Plan tensors with equal shapes and boxes. Ranks that hold the same box take turns over
-        the tensors."""
+        """Plan equal tensors. Ranks that hold the same box take turns over the tensors."""
         source, destination = self.source.tensors[names[0]], self.destination.tensors[names[0]]
         equal_sources = max(Counter(box for boxes in source.boxes for box in boxes).values(), default=1)
         num_variants = min(len(names), equal_sources)
@@ -231,8 +227,8 @@ class _SourcePieces:
         self._found: dict[Box, tuple[np.ndarray, list[Box], bool]] = {}
 
     def overlapping(self, box: Box) -> tuple[np.ndarray, list[Box], bool]:
-        """Return the pieces that overlap a box, their overlaps, and whether these cover each
-        element exactly once."""
+        """Return the pieces that overlap a box, the overlaps, and whether these cover it exactly
+        once."""
         if box not in self._found:  # replicas request the same boxes
             overlap = (self._starts < np.array(box.stops, np.int64)) & (
                 self._stops > np.array(box.starts, np.int64)
@@ -267,8 +263,7 @@ def _distances(sources: Sequence[Where], destinations: Sequence[Where]) -> np.nd
 
 
 def _equal_tensors(source: Layout, destination: Layout) -> list[list[str]]:
-    """Group the destination's tensors by everything that a plan depends on: shape, dtype, and boxes
-    on both sides."""
+    """Group the destination's tensors by shape, dtype, and boxes on both sides."""
     numbers: dict[tuple[tuple[Box, ...], ...], int] = {}
     by_identity: dict[int, int] = {}
 

@@ -53,8 +53,7 @@ _AGAIN_S = 0.05
 
 
 class WeightPublisher:
-    """Publishes versions of a rank's weights, one at a time. The ranks of a group together publish
-    each element once.
+    """Publishes a rank's weights, one version at a time. A group publishes each element once.
 
     Memory besides the model: SLOTS buckets, or none if receivers read all parts in place.
 
@@ -153,8 +152,7 @@ class WeightPublisher:
         return Weights(version, (RankWeights(self._host, port, this_machine(), self._token),))
 
     def finish(self) -> str | None:
-        """End the current transfer, so that the weights may change. Receivers that are not done get
-        an error.
+        """End the current transfer. Receivers that are not done get an error.
 
         Returns:
             The checksum of the published elements (see `weights.py`); checksums of ranks add up.
@@ -178,8 +176,7 @@ class WeightPublisher:
         return dict(self._lost if self._transfer is None else self._transfer.lost)
 
     def close(self) -> None:
-        """End the current transfer, stop listening, and free the memory once no receiver maps
-        it."""
+        """End the current transfer, stop listening, and free the memory."""
         if self._is_closed:
             return
         with contextlib.suppress(WeightSyncError):

@@ -42,12 +42,10 @@ from .memory import copy_elements
 from .weights import box_sum
 
 GRACE_S = 1.0
-"""[s] Longest time that the first receivers wait for the others before they get a pass without
-them."""
+"""[s] Longest time that the first receivers wait for the others to join their pass."""
 
 NEWS_S = 15.0
-"""[s] Interval of keepalives to a receiver that waits for its pass, which may exceed any
-timeout."""
+"""[s] Interval of keepalives to a receiver that waits for its pass."""
 
 NUMBER = struct.Struct("<q")
 
@@ -58,8 +56,7 @@ WHOLE = (-1, -1)
 """Header of a box that is sent whole."""
 
 MOST_TIMES = 16
-"""How often a receiver may request the same elements: once for each of its tensors that contains
-them."""
+"""How often a receiver may request an element: once for each tensor that contains it."""
 
 Want = tuple[int, Box]
 """Index of an entry, and the requested box of it."""
@@ -91,8 +88,7 @@ class _Pass:
     base: int | None = None
     """Version that `changed` compares with; None without deltas."""
     changed: dict[int, np.ndarray | None] = field(default_factory=dict)
-    """Positions of the changed elements, by index of the entries in memory; None for entries to
-    send whole."""
+    """Changed positions by entry, for entries in memory; None for entries to send whole."""
 
 
 @dataclass(eq=False)
@@ -179,8 +175,8 @@ class Transfer:
     # The filler's thread
 
     def fill(self) -> None:
-        """Serve passes until the transfer ends. Receivers get an error message, and `end` raises
-        the error."""
+        """Serve passes until the transfer ends. Receivers are told of an error, and `end` raises
+        it."""
         try:
             while members := self._gather():
                 self._fill_pass(members)
@@ -252,8 +248,7 @@ class Transfer:
         self._await_taken(members, len(self._buckets))
 
     def _await_taken(self, members: Sequence[_Session], number: int) -> bool:
-        """Wait until all members are done with the first `number` buckets. Return False if no
-        member is left. Sessions end by their own deadlines."""
+        """Wait until all members are done with `number` buckets. Return False if none is left."""
         with self._condition:
             self._condition.wait_for(
                 lambda: self._ended or all(s.gone or s.taken >= number for s in members)
@@ -261,8 +256,7 @@ class Transfer:
             return not self._ended and not all(s.gone for s in members)
 
     def _fill(self, number: int, slot: int) -> int:
-        """Copy an entry into its bucket, unless it is read in place, and return its sum. Casts
-        happen here."""
+        """Copy and cast an entry into its bucket, unless it is read in place. Return its sum."""
         entry, target = self.entries[number], self._elements(number, slot)
         if not entry.memory:
             copy_elements(target, self._tensors[number])
@@ -347,8 +341,7 @@ class Transfer:
             self._condition.notify_all()
 
     def _await(self, session: _Session, come: Callable[[_Pass], bool]) -> _Pass:
-        """Wait until the receiver's pass satisfies `come`. Send keepalives while passes of others
-        make progress."""
+        """Wait until the receiver's pass satisfies `come`, and send keepalives meanwhile."""
         seen = self._filled
         while True:
             with self._condition:
@@ -388,8 +381,8 @@ class Transfer:
             self.sent.whole_bytes += elements.nbytes
 
     def _read_wants(self, content: bytes) -> tuple[int | None, dict[int, list[Want]] | None]:
-        """Parse a receiver's requests: the version that it holds, and the boxes. Both are None if
-        it maps the memory.
+        """Parse the version that a receiver holds and its requests; both None if it maps the
+        memory.
 
         Raises:
             ValueError: it requests a box that this rank does not have, or more than MOST_TIMES the

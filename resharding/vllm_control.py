@@ -128,8 +128,7 @@ class TensorSum(NamedTuple):
 
 
 def checksum_of_tensors(tensors: Mapping[str, TensorSum]) -> str:
-    """Return the checksum of a version or of one rank's part, as in `buckets.checksum_of`, from the
-    sums of its tensors."""
+    """Return the checksum of a version or of one rank's part, from the sums of its tensors."""
     total = sum(
         found.box_sum * tensor_factor(name, found.dtype, found.shape) for name, found in tensors.items()
     )
@@ -161,8 +160,7 @@ class _Engine:
 
 
 class Receivers:
-    """The engines that receive versions: the client of vLLM's trainer (`VLLMWeightSyncClient`), on
-    its rank 0.
+    """The receiving engines: the client of vLLM's trainer (`VLLMWeightSyncClient`), on rank 0.
 
     Args:
         host: address of this process for engines on other machines; empty if there are none.
@@ -240,8 +238,7 @@ class Receivers:
     # Methods that vLLM's trainers call
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Prepare the ranks to receive. If the backend numbers ranks, the engines get consecutive
-        offsets."""
+        """Prepare the ranks to receive. Numbered ranks get consecutive offsets over engines."""
         payloads, before = [], 0
         for engine in self._engines:
             offset = init_info.get("rank_offset")
@@ -361,8 +358,7 @@ def take_as_told(
     call: Callable[[str, Any], None],
     loaded: Callable[[], Sequence[Mapping[str, TensorSum]]],
 ) -> str:
-    """Receive a version under the control of the trainer's rank 0, and compare it with the
-    published sums.
+    """Receive a version as the trainer's rank 0 directs, and compare it with the published sums.
 
     Args:
         weights: record of the version.

@@ -73,8 +73,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def paired_boxes(shape: tuple[int, ...], view: View, other: View) -> list[tuple[Box, View]]:
-    """Return the boxes of a tensor that a view covers, each with the position of its elements in
-    another memory.
+    """Return the boxes that a view covers, each with its position in another memory.
 
     Each returned view has the shape of its box, with one stride per dimension of the tensor.
 
@@ -192,15 +191,13 @@ class Recording:
     fills: tuple[Fill, ...]
     """Fills, which precede the copies of the layout."""
     unused: tuple[str, ...]
-    """Checkpoint tensors that this rank does not use: experts and layers of other ranks, or a tied
-    output head."""
+    """Checkpoint tensors that this rank does not use, such as experts of other ranks."""
 
 
 def record_layout(
     model: torch.nn.Module, checkpoint: Mapping[str, tuple[tuple[int, ...], str]], where: Where = Where()
 ) -> Recording:
-    """Run the model's own loader once on fakes, and record its copies. The model is unchanged on
-    return.
+    """Run the model's own loader once on fakes, and record its copies. The model is unchanged.
 
     Args:
         model: a vLLM model, loaded or not, from vLLM's own `initialize_model`.
@@ -228,8 +225,7 @@ def record_layout(
 
 
 def restore(model: torch.nn.Module) -> None:
-    """Undo `initialize_layerwise_reload`: restore the tensors that vLLM's kernels use in layers
-    that wait for weights."""
+    """Undo `initialize_layerwise_reload`: restore the tensors that vLLM's kernels use."""
     for layer in model.modules():
         restore_layer(layer)
     if hasattr(model, "_original_do_torchao_reload"):
@@ -261,8 +257,8 @@ class _Memory:
 
 
 def _memories(model: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> dict[int, _Memory]:
-    """Return the memories that loaders may write, by storage. Also restores their original loaders,
-    which vLLM has wrapped."""
+    """Return the memories that loaders may write, by storage, and restore their original
+    loaders."""
     found: dict[int, _Memory] = {}
     for prefix, layer in model.named_modules():
         info = get_layerwise_info(layer)
@@ -283,8 +279,7 @@ def _memories(model: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> dic
 
 
 def _unwrap_loaders(layer: torch.nn.Module) -> None:
-    """Restore the original loaders. vLLM wraps them to collect a layer's weights until it is
-    complete."""
+    """Restore the original loaders, which vLLM wraps to collect a layer's weights."""
     for tensor in get_layer_tensors(layer).values():
         if (loader := _get_original_loader(tensor)) is not getattr(tensor, "weight_loader", loader):
             tensor.weight_loader = loader  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,5 +1,4 @@
-"""VllmPublisher: the sending side of vLLM's own transfer backends
-(`vllm.distributed.weight_transfer`).
+"""VllmPublisher: the sending side of `vllm.distributed.weight_transfer`.
 
 vLLM's trainers take whole tensors, one at a time, from a `WeightSource` that all trainer ranks
 iterate together. So every rank assembles each tensor from the parts of all ranks. Rank 0 drives the
@@ -92,8 +91,7 @@ _NOBODY, _AS_BEFORE, _ANEW = range(3)
 
 
 class VllmPublisher:
-    """Publishes versions through one of vLLM's backends. All trainer ranks call each method
-    together.
+    """Publishes versions through a vLLM backend. All trainer ranks call each method together.
 
     Memory besides the model, on each rank: the current tensor, and two vLLM buffers of
     `bucket_bytes` or the size of the largest tensor.
@@ -217,8 +215,8 @@ class VllmPublisher:
         self._end_trainer()
 
     def _meet(self, version: int) -> bool:
-        """Wait for the engines, and create a new vLLM trainer if they changed. Return False if
-        there are none. The ranks agree on the result."""
+        """Wait for the engines, and create a new vLLM trainer if they changed; False without
+        engines."""
         said = torch.tensor([_NOBODY, 0])
         if self._receivers is not None:
             engines = self._receivers.gather(version, self._expected, self._source.whole_bytes)
@@ -265,8 +263,7 @@ class _GatheredTensors(WeightSource):
         self._advance = advance
         self._own: dict[str, list[Part]] = {}
         self._forms: list[tuple[str, str, tuple[int, ...], int]] = []
-        """Name, dtype, shape, and number of this rank's elements, for each tensor of the last
-        version."""
+        """Name, dtype, shape, and number of this rank's elements, for each tensor."""
         self._metadata: list[ParamMeta] = []
         self._sums: dict[str, int] = {}
 

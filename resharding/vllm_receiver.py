@@ -1,5 +1,4 @@
-"""BucketReceiver: the receiving side of a weight update inside vLLM, through its public
-`WeightTransferEngine` interface.
+"""BucketReceiver: receives weights inside vLLM, as a `WeightTransferEngine`.
 
 Importing this module registers the transfer engine.
 """
@@ -45,8 +44,7 @@ class NoInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class WeightsUpdateInfo(WeightTransferUpdateInfo):
-    """The fields of a `Weights` record as plain data, because vLLM passes dictionaries between
-    processes."""
+    """A `Weights` record as plain data, because vLLM passes dictionaries between processes."""
 
     version: int
     ranks: list[dict[str, Any]]
@@ -168,8 +166,7 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
             self._arriving = self._take(incoming, self._writer.apply)
 
     def stage(self, weights: Weights) -> None:
-        """Start a thread that receives a version into memory besides the model. The model continues
-        to compute."""
+        """Start a thread that receives a version, while the model continues to compute."""
         self._end_staging()
         incoming = self._open(weights)
         assert self._writer is not None
@@ -199,8 +196,7 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
         return done.done()
 
     def _end_staging(self) -> Loaded | None:
-        """End staging, and return the staged version. Return None if there is none, or drop it if
-        it is incomplete because another rank has failed."""
+        """End staging, and return the staged version; None if there is none or it is incomplete."""
         staging, self._staging = self._staging, None
         if staging is None:
             return None
@@ -279,8 +275,7 @@ WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)
 
 
 class VllmBackends:
-    """Transfer engines of vLLM's own backends in a rank. During a transfer, one of them replaces
-    Weft's receiver.
+    """Transfer engines of vLLM's own backends in a rank, used in place of Weft's receiver.
 
     Args:
         receiver: Weft's receiver.
@@ -298,8 +293,7 @@ class VllmBackends:
         self._loaded: _LoadedTensors | None = None
 
     def begin(self, backend: str) -> WeightTransferEngine[Any, Any]:
-        """Start a version: return vLLM's engine for the backend, and record the tensors that the
-        model's loaders get."""
+        """Start a version: return vLLM's engine, and record the tensors that the loaders get."""
         if backend not in self._engines:
             config = WeightTransferConfig(backend=backend)
             made = WeightTransferEngineFactory.create_engine(
@@ -375,8 +369,7 @@ def adapter_request() -> LoRARequest:
 
 
 def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[str, Any]) -> str:
-    """Receive a version of an adapter, check it, and put it into vLLM's slot. Return its checksum.
-    vLLM cuts the adapter for this rank.
+    """Receive an adapter, check it, and put it into vLLM's slot. Return its checksum.
 
     Args:
         manager: vLLM's `WorkerLoRAManager`.

@@ -1,5 +1,4 @@
-"""WeightWriter: writes received slices into vLLM's model, layer by layer, where its loaders would
-put them.
+"""WeightWriter: writes received slices into vLLM's model, layer by layer.
 
 A layer gets memory with its first slice, and vLLM prepares it after its last slice. Memory besides
 the model is therefore that of incomplete layers: one layer, if slices arrive in the order of the
@@ -52,8 +51,7 @@ from .vllm_layout import Fill, Recording, View, restore, restore_layer
 
 
 class SpareMemory:
-    """Host memory in the loading format of prepared layers. It stays mapped and warm across
-    versions."""
+    """Host memory in the loading format of prepared layers, kept warm across versions."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[Any, ...], list[torch.Tensor]] = {}
@@ -112,8 +110,8 @@ class Layer:
         return tensor.as_strided(view.shape, view.strides, first + view.offset)
 
     def computes_with(self, memory: str) -> bool:
-        """Whether vLLM's kernels read this parameter directly. This includes a bias that has no
-        loading format."""
+        """Whether vLLM's kernels read this parameter directly, as for a bias without loading
+        format."""
         if self.in_place:
             return True
         parameters, buffers = get_layerwise_info(self.module).kernel_tensors or ({}, {})
@@ -121,8 +119,8 @@ class Layer:
         return getattr(self.module, name) is parameters.get(name, buffers.get(name))
 
     def start(self) -> bool:
-        """Give the module writable memory, and fill its padding. Return whether this overwrote
-        memory that kernels read."""
+        """Give the module writable memory. Return whether padding overwrote memory that kernels
+        read."""
         self.started = True
         self._memories = {}
         if self._is_read_as_written():
@@ -136,8 +134,7 @@ class Layer:
         return any(self.computes_with(fill.memory) for fill in self.fills)
 
     def finish(self) -> None:
-        """Let vLLM prepare the module after its last slice, and copy the results to where its
-        kernels read them."""
+        """After its last slice, let vLLM prepare the module and copy it to its kernels' memory."""
         self._memories = {}  # they would keep memory alive that vLLM frees
         if self.in_place:
             prepare(self.module)
@@ -204,8 +201,8 @@ class Layer:
         return self._staged[name].as_strided(view.shape, view.strides, view.offset)
 
     def finish_staged(self) -> None:
-        """After the last slice, pack the parameters if kernels on CPU need it, and free the
-        unpacked memory."""
+        """After the last slice, pack the parameters for CPU kernels, and free the unpacked
+        memory."""
         if not self._beside:
             return
         module, parameters = self.module, dict(self.module._parameters)
@@ -246,8 +243,7 @@ class Layer:
         self.finish()
 
     def _loading_format(self, name: str) -> torch.Tensor:
-        """Return a parameter in the loading format. For a bias without one, this is the format that
-        kernels read."""
+        """Return a parameter in the loading format, or if it has none, in the kernels' format."""
         parameters, buffers = get_layerwise_info(self.module).restore_metadata
         found = parameters.get(name, buffers.get(name))
         return getattr(self.module, name) if found is None else found
@@ -270,16 +266,14 @@ def own_name(memory: str) -> str:
 
 
 def is_cpu_packed(module: torch.nn.Module) -> bool:
-    """Whether vLLM packs the module's weight for its CPU kernels, without keeping memory in the
-    loading format."""
+    """Whether vLLM packs the weight for its CPU kernels, and keeps no unpacked memory."""
     method = type(getattr(module, "quant_method", None))
     known = method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
     return known and current_platform.is_cpu() and not current_platform.is_zen_cpu()
 
 
 def prepare(module: Any) -> None:
-    """Let vLLM prepare a module whose kernels read its parameters. An embedding is packed lazily,
-    when a head first uses it."""
+    """Let vLLM prepare a module. An embedding is packed lazily, when a head first uses it."""
     if not _is_looked_up(module):
         module.quant_method.process_weights_after_loading(module)
     elif hasattr(module, "cpu_linear"):
@@ -327,8 +321,7 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _like(wanted: torch.Tensor, memory: Any) -> torch.Tensor:
-    """Return `memory` with the class and loader of a `meta` tensor, like vLLM's
-    `materialize_meta_tensor`."""
+    """Return `memory` with class and loader of `wanted`, like vLLM's `materialize_meta_tensor`."""
     found = memory.detach()
     found.__class__ = wanted.__class__
     found.__dict__ = wanted.__dict__.copy()
@@ -403,8 +396,7 @@ class _Target:
 
 
 _Step = tuple[int, Box, View, tuple[slice, ...] | None]
-"""Destination of a part of a slice: target number, part, position, and index into the slice (None
-for all of it)."""
+"""Target number, part of the slice, position, and index into the slice (None for all of it)."""
 
 
 class _Route(NamedTuple):
@@ -416,8 +408,7 @@ class _Route(NamedTuple):
 
 
 class WeightWriter:
-    """Writes versions of the weights into a model, from slices in the checkpoint's names and
-    coordinates.
+    """Writes versions into a model, from slices in the checkpoint's names and coordinates.
 
     Args:
         model: the model that was recorded.
@@ -484,8 +475,7 @@ class WeightWriter:
 
     @torch.no_grad()
     def stage(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
-        """Write a version beside the model, which stays unchanged. Arguments and errors are those
-        for `apply`."""
+        """Write a version to staging memory, with the arguments and errors of `apply`."""
         self._expect()
         self._staging = True
         try:

@@ -31,8 +31,7 @@ class Part(NamedTuple):
     tensor: torch.Tensor
     """The elements, of the box's shape."""
     dtype: torch.dtype | None = None
-    """Dtype of the transfer; None for the tensor's own. Elements are cast during the copy, without
-    a second copy of the tensor."""
+    """Dtype of the transfer; None for the tensor's own. Casts happen during the copy."""
 
 
 def whole(named_tensors: Mapping[str, torch.Tensor]) -> Iterator[Part]:
@@ -47,16 +46,13 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class RankWeights:
-    """The endpoint that publishes one rank's parts. Plain data, with a size that does not depend on
-    the model."""
+    """The endpoint that publishes one rank's parts, as plain data of constant size."""
 
     host: str
-    """Address for receivers on other machines; empty if there are none, and the rank listens on
-    LOOPBACK."""
+    """Address for receivers on other machines; empty for none, and LOOPBACK only."""
     port: int
     machine: str
-    """Machine that can map the rank's memory (see `this_machine`). Receivers on other machines get
-    messages."""
+    """Machine that can map the rank's memory (see `this_machine`); others get messages."""
     token: str = field(default="", repr=False)
     """Secret that authenticates receivers."""
 
@@ -70,8 +66,7 @@ class Weights:
     receiver: str = ""
     """Receiver's name in messages, such as "rollout[0]"."""
     backend: str = ""
-    """vLLM backend that carries the weights while both sides cooperate; empty for Weft's
-    transfer."""
+    """vLLM backend that carries the weights; empty for Weft's transfer."""
 
     def __add__(self, other: Weights) -> Weights:
         if other.version != self.version:
@@ -89,8 +84,7 @@ class Given:
 
     version: int
     checksum: str | None
-    """Sum over all elements, as 16 hexadecimal digits (see below). Every receiver must compute the
-    same sum. None if no receiver took everything."""
+    """Sum over all elements, as 16 hexadecimal digits; None if no receiver took everything."""
     num_bytes: int
     """Size of all elements, as they travel to a receiver that takes all of them."""
 
@@ -154,16 +148,14 @@ def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
 
 @functools.lru_cache(maxsize=1 << 16)
 def tensor_factor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the odd factor of a tensor's sum in the checksum of a model. It depends on the name,
-    dtype and shape, so a renamed tensor changes the checksum."""
+    """Return a tensor's odd factor in a model's checksum, so that renaming changes the checksum."""
     header = f"{name}|{dtype}|{tuple(shape)}".encode()
     return int(_mixed(np.array([zlib.crc32(header) << 32 | zlib.crc32(header[::-1])], np.uint64))[0]) | 1
 
 
 @functools.lru_cache(maxsize=256)
 def _weights(kind: int, count: int) -> np.ndarray:
-    """Odd pseudo-random weights for the indices below `count`, of rows (kind 0) or columns (kind
-    1)."""
+    """Odd pseudo-random weights of the indices below `count`, for rows (0) or columns (1)."""
     with np.errstate(over="ignore"):
         mixed = _mixed(np.arange(count, dtype=np.uint64) * np.uint64(2) + np.uint64(kind))
     odd = (mixed | np.uint64(1)).view(np.int64)
@@ -193,8 +185,8 @@ def _row_weights(box: Box, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:
-    """Apply the finalizer of SplitMix64 (Steele, Lea and Flood, 2014): each output bit depends on
-    all input bits."""
+    """Finalizer of SplitMix64 (Steele, Lea and Flood, 2014): each output bit depends on all
+    bits."""
     with np.errstate(over="ignore"):
         numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
         numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
