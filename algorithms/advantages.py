@@ -1,5 +1,4 @@
-"""Advantages of sampled responses, from their rewards relative to the other responses to the same
-prompt.
+"""Advantages of responses, from their rewards relative to other responses to the same prompt.
 
 An estimator is a callable `(outcomes) -> advantages [B]`. `group_advantages` turns it into a graph
 node.
@@ -64,8 +63,7 @@ class Outcomes:
 
 
 Estimator: TypeAlias = "Callable[[Outcomes], Tensor]"
-"""An estimator that needs more columns names them in an attribute `reads`, so that the graph can
-check them."""
+"""An estimator that needs more columns names them in an attribute `reads`."""
 
 
 def group_normalized(outcomes: Outcomes, *, epsilon: float = 1e-6) -> Tensor:
@@ -91,8 +89,7 @@ def group_normalized(outcomes: Outcomes, *, epsilon: float = 1e-6) -> Tensor:
 
 
 def group_centred(outcomes: Outcomes) -> Tensor:
-    """A_i = r_i - mean(r) over i's group (Dr. GRPO, arXiv:2503.20783, §3.1). Without a division, it
-    has no bias towards easy or hard prompts.
+    """A_i = r_i - mean(r) over i's group (Dr. GRPO, arXiv:2503.20783, §3.1).
 
     Returns:
         [B] float32; exactly 0 for a group of one row or of equal rewards; empty for no rows.
@@ -238,8 +235,7 @@ def is_group_relative(estimator: object) -> bool:
 
 
 def have_equal_rewards(samples: Batch, reward: str) -> np.ndarray:
-    """[groups] bool, in the order of `samples.groups()`: whether a group's rewards are all equal.
-    NaN equals nothing.
+    """[groups] bool, in the order of `samples.groups()`: whether rewards are equal. NaN never is.
 
     >>> have_equal_rewards(Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0]), "reward").tolist()
     [False, True]

@@ -31,8 +31,7 @@ class Aggregation(Protocol):
 
 @dataclass(frozen=True)
 class TokenMean:
-    """Mean over all trained tokens of the step (DAPO, arXiv:2503.14476, eq. 8). Long responses
-    weigh more.
+    """Mean over all trained tokens of the step (DAPO, arXiv:2503.14476, eq. 8).
 
     >>> rows = PackedRows.of([3, 1], response_mask=[1, 1, 0, 1])
     >>> token_mean.weights(rows).tolist(), token_mean.count(rows)
@@ -48,8 +47,7 @@ class TokenMean:
 
 @dataclass(frozen=True)
 class SequenceMean:
-    """Mean over responses of each response's mean over trained tokens (GRPO, arXiv:2402.03300, eq.
-    3).
+    """Mean over responses of the mean over their trained tokens (GRPO, arXiv:2402.03300, eq. 3).
 
     Rows without a trained token are not counted.
 

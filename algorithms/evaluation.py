@@ -23,8 +23,9 @@ from .sampling import Sampling
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """Return the unbiased estimate 1 - C(n - c, k) / C(n, k) that one of k samples solves a prompt
-    (arXiv:2107.03374, eq. 1).
+    """Estimate the probability that one of k samples solves a prompt (arXiv:2107.03374, eq. 1).
+
+    pass@k = 1 - C(n - c, k) / C(n, k), which is unbiased.
 
     Args:
         num_samples: n, samples of the prompt.
@@ -59,8 +60,7 @@ def score_prompts(
     reward: str = str(REWARD),
     verdict: str = str(REWARD),
 ) -> Metrics:
-    """Compute avg@n and pass@k as means over prompts, since samples of one prompt are not
-    independent.
+    """Compute avg@n and pass@k over prompts, because samples of one prompt are not independent.
 
     Args:
         samples: whole groups, with the columns `reward` and `verdict`.
@@ -105,8 +105,7 @@ def evaluate(
     solved: float | None = None,
     verdict: str | None = None,
 ) -> Any:
-    """Generate n responses to each prompt, score them, and measure avg@n and pass@k with 95 %
-    intervals over prompts.
+    """Score n responses to each prompt, and measure avg@n and pass@k with 95 % intervals.
 
     avg@n is the mean reward. pass@k counts correct responses, by the grader among the reward
     functions, such as `Math`. Without a grader, a response is correct if its reward is at least

@@ -1,5 +1,4 @@
-"""GRPO and its family as one graph. Other values of `advantages` and `loss` give Dr. GRPO, DAPO,
-GSPO, RLOO and ReMax."""
+"""GRPO as a graph. `advantages` and `loss` turn it into Dr. GRPO, DAPO, GSPO, RLOO or ReMax."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ from .sampling import Sampling
 def greedy_baselines(
     prompts: Any, *, rollout: Rollout, reward: Rewarder, sampling: Sampling = Sampling()
 ) -> Any:
-    """Sample the greedy response to each prompt, with its reward as `baseline_reward` (ReMax,
-    arXiv:2310.10505, algorithm 1).
+    """Sample greedy responses, with their reward as `baseline_reward` (ReMax, arXiv:2310.10505).
 
     Responses generated from these rows inherit the column, and the estimator `greedy_baseline`
     subtracts it from their reward. `grpo` includes this node if its estimator reads the column.
@@ -51,8 +49,7 @@ def grpo(
     minibatches: int = 1,
     entropies: bool = False,
 ) -> Any:
-    """Group-relative policy optimization (arXiv:2402.03300): the n responses to a prompt are each
-    other's baseline.
+    """Group-relative policy optimization (arXiv:2402.03300), with n responses per prompt.
 
     The actor makes `epochs` passes of `minibatches` steps each. If the loss needs them, the actor's
     log-probabilities are computed before the update. If the estimator compares with the reward of
@@ -80,8 +77,7 @@ def grpo(
 def first_of_group(
     samples: Batch, n: int, *, by: str = "reward", deadline_s: float | None = None
 ) -> Batch:
-    """Keep the first `n` rows of each group that have the column `by`. The rest are canceled and
-    counted as over-issued.
+    """Keep the first `n` rows of each group that have the column `by`, and cancel the others.
 
     Generate more samples than needed so that no group waits for its slowest:
     `rollout.generate(prompts, n=10)`, then `first_of_group(samples, 8)`. Work on a canceled row is
@@ -102,8 +98,7 @@ def first_of_group(
 
 @node(shape=Shape.FILTER, reads=lambda by: (by,), takes=GROUPS)
 def drop_zero_variance(samples: Batch, *, by: str = "reward") -> tuple[Batch, Metrics]:
-    """Drop groups whose rewards are all equal, since their advantages and gradients are 0 (dynamic
-    sampling, DAPO, arXiv:2503.14476, eq. 11).
+    """Drop groups of equal rewards (dynamic sampling, DAPO, arXiv:2503.14476, eq. 11).
 
     In training, other prompts replace the dropped groups, so a step keeps its size. If all groups
     have equal rewards, sampling never ends.

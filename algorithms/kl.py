@@ -1,5 +1,4 @@
-"""Estimators of the KL divergence from a reference, per sampled token (J. Schulman, "Approximating
-KL Divergence", 2020).
+"""Per-token estimators of the KL divergence (J. Schulman, "Approximating KL Divergence", 2020).
 
 Tokens come from the policy p, q is the reference, and d = log p - log q of the sampled token. The
 *values* of k1 and k3 are unbiased estimates of KL(p || q); k2 is biased by O(d^3). `absolute` is a
@@ -80,8 +79,7 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def absolute(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """|d|, with d = log p - log q. An upper bound on the KL divergence on average, rather than an
-    estimate of it.
+    """|d|, with d = log p - log q. On average an upper bound of the KL divergence.
 
     As a loss, its gradient is sign(d) grad log p, whose size does not depend on d.
 
@@ -94,8 +92,7 @@ def absolute(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def full_kl(logits: Tensor, reference_logits: Tensor) -> Tensor:
-    """KL(p || q) = sum_v p_v (log p_v - log q_v), exact, with its gradient. Needs the whole
-    vocabulary in memory.
+    """KL(p || q) = sum_v p_v (log p_v - log q_v), exact. Needs the whole vocabulary in memory.
 
     Args:
         logits: [T, V] of the policy, at any scale; gradient flows.
@@ -137,8 +134,7 @@ class StraightThrough:
 
 
 class AdaptiveCoefficient(Config):
-    """A coefficient that a proportional controller steers towards a target divergence
-    (arXiv:1909.08593, §2.2).
+    """A coefficient that is steered towards a target divergence (arXiv:1909.08593, §2.2).
 
     beta <- beta (1 + e K), with e = clip(KL / target - 1, -0.2, 0.2) and the gain K = num_steps /
     horizon. The object is immutable: `updated` returns the next one. For a constant coefficient,

@@ -1,5 +1,4 @@
-"""Loss: the interface between a training engine and any loss, and the packed rows that the engine
-passes.
+"""Loss: the interface of losses for a training engine, and the packed rows that they get.
 
 A loss returns a *sum* over tokens and the number to divide it by (tokens, sequences). The engine
 adds the counts of all rows on all ranks and divides once, so the gradient does not depend on
@@ -121,8 +120,7 @@ class PackedRows:
 
 
 def response_rows(samples: Batch, ragged: object, *columns: object) -> PackedRows:
-    """Concatenate columns of a batch, with the `response_mask` if it has one. Does not copy, so do
-    not write to the result.
+    """Concatenate columns of a batch, and its `response_mask` if any. Read-only: nothing is copied.
 
     Args:
         samples: B rows.
@@ -146,8 +144,7 @@ def _tensor_of(samples: Batch, column: str) -> Tensor:
 
 @runtime_checkable
 class Loss(Protocol):
-    """A loss over response tokens. A value: losses with equal settings are equal, and travel to the
-    workers unchanged.
+    """A loss over response tokens. Losses with equal settings are equal.
 
     Custom losses can inherit from `FrozenLoss`, which has default answers, but need not: engines
     only use this protocol.
@@ -176,8 +173,7 @@ class Loss(Protocol):
         ...
 
     def count(self, rows: PackedRows) -> float:
-        """Return the divisor for the sum over these rows. The engine adds it over microbatches and
-        ranks."""
+        """Return the divisor for these rows. The engine adds it over microbatches and ranks."""
         ...
 
     def __call__(self, logprobs: Tensor, rows: PackedRows, /) -> tuple[Tensor, Metrics]:
@@ -191,8 +187,7 @@ class Loss(Protocol):
 
 
 class FrozenLoss(Config):
-    """A loss with frozen settings and defaults: it reads only the mask, needs no entropy, and
-    treats rows independently.
+    """A frozen loss with defaults: it reads only the mask, and treats rows independently.
 
     Subclasses define `count`, `__call__`, and any answers that differ.
 
@@ -241,8 +236,8 @@ class FrozenLoss(Config):
 
 
 class Observed(Mapping[str, Metric]):
-    """Metrics whose values stay on the device until first read, so that they do not delay the
-    backward pass.
+    """Metrics that stay on the device until first read, so that they do not delay the backward
+    pass.
 
     >>> both = observed(torch.tensor([True]), {"gap": torch.tensor([0.5])}) | observed(torch.tensor([False]), {"kl": torch.tensor([1.0])})
     >>> dict(both)
@@ -289,8 +284,7 @@ def observed(
     largest: Mapping[str, Tensor] | None = None,
     counts: Mapping[str, Tensor] | None = None,
 ) -> Observed:
-    """Create a loss's metrics over N things (tokens, rows, pairs). No gradient; reading them takes
-    one device transfer.
+    """Create a loss's metrics over N things (tokens, rows, pairs), without a gradient.
 
     Args:
         over: [N] bool, the things that count. Other things may hold any value, even NaN.

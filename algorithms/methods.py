@@ -1,5 +1,4 @@
-"""Methods by name: a graph, and the arguments that make it a method. To add a method, add a line to
-`METHODS`."""
+"""Methods by name: graphs with their arguments. To add a method, add a line to `METHODS`."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ class Method:
         return not self.samples and self.graph is dpo
 
     def with_kl(self, coefficient: float) -> Method:
-        """Return the same method with a penalty for leaving the reference, in the loss, or for PPO
-        in the reward.
+        """Return the method with a penalty for leaving the reference.
 
         Raises:
             UserError: the method has no such penalty, or the coefficient is not allowed.

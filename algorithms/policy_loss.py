@@ -221,8 +221,8 @@ class NegativeLogLikelihood(AggregatedLoss):
     """
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the undivided loss (0 if every token is masked), and the mean `entropy` of trained
-        tokens if the rows have it."""
+        """Return the undivided loss, and the mean `entropy` of trained tokens if the rows have
+        it."""
         watched = {"entropy": rows["entropy"]} if "entropy" in rows else {}
         metrics = observed(rows.trained > 0, watched) if watched else {}
         return (self.aggregation.weights(rows) * rows.only_trained(-logprobs)).sum(), metrics
@@ -232,8 +232,7 @@ class NegativeLogLikelihood(AggregatedLoss):
 
 
 def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict[str, Metric]:
-    """Measure whether trained responses are shorter or longer than sampled ones, as the ratio of
-    mean lengths.
+    """Measure whether trained responses are shorter than sampled ones.
 
     Short responses finish first. A run that trains on the first finished responses, cancels the
     slowest, or drops stale ones trains on short responses more often than it samples them. The
@@ -280,8 +279,7 @@ def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict
 
 
 def old_logprobs(samples: Any, *, actor: Policy, entropies: bool = False) -> Any:
-    """Add `old_logprobs`: the actor's own log-probabilities of the samples before their update.
-    Call it inside a `@graph` function.
+    """Add `old_logprobs`: the actor's log-probabilities before the update. For `@graph` functions.
 
     It costs a forward pass. `PolicyLoss` uses the column for sequence ratios, next to a correction
     that weighs, and with `PolicyLoss(old="old_logprobs")`, as in decoupled PPO (arXiv:2110.00641).

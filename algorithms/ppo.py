@@ -34,13 +34,12 @@ def ppo(
     epochs: int = 1,
     minibatches: int = 1,
 ) -> Any:
-    """Proximal policy optimization (arXiv:1707.06347) with generalized advantages
-    (arXiv:1506.02438), for responses (arXiv:2203.02155).
+    """Proximal policy optimization (arXiv:1707.06347), for responses (arXiv:2203.02155).
 
     A reference keeps the policy near it, through the reward (`kl`: reward lost per nat, or an
     `AdaptiveKlWorker` that adjusts it) or through the loss (`PolicyLoss(kl=KlPenalty(...))`).
-    Critic and actor make `epochs` passes of `minibatches` steps each, with values and advantages
-    from before the update.
+    Critic and actor make `epochs` passes of `minibatches` steps each, with values and
+    generalized advantages (arXiv:1506.02438) from before the update.
 
     If the loss needs the actor's own log-probabilities from before the update, they are computed,
     and the divergence is measured between them and the reference.

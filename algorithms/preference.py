@@ -70,8 +70,7 @@ def pairs(preferences: Batch) -> Batch:
     writes=(RESPONSE_IDS, RESPONSE_MASK, PREFERRED, REFERENCE_LOGPROBS),
 )
 def pairs_with_reference(preferences: Batch) -> Batch:
-    """Like `pairs`, for preferences with reference log-probabilities (graph
-    `reference_of_pairs`)."""
+    """Like `pairs`, for preferences with log-probabilities from `reference_of_pairs`."""
     reference = (CHOSEN_REFERENCE_LOGPROBS, REJECTED_REFERENCE_LOGPROBS)
     return _two_of_each(
         preferences, {RESPONSE_IDS: (CHOSEN_IDS, REJECTED_IDS), REFERENCE_LOGPROBS: reference}
@@ -80,8 +79,7 @@ def pairs_with_reference(preferences: Batch) -> Batch:
 
 @node(shape=Shape.FILTER, reads=(REWARD,), writes=(PREFERRED,), takes=GROUPS)
 def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
-    """Keep a pair of each group: its samples with the highest and the lowest reward. Groups of
-    equal rewards are dropped.
+    """Keep the best and the worst sample of each group, and drop groups of equal rewards.
 
     Returns:
         The kept rows, and `tied_groups`, the number of groups without a best sample. This includes
@@ -106,8 +104,7 @@ def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
 
 @node(reads=lambda by: (by,), writes=(PREFERRED,))
 def labelled(responses: Batch, *, by: str = "label") -> Batch:
-    """Add `preferred` to single responses, from a label column (true for good responses, or above
-    0).
+    """Add `preferred` to single responses, from a label column (true, or above 0).
 
     >>> labelled(Batch.of(label=[True, False]))["preferred"].to_pylist()
     [1, 0]
@@ -197,10 +194,10 @@ def compare(rows: Batch, *, score: str, against: str = "") -> Metrics:
 def dpo(
     preferences: Any, *, actor: Trainable, reference: Scorer | None = None, loss: Loss = PreferenceLoss()
 ) -> Any:
-    """Preference optimization on given pairs (`prompt_ids`, `chosen_ids`, `rejected_ids`); by
-    default DPO (arXiv:2305.18290).
+    """Preference optimization on given pairs; by default DPO (arXiv:2305.18290).
 
-    The reference computes log-probabilities for the rows of each step, unless the source has them
+    The source has `prompt_ids`, `chosen_ids` and `rejected_ids`. The reference computes
+    log-probabilities for the rows of each step, unless the source has them
     (`chosen_reference_logprobs`, `rejected_reference_logprobs`; graph `reference_of_pairs`).
     """
     known = CHOSEN_REFERENCE_LOGPROBS in preferences and REJECTED_REFERENCE_LOGPROBS in preferences
@@ -212,8 +209,7 @@ def dpo(
 
 @graph
 def reference_of_pairs(preferences: Any, *, reference: Scorer) -> Any:
-    """Compute the reference's log-probabilities of both responses, for `weft.precompute`: once for
-    all epochs."""
+    """Compute the reference's log-probabilities of both responses, for `weft.precompute`."""
     chosen = reference.logprobs(preferences, of=str(CHOSEN_IDS), into=str(CHOSEN_REFERENCE_LOGPROBS))
     return reference.logprobs(chosen, of=str(REJECTED_IDS), into=str(REJECTED_REFERENCE_LOGPROBS))
 
@@ -246,12 +242,12 @@ def online_dpo(
 def kto(
     responses: Any, *, actor: Any, reference: Scorer, loss: Loss = DesirabilityLoss(), by: str = "label"
 ) -> Any:
-    """KTO (arXiv:2402.01306) on single responses (`prompt_ids`, `response_ids`, and a label
-    column), or on pairs as single responses.
+    """KTO (arXiv:2402.01306) on single labeled responses, or on pairs as single responses.
 
-    The reference point is estimated over the rows of a step, before its update, from responses to
-    other prompts. This takes two extra forward passes. A schedule that runs nodes on parts of a
-    step estimates it for each part.
+    Single responses have `prompt_ids`, `response_ids` and a label column. The reference point is
+    estimated over the rows of a step, before its update, from responses to other prompts. This
+    takes two extra forward passes. A schedule that runs nodes on parts of a step estimates it for
+    each part.
     """
     rows = pairs(responses) if CHOSEN_IDS in responses else labelled(responses, by=by)
     others = mismatched(rows)
@@ -263,10 +259,10 @@ def kto(
 
 @graph
 def preference_accuracy(preferences: Any, *, actor: Scorer, reference: Scorer | None = None) -> Any:
-    """Evaluate how often the actor prefers the preferred response, by likelihood or, with a
-    reference, by implicit reward.
+    """Evaluate how often the actor prefers the preferred response.
 
-    Its metrics are `preference_accuracy` and `preference_margin` (nats).
+    It compares likelihoods, or implicit rewards if there is a reference. Its metrics are
+    `preference_accuracy` and `preference_margin` (nats).
     """
     rows = actor.logprobs(pairs(preferences), into="policy_logprobs")
     if reference is None:

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Score(Protocol):
-    """A score per response; the preferred response should have the higher one. A value: equal
-    settings, equal score."""
+    """A score per response; the preferred response should have the higher one."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -45,8 +44,7 @@ class Score(Protocol):
         ...
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
-        """[B] scores, with gradient to `logprobs` [T]. Masked tokens are ignored, whatever they
-        hold."""
+        """[B] scores, with gradient to `logprobs` [T]. Masked tokens may hold any value."""
         ...
 
 
@@ -203,8 +201,8 @@ class Hinge(Config):
 
 
 class PairLoss(FrozenLoss):
-    """A loss on pairs: groups of two rows, one of them `preferred`. Pairs with a response without
-    trained tokens are not counted."""
+    """A loss on pairs: groups of two rows, one of them `preferred`. Masked responses do not
+    count."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -233,8 +231,9 @@ class PairLoss(FrozenLoss):
         return float(self._sides(rows)[2].sum())
 
     def _sides(self, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return row indices of preferred and of other responses, and whether they form pairs; all
-        [max(0, B - 1)].
+        """Return row indices of preferred and other responses, and whether they form pairs.
+
+        All have the shape [max(0, B - 1)].
 
         Rows are sorted by group, preferred row first, so pairs are neighbors; neighbors that are
         not pairs are masked. No shape depends on a value, which would make the host wait for the
@@ -258,8 +257,7 @@ class PairLoss(FrozenLoss):
 
 
 class PreferenceLoss(PairLoss):
-    """l = weight f(beta (s_w - s_l) - margin) + likelihood nll(y_w), the mean over pairs. f and s
-    are exchangeable values.
+    """l = weight f(beta (s_w - s_l) - margin) + likelihood nll(y_w), the mean over pairs.
 
     The pairs are the groups of the rows: two rows each, one of them `preferred`. Pairs with a
     response without trained tokens are not counted.
@@ -321,8 +319,7 @@ class PreferenceLoss(PairLoss):
 
 
 class DesirabilityLoss(FrozenLoss):
-    """KTO's loss (arXiv:2402.01306, eq. 7), the mean over responses; s is the log-ratio to the
-    reference.
+    """KTO's loss (arXiv:2402.01306, eq. 7), the mean over responses.
 
     l = w_D (1 - sigmoid(beta (s - z0))) for a good response, and w_U (1 - sigmoid(beta (z0 - s)))
     for a bad one. `preferred` marks good responses, without pairs.

@@ -33,8 +33,7 @@ class Scorer(Protocol):
     """Computes log-probabilities of responses (`workers/reference.py`, `workers/actor.py`)."""
 
     def logprobs(self, batch: Any, *, into: str, of: str = "response_ids") -> Any:
-        """Add the column `into`: one log-probability per token of the responses in the column
-        `of`."""
+        """Add the column `into`: one log-probability per token of the column `of`."""
         ...
 
 
@@ -65,12 +64,11 @@ class Critic(Trainable, Protocol):
 
 
 class Penalty(Protocol):
-    """Subtracts the divergence from the reference from the reward, with an adaptive coefficient
+    """Subtracts a KL penalty with an adaptive coefficient from the reward
     (`workers/adaptive_kl.py`)."""
 
     def token_rewards(self, samples: Any, *, old: str) -> Any:
-        """Add `token_rewards`; the column `old` has the log-probabilities of the sampling
-        policy."""
+        """Add `token_rewards`; `old` is the column with the sampling policy's log-probabilities."""
         ...
 
     def update(self, samples: Any, *, old: str) -> Any:

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
 
 class RewardLoss(PairLoss):
-    """A reward model's loss on pairs: l = -log sigmoid(r_w - r_l - m) + c (r_w + r_l)^2, the mean
-    over pairs.
+    """A reward model's loss: l = -log sigmoid(r_w - r_l - m) + c (r_w + r_l)^2, mean over pairs.
 
     The first term is Bradley-Terry's (arXiv:2203.02155, eq. 1; with a margin arXiv:2307.09288, eq.
     2), which depends only on differences. The optional second term keeps the rewards around 0
@@ -168,8 +167,7 @@ def label_steps(rows: Batch, *, separator: int, labels: str = "labels") -> Batch
 
 @node(reads=lambda scores: (RESPONSE_IDS, scores), writes=(TOKEN_REWARDS,))
 def step_rewards(samples: Batch, *, separator: int, scores: str = str(TOKEN_SCORES)) -> Batch:
-    """Compute a process reward model's token rewards: the probability of a correct step at its last
-    token, 0 elsewhere.
+    """Compute token rewards: the probability of a correct step at its last token, 0 elsewhere.
 
     Args:
         samples: any rows.
@@ -189,8 +187,8 @@ def step_rewards(samples: Batch, *, separator: int, scores: str = str(TOKEN_SCOR
 
 @graph
 def reward_model(preferences: Any, *, model: Trainable, loss: Loss = RewardLoss()) -> Any:
-    """Train a reward model on given pairs (`prompt_ids`, `chosen_ids`, `rejected_ids`, and
-    optionally a margin column)."""
+    """Train a reward model on pairs (`prompt_ids`, `chosen_ids`, `rejected_ids`, maybe a
+    margin)."""
     return model.update(pairs(preferences), loss=loss)
 
 
@@ -198,8 +196,7 @@ def reward_model(preferences: Any, *, model: Trainable, loss: Loss = RewardLoss(
 def process_reward_model(
     responses: Any, *, model: Trainable, separator: int, labels: str = "labels", loss: Loss = StepLoss()
 ) -> Any:
-    """Train a reward model on step labels (`prompt_ids`, `response_ids`, and a column with a list
-    of labels per row)."""
+    """Train a reward model on step labels (`prompt_ids`, `response_ids`, and a list per row)."""
     return model.update(label_steps(responses, separator=separator, labels=labels), loss=loss)
 
 

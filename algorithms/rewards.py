@@ -50,8 +50,9 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int) ->
 
 
 def penalized_token_rewards(rewards: Tensor, kl: Tensor, rows: PackedRows, coefficient: float) -> Tensor:
-    """r_t = -coefficient KL_t, plus the reward of the response at its last trained token
-    (arXiv:1909.08593, §2, eq. 2).
+    """r_t = -coefficient KL_t, plus the response's reward at its last trained token.
+
+    This is the shaped reward of arXiv:1909.08593, §2, eq. 2.
 
     Args:
         rewards: [B] of the responses; no gradient.
@@ -90,8 +91,7 @@ def penalize_overlong(
     reward: str = str(REWARD),
     into: str = "shaped_reward",
 ) -> Batch:
-    """Subtract a penalty for approaching the length limit. Use it with `group_advantages(samples,
-    reward="shaped_reward")`.
+    """Subtract a penalty for approaching the length limit, before `group_advantages`.
 
     Args:
         samples: any rows.
@@ -123,8 +123,7 @@ def token_rewards(
     reward: str = str(REWARD),
     old: str = str(RESPONSE_LOGPROBS),
 ) -> Batch:
-    """Compute token rewards: the response's reward at its last trained token, minus a penalty per
-    token for leaving the reference.
+    """Compute token rewards: the response's reward at its end, minus a KL penalty per token.
 
     Args:
         samples: any rows.

@@ -26,8 +26,7 @@ class Sampling(Config):
     """
 
     max_tokens: int = Field(default=64, ge=1, le=100_000_000)
-    """[tokens] Longest response, including the stop token. Raise it if `truncation_rate` is
-    high."""
+    """[tokens] Longest response, with the stop token. Raise it if `truncation_rate` is high."""
     temperature: float = Field(default=1.0, ge=0)
     """[factor] Divisor of the logits; 0 is greedy. Lower it for evaluations, raise it if the
     responses of a group are all alike."""
@@ -85,8 +84,7 @@ class Sampling(Config):
 
     @property
     def leaves_out(self) -> Mapping[str, str]:
-        """Columns that this sampling does not write -> the reason, for the error of a node that
-        reads one."""
+        """Columns that this sampling does not write -> the reason, for error messages."""
         cut = []
         if self.temperature:  # greedy decoding picks the most likely token, which every cut keeps
             cut += [f"top_p={self.top_p}"] * (self.top_p < 1) + [f"top_k={self.top_k}"] * (self.top_k > 0)

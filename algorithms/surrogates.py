@@ -89,7 +89,7 @@ class Clipped(Config):
 
 
 class Cispo(Config):
-    """-sg(clip(r, 1 - low, 1 + high)) A log p (CISPO, arXiv:2506.13585, §3.1), sg stopping the
+    """-sg(clip(r, 1 - low, 1 + high)) A log p (CISPO, arXiv:2506.13585, §3.1); sg stops the
     gradient.
 
     Every token keeps a gradient, including rare tokens that change a line of thought and that PPO's
@@ -115,8 +115,8 @@ class Cispo(Config):
 
 
 class Sapo(Config):
-    """-(4 / tau) sigmoid(tau (r - 1)) A, with tau by the sign of A (SAPO, arXiv:2511.20347): a soft
-    gate.
+    """-(4 / tau) sigmoid(tau (r - 1)) A, a soft gate (SAPO, arXiv:2511.20347); tau by the sign of
+    A.
 
     At r = 1 its gradient equals that for r A, and it fades on both sides. A larger `negative` makes
     gradients of negative advantages fade faster, because they raise the probability of every other
@@ -142,8 +142,7 @@ class Sapo(Config):
 
 
 class PlainPolicyGradient(Config):
-    """-A log p, the plain policy gradient (REINFORCE; GPG, arXiv:2504.02546), for one optimizer
-    step per batch.
+    """-A log p, the plain policy gradient (REINFORCE; GPG, arXiv:2504.02546).
 
     >>> PlainPolicyGradient()(torch.tensor([2.0]), torch.tensor([-1.5]), torch.tensor([2.0])).losses.tolist()
     [3.0]
@@ -162,8 +161,7 @@ class PlainPolicyGradient(Config):
 
 
 def token_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
-    """The ratio of each token, r_t = p(y_t) / p_old(y_t), as in PPO (arXiv:1707.06347, §3). Returns
-    the log-ratio unchanged.
+    """The ratio of each token, r_t = p(y_t) / p_old(y_t), as in PPO (arXiv:1707.06347, §3).
 
     Args:
         log_ratio: [T] log p - log p_old; gradient flows.
@@ -180,8 +178,8 @@ def token_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
 
 
 def sequence_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
-    """The response's length-normalized ratio s = exp(mean_t log r_t), at each of its tokens (GSPO,
-    arXiv:2507.18071, eq. 7).
+    """The length-normalized ratio of responses, exp(mean_t log r_t) (GSPO, arXiv:2507.18071, eq.
+    7).
 
     With `sequence_mean` and one advantage per response, the clipped surrogate is GSPO's objective
     (eq. 5), including its gradient.
@@ -200,8 +198,7 @@ def sequence_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
 
 
 def sequence_product(log_ratio: Tensor, rows: PackedRows) -> Tensor:
-    """The ratio of whole responses, prod_t r_t, at each of their tokens (RLOO, arXiv:2402.14740,
-    whose action is the response).
+    """The ratio of whole responses, prod_t r_t, at each of their tokens (RLOO, arXiv:2402.14740).
 
     Args and Returns as for `sequence_ratio`.
 
@@ -227,12 +224,10 @@ def sequence_product(log_ratio: Tensor, rows: PackedRows) -> Tensor:
 
 
 Level = Literal["token", "sequence", "geometric"]
-"""Which ratio: of the token; the product over the trained tokens of its response; or their
-geometric mean."""
+"""The ratio of a token, the product over its response, or the geometric mean over it."""
 
 MAX_LOG_RATIO = 20.0
-"""[nats] Ratios are capped at e^20, so that one token of probability 0 does not make a mean
-infinite."""
+"""[nats] Ratios are capped at e^20, so that one impossible token does not make a mean infinite."""
 
 
 @dataclass(frozen=True)
@@ -356,8 +351,7 @@ class Rejection(Config):
 
 
 def combined(corrections: Sequence[Correction], log_ratio: Tensor, rows: PackedRows) -> Weighting:
-    """Combine corrections: multiply their weights, and leave out tokens that any of them leaves
-    out.
+    """Combine corrections: multiply weights, and leave out tokens that any of them leaves out.
 
     Args:
         corrections: in any order; none gives weights of 1.

@@ -78,8 +78,7 @@ def generalized_advantages(
 
 
 def discounted_returns(token_rewards: Tensor, rows: PackedRows, *, gamma: float = 1.0) -> Tensor:
-    """Discounted future rewards: G_t = r_t + gamma G_t+1, where t + 1 is the row's next trained
-    token.
+    """Discounted future rewards: G_t = r_t + gamma G_t+1, over the row's trained tokens.
 
     Whitened over the batch, and with a KL penalty in the rewards, this is REINFORCE++'s advantage
     (arXiv:2501.03262).
@@ -196,8 +195,7 @@ class ValueLoss(AggregatedLoss):
 def critic_advantages(
     samples: Batch, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True
 ) -> Batch:
-    """Compute PPO's advantages and returns from token rewards and values, by generalized advantage
-    estimation.
+    """Compute PPO's advantages and returns, by generalized advantage estimation.
 
     Args:
         samples: any rows.
@@ -223,8 +221,7 @@ def critic_advantages(
 
 @node(reads=(TOKEN_REWARDS,), may_read=(RESPONSE_MASK,), writes=(ADVANTAGES,))
 def return_advantages(samples: Batch, *, gamma: float = 1.0, whiten: bool = True) -> Batch:
-    """Use discounted future rewards as advantages, without a critic; whitened, this is REINFORCE++
-    (arXiv:2501.03262).
+    """Use discounted future rewards as advantages; whitened, REINFORCE++ (arXiv:2501.03262).
 
     Args:
         samples: any rows.
@@ -247,8 +244,7 @@ def _by_parts(
     *columns: Tensor,
     num_outputs: int,
 ) -> tuple[Tensor, ...]:
-    """Apply a function to the trained tokens, some rows at a time, so that intermediate results
-    stay in the cache.
+    """Apply a function to the trained tokens, some rows at a time, to stay in the cache.
 
     Args:
         of_part: takes columns [N] and `cu_seqlens` of some rows without their masked tokens, and
@@ -295,8 +291,7 @@ def _float32(column: Tensor) -> NDArray[np.float32]:
 def _discounted_sums(
     values_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64], c: float
 ) -> NDArray[np.float32]:
-    """Compute y_t = x_t + c y_t+1 within each row, the recursion of all estimators here, without a
-    loop over tokens.
+    """Compute y_t = x_t + c y_t+1 within each row, without a loop over tokens.
 
     Rows are cut into blocks of `_BLOCK` tokens. The carry between blocks obeys the same recursion
     with c^_BLOCK, and is solved first. Then each block is one product with a triangular matrix of

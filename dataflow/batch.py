@@ -22,8 +22,7 @@ MAX_OFFSET = 2**31 - 1
 
 
 class Batch:
-    """Rows with named, typed columns. Batches are immutable: methods return a new batch that shares
-    the buffers.
+    """Rows with named, typed columns. Immutable: methods return new batches that share buffers.
 
     >>> batch = Batch.of(reward=[1.0, 0.0], response_ids=[[5, 6, 7], [8]])
     >>> len(batch), batch.columns
@@ -177,8 +176,7 @@ class Batch:
         return array.to_numpy(zero_copy_only=_has_fixed_width(array.type) and array.null_count == 0)
 
     def tensor(self, column: object) -> Tensor:
-        """Return a fixed-width column as a torch tensor `[rows]`. It is not copied (except
-        booleans), so do not write to it.
+        """Return a fixed-width column as a torch tensor `[rows]`, without a copy: do not write to it.
 
         Raises:
             UserError: the column does not hold one number per row.
@@ -236,8 +234,7 @@ class Batch:
         return out
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return the rows as dictionaries of Python values. This is slow: use it for reward
-        functions and inspection."""
+        """Return the rows as dictionaries. Slow: for reward functions and inspection."""
         return self.record.to_pylist()
 
     # Deriving batches
@@ -349,8 +346,7 @@ def is_ragged(type: pa.DataType) -> bool:
 
 
 def _joined(name: str, column: pa.ChunkedArray, max_bytes: int) -> pa.Array:
-    """Return a column as one array. `Table.combine_chunks` would leave text of over 2 GiB in
-    several chunks."""
+    """Return a column as one array, also text of over 2 GiB, unlike `Table.combine_chunks`."""
     if column.num_chunks == 1:
         return column.chunk(0)
     # Arrow cannot cast an extension type, so cast its storage.

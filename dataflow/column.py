@@ -205,8 +205,7 @@ KNOWN = {c.name: c for c in list(globals().values()) if isinstance(c, Column)}
 
 
 def not_inherited(written: Collection[str]) -> set[str]:
-    """Return the columns that new rows do not inherit from their parents if a node writes these
-    columns.
+    """Return the columns that new rows do not inherit if a node writes these columns.
 
     >>> sorted(not_inherited(("chosen_ids", "prompt_ids")))
     ['chosen_mask', 'chosen_reference_logprobs', 'routes']

@@ -1,5 +1,4 @@
-"""Configuration: frozen pydantic models, defined next to the classes that they configure and
-validated on construction."""
+"""Configuration: frozen pydantic models, next to the classes that they configure."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from .peer_names import peer_hint
 
 
 class Config(pydantic.BaseModel):
-    """Base of all configuration classes. Frozen; unknown fields raise an error that suggests the
-    nearest right name.
+    """Base of all configuration classes: frozen and strict, with hints for unknown settings.
 
     Types are strict: a text or number field rejects values of another type, and numbers must be
     finite unless the field allows infinity (`Field(allow_inf_nan=True)`). Lists are accepted as
@@ -36,11 +34,9 @@ class Config(pydantic.BaseModel):
     retired: ClassVar[Mapping[str, str]] = {}
     """Former names of settings -> what to use instead."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset()
-    """Settings that a resumed run may change without a warning, since they do not affect
-    results."""
+    """Settings that a resumed run may change freely, since they do not affect results."""
     fixed_on_resume: ClassVar[frozenset[str]] = frozenset()
-    """Settings that a resumed run may not change, since the state in its checkpoints depends on
-    them."""
+    """Settings that a resumed run may not change, since checkpoints depend on them."""
 
     model_config = pydantic.ConfigDict(
         extra="forbid",
@@ -65,8 +61,7 @@ class Config(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _with_equal_types(cls, settings: Any) -> Any:
-        """Convert equal values to the types that strict mode requires: lists, mappings and numpy
-        numbers."""
+        """Convert lists, mappings and numpy numbers to the types that strict mode requires."""
         if not isinstance(settings, Mapping):
             return settings
         return {name: _of_kind(value, cls.model_fields.get(name)) for name, value in settings.items()}
@@ -85,8 +80,7 @@ class Config(pydantic.BaseModel):
 
     @classmethod
     def resume_rules(cls) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the (free, fixed) settings of the class and its parents. A resumed run reports
-        changes of all others."""
+        """Return the (free, fixed) settings of the class and its parents, for resumed runs."""
         parents = [vars(each) for each in cls.__mro__]
         free, fixed = (
             frozenset().union(*(each.get(name, ()) for each in parents))
@@ -96,8 +90,7 @@ class Config(pydantic.BaseModel):
 
     @classmethod
     def hint(cls, name: str) -> str:
-        """Return the tail of an error about an unknown setting: its replacement, or the nearest
-        right name."""
+        """Return the tail of an error about an unknown setting."""
         known = list(cls.model_fields)
         gone = next(
             (each.retired[name] for each in cls.__mro__ if name in vars(each).get("retired", {})), ""

@@ -50,8 +50,7 @@ from typing import ClassVar, Protocol
 
 
 class WeftError(Exception):
-    """Root of the tree: `except WeftError` catches all exceptions that Weft itself raises, and no
-    others."""
+    """Root of the tree: `except WeftError` catches all exceptions of Weft, and no others."""
 
     advice: ClassVar[str] = ""
     """Advice to the user, unless the message already contains it."""
@@ -68,8 +67,7 @@ class WeftError(Exception):
 
 
 class Ended(SystemExit):
-    """A signal ended the process. Unlike a user's `sys.exit`, it also ends a worker under
-    `Local`."""
+    """A signal ended the process. Unlike `sys.exit`, it also ends a worker under `Local`."""
 
 
 class Silent(BaseException):
@@ -86,8 +84,7 @@ class Cancelled(BaseException):
 
 
 class NeedsMainThread(BaseException):
-    """A reward function sets a signal handler outside the main thread. `except Exception` in a
-    grader does not catch it."""
+    """A reward function sets a signal handler outside the main thread. Not an `Exception`."""
 
 
 class Planned(BaseException):
@@ -133,8 +130,7 @@ def _end_script(kind: type[BaseException], error: BaseException, traceback: Trac
 
 
 class SettingError(UserError):
-    """A configuration class rejects its settings. The message has a line for each; `problems` lists
-    them without the class name."""
+    """A configuration class rejects its settings, with a line for each in the message."""
 
     def __init__(self, message: str, of: str = "", problems: Iterable[tuple[str, str]] = ()) -> None:
         super().__init__(message)
@@ -144,13 +140,11 @@ class SettingError(UserError):
 
 
 class GraphError(UserError):
-    """The graph breaks rules. The message has a line for each, with the nearest existing column or
-    group."""
+    """The graph breaks rules. The message has a line for each, with the nearest right name."""
 
 
 class NoSuchNodeError(UserError, AttributeError):
-    """A worker class has no such node. The message suggests the nearest one; test for a node with
-    `hasattr(actor, "logprobs")`."""
+    """A worker class has no such node. The message suggests the nearest one."""
 
 
 class NoSuchRunError(UserError):
@@ -166,13 +160,11 @@ class SampleError(UserError):
 
 
 class ResultError(SampleError):
-    """A function returned an invalid result, such as a list for one sample. A retry would not help,
-    so the first such error ends the run."""
+    """A function returned an invalid result. The first such error ends the run, without a retry."""
 
 
 class SymptomError(UserError):
-    """A run shows a symptom of failed learning that `Driver(stop_on=...)` names. The message
-    describes it, and has a sample with its reward."""
+    """A run shows a symptom that `Driver(stop_on=...)` names. The message includes a sample."""
 
     def __init__(self, message: str, sample: object = None) -> None:
         super().__init__(f"{message}\n{sample}" if sample else message)
@@ -181,8 +173,7 @@ class SymptomError(UserError):
 
 
 class NoSignalError(SymptomError):
-    """All rewards within each group of a run's first steps are equal, so all advantages are 0 and
-    the run learns nothing.
+    """All rewards within each group of the first steps are equal: all advantages are 0.
 
     If the run makes checkpoints, it has made one; `resume="latest"` continues from it.
     """
@@ -192,23 +183,20 @@ class NoSignalError(SymptomError):
 
 
 class RunError(WeftError, RuntimeError):
-    """A run cannot continue. The message is complete, without a traceback. The command line ends
-    with exit code 1.
+    """A run cannot continue. The message is complete without a traceback; exit code 1.
 
     A run that makes checkpoints can continue from the last one with `resume="latest"`.
     """
 
 
 class StalledError(RunError):
-    """Rows are in flight, but nothing runs and nothing can run. The message names what they wait
-    for."""
+    """Rows are in flight, but nothing can run. The message names what they wait for."""
 
     advice = "`weft buffer why RUN GROUP` shows what a group waits for, or how it ended."
 
 
 class StalenessError(RunError):
-    """Rows are older than the schedule allows: a weight update did not reach the group that
-    generated them."""
+    """Rows are older than the schedule allows, because weight updates did not reach their group."""
 
     advice = "Check that each generating group follows the group that is trained: rollout.follows(actor)."
 
@@ -220,8 +208,7 @@ class WeightSyncError(RunError):
 
 
 class TakenOverError(RunError):
-    """Another driver has taken over the run, because this one appeared dead. This driver stops
-    writing. The message names the other."""
+    """Another driver has taken over the run, because this one appeared dead."""
 
     advice = (
         "If another driver has the run, there is nothing to do: it continues from the last checkpoint. If the run's folder was moved, "
@@ -230,8 +217,7 @@ class TakenOverError(RunError):
 
 
 class RecoveryError(RunError):
-    """The log of a run cannot be replayed: it belongs to other graphs or to another version of
-    Weft."""
+    """The log of a run cannot be replayed: it belongs to other graphs or another Weft version."""
 
     advice = "Continue with the graphs and the version of Weft that wrote the log, or start a run with another name."
 
@@ -257,8 +243,7 @@ class MessageReference(Protocol):
 
 
 class DamagedSegment(RunError):
-    """A message that can no longer be read: its file is missing or too short, or its bytes have
-    changed."""
+    """A message can no longer be read: its file is missing, too short, or changed."""
 
     advice = "Continue with resume='latest': prompts with damaged rows are issued again."
 
@@ -278,8 +263,7 @@ class LeaseError(RunError):
 
 
 class DivergedError(RunError):
-    """Too many optimizer steps in a row were bad. Weights and optimizer state are from the last
-    applied step."""
+    """Too many bad optimizer steps in a row. The state is from the last applied step."""
 
     advice = (
         "Try a smaller learning rate or stronger clipping, and look at the rows that the message names."
@@ -292,20 +276,17 @@ class DivergedError(RunError):
 
 
 class GenerationError(RunError):
-    """An inference engine failed. The message is plain text, so that it can be sent to the
-    driver."""
+    """An inference engine failed. The message is plain text, for the driver."""
 
     advice = "The engine's own log is in the run's logs/; engine='transformers' generates without vLLM, slowly."
 
 
 class WorkerError(RunError):
-    """A call on a worker failed. The message names the worker, the node and the sample, and
-    includes the worker's traceback."""
+    """A call on a worker failed. The message names worker, node and sample, with the traceback."""
 
 
 class WorkerDied(WorkerError):
-    """A worker's process has ended or hangs and cannot be replaced alone, or rows that it needs are
-    gone. The run can only continue from a checkpoint."""
+    """A worker's process is gone and cannot be replaced alone. Continue from a checkpoint."""
 
     advice = "If the run makes checkpoints, continue from the last one with resume='latest'. The process's log is in the run's logs/."
 
@@ -320,8 +301,7 @@ class DeadlineError(WorkerDied, TimeoutError):
 
 
 class BrokenRule(WeftError):
-    """An event of a log breaks a rule, and the checker ignores the event. `weft buffer check` lists
-    it."""
+    """An event of a log breaks a rule. The checker ignores it; `weft buffer check` lists it."""
 
     def __init__(self, message: str, rule: enum.Enum | None = None) -> None:
         super().__init__(message)
@@ -329,8 +309,7 @@ class BrokenRule(WeftError):
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return the tail of an error message that suggests the nearest right name, or nothing if none
-    is near.
+    """Return the tail of an error message that suggests the nearest right name, if any is near.
 
     >>> nearest("advantage", ["advantages", "reward"])
     "; did you mean 'advantages'?"

@@ -70,7 +70,7 @@ W = TypeVar("W")
 
 
 def _from_here(config: Any) -> Any:
-    """Make relative folders of models and tokenizers in a configuration absolute."""
+    """Make folders of models and tokenizers absolute: a reward function may change the directory."""
     found: dict[str, Any] = {}
     for name, value in dict(config).items() if isinstance(config, Config) else ():
         if isinstance(value, str | Path) and ("model" in name or "tokenizer" in name):
@@ -94,8 +94,7 @@ class Handle:
         self.given = config
         """Configuration as given by the user."""
         self.config = _from_here(config)
-        """Configuration of the run: with absolute paths, since a reward function may change the
-        working directory, and with the adapter of its leader."""
+        """Configuration of the run, with absolute paths and the adapter of its leader."""
         self.name = name
         self.leader: Handle | None = None
         """The group whose weights it loads."""
@@ -104,8 +103,7 @@ class Handle:
 
     @property
     def called(self) -> str:
-        """Its name, or before a graph names it, the name of its class: "actor" for
-        `ActorWorker`."""
+        """Its name, or by default the name of its class: "actor" for `ActorWorker`."""
         return self.name or self.worker_class.__name__.removesuffix("Worker").lower()
 
     @property
@@ -115,8 +113,7 @@ class Handle:
 
     @property
     def vllm_backend(self) -> str:
-        """vLLM backend that sends its weights while it and its followers cooperate; empty for
-        none."""
+        """vLLM backend that sends its weights; empty for none."""
         return getattr(self.given, "vllm_backend", "")
 
     def __repr__(self) -> str:
@@ -174,8 +171,7 @@ class Handle:
 
 
 def declared(worker_class: type, method: str) -> Declaration | None:
-    """Return the declaration of a worker's method, or of the method that it overrides; None if it
-    is not remote."""
+    """Return the declaration of a worker's method, possibly inherited; None if it is not remote."""
     for each in worker_class.__mro__:
         declaration = declaration_of(vars(each).get(method))
         if declaration is not None:
@@ -256,8 +252,7 @@ def as_mermaid(source: Source, nodes: Sequence[Node], edges: Sequence[ParameterE
 def _parameter_edges(
     ids: Mapping[str, str], nodes: Sequence[Node], edges: Sequence[ParameterEdge]
 ) -> list[str]:
-    """Return the lines of the dotted edges, from the updating node to each node that uses the
-    weights.
+    """Return the dotted edges, from the updating node to each node that uses the weights.
 
     A group without such a node in this graph (another graph of the run may have one) gets a
     separate box.
@@ -444,8 +439,7 @@ TRAIN = "train"
 
 @dataclass(frozen=True)
 class Graph:
-    """The result of a `@graph` function. `print` shows it, `mermaid()` draws it, `validate()`
-    checks it, and schedules walk it."""
+    """The result of a `@graph` function. Print it, draw it with `mermaid()`, or `validate()` it."""
 
     name: str
     source: Source
@@ -515,8 +509,7 @@ class Graph:
         return as_mermaid(self.source, self.nodes, self.follows)
 
     def structure(self) -> dict[str, Any]:
-        """Return the graph for display, as JSON values: source, nodes with their code, and
-        parameter edges."""
+        """Return the graph for display, as JSON values."""
         return {
             "source": {"name": self.source.name, "columns": [*self.source.columns]},
             "nodes": [
@@ -540,8 +533,7 @@ class Graph:
         }
 
     def outline(self) -> dict[str, Any]:
-        """Return what a ledger needs of the graph, as JSON values, so that a run can be inspected
-        without the user's code."""
+        """Return what a ledger needs of the graph, as JSON values."""
         return {
             "name": self.name,
             "source": self.source.name,
@@ -567,8 +559,7 @@ class Graph:
 
     @classmethod
     def from_outline(cls, outline: Mapping[str, Any]) -> Graph:
-        """Create a graph from an outline. A ledger can walk it, but it cannot run, and its source
-        has no rows.
+        """Create a graph from an outline, for a ledger. It cannot run, and its source has no rows.
 
         Args:
             outline: result of `outline()`.

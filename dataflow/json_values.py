@@ -131,8 +131,7 @@ def joined(columns: Sequence[pa.ChunkedArray]) -> pa.ChunkedArray:
 
 
 def readable_by_arrow(table: pa.Table) -> pa.Table:
-    """Convert `JsonType` columns to plain Arrow types where possible, even if that changes values:
-    objects get the keys of all objects."""
+    """Convert `JsonType` columns to plain Arrow types if possible, even if values change."""
     for at, name in enumerate(table.column_names):
         if is_json(table.schema.field(name).type):
             try:
@@ -144,8 +143,7 @@ def readable_by_arrow(table: pa.Table) -> pa.Table:
 
 
 def _holds_all(kinds: Sequence[pa.DataType]) -> pa.DataType | None:
-    """Return the Arrow type that holds values of all these types unchanged; None if there is
-    none."""
+    """Return the Arrow type that holds values of all these types unchanged, or None."""
     if any(map(is_json, kinds)):
         return None
     try:
@@ -160,8 +158,7 @@ def _holds_all(kinds: Sequence[pa.DataType]) -> pa.DataType | None:
 
 
 def _same_values(kind: pa.DataType, wider: pa.DataType) -> bool:
-    """Whether values of a type stay the same in the wider type: integers stay integers, and objects
-    get no new keys."""
+    """Whether values of a type stay the same in the wider type."""
     if pa.types.is_null(kind) or kind == wider:
         return True
     if pa.types.is_dictionary(kind):

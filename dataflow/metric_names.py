@@ -21,8 +21,7 @@ from .errors import UserError, nearest
 
 
 Place: TypeAlias = Literal["run", "group", "either"]
-"""Prefix of the written name. run: none; group: the name of the worker group that measured it;
-either: both occur."""
+"""Prefix of the written name. run: none; group: the worker group; either: both occur."""
 
 
 @dataclass(frozen=True)
@@ -624,8 +623,7 @@ EVALUATION = Section(
 SECTIONS = (STEP, MEMORY, REWARD, GENERATION, POLICY, MIXTURE, CRITIC, PREFERENCES, EVALUATION)
 
 FUNCTIONS = "functions"
-"""Worker group that runs the pure functions of graphs. Users do not name it, and its name does not
-prefix metrics of the table."""
+"""Worker group that runs the pure functions of graphs. It does not prefix metrics of the table."""
 DRIVER = "driver"
 """Name of the driver among the processes of a run."""
 FATES = ("wait", "mask", "requeue", "drop")
@@ -649,8 +647,7 @@ def entries() -> Iterable[MetricEntry]:
 
 @cache
 def entry_named(name: str) -> MetricEntry | None:
-    """Return the entry of a metric, given without evaluation and group names; None if the table has
-    none."""
+    """Return the entry of a metric, without evaluation and group names, or None."""
     # Exact names first: `COLUMN_mean` would also match other names.
     exact = (entry for entry in entries() if entry.name == name)
     return next(exact, None) or next(
@@ -740,8 +737,7 @@ SCORES = {
     r"(.*/)?mean": "mean reward",
     r"(.*/)?preference_accuracy": "preference accuracy",
 }
-"""Pattern of a metric -> label of the score. An evaluation's score is the metric of its first
-matching pattern; higher is better."""
+"""Pattern of a metric -> label. An evaluation's score is the metric of its first match."""
 
 
 def score_label(name: str) -> str | None:
@@ -774,8 +770,7 @@ get the same values ([watching.md](watching.md)).
 
 
 def metric_of(row: Mapping[str, float], metric: str) -> str | None:
-    """Return the written name of a training metric in a step, with or without a group; None if it
-    is missing.
+    """Return the written name of a training metric in a step, or None.
 
     >>> metric_of({"eval/reward/mean": 1.0, "judge/mean": 2.0, "reward/mean": 3.0}, "mean")
     'reward/mean'

@@ -11,8 +11,7 @@ from typing import Any, Self, TypeAlias, cast
 from .errors import UserError
 
 Parts: TypeAlias = tuple[float, ...]
-"""An exact sum of floats as nonzero parts: the float nearest to the sum, the float nearest to the
-remainder, and so on."""
+"""An exact sum of floats as nonzero parts: the nearest float, then of the remainder, and so on."""
 
 
 def exact_sum(numbers: Iterable[float]) -> Parts:
@@ -127,8 +126,7 @@ class Std:
 
     @property
     def value(self) -> float:
-        """Population deviation of the values (divided by their number, not by one less); NaN if
-        there are none."""
+        """Population deviation of the values; NaN if there are none."""
         if not self.number:
             return float("nan")
         if not all(map(isfinite, self.total + self.squares)):
@@ -150,8 +148,7 @@ def _square(value: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Estimate(Std):
-    """The mean of independent values, such as one per prompt, with their deviation. A run also
-    writes its 95 % interval.
+    """The mean of independent values, such as one per prompt, with a 95 % interval.
 
     >>> estimate = Estimate.of([0.0, 1.0]) + Estimate.of([1.0, 1.0])
     >>> estimate.value, estimate.number, round(estimate.std, 3)

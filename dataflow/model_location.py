@@ -15,8 +15,7 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 def find_model_folder(
     name: str | Path, file: str, *, kind: str = "model", download: Sequence[str] = ()
 ) -> Path:
-    """Return the folder of a model: `name` itself, or the cached snapshot of the Hugging Face id
-    `name`.
+    """Return the folder of a model: `name`, or the cached snapshot of that Hugging Face id.
 
     Args:
         name: a folder, or the id of a model on the Hugging Face hub.
@@ -60,8 +59,7 @@ def find_model_folder(
 
 
 def find_cached(name: str | Path, file: str) -> Path | None:
-    """Return the path of a model's file in the local Hugging Face cache; None if it is missing, or
-    `name` is not a Hugging Face id."""
+    """Return the path of a model's file in the local Hugging Face cache, or None."""
     if not _is_hub_id(name):
         return None
     from huggingface_hub import try_to_load_from_cache
@@ -74,8 +72,7 @@ def find_cached(name: str | Path, file: str) -> Path | None:
 
 
 def folders_near(name: str | Path, file: str) -> str:
-    """Return the tail of an error message: the nearest folder that contains a file of this name, or
-    else all such folders.
+    """Return the tail of an error message: the nearest folder with such a file, or all of them.
 
     It searches the folder `name` if it exists, or else its parent.
     """

@@ -1,5 +1,4 @@
-"""Operation: the work of a node. A declaration is attached to the code; a call in a graph turns it
-into an operation."""
+"""Operation: the work of a node. A call in a graph turns a declaration into an operation."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ def bind_signature(
     name: str | None = None,
     others: str = "",
 ) -> inspect.BoundArguments:
-    """Bind arguments like `inspect.Signature.bind`, with defaults, and errors that suggest the
-    nearest argument.
+    """Bind arguments like `inspect.Signature.bind`, with defaults and better errors.
 
     Args:
         function: the called function.
@@ -163,8 +161,7 @@ class Unit(enum.Enum):
     GROUPS = "groups"
     """All rows of a group together."""
     FINISHED_GROUPS = "finished groups"
-    """Groups that all other nodes are done with. Neither the end of a step nor the next prompts
-    wait for this node."""
+    """Groups that all other nodes are done with. No step waits for this node."""
 
 
 ROWS, GROUPS, FINISHED_GROUPS = Unit
@@ -177,8 +174,7 @@ class Quorum:
     n: int
     """Number of rows of a group that suffice."""
     deadline_s: float | None = None
-    """[s] Time after the first ready row when the group continues without the missing rows; None to
-    wait for `n`."""
+    """[s] Longest wait after the first ready row; None to wait for `n` rows."""
 
 
 @dataclass(frozen=True)
@@ -264,8 +260,7 @@ class Operation:
     writes: tuple[str, ...] = ()
     takes: Takes = ROWS
     interruptible: bool = False
-    """Whether the method is a generator that lets other calls on its worker run at each yield, so
-    that several may be in flight."""
+    """Whether the method is a generator that lets other calls on its worker run at each yield."""
 
     @property
     def takes_groups(self) -> bool:
@@ -323,8 +318,7 @@ class Declaration:
 
     @property
     def is_node(self) -> bool:
-        """Whether it takes rows. Other remote methods (saving, publishing weights) are called
-        outside the graph."""
+        """Whether it takes rows. Other remote methods are called outside the graph."""
         # A method that neither reads, writes nor takes rows is no node.
         declared = (self.reads, self.may_read, self.writes, self.takes)
         return any(declared) or self.shape is not Shape.MAP
@@ -347,8 +341,7 @@ class Declaration:
         )
 
     def weft_columns(self, arguments: Mapping[str, Any]) -> frozenset[str]:
-        """Return the names of the columns that one call reads and that are declared as a
-        `Column`."""
+        """Return the names of the columns that one call reads and that are a `Column`."""
         named = [
             name
             for part in ("reads", "may_read")

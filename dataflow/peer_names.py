@@ -1,5 +1,4 @@
-"""Settings of TRL, verl, OpenRLHF, slime and AReaL, and their names in Weft. docs/coming_from.md
-has the same table."""
+"""Settings of TRL, verl, OpenRLHF, slime and AReaL, and their names in Weft."""
 
 from __future__ import annotations
 
@@ -322,8 +321,7 @@ def _known() -> dict[str, list[tuple[str, PeerName]]]:
 
 
 def peer_hint(name: str, known: Collection[str]) -> str:
-    """Return the tail of an error about a setting of another library: its name in Weft. Empty if no
-    library has it.
+    """Return the tail of an error about a setting of another library: its name in Weft.
 
     >>> peer_hint("num_generations", ["n", "steps"])
     "; num_generations is TRL's name: Weft's is 'n'"

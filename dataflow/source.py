@@ -34,8 +34,7 @@ def file_columns(source: Source) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class TableSource:
-    """Rows of any Arrow table, in Weft's columns. For prompts from files, see
-    `dataflow/prompts/prompts.py`.
+    """Rows of any Arrow table, in Weft's columns. For files, see `dataflow/prompts/prompts.py`.
 
     >>> TableSource("pairs", pa.table({"prompt_ids": [[1, 2]]})).columns
     ('prompt_ids',)
@@ -52,8 +51,7 @@ class TableSource:
 
 
 def fingerprint(source: Source) -> str:
-    """Return a checksum of a source's rows, in hexadecimal. It does not depend on how the table is
-    chunked.
+    """Return a checksum of a source's rows, in hexadecimal, for any chunking of the table.
 
     >>> one, two = (pa.table({"prompt_ids": pa.chunked_array(chunks)}) for chunks in ([[[1], [2]]], [[[1]], [[2]]]))
     >>> fingerprint(TableSource("one", one)) == fingerprint(TableSource("two", two))
@@ -87,8 +85,7 @@ class _Hashing:
 
 
 CURSOR = "cursor"
-"""Key of a note in the log. It says where the log begins, if that is not the first row of the
-data."""
+"""Key of a note in the log: where the log begins, if not at the first row of the data."""
 
 
 def positions(size: int, seed: int, *, shuffle: bool) -> Iterator[int]:
@@ -112,8 +109,7 @@ class Cursor:
     issued: int = 0
     """Rows of the source that were issued, in the order of the run."""
     again: tuple[int, ...] = ()
-    """Issued rows that must be issued again, before all others, because no update used their
-    responses."""
+    """Issued rows that must be issued again first, because no update used their responses."""
 
     def rest(self, order: Iterator[int], issued: int) -> Iterator[int]:
         """Return the rows that remain after `issued` rows were issued from this cursor."""
@@ -122,7 +118,6 @@ class Cursor:
         )
 
     def after(self, issued: int, untrained: Iterable[int]) -> Cursor:
-        """Return the cursor after `issued` more rows, of which the `untrained` rows must be issued
-        again."""
+        """Return the cursor after `issued` more rows; the `untrained` ones will be issued again."""
         # Rows of `again` are issued first, and do not advance the position in the source.
         return Cursor(self.issued + max(0, issued - len(self.again)), (*untrained, *self.again[issued:]))

@@ -1,5 +1,4 @@
-"""Tracing: runs a `@graph` function once with symbolic rows; calls on these become the nodes of a
-graph."""
+"""Tracing: runs a `@graph` function once with symbolic rows, which record nodes."""
 
 from __future__ import annotations
 
@@ -26,15 +25,13 @@ NODES_OF_PARTS = {
 
 
 def no_node(name: str, module: str) -> str:
-    """Return the error message for a function called on symbolic rows. It names the node that takes
-    the function."""
+    """Return the error message for a function called on symbolic rows, with the right node."""
     known = next((said for part, said in NODES_OF_PARTS.items() if part in module.split(".")), "")
     return f"{name!r} is not a node; {known or 'make it one with @weft.node, or pass it to the node that takes it'}"
 
 
 def refusing_rows(part: type) -> None:
-    """Make instances of a class reject calls with symbolic rows: they are arguments of nodes
-    instead of nodes."""
+    """Make instances of a class reject symbolic rows: they are arguments of nodes."""
     call: Any = vars(part).get("__call__")
     if call is None:
         return
@@ -51,8 +48,7 @@ def refusing_rows(part: type) -> None:
 
 @dataclass(frozen=True)
 class SymbolicRows:
-    """The rows between nodes during tracing. They have no values, since a graph cannot depend on
-    values."""
+    """The rows between nodes during tracing. They have no values."""
 
     trace: Trace
     level: int
@@ -66,8 +62,7 @@ class SymbolicRows:
         return tuple(self.writers)
 
     def __contains__(self, column: str | Column) -> bool:
-        """Whether the rows have a column. A `Column` must come from Weft: a column of the user's
-        file with its name does not count."""
+        """Whether the rows have a column. For a `Column`, it must come from Weft."""
         return str(column) in self.writers and not (
             isinstance(column, Column) and self.is_of_file(str(column))
         )
@@ -87,8 +82,8 @@ class SymbolicRows:
         return self.trace.add(self, handle, function, declaration, args, kwargs)
 
     def __or__(self, other: SymbolicRows) -> SymbolicRows:
-        """Join two branches over the same rows, with the columns of both. Columns written by a node
-        take precedence over the source's."""
+        """Join two branches over the same rows. A node's columns take precedence over the
+        source's."""
         if other.level != self.level:
             raise UserError(
                 "| joins two branches over the same rows; these come from different expansions"
@@ -293,8 +288,7 @@ def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
 
 
 def _handles(arguments: Mapping[str, Any]) -> Iterable[tuple[str, Handle]]:
-    """Yield the handles among the arguments of a graph, each with its name there. Handles in a list
-    are numbered."""
+    """Yield the handles among the arguments of a graph, with their names. Lists are numbered."""
     for name, value in arguments.items():
         if isinstance(value, Handle):
             yield name, value

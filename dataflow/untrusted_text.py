@@ -27,13 +27,11 @@ SECRET_WORDS = {
     "credential",
     "credentials",
 }
-"""Words that mark the name of a secret. `key` and `auth` only count as last words: `WANDB_API_KEY`,
-but not `KEY_COLUMN`."""
+"""Words in the name of a secret. `key` and `auth` only count as last words."""
 PLACES = {"path", "file", "dir", "id", "ids", "env", "variable", "name", "url"}
 """Last words of names that refer to the location of a secret rather than the secret."""
 SHORTEST = 8
-"""Characters of the shortest value that may be a secret. Shorter ones ("true", "0") occur in
-ordinary text."""
+"""Characters of the shortest secret. Shorter values occur in ordinary text."""
 HIDDEN = "[hidden]"
 _LONGEST = 1000
 """Characters of the longest secret that a cut may fall into."""
@@ -72,8 +70,7 @@ _ASSIGNED = (
     r"(?P<sign>[\"']?\s*(?:=(?!=)\s*[\"']?|:\s*(?=[\"']|[^\s\"',]*\d)[\"']?))(?!\[hidden|\[value of )(?P<value>[^\s\"'&,;<>)}\]]{3,})"
 )
 VIEW = "weft-view-"
-"""Prefix of the token of a dashboard next to a run. It stays visible, because the user opens the
-address that contains it."""
+"""Prefix of a dashboard's token. It stays visible, because the user opens its address."""
 _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(
@@ -161,8 +158,8 @@ _SUSPICIOUS = (
     ),
     *("sg.", "dapi"),
 )
-"""Lower-case texts, one of which occurs in every secret that the patterns match. Searching for them
-first is a hundred times as fast."""
+"""Lower-case texts, one of which is in every secret. Searching for them is a hundred times
+faster."""
 
 
 def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
@@ -199,8 +196,7 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def beginning(text: str, most: int) -> str:
-    """Return the beginning of a text, without secrets. They are hidden before the cut, because half
-    a secret is not recognized.
+    """Return the beginning of a text. Secrets are hidden before the cut, which could split them.
 
     >>> beginning("postgres://ann:s3cret@db:5432/runs is gone", 24)
     'postgres://ann:[hidde...'
@@ -227,8 +223,7 @@ def both_ends(text: str, most: int) -> str:
 
 
 def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> Any:
-    """Hide the secrets in JSON settings: fields named like a secret become `[hidden]`, and
-    `redacted` cleans all other texts.
+    """Hide the secrets in JSON settings: fields named like a secret, and secrets in texts.
 
     Args:
         settings: one value, or all of them.
@@ -256,8 +251,7 @@ def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> A
 JOINERS = "\u200c\u200d"
 """Zero-width characters inside words and emoji, which are harmless."""
 STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Categories of characters that affect a terminal: controls, formats (which reverse or hide text),
-surrogates, line and paragraph separators."""
+"""Categories: controls, formats (which reverse or hide text), surrogates, separators."""
 
 
 def readable(text: str) -> str:
@@ -281,8 +275,7 @@ def _escape(character: str) -> str:
 
 
 def show(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
-    """Print a text that may quote prompts, responses, paths or foreign errors. Print such text only
-    through this function.
+    """Print a text that may quote prompts, responses, paths or foreign errors.
 
     Args:
         text: text for a person.
@@ -295,8 +288,7 @@ def show(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
 
 
 def show_json(value: Any, stream: TextIO | None = None) -> None:
-    """Print a value as one line of JSON, in ASCII without control characters. Default stream:
-    standard output."""
+    """Print a value as one line of ASCII JSON, by default to standard output."""
     # `json.dumps` escapes all control characters except DEL.
     line = json.dumps(value, default=str).replace("\x7f", "\\u007f")
     print(line, file=sys.stdout if stream is None else stream, flush=True)

@@ -19,8 +19,7 @@ _ADVERB = r"(?i:for\s+sure|definitely|clearly|thus|therefore|probably|most\s+lik
 
 
 def _patterns(keys: str) -> dict[str, re.Pattern[str]]:
-    """Return the expressions that find an option; `keys` is a range of characters, in upper
-    case."""
+    """Return the expressions that find an option; `keys` is a range of upper-case characters."""
     bare = rf"(?-i:[{keys}])(?!\)?[\w'’]|[.,/:]\d|\s*[-+*/=^%]\s*\d)"
     small = rf"(?-i:[{keys.lower()}])"
     key = rf"\s*\**\s*\(?\s*\**(?P<key>{bare}|(?<=\(){small}(?=\))|{small}(?=\)|\**\s*(?:[.,;:!]?\s*$|[.,;:!]\s)))\)?\**"
@@ -64,8 +63,7 @@ _LETTERS, _NUMBERS = _patterns("A-J"), _patterns("1-9")
 
 
 def letter_of(response: str, *, numbers: bool = False) -> str | None:
-    r"""Return the option that a response gives as its answer, in upper case, or None if it gives no
-    option.
+    r"""Return the option that a response gives as its answer, in upper case, or None.
 
     A box or an `<answer>` takes precedence, then "the answer is C", then a letter that begins or
     ends the response. Options that the response denies ("it isn't C", "B is wrong") do not count.
@@ -118,8 +116,7 @@ def _in_short_runs(text: str) -> str:
 
 
 def _is_key(found: re.Match[str], text: str) -> bool:
-    """Whether a matched letter or digit names an option: not in "A good question" and "3
-    apples"."""
+    """Whether a matched character names an option: not in "A good question" and "3 apples"."""
     key, rest = found["key"], text[found.end("key") :]
     if key in "AI" or key.isdigit():
         return not re.match(r"\s+(?!because|since|as|for|by|and|is)[a-z]", rest)
@@ -137,14 +134,12 @@ def _at_start(text: str, patterns: dict[str, re.Pattern[str]]) -> str | None:
 
 
 class MultipleChoice(Grader):
-    """1 if the response settles on the answer's option; 0 for another option or none. Options are A
-    to J, or numbered 1 to 9."""
+    """1 for the answer's option, 0 for another option or none. Options: A to J, or 1 to 9."""
 
     is_verdict: ClassVar[bool] = True
 
     def __call__(self, response: str, answer: str) -> float:
-        """Compare the option of a response with the option of the answer: "C", "(c)", "(C) Paris"
-        or "3".
+        """Compare a response with an option such as "C", "(c)", "(C) Paris" or "3".
 
         Raises:
             SampleError: the answer names no option.

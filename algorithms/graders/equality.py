@@ -32,8 +32,8 @@ from .numbers import (
 LOG = logging.getLogger(__name__)
 
 LONGEST_ANSWER = 2000
-"""Characters of the longest answer that is compared as a formula, plus 20 per character of the
-right answer."""
+"""Characters of the longest answer to compare as a formula, plus 20 per character of the right
+one."""
 LARGEST_DIGITS = 50_000
 """Digits of the largest power or factorial that is computed."""
 _TOWER = re.compile(r"(\d+)\s*(?:\^|\*\*)\s*[{(]*\s*(?=\d)")
@@ -123,8 +123,7 @@ def _is_sentence(gold: str) -> bool:
 
 
 def _stated_by(answer: str) -> str | None:
-    r"""Return the number or formula that a sentence states; None if the text is not a sentence or
-    states several.
+    r"""Return the number or formula that a sentence states; None if there are several.
 
     >>> _stated_by("The answer is 10000"), _stated_by("She has 15 apples left."), _stated_by("all real numbers above 3")
     ('10000', '15 apples left', None)
@@ -185,8 +184,7 @@ def _said_in_box(box: str) -> str | None:
 
 
 def _words(text: str) -> list[str]:
-    """Return words without articles and plural endings, so that "No solutions" equals "no
-    solution"."""
+    """Return words without articles and plural endings: "No solutions" equals "no solution"."""
     words = [
         word for word in re.findall(r"[^\W_]+", plain(text).lower()) if word not in ("a", "an", "the")
     ]
@@ -227,8 +225,7 @@ def _is_number(text: str) -> bool:
 
 
 def _same_number(gold: str, given: str) -> bool:
-    """Whether two numeric texts are the same number. A comma may be a decimal comma if the other
-    text has none."""
+    """Whether two numeric texts are equal. A comma may be decimal if the other text has none."""
     one, other = quantity_of(gold), quantity_of(given)
     if one is not None and other is not None and one.equals(other):
         return True
@@ -350,13 +347,11 @@ def _report_failed(gold: list[Any], given: list[Any], error: Exception) -> None:
 
 
 DIGITS = 1500
-"""Digits of precision for comparing two constants. `verify` compares only 15 digits after the
-point."""
+"""Digits of precision for comparing two constants. `verify` compares only 15."""
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Whether two readings differ for certain: as constants, in a coefficient, or in a part of a
-    tuple, set or interval."""
+    """Whether two readings certainly differ, as constants or in a coefficient or part."""
     import sympy
 
     if isinstance(one, sympy.Eq) and isinstance(other, sympy.Eq):
@@ -417,8 +412,7 @@ def _parsed(formula: str) -> list[Any]:
 
 @cache
 def _math_verify() -> tuple[Any, Any]:
-    """Return `parse` and `verify`. Their own time limits use signals, and are off: the process has
-    a limit."""
+    """Return `parse` and `verify`. Their time limits use signals, and are off."""
     import math_verify
 
     for name in ("math_verify", "math_verify.parser", "math_verify.grader"):

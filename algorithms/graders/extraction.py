@@ -1,5 +1,4 @@
-"""Find the final answer in a response: after the reasoning, in a tag or a box, after "the answer
-is", or last.
+"""Find the final answer of a response: after the reasoning, in a tag or a box, or last.
 
 All functions work on text alone, in a single scan, so long responses stay cheap.
 `dataflow/prompts/formats.py` finds boxes and `####`, which also occur in worked solutions.
@@ -69,8 +68,7 @@ _OPEN_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 def final_part(response: str) -> str | None:
-    r"""Return the part of a response that states its answer; None if it was cut off inside a box or
-    a tag, or withdraws its answer.
+    r"""Return the part of a response that states its answer; None if it is cut off or withdrawn.
 
     Skips reasoning in `<think>` and candidates that the response denies ("not 6 but 5"). The last
     `<answer>` counts, unless a box follows it. Text after "Wait, no" replaces the answer before it.
@@ -119,8 +117,7 @@ def without_tag(text: str) -> str:
 
 
 def _tags(text: str) -> list[tuple[int, int]]:
-    """Return start and end of each `<answer>`. If the last one is not closed, its end is one past
-    the end of the text."""
+    """Return start and end of each `<answer>`. An open one ends one past the end of the text."""
     found: list[tuple[int, int]] = []
     opened = -1
     for tag in _TAG.finditer(text):
@@ -157,8 +154,7 @@ def _end_of_phrase(text: str) -> int:
 
 
 def _after_withdrawal(text: str, stated: int) -> str | None:
-    """Return the text after the response withdraws a stated answer, or None if it does not withdraw
-    one."""
+    """Return the text after the response withdraws a stated answer, or None."""
     ends = [match.end() for match in _WITHDRAWN.finditer(text, stated)]
     if stated and (refuted := _REFUTED_AT_ONCE.match(text, stated)):
         ends.append(refuted.end())
@@ -172,8 +168,7 @@ def _after_withdrawal(text: str, stated: int) -> str | None:
 
 
 def without_reasoning(response: str) -> str:
-    """Return the response after its last `</think>`. Without one, or without text after it, return
-    the whole response.
+    """Return the text after the last `</think>`, or the whole response if there is none.
 
     Empty if a `<think>` is not closed.
 
@@ -238,8 +233,7 @@ _RATIO = re.compile(r"(?<![\w.:])\d+(?:\s*:\s*\d+)+(?![\w:])")
 
 
 def conclusion(text: str) -> str | None:
-    """Return the text after the last "so", "thus", "hence" or "therefore", if it is a number and at
-    most a word.
+    """Return the number after the last "so", "thus", "hence" or "therefore", with at most a word.
 
     >>> conclusion("between 7 and 9, so 8"), conclusion("42, so 41 was wrong")
     (' 8', None)
@@ -275,8 +269,7 @@ def last_number(text: str) -> str | None:
 
 
 def stated_part(text: str) -> str:
-    """Return the part of a short text that has the answer: all of it, or the side of an equals sign
-    with the result.
+    """Return the part of a short text that has the answer, such as one side of an equals sign.
 
     >>> stated_part("10 (x=3)"), stated_part("2 * 5 = 10 apples"), stated_part("10, since x = 3"), stated_part("10 = 2 * 5")
     ('10  ', ' 10 apples', '10', '10')

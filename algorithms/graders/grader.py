@@ -34,8 +34,7 @@ class Grader(Config):
     """
 
     is_verdict: ClassVar[bool] = False
-    """Whether the grade is 1 for a correct and 0 for a wrong response, so that an evaluation can
-    report it as pass@1."""
+    """Whether the grade is 1 or 0, so that an evaluation can report it as pass@1."""
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)

@@ -191,8 +191,7 @@ class Math(Grader):
 
 
 class Gsm8k(Grader):
-    """1 if the number of the response is the answer's number, otherwise 0. A response without a
-    number gets 0.
+    """1 if the number of the response is the answer's number, otherwise 0.
 
     The number of a response is in its last box, after `####`, after "the answer is", or last. The
     answer is a number, or GSM8K's rationale with the number after `####`.

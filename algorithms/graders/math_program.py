@@ -1,5 +1,4 @@
-"""Math program: compares formulas. `math.py` starts it as `python -m
-weft.algorithms.graders.math_program`.
+"""Math program: compares formulas in a process that `math.py` starts.
 
 It reads requests from standard input, one line of JSON each, and writes replies in the same form.
 It ends with its input. If a request takes much longer than its deadline, an alarm of the operating

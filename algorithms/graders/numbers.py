@@ -45,8 +45,7 @@ _SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,\s*\\!\s*|\\,|\\!|\\ |['’\u2009\u20
 
 
 def plain(latex: str) -> str:
-    r"""Return an answer without dollar signs, styles, spacing commands and full stop; `\dfrac12`
-    becomes `\frac{1}{2}`.
+    r"""Remove dollar signs, styles and spacing from an answer; `\dfrac12` becomes `\frac{1}{2}`.
 
     >>> plain(r"$\left(\dfrac12,\ 3\right).$"), plain(r"\text{ (B) }"), plain(r"11,\! 111"), plain(r"45^\circ")
     ('(\\frac{1}{2}, 3)', '(B)', '11111', '45')
@@ -205,8 +204,7 @@ _BASES: dict[tuple[str, ...], tuple[str, Fraction]] = {
     ("volt",): ("volt", Fraction(1)),
     ("unit",): ("unit", Fraction(1)),
 }
-"""Names of a unit -> its dimension and size. Pounds and months have no fixed size in grams and
-seconds."""
+"""Names of a unit -> dimension and size. Pounds and months have no fixed size."""
 _UNIT_OF_NAME = {
     form: base for names, base in _BASES.items() for name in names for form in (name, f"{name}s")
 }
@@ -273,8 +271,7 @@ Unit = frozenset[tuple[str, int]]
 
 
 def unit_of(text: str) -> tuple[Unit, Fraction, str]:
-    r"""Return dimensions and size of the known unit at the start of a text, and the rest of the
-    text.
+    r"""Return dimensions and size of the known unit at the start of a text, and the rest.
 
     >>> unit_of("square feet of grass")[2], unit_of("m^2")[0] == unit_of("square feet")[0], unit_of("km/h")[0] == unit_of("mph")[0]
     (' of grass', True, True)
@@ -314,8 +311,7 @@ def unit_of(text: str) -> tuple[Unit, Fraction, str]:
 
 
 def same_unit(one: Unit, other: Unit) -> bool:
-    """Whether two units may have the same dimensions. No unit matches every unit, and "units"
-    matches any unit of the same power."""
+    """Whether two units may have the same dimensions. No unit matches every unit."""
     if not one or not other or one == other:
         return True
     generic = [
@@ -338,8 +334,7 @@ class Quantity:
     """Whether it has a decimal point, so that it may be an approximation."""
 
     def equals(self, other: Quantity) -> bool:
-        """Whether both can mean the same number: 28% is 28 and 0.28; 0.333333 is 1/3 and 0.33 is
-        not.
+        """Whether both can mean the same number: 28% is 28 and 0.28; 0.333333 is 1/3, 0.33 is not.
 
         >>> quantity_of("28\\\\%").equals(quantity_of("0.28")), quantity_of("10 cm").equals(quantity_of("10"))
         (True, True)
@@ -404,8 +399,7 @@ def _in_digits(text: str) -> str:
 
 
 def quantity_of(text: str) -> Quantity | None:
-    """Return the number that a text consists of, with at most a unit or a percent sign; None for
-    other texts.
+    """Return the number that a text consists of, with at most a unit or a percent sign, or None.
 
     >>> quantity_of("$1,234.50").value, quantity_of("1 1/2").value, quantity_of("2.5 \\\\times 10^{-3}").value, quantity_of("3 x")
     (Fraction(2469, 2), Fraction(3, 2), Fraction(1, 400), None)
@@ -440,8 +434,7 @@ def quantity_of(text: str) -> Quantity | None:
 
 
 def with_decimal_comma(text: str) -> Quantity | None:
-    """Return the number of a text with a decimal comma: "2,74 $", "0,111"; None if the comma must
-    separate thousands.
+    """Return the number of a text whose comma must be decimal ("2,74 $", "0,111"), or None.
 
     >>> with_decimal_comma("1000,99").value, with_decimal_comma("1,000")
     (Fraction(100099, 100), None)
@@ -453,8 +446,7 @@ def with_decimal_comma(text: str) -> Quantity | None:
 
 
 def _is_unit(words: str, *, spaced: bool) -> bool:
-    """Whether words after a number are a unit: "cm" and "weeks" are, "x", "xy" and "sin x" are
-    not."""
+    """Whether words after a number are a unit: "cm" and "weeks", but not "x" or "sin x"."""
     if words in "$€£¥":
         return True
     return len(words) >= (3 if spaced else 4) and not _FORMULA.search(words)

@@ -1,5 +1,4 @@
-"""Graders of text: equal text, word overlap (F1), regular expressions, format, length, and JSON
-schemas."""
+"""Graders of text: equality, word overlap (F1), regular expressions, format, length, and JSON."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation + "«»“”‘’¿¡"
 
 
 def normalized(text: str) -> str:
-    """Return words in lower case without punctuation and articles, as SQuAD compares them
-    (arXiv:1606.05250, §6.1).
+    """Return words in lower case without punctuation and articles (SQuAD, arXiv:1606.05250, §6.1).
 
     >>> normalized("  The Eiffel-Tower, Paris! ")
     'eiffeltower paris'
@@ -55,8 +53,7 @@ class Exact(Grader):
 
 
 class F1(Grader):
-    """Harmonic mean of precision and recall of the response's words against the answer's (SQuAD,
-    arXiv:1606.05250, §6.1)."""
+    """Word overlap (F1) of the response and the answer (SQuAD, arXiv:1606.05250, §6.1)."""
 
     def __call__(self, response: str, answer: str) -> float:
         """Return the best F1 of the final answer, 0 to 1.
@@ -75,8 +72,8 @@ class F1(Grader):
 
 
 class RegularExpression(Grader):
-    """1 if a regular expression matches in the response, otherwise 0. If it has a group, the group
-    must equal the answer."""
+    """1 if a regular expression matches, otherwise 0. If it has a group, it must equal the
+    answer."""
 
     is_verdict: ClassVar[bool] = True
 
@@ -125,8 +122,8 @@ def _candidates(response: str) -> tuple[str, ...]:
 
 
 class TagFormat(Grader):
-    """1 if the response consists of tagged parts in the given order, each once and not empty,
-    otherwise 0.
+    """1 if the response consists of the tagged parts in order, each once and not empty, otherwise
+    0.
 
     >>> TagFormat()("<think>6 * 7</think> 42"), TagFormat()("42"), TagFormat()("<think>6 * 7</think>")
     (1.0, 0.0, 0.0)
@@ -189,8 +186,7 @@ _FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 class JsonSchema(Grader):
-    """1 if the response is JSON that matches a schema, otherwise 0. The JSON may be in a fenced
-    block, or after the reasoning.
+    """1 if the response is JSON that matches a schema, otherwise 0.
 
     `json_schema={}` accepts any JSON.
     """
