@@ -39,9 +39,7 @@ class Score(Protocol):
     """A score per response; the preferred response should have the higher one."""
 
     @property
-    def reads(self) -> tuple[str, ...]:
-        """Columns that it needs."""
-        ...
+    def reads(self) -> tuple[str, ...]: ...
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
         """[B] scores, with gradient to `logprobs` [T]. Masked tokens may hold any value."""

@@ -76,7 +76,6 @@ class Silent(BaseException):
     def __init__(self, stack: str = "") -> None:
         super().__init__(stack)
         self.stack = stack
-        """Stack of the silent call."""
 
 
 class Cancelled(BaseException):
@@ -135,7 +134,6 @@ class SettingError(UserError):
     def __init__(self, message: str, of: str = "", problems: Iterable[tuple[str, str]] = ()) -> None:
         super().__init__(message)
         self.of = of
-        """Name of the class."""
         self.problems = tuple(problems)
 
 

@@ -26,8 +26,6 @@ Place: TypeAlias = Literal["run", "group", "either"]
 
 @dataclass(frozen=True)
 class MetricEntry:
-    """One metric."""
-
     name: str
     """Capital letters are placeholders: `pass@K` covers `pass@1`, `pass@8`, ..."""
     unit: str

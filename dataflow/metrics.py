@@ -102,9 +102,7 @@ class Std:
 
     number: float
     total: Parts = (0.0,)
-    """Sum of the values."""
     squares: Parts = (0.0,)
-    """Sum of their squares."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:

@@ -254,7 +254,6 @@ class Operation:
     name: str
     shape: Shape = Shape.MAP
     reads: tuple[str, ...] = ()
-    """Required columns."""
     may_read: tuple[str, ...] = ()
     """Optional columns, used if they exist; "*" for all."""
     writes: tuple[str, ...] = ()

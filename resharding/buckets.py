@@ -61,7 +61,6 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the elements."""
         return self.box.numel * getattr(torch, self.dtype).itemsize
 
     def view(self, memory: torch.Tensor, start: int) -> torch.Tensor:
@@ -296,8 +295,6 @@ class BucketMemory(Protocol):
 
 
 class HostBuckets:
-    """Memory of the host."""
-
     def __init__(self) -> None:
         self._file: int | None = os.memfd_create("weft-weights", os.MFD_CLOEXEC)
         self._memory: torch.Tensor | None = None
@@ -351,7 +348,6 @@ class DeviceBuckets:
         return self._said
 
     def close(self) -> None:
-        """Free the memory."""
         self._memory = None
 
 

@@ -149,7 +149,6 @@ class Connection:
         return self._socket.getsockname()[0]
 
     def fileno(self) -> int:
-        """Return the file descriptor, for selectors."""
         return self._socket.fileno()
 
     def send(self, kind: bytes, content: bytes = b"") -> None:
@@ -179,7 +178,6 @@ class Connection:
         self._socket.sendall(content)
 
     def receive_into(self, target: memoryview) -> None:
-        """Fill `target` with the next bytes."""
         while target:
             received = self._socket.recv_into(target)
             if not received:
@@ -192,7 +190,6 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Free the socket."""
         self._socket.close()
 
     def _receive(self, num_bytes: int) -> bytes:
@@ -255,11 +252,9 @@ class Stream:
         self._connection = connection
 
     def send(self, content: torch.Tensor) -> None:
-        """Send bytes from host memory."""
         self._connection.send_bytes(content.numpy())
 
     def receive_into(self, target: torch.Tensor) -> None:
-        """Fill host memory."""
         own_bytes: Any = target.numpy()
         self._connection.receive_into(memoryview(own_bytes))
 
@@ -306,13 +301,11 @@ class GroupChannel:
         meeting.end()
 
     def send(self, content: torch.Tensor) -> None:
-        """Send bytes."""
         self.num_bytes += len(content)
         with _as_os_errors():
             self._await(self._group.send([content.to(self._device)], self._other, 0))
 
     def receive_into(self, target: torch.Tensor) -> None:
-        """Fill `target` with the next bytes."""
         self.num_bytes += len(target)
         own = target if target.device == self._device else torch.empty_like(target, device=self._device)
         with _as_os_errors():

@@ -28,8 +28,6 @@ _ESCAPE = 255
 
 @dataclass(frozen=True)
 class Delta:
-    """The changes of a box."""
-
     gaps: np.ndarray
     """[bytes] uint8."""
     values: np.ndarray
@@ -37,7 +35,6 @@ class Delta:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the transfer."""
         return self.gaps.nbytes + self.values.nbytes
 
 
@@ -164,5 +161,4 @@ class Shadow:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the host memory."""
         return sum(bits.nbytes for bits in self._bits.values())

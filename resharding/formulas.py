@@ -50,12 +50,10 @@ class PipelineStages:
 
     @property
     def chunks(self) -> int:
-        """Pieces of each stage."""
         return len(self.layers) // self.stages
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
         return sum(self.layers)
 
     def piece_of(self, layer: int) -> int:
@@ -182,7 +180,6 @@ class Parallelism:
 
     @property
     def num_ranks(self) -> int:
-        """Total number of ranks."""
         return self.pp * self.tp * self.dp
 
     def coordinates(self, order: Sequence[str] = HYBRIDFLOW_ORDER) -> list[dict[str, int]]:

@@ -91,7 +91,6 @@ class HeldBoxes:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the host memory."""
         return sum(bits.nbytes for bits in self._bits.values())
 
 
@@ -340,7 +339,6 @@ class IncomingWeights:
             source.hang_up()
 
     def close(self) -> None:
-        """End the connections."""
         for source in self._sources:
             source.close()
 
@@ -483,7 +481,6 @@ class _Source:
         self.connection.hang_up()
 
     def close(self) -> None:
-        """End the connection."""
         self._channel.close()
         self.connection.close()
 

@@ -56,7 +56,6 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extent along each dimension."""
         return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
 
     @property
@@ -199,7 +198,6 @@ class TensorLayout:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element."""
         return ITEM_BYTES[self.dtype]
 
 
@@ -229,7 +227,6 @@ class Layout:
     tensors: Mapping[str, TensorLayout]
     """By name in the checkpoint, in the order of the transfer."""
     ranks: tuple[Where, ...]
-    """Location of each rank."""
     label: str = ""
     """Name of the layout in `explain`, such as "FSDP 4"."""
 

@@ -98,7 +98,6 @@ class WeightPublisher:
         self._is_closed = False
         self._token = secrets.token_hex(32)
         self._version = -1
-        """Last published version."""
         self._transfer: Transfer | None = None
         self._lost: dict[str, str] = {}
         self._description = b""

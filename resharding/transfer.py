@@ -80,7 +80,6 @@ class _Pass:
     """One pass over all buckets."""
 
     filled: int = 0
-    """Buckets that were filled."""
     through: bool = False
     """True once all buckets are filled and their sums agree with earlier passes."""
     sums: list[list[int]] = field(default_factory=list)
@@ -101,7 +100,6 @@ class _Session:
     parts: int
     connection: Connection
     channel: Channel | None = None
-    """Channel for requested boxes."""
     wants: dict[int, list[Want]] | None = None
     """Requested boxes by bucket; None if the receiver maps the memory."""
     base: int | None = None

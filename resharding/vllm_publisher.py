@@ -291,17 +291,14 @@ class _GatheredTensors(WeightSource):
 
     @property
     def num_bytes(self) -> int:
-        """Size of this rank's parts."""
         return sum(elements * getattr(torch, dtype).itemsize for _, dtype, _, elements in self._forms)
 
     @property
     def whole_bytes(self) -> int:
-        """Size of all tensors."""
         return sum(map(_num_bytes, self._metadata))
 
     @property
     def largest_bytes(self) -> int:
-        """Size of the largest tensor."""
         return max(map(_num_bytes, self._metadata), default=0)
 
     def metadata(self) -> list[ParamMeta]:
@@ -339,7 +336,6 @@ class _GatheredTensors(WeightSource):
         return self._with_forms(dict(zip(names, sums.view(np.uint64).tolist(), strict=True)))
 
     def drop(self) -> None:
-        """Release the parts."""
         self._own = {}
 
     def _with_forms(self, sums: dict[str, int]) -> dict[str, TensorSum]:

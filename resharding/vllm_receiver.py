@@ -52,7 +52,6 @@ class WeightsUpdateInfo(WeightTransferUpdateInfo):
 
     @property
     def weights(self) -> Weights:
-        """Return the original record."""
         return Weights(self.version, tuple(RankWeights(**rank) for rank in self.ranks), self.receiver)
 
 
@@ -81,7 +80,6 @@ class Loaded:
     checksum: str
     """Checksum of the whole version, from its publishers."""
     received: dict[str, Received]
-    """State of each tensor."""
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,6 @@ class TagFormat(Grader):
     for such templates."""
 
     def __call__(self, response: str) -> float:
-        """Check a response."""
         text = f"<{self.tags[0]}>{response}" if self.opened else response
         parts = r"\s*".join(
             rf"<{tag}>\s*\S(?:(?!</?{tag}>).)*</{tag}>" for tag in map(re.escape, self.tags)
