@@ -99,7 +99,7 @@ class AggregatedLoss(FrozenLoss):
 
     aggregation: Aggregation = token_mean
     """`token_mean`, `sequence_mean` or `fixed_length(max_tokens)`. The default weighs all tokens
-    equally; `sequence_mean` weighs all responses equally."""
+    equally. Choose `sequence_mean` to weigh all responses equally."""
 
     def count(self, rows: PackedRows) -> float:
         return self.aggregation.count(rows)

@@ -79,7 +79,7 @@ class RegularExpression(Grader):
 
     pattern: str
     """Regular expression in Python's syntax. The group of the last match, if any, is compared with
-    the answer. Required."""
+    the answer. Give it; there is no default."""
 
     @pydantic.field_validator("pattern")
     @classmethod
@@ -132,8 +132,8 @@ class TagFormat(Grader):
     """
 
     tags: tuple[str, ...] = pydantic.Field(default=("think",), min_length=1)
-    """Names of the tags, in order. Only spaces may precede the first and separate two. Use the tags
-    that the system prompt asks for."""
+    """Names of the tags, in order. Only spaces may precede the first and separate two. Give the
+    tags that the system prompt asks for."""
     rest: bool = True
     """Whether text must follow the last tag; False forbids it. Set it to False if the answer has a
     separate tag."""
@@ -160,9 +160,9 @@ class LengthReward(Grader):
     """
 
     full_tokens: int = pydantic.Field(ge=0)
-    """[tokens] Longest response with the full reward. Required."""
+    """[tokens] Longest response with the full reward. Give it; there is no default."""
     no_tokens: int
-    """[tokens] Shortest response with a reward of 0. Required."""
+    """[tokens] Shortest response with a reward of 0. Give it; there is no default."""
 
     @pydantic.model_validator(mode="after")
     def _falls(self) -> LengthReward:
@@ -193,7 +193,8 @@ class JsonSchema(Grader):
     is_verdict: ClassVar[bool] = True
 
     json_schema: Mapping[str, Any]
-    """A JSON Schema, of the draft in its `$schema`; without one, draft 2020-12. Required."""
+    """A JSON Schema, of the draft in its `$schema`; without one, draft 2020-12. Give
+    one; there is no default."""
 
     @pydantic.field_validator("json_schema")
     @classmethod
