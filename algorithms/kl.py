@@ -154,8 +154,7 @@ class AdaptiveCoefficient(Config):
     (episodes in the paper). Raise it if the coefficient oscillates."""
 
     def updated(self, observed_kl: float, num_steps: float) -> AdaptiveCoefficient:
-        """Return the coefficient after `num_steps` steps with this mean divergence (nats per
-        response).
+        """Return the coefficient after `num_steps` steps with this mean divergence [nats/response].
 
         Raises:
             UserError: the new coefficient would be below 0 (more than five horizons at once).

@@ -236,8 +236,7 @@ class FrozenLoss(Config):
 
 
 class Observed(Mapping[str, Metric]):
-    """Metrics that stay on the device until first read, so that they do not delay the backward
-    pass.
+    """Metrics that stay on the device until first read, so that the backward pass does not wait.
 
     >>> both = observed(torch.tensor([True]), {"gap": torch.tensor([0.5])}) | observed(torch.tensor([False]), {"kl": torch.tensor([1.0])})
     >>> dict(both)

@@ -114,8 +114,7 @@ class LogOdds(Config):
 
 @runtime_checkable
 class Comparison(Protocol):
-    """A loss per pair, from the lead of its preferred response. A value: equal settings, equal
-    losses."""
+    """A loss per pair, from the lead of its preferred response."""
 
     def __call__(self, ahead: Tensor) -> Tensor:
         """[P] losses of `ahead` [P], which is beta (s_w - s_l) - margin; gradient flows."""
@@ -199,8 +198,7 @@ class Hinge(Config):
 
 
 class PairLoss(FrozenLoss):
-    """A loss on pairs: groups of two rows, one of them `preferred`. Masked responses do not
-    count."""
+    """A loss on pairs: groups of two rows, one `preferred`. Masked responses do not count."""
 
     @property
     def reads(self) -> tuple[str, ...]:

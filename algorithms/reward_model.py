@@ -60,8 +60,7 @@ class RewardLoss(PairLoss):
     """[reward] Required lead of the preferred response, or a column with the lead of each pair
     (equal in its two rows). Give a column if annotators rated how much better a response is."""
     centring: float = Field(default=0.0, ge=0)
-    """[factor] c: keeps the rewards of a pair around 0. Raise it (0.01 is common) if rewards
-    drift."""
+    """[factor] c: keeps the rewards of a pair around 0. Raise it (0.01 is common) against drift."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -187,8 +186,7 @@ def step_rewards(samples: Batch, *, separator: int, scores: str = str(TOKEN_SCOR
 
 @graph
 def reward_model(preferences: Any, *, model: Trainable, loss: Loss = RewardLoss()) -> Any:
-    """Train a reward model on pairs (`prompt_ids`, `chosen_ids`, `rejected_ids`, maybe a
-    margin)."""
+    """Train a reward model on pairs (`prompt_ids`, `chosen_ids`, `rejected_ids`)."""
     return model.update(pairs(preferences), loss=loss)
 
 

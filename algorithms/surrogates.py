@@ -89,8 +89,8 @@ class Clipped(Config):
 
 
 class Cispo(Config):
-    """-sg(clip(r, 1 - low, 1 + high)) A log p (CISPO, arXiv:2506.13585, §3.1); sg stops the
-    gradient.
+    """-sg(clip(r, 1 - low, 1 + high)) A log p, sg stopping gradients (CISPO, arXiv:2506.13585,
+    §3.1).
 
     Every token keeps a gradient, including rare tokens that change a line of thought and that PPO's
     clip would drop.
@@ -115,8 +115,7 @@ class Cispo(Config):
 
 
 class Sapo(Config):
-    """-(4 / tau) sigmoid(tau (r - 1)) A, a soft gate (SAPO, arXiv:2511.20347); tau by the sign of
-    A.
+    """-(4 / tau) sigmoid(tau (r - 1)) A, with tau by the sign of A (SAPO, arXiv:2511.20347).
 
     At r = 1 its gradient equals that for r A, and it fades on both sides. A larger `negative` makes
     gradients of negative advantages fade faster, because they raise the probability of every other
@@ -178,8 +177,7 @@ def token_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
 
 
 def sequence_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
-    """The length-normalized ratio of responses, exp(mean_t log r_t) (GSPO, arXiv:2507.18071, eq.
-    7).
+    """Length-normalized ratio of responses, exp(mean_t log r_t) (GSPO, arXiv:2507.18071, eq. 7).
 
     With `sequence_mean` and one advantage per response, the clipped surrogate is GSPO's objective
     (eq. 5), including its gradient.
@@ -313,8 +311,7 @@ class TruncatedImportance(Config):
 
 
 class Rejection(Config):
-    """Leave out tokens, or whole responses, whose p_trainer / p_generator is outside [low, high]:
-    weight 0, otherwise 1.
+    """Leave out tokens, or whole responses, whose p_trainer / p_generator is outside [low, high].
 
     At token level this is the double-sided mask of IcePop (Ring-1T, arXiv:2510.18855); at the other
     levels it rejects sequences. Tokens that are left out have no policy gradient, but still count

@@ -82,7 +82,7 @@ class SymbolicRows:
         return self.trace.add(self, handle, function, declaration, args, kwargs)
 
     def __or__(self, other: SymbolicRows) -> SymbolicRows:
-        """Join two branches over the same rows. A node's columns take precedence over the
+        """Join two branches over the same rows. Columns of nodes take precedence over the
         source's."""
         if other.level != self.level:
             raise UserError(

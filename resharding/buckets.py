@@ -92,8 +92,7 @@ class Cutter:
         """Description of the last version's entries."""
 
     def cut(self, parts: Iterable[Part]) -> list[tuple[Entry, torch.Tensor]]:
-        """Return the entries in bucket order with their elements. Large parts become several
-        entries.
+        """Return the entries in bucket order with their elements. Large parts are cut into several.
 
         Raises:
             WeightSyncError: a part occurs twice.
@@ -367,8 +366,7 @@ def device_of(transport: Transport) -> torch.device | None:
 
 
 def opened(said: dict[str, Any]) -> torch.Tensor:
-    """Open a publisher's device memory, as [bytes] uint8. It stays mapped while a view of it
-    exists.
+    """Open a publisher's device memory, as [bytes] uint8. Views keep it mapped.
 
     Raises:
         OSError: this process does not see the device, or cannot open its memory.

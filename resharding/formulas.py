@@ -39,8 +39,7 @@ class PipelineStages:
 
     stages: int
     layers: tuple[int, ...]
-    """Number of layers of each piece, in model order. May be 0, as for a stage with only the
-    head."""
+    """Layers of each piece, in model order. May be 0, as for a stage with only the head."""
 
     def __post_init__(self) -> None:
         if self.stages < 1 or not self.layers or len(self.layers) % self.stages or min(self.layers) < 0:
@@ -73,8 +72,7 @@ class PipelineStages:
 
     @classmethod
     def equal(cls, num_layers: int, stages: int, chunks: int = 1) -> PipelineStages:
-        """Cut the model into equal pieces. If the division leaves a rest, the first ones are
-        longer."""
+        """Cut the model into equal pieces. With a remainder, the first ones are longer."""
         pieces = stages * chunks
         each, longer = divmod(num_layers, max(1, pieces))
         return cls(stages, (each + 1,) * longer + (each,) * (pieces - longer))

@@ -35,8 +35,7 @@ class Copy:
     destination: int
     """Rank in the destination layout."""
     destination_pieces: tuple[int, ...]
-    """Indices of the destination's pieces to write; several if the rank holds the box
-    repeatedly."""
+    """Indices of the pieces to write; several if the destination holds the box repeatedly."""
     box: Box
     travels: bool
     """False if both ranks hold it in the memory of one device."""
@@ -134,8 +133,7 @@ class ReshardPlan:
         return "\n".join(lines)
 
     def _given(self) -> tuple[Counter[int], dict[int, set[int]]]:
-        """Return each source rank's number of copies to other devices, and the ranks that get
-        them."""
+        """Return each source rank's number of copies to other devices, and their receivers."""
         given, receivers = Counter[int](), defaultdict[int, set[int]](set)
         equal = Counter(map(id, self._copies.values()))
         for copies in {id(copies): copies for copies in self._copies.values()}.values():
@@ -227,8 +225,7 @@ class _SourcePieces:
         self._found: dict[Box, tuple[np.ndarray, list[Box], bool]] = {}
 
     def overlapping(self, box: Box) -> tuple[np.ndarray, list[Box], bool]:
-        """Return the pieces that overlap a box, the overlaps, and whether these cover it exactly
-        once."""
+        """Return the pieces that overlap a box, the overlaps, and whether they cover it exactly."""
         if box not in self._found:  # replicas request the same boxes
             overlap = (self._starts < np.array(box.stops, np.int64)) & (
                 self._stops > np.array(box.starts, np.int64)

@@ -173,8 +173,7 @@ class Transfer:
     # The filler's thread
 
     def fill(self) -> None:
-        """Serve passes until the transfer ends. Receivers are told of an error, and `end` raises
-        it."""
+        """Serve passes until the transfer ends. Errors go to the receivers, and to `end`."""
         try:
             while members := self._gather():
                 self._fill_pass(members)
@@ -379,8 +378,7 @@ class Transfer:
             self.sent.whole_bytes += elements.nbytes
 
     def _read_wants(self, content: bytes) -> tuple[int | None, dict[int, list[Want]] | None]:
-        """Parse the version that a receiver holds and its requests; both None if it maps the
-        memory.
+        """Parse the version that a receiver holds, and its requests; None if it maps the memory.
 
         Raises:
             ValueError: it requests a box that this rank does not have, or more than MOST_TIMES the

@@ -257,8 +257,7 @@ class _Memory:
 
 
 def _memories(model: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> dict[int, _Memory]:
-    """Return the memories that loaders may write, by storage, and restore their original
-    loaders."""
+    """Return the memories that loaders may write, by storage. Restores the original loaders."""
     found: dict[int, _Memory] = {}
     for prefix, layer in model.named_modules():
         info = get_layerwise_info(layer)

@@ -215,7 +215,7 @@ class VllmPublisher:
         self._end_trainer()
 
     def _meet(self, version: int) -> bool:
-        """Wait for the engines, and create a new vLLM trainer if they changed; False without
+        """Wait for the engines. Create a new vLLM trainer if they changed; False without
         engines."""
         said = torch.tensor([_NOBODY, 0])
         if self._receivers is not None:

@@ -110,8 +110,7 @@ class Layer:
         return tensor.as_strided(view.shape, view.strides, first + view.offset)
 
     def computes_with(self, memory: str) -> bool:
-        """Whether vLLM's kernels read this parameter directly, as for a bias without loading
-        format."""
+        """Whether vLLM's kernels read this parameter directly, as a bias without loading format."""
         if self.in_place:
             return True
         parameters, buffers = get_layerwise_info(self.module).kernel_tensors or ({}, {})
@@ -119,8 +118,7 @@ class Layer:
         return getattr(self.module, name) is parameters.get(name, buffers.get(name))
 
     def start(self) -> bool:
-        """Give the module writable memory. Return whether padding overwrote memory that kernels
-        read."""
+        """Give the module writable memory. Return whether padding overwrote memory in use."""
         self.started = True
         self._memories = {}
         if self._is_read_as_written():
@@ -201,8 +199,7 @@ class Layer:
         return self._staged[name].as_strided(view.shape, view.strides, view.offset)
 
     def finish_staged(self) -> None:
-        """After the last slice, pack the parameters for CPU kernels, and free the unpacked
-        memory."""
+        """After the last slice, pack the parameters for CPU kernels, and free the rest."""
         if not self._beside:
             return
         module, parameters = self.module, dict(self.module._parameters)

@@ -185,8 +185,7 @@ def _row_weights(box: Box, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:
-    """Finalizer of SplitMix64 (Steele, Lea and Flood, 2014): each output bit depends on all
-    bits."""
+    """Finalizer of SplitMix64 (Steele, Lea and Flood, 2014); each bit depends on all bits."""
     with np.errstate(over="ignore"):
         numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
         numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -32,8 +32,7 @@ from .numbers import (
 LOG = logging.getLogger(__name__)
 
 LONGEST_ANSWER = 2000
-"""Characters of the longest answer to compare as a formula, plus 20 per character of the right
-one."""
+"""Longest answer that is compared as a formula, in characters. Long right answers allow more."""
 LARGEST_DIGITS = 50_000
 """Digits of the largest power or factorial that is computed."""
 _TOWER = re.compile(r"(\d+)\s*(?:\^|\*\*)\s*[{(]*\s*(?=\d)")

@@ -72,8 +72,7 @@ class F1(Grader):
 
 
 class RegularExpression(Grader):
-    """1 if a regular expression matches, otherwise 0. If it has a group, it must equal the
-    answer."""
+    """1 if a regular expression matches, otherwise 0. Its group, if any, must equal the answer."""
 
     is_verdict: ClassVar[bool] = True
 
@@ -122,8 +121,7 @@ def _candidates(response: str) -> tuple[str, ...]:
 
 
 class TagFormat(Grader):
-    """1 if the response consists of the tagged parts in order, each once and not empty, otherwise
-    0.
+    """1 if the response consists of the tagged parts, in order and not empty, otherwise 0.
 
     >>> TagFormat()("<think>6 * 7</think> 42"), TagFormat()("42"), TagFormat()("<think>6 * 7</think>")
     (1.0, 0.0, 0.0)
