@@ -55,7 +55,7 @@ _AGAIN_S = 0.05
 class WeightPublisher:
     """Publishes a rank's weights, one version at a time. A group publishes each element once.
 
-    Memory besides the model: SLOTS buckets, or none if receivers read all parts in place.
+    Extra memory: SLOTS buckets, or none if receivers read all parts in place.
 
     Args:
         host: address of this process for receivers on other machines; empty if there are none.

@@ -93,7 +93,7 @@ _NOBODY, _AS_BEFORE, _ANEW = range(3)
 class VllmPublisher:
     """Publishes versions through a vLLM backend. All trainer ranks call each method together.
 
-    Memory besides the model, on each rank: the current tensor, and two vLLM buffers of
+    Extra memory on each rank: the current tensor, and two vLLM buffers of
     `bucket_bytes` or the size of the largest tensor.
 
     Args:

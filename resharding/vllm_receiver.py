@@ -84,7 +84,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class _Staging:
-    """A version that a thread receives into memory besides the model."""
+    """A version that a thread receives into staging memory."""
 
     incoming: IncomingWeights
     done: Future[Loaded]

@@ -1,12 +1,12 @@
 """WeightWriter: writes received slices into vLLM's model, layer by layer.
 
-A layer gets memory with its first slice, and vLLM prepares it after its last slice. Memory besides
-the model is therefore that of incomplete layers: one layer, if slices arrive in the order of the
-recorded layout. On CPU, the memory of one layer of each shape is kept for the next version.
+A layer gets memory with its first slice, and vLLM prepares it after its last slice. So only
+incomplete layers need extra memory: one layer, if slices arrive in the order of the recorded layout.
+On CPU, the memory of one layer of each shape is kept for the next version.
 
-A version can also be staged: written to memory besides the model while the model continues to
-compute. Linear layers on CPU are packed there as well. Applying a staged version only exchanges
-these, and prepares the other layers.
+A version can also be staged: written to staging memory while the model continues to compute. Linear
+layers on CPU are packed there as well. Applying a staged version exchanges these, and prepares the
+other layers.
 
     apply:  begin ──> write slices, prepare each layer with its last slice ──> finish
     stage:  write slices beside the model      apply_staged:  begin ──> exchange or prepare each layer ──> finish
@@ -169,7 +169,7 @@ class Layer:
     # Staging, while the module continues to compute
 
     def stage(self, kept: dict[str, torch.Tensor]) -> None:
-        """Allocate memory besides the module, and fill its padding.
+        """Allocate staging memory, and fill its padding.
 
         Args:
             kept: memory that is kept across versions, by parameter names in the model.
